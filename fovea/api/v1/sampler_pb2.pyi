@@ -1,0 +1,212 @@
+from fovea.api.v1 import model_input_pb2 as _model_input_pb2
+from fovea.api.v1 import tensor_pb2 as _tensor_pb2
+from fovea.api.v1 import weights_pb2 as _weights_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+
+class GetSamplerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetSamplerInfoResponse(_message.Message):
+    __slots__ = ("model", "instance_id", "max_context_length", "max_sample_count", "max_top_logprobs", "max_lora_rank", "resident_snapshot_id", "adapter_snapshot_ids", "transfer_backend", "transfer_worker_count", "dtype", "version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_SNAPSHOT_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    instance_id: str
+    max_context_length: int
+    max_sample_count: int
+    max_top_logprobs: int
+    max_lora_rank: int
+    resident_snapshot_id: str
+    adapter_snapshot_ids: _containers.RepeatedScalarFieldContainer[str]
+    transfer_backend: str
+    transfer_worker_count: int
+    dtype: str
+    version: str
+    def __init__(self, model: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_context_length: _Optional[int] = ..., max_sample_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., resident_snapshot_id: _Optional[str] = ..., adapter_snapshot_ids: _Optional[_Iterable[str]] = ..., transfer_backend: _Optional[str] = ..., transfer_worker_count: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class StopCondition(_message.Message):
+    __slots__ = ("token_ids", "strings", "ignore_eos")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STRINGS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    strings: _containers.RepeatedScalarFieldContainer[str]
+    ignore_eos: bool
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., strings: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ...) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop: StopCondition
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Union[StopCondition, _Mapping]] = ...) -> None: ...
+
+class SampleRequest(_message.Message):
+    __slots__ = ("request_id", "snapshot_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PARAMS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_SAMPLE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    snapshot_id: str
+    prompt: _model_input_pb2.RenderedInput
+    sample_count: int
+    params: SamplingParams
+    prompt_logprobs: bool
+    top_prompt_logprobs: int
+    top_sample_logprobs: int
+    def __init__(self, request_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ...) -> None: ...
+
+class SampleResponse(_message.Message):
+    __slots__ = ("prompt", "delta")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    prompt: PromptResult
+    delta: SequenceDelta
+    def __init__(self, prompt: _Optional[_Union[PromptResult, _Mapping]] = ..., delta: _Optional[_Union[SequenceDelta, _Mapping]] = ...) -> None: ...
+
+class TopLogprobs(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _tensor_pb2.Tensor
+    logprobs: _tensor_pb2.Tensor
+    def __init__(self, token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class PromptResult(_message.Message):
+    __slots__ = ("logprobs", "top_logprobs", "cached_token_count")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    logprobs: bytes
+    top_logprobs: TopLogprobs
+    cached_token_count: int
+    def __init__(self, logprobs: _Optional[bytes] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ..., cached_token_count: _Optional[int] = ...) -> None: ...
+
+class SequenceDelta(_message.Message):
+    __slots__ = ("index", "tokens", "logprobs", "top_logprobs", "finish_reason", "snapshot_id")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    tokens: bytes
+    logprobs: bytes
+    top_logprobs: TopLogprobs
+    finish_reason: FinishReason
+    snapshot_id: str
+    def __init__(self, index: _Optional[int] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., snapshot_id: _Optional[str] = ...) -> None: ...
+
+class JoinTransferGroupRequest(_message.Message):
+    __slots__ = ("group_id", "master_address", "master_port", "rank_offset", "world_size", "timeout_s")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    MASTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MASTER_PORT_FIELD_NUMBER: _ClassVar[int]
+    RANK_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout_s: float
+    def __init__(self, group_id: _Optional[str] = ..., master_address: _Optional[str] = ..., master_port: _Optional[int] = ..., rank_offset: _Optional[int] = ..., world_size: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class JoinTransferGroupResponse(_message.Message):
+    __slots__ = ("instance_id",)
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    def __init__(self, instance_id: _Optional[str] = ...) -> None: ...
+
+class LeaveTransferGroupRequest(_message.Message):
+    __slots__ = ("group_id",)
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    def __init__(self, group_id: _Optional[str] = ...) -> None: ...
+
+class LeaveTransferGroupResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReceiveSnapshotRequest(_message.Message):
+    __slots__ = ("group_id", "manifest", "timeout_s")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    manifest: _weights_pb2.SnapshotManifest
+    timeout_s: float
+    def __init__(self, group_id: _Optional[str] = ..., manifest: _Optional[_Union[_weights_pb2.SnapshotManifest, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class ReceiveSnapshotResponse(_message.Message):
+    __slots__ = ("ready", "loaded")
+    READY_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    ready: SnapshotReady
+    loaded: SnapshotLoaded
+    def __init__(self, ready: _Optional[_Union[SnapshotReady, _Mapping]] = ..., loaded: _Optional[_Union[SnapshotLoaded, _Mapping]] = ...) -> None: ...
+
+class SnapshotReady(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SnapshotLoaded(_message.Message):
+    __slots__ = ("digest", "pause_s")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    pause_s: float
+    def __init__(self, digest: _Optional[str] = ..., pause_s: _Optional[float] = ...) -> None: ...
+
+class DropSnapshotRequest(_message.Message):
+    __slots__ = ("snapshot_id",)
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    snapshot_id: str
+    def __init__(self, snapshot_id: _Optional[str] = ...) -> None: ...
+
+class DropSnapshotResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,280 @@
+from fovea.api.v1 import model_input_pb2 as _model_input_pb2
+from fovea.api.v1 import tensor_pb2 as _tensor_pb2
+from fovea.api.v1 import weights_pb2 as _weights_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetTrainerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetTrainerInfoResponse(_message.Message):
+    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_VISION_LORA_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    family: str
+    instance_id: str
+    world_size: int
+    max_lora_rank: int
+    max_context_length: int
+    model_ids: _containers.RepeatedScalarFieldContainer[str]
+    loss_functions: _containers.RepeatedScalarFieldContainer[str]
+    dtype: str
+    version: str
+    supports_vision_lora: bool
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ...) -> None: ...
+
+class FullParameterConfig(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CreateModelRequest(_message.Message):
+    __slots__ = ("model_id", "lora", "full")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    lora: _weights_pb2.LoraConfig
+    full: FullParameterConfig
+    def __init__(self, model_id: _Optional[str] = ..., lora: _Optional[_Union[_weights_pb2.LoraConfig, _Mapping]] = ..., full: _Optional[_Union[FullParameterConfig, _Mapping]] = ...) -> None: ...
+
+class CreateModelResponse(_message.Message):
+    __slots__ = ("trainable_parameter_count",)
+    TRAINABLE_PARAMETER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    trainable_parameter_count: int
+    def __init__(self, trainable_parameter_count: _Optional[int] = ...) -> None: ...
+
+class DeleteModelRequest(_message.Message):
+    __slots__ = ("model_id",)
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    def __init__(self, model_id: _Optional[str] = ...) -> None: ...
+
+class DeleteModelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ForwardBackwardRequest(_message.Message):
+    __slots__ = ("header", "datum")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DATUM_FIELD_NUMBER: _ClassVar[int]
+    header: ForwardBackwardHeader
+    datum: Datum
+    def __init__(self, header: _Optional[_Union[ForwardBackwardHeader, _Mapping]] = ..., datum: _Optional[_Union[Datum, _Mapping]] = ...) -> None: ...
+
+class ForwardBackwardHeader(_message.Message):
+    __slots__ = ("model_id", "loss_function", "loss_config", "backward", "datum_count")
+    class LossConfigEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    LOSS_CONFIG_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    DATUM_COUNT_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    loss_function: str
+    loss_config: _containers.ScalarMap[str, float]
+    backward: bool
+    datum_count: int
+    def __init__(self, model_id: _Optional[str] = ..., loss_function: _Optional[str] = ..., loss_config: _Optional[_Mapping[str, float]] = ..., backward: bool = ..., datum_count: _Optional[int] = ...) -> None: ...
+
+class Datum(_message.Message):
+    __slots__ = ("input", "loss_inputs")
+    class LossInputsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _tensor_pb2.Tensor
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    LOSS_INPUTS_FIELD_NUMBER: _ClassVar[int]
+    input: _model_input_pb2.RenderedInput
+    loss_inputs: _containers.MessageMap[str, _tensor_pb2.Tensor]
+    def __init__(self, input: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., loss_inputs: _Optional[_Mapping[str, _tensor_pb2.Tensor]] = ...) -> None: ...
+
+class ForwardBackwardResponse(_message.Message):
+    __slots__ = ("output", "metrics")
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    output: DatumOutput
+    metrics: Metrics
+    def __init__(self, output: _Optional[_Union[DatumOutput, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ...) -> None: ...
+
+class DatumOutput(_message.Message):
+    __slots__ = ("tensors",)
+    class TensorsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _tensor_pb2.Tensor
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.MessageMap[str, _tensor_pb2.Tensor]
+    def __init__(self, tensors: _Optional[_Mapping[str, _tensor_pb2.Tensor]] = ...) -> None: ...
+
+class Metrics(_message.Message):
+    __slots__ = ("values",)
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, values: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class ClearGradientsRequest(_message.Message):
+    __slots__ = ("model_id",)
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    def __init__(self, model_id: _Optional[str] = ...) -> None: ...
+
+class ClearGradientsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdamParams(_message.Message):
+    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    GRAD_CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., grad_clip_norm: _Optional[float] = ...) -> None: ...
+
+class OptimStepRequest(_message.Message):
+    __slots__ = ("model_id", "adam")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAM_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    adam: AdamParams
+    def __init__(self, model_id: _Optional[str] = ..., adam: _Optional[_Union[AdamParams, _Mapping]] = ...) -> None: ...
+
+class OptimStepResponse(_message.Message):
+    __slots__ = ("metrics", "step")
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    metrics: Metrics
+    step: int
+    def __init__(self, metrics: _Optional[_Union[Metrics, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
+
+class SaveStateRequest(_message.Message):
+    __slots__ = ("model_id", "uri")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    uri: str
+    def __init__(self, model_id: _Optional[str] = ..., uri: _Optional[str] = ...) -> None: ...
+
+class SaveStateResponse(_message.Message):
+    __slots__ = ("size_bytes", "step")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    step: int
+    def __init__(self, size_bytes: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class LoadStateRequest(_message.Message):
+    __slots__ = ("model_id", "uri", "optimizer")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    uri: str
+    optimizer: bool
+    def __init__(self, model_id: _Optional[str] = ..., uri: _Optional[str] = ..., optimizer: bool = ...) -> None: ...
+
+class LoadStateResponse(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class TakeSnapshotRequest(_message.Message):
+    __slots__ = ("model_id", "snapshot_id", "uri")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    snapshot_id: str
+    uri: str
+    def __init__(self, model_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., uri: _Optional[str] = ...) -> None: ...
+
+class TakeSnapshotResponse(_message.Message):
+    __slots__ = ("snapshot",)
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    snapshot: _weights_pb2.Snapshot
+    def __init__(self, snapshot: _Optional[_Union[_weights_pb2.Snapshot, _Mapping]] = ...) -> None: ...
+
+class PushSnapshotRequest(_message.Message):
+    __slots__ = ("snapshot_id", "uri", "samplers", "timeout_s")
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    SAMPLERS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    snapshot_id: str
+    uri: str
+    samplers: _containers.RepeatedScalarFieldContainer[str]
+    timeout_s: float
+    def __init__(self, snapshot_id: _Optional[str] = ..., uri: _Optional[str] = ..., samplers: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class PushSnapshotResponse(_message.Message):
+    __slots__ = ("snapshot", "results", "total_s")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    snapshot: _weights_pb2.Snapshot
+    results: _containers.RepeatedCompositeFieldContainer[PushResult]
+    total_s: float
+    def __init__(self, snapshot: _Optional[_Union[_weights_pb2.Snapshot, _Mapping]] = ..., results: _Optional[_Iterable[_Union[PushResult, _Mapping]]] = ..., total_s: _Optional[float] = ...) -> None: ...
+
+class PushResult(_message.Message):
+    __slots__ = ("sampler", "error", "pause_s")
+    SAMPLER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    sampler: str
+    error: str
+    pause_s: float
+    def __init__(self, sampler: _Optional[str] = ..., error: _Optional[str] = ..., pause_s: _Optional[float] = ...) -> None: ...
+
+class ForgetSnapshotRequest(_message.Message):
+    __slots__ = ("snapshot_id",)
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    snapshot_id: str
+    def __init__(self, snapshot_id: _Optional[str] = ...) -> None: ...
+
+class ForgetSnapshotResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,37 @@
+"""One build: from a recipe to a directory that transformers and vLLM load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from tinyvlm.architecture import random_model
+from tinyvlm.processor import chat_template, save_processor
+from tinyvlm.prose import corpus
+from tinyvlm.recipe import Recipe
+from tinyvlm.special_tokens import END_OF_TEXT, IM_END
+from tinyvlm.tokenizer import train_tokenizer
+
+
+def build(recipe: Recipe, directory: Path) -> None:
+    """Write model, tokenizer and processor files of `recipe` into `directory`, which may exist."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(corpus(), chat_template(recipe.kind))
+    torch.manual_seed(recipe.seed)
+    model = random_model(recipe.kind, tokenizer)
+    end_of_text, im_end = (tokenizer.convert_tokens_to_ids(token) for token in (END_OF_TEXT, IM_END))
+    model.generation_config = GenerationConfig(
+        bos_token_id=end_of_text,
+        eos_token_id=[im_end, end_of_text],
+        pad_token_id=end_of_text,
+        do_sample=True,
+        temperature=0.7,
+        top_k=20,
+        top_p=0.8,
+    )
+    model.save_pretrained(directory)
+    save_processor(recipe.kind, tokenizer, directory)
+    for path in directory.iterdir():
+        path.chmod(0o644)
