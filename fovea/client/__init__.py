@@ -1,0 +1,8 @@
+"""Typed clients of every service, asynchronous, with deadlines, raising the errors that the servers raised."""
+
+from fovea.client.features import FeatureFetcher
+from fovea.client.renderer import RendererClient
+from fovea.client.sampler import SamplerClient
+from fovea.client.trainer import ForwardBackwardResult, TrainerClient
+
+__all__ = ["FeatureFetcher", "ForwardBackwardResult", "RendererClient", "SamplerClient", "TrainerClient"]

@@ -1,0 +1,101 @@
+"""One channel to one service: limits, safe retries, deadlines, and errors raised as the server raised them."""
+
+import json
+from collections.abc import AsyncIterable, AsyncIterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fovea.wire.errors import from_rpc_error
+from fovea.wire.limits import MESSAGE_BYTES
+
+Response = TypeVar("Response")
+
+OPTIONS: list[tuple[str, object]] = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # A service that restarts on the same port is found again within a second, not after gRPC's default of two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def retry_options(methods: list[tuple[str, str]]) -> list[tuple[str, object]]:
+    """Lets gRPC repeat the named (service, method) calls on UNAVAILABLE. For calls that a repeat cannot harm."""
+    names = [{"service": service, "method": method} for service, method in methods]
+    policy = {
+        "maxAttempts": 4,
+        "initialBackoff": "0.1s",
+        "maxBackoff": "1s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    return [("grpc.service_config", json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}]}))]
+
+
+class ServiceClient:
+    """Base of the typed clients. Use as `async with`, or call `close`.
+
+    Args:
+        address: host:port of the service.
+        retryable: (service, method) pairs that may be repeated on UNAVAILABLE.
+        metadata: Sent with every call, for example an API key.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        retryable: list[tuple[str, str]] | None = None,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        self.address = address
+        self._metadata = metadata
+        self.channel = grpc.aio.insecure_channel(address, options=[*OPTIONS, *retry_options(retryable or [])])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the channel; calls in flight are cancelled."""
+        await self.channel.close(None)
+
+    async def is_serving(self, service: str = "", timeout_s: float = 2.0) -> bool:
+        """Whether the health check of `service` answers SERVING; False also if nobody listens."""
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
+        try:
+            return await method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def _send_stream(self, method: Any, requests: AsyncIterable[Any], timeout_s: float) -> Any:
+        try:
+            return await method(requests, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def _stream(self, method: Any, request: Any, timeout_s: float) -> AsyncIterator[Any]:
+        """Yields responses; `request` is one message or an async iterable of them. Leaving early cancels the call."""
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()

@@ -1,0 +1,54 @@
+"""Client of the sampler."""
+
+from collections.abc import AsyncIterator
+
+from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
+from fovea.client.channel import ServiceClient
+
+SERVICE = "fovea.api.v1.SamplerService"
+
+
+class SamplerClient(ServiceClient):
+    """Typed calls to one sampler."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address, retryable=[(SERVICE, "GetSamplerInfo")])
+        self._stub = sampler_pb2_grpc.SamplerServiceStub(self.channel)
+
+    async def info(self, timeout_s: float = 10.0) -> sampler_pb2.GetSamplerInfoResponse:
+        """What the sampler serves and which snapshots it holds."""
+        response: sampler_pb2.GetSamplerInfoResponse = await self._unary(
+            self._stub.GetSamplerInfo, sampler_pb2.GetSamplerInfoRequest(), timeout_s
+        )
+        return response
+
+    def sample(
+        self, request: sampler_pb2.SampleRequest, timeout_s: float = 3600.0
+    ) -> AsyncIterator[sampler_pb2.SampleResponse]:
+        """Streams events; closing the iterator early cancels the request in the engine.
+
+        Raises SnapshotNotLoaded, FeatureEvicted, InvalidInput, Unavailable among others.
+        """
+        return self._stream(self._stub.Sample, request, timeout_s)
+
+    async def join_transfer_group(self, request: sampler_pb2.JoinTransferGroupRequest) -> str:
+        """Joins a transfer group; returns the instance id of the sampler that joined."""
+        response: sampler_pb2.JoinTransferGroupResponse = await self._unary(
+            self._stub.JoinTransferGroup, request, request.timeout_s + 5.0
+        )
+        return response.instance_id
+
+    async def leave_transfer_group(self, group_id: str, timeout_s: float = 10.0) -> None:
+        """Leaves a transfer group."""
+        request = sampler_pb2.LeaveTransferGroupRequest(group_id=group_id)
+        await self._unary(self._stub.LeaveTransferGroup, request, timeout_s)
+
+    def receive_snapshot(
+        self, request: sampler_pb2.ReceiveSnapshotRequest
+    ) -> AsyncIterator[sampler_pb2.ReceiveSnapshotResponse]:
+        """Streams `ready`, then `loaded`."""
+        return self._stream(self._stub.ReceiveSnapshot, request, request.timeout_s + 5.0)
+
+    async def drop_snapshot(self, snapshot_id: str, timeout_s: float = 60.0) -> None:
+        """Forgets a snapshot."""
+        await self._unary(self._stub.DropSnapshot, sampler_pb2.DropSnapshotRequest(snapshot_id=snapshot_id), timeout_s)

@@ -1,0 +1,106 @@
+"""What happens around every gRPC call of a service: errors become statuses, calls are counted, deadlines exist."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc_status import rpc_status
+
+from fovea.runtime import telemetry
+from fovea.wire.errors import FoveaError, Internal, to_status
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext
+_UNTOUCHED = ("/grpc.",)  # health and reflection bring their own statuses
+_KINDS = {
+    (request, response): f"{'stream' if request else 'unary'}_{'stream' if response else 'unary'}"
+    for request in (False, True)
+    for response in (False, True)
+}
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns a raised FoveaError into its status, and anything else into INTERNAL with a request id.
+
+    What was raised unmapped never reaches the caller: it may hold paths or secrets. The log has it under the id.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+        if handler is None or method.startswith(_UNTOUCHED):
+            return handler
+        # The stubs of grpc describe its threaded server; the asyncio one hands the same object with coroutines in it.
+        untyped: Any = handler
+        kind = _KINDS[handler.request_streaming, handler.response_streaming]
+        guard = _guard_stream if handler.response_streaming else _guard_unary
+        make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
+        guarded: grpc.RpcMethodHandler = make(
+            guard(method, getattr(untyped, kind)), untyped.request_deserializer, untyped.response_serializer
+        )
+        return guarded
+
+
+def _guard_unary(
+    method: str, inner: Callable[[Any, Context], Awaitable[Any]]
+) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def behavior(request: Any, context: Context) -> Any:
+        async with _Call(method, context):
+            return await inner(request, context)
+
+    return behavior
+
+
+def _guard_stream(
+    method: str, inner: Callable[[Any, Context], AsyncIterator[Any]]
+) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    async def behavior(request: Any, context: Context) -> AsyncIterator[Any]:
+        async with _Call(method, context):
+            async for response in inner(request, context):
+                yield response
+
+    return behavior
+
+
+class _Call:
+    """One call: timed, counted, and ended with the right status."""
+
+    def __init__(self, method: str, context: Context) -> None:
+        self._method = method.rsplit("/", 1)[-1]
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        self._start = time.perf_counter()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        code = grpc.StatusCode.OK
+        try:
+            if error is None:
+                return
+            if isinstance(error, asyncio.CancelledError | GeneratorExit):
+                code = grpc.StatusCode.CANCELLED
+                return
+            if isinstance(error, grpc.aio.AbortError):
+                code = grpc.StatusCode.UNKNOWN
+                return
+            known = error if isinstance(error, FoveaError) else self._unmapped(error)
+            code = known.code
+            context: Any = self._context
+            await context.abort_with_status(rpc_status.to_status(to_status(known)))
+        finally:
+            telemetry.CALLS.labels(self._method, code.name).inc()
+            telemetry.CALL_SECONDS.labels(self._method).observe(time.perf_counter() - self._start)
+
+    def _unmapped(self, error: BaseException) -> FoveaError:
+        request_id = uuid.uuid4().hex[:12]
+        logger.error("%s failed, request %s", self._method, request_id, exc_info=error)
+        return Internal(f"internal error in {self._method}; the service's log has it as request {request_id}")

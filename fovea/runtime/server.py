@@ -1,0 +1,92 @@
+"""The gRPC server of a service: health, reflection, metrics, error mapping, and a stop that loses nothing."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from fovea.runtime.interceptors import ErrorInterceptor
+from fovea.runtime.settings import ServiceSettings
+from fovea.runtime.telemetry import serve_metrics
+from fovea.wire.limits import MESSAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+
+
+class ServiceServer:
+    """Runs servicers until SIGTERM or SIGINT.
+
+    Args:
+        settings: Where to listen and how long to drain.
+        service_names: Full names, such as `fovea.api.v1.SamplerService`; health and reflection answer for each.
+
+    Add servicers to `grpc` before `start`. Health is NOT_SERVING until `set_serving(True)`.
+    """
+
+    def __init__(self, settings: ServiceSettings, service_names: Sequence[str]) -> None:
+        self._settings = settings
+        self._names = ["", *service_names]
+        self._stop = asyncio.Event()
+        self._serving = False
+        self._metrics_port: int | None = None
+        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        if settings.reflection:
+            names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+            reflection.enable_server_reflection(names, self.grpc)
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        """host:port that clients dial; known after `start`."""
+        return f"{self._settings.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Binds and listens. Raises RuntimeError if the port is taken."""
+        self.port = self.grpc.add_insecure_port(f"{self._settings.host}:{self._settings.port}")
+        await self._publish(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.grpc.start()
+        if self._settings.metrics_port is not None:
+            _, self._metrics_port = serve_metrics(self._settings.host, self._settings.metrics_port)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        metrics = f", metrics on {self._settings.host}:{self._metrics_port}" if self._metrics_port else ""
+        logger.info("listening on %s%s", self.address, metrics)
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tells health checks whether this service takes requests."""
+        if serving != self._serving:
+            logger.info("serving" if serving else "not serving")
+        self._serving = serving
+        status = health_pb2.HealthCheckResponse
+        await self._publish(status.SERVING if serving else status.NOT_SERVING)
+
+    def request_stop(self) -> None:
+        """Makes `run_until_stopped` drain and return, as a SIGTERM does."""
+        self._stop.set()
+
+    async def run_until_stopped(self) -> None:
+        """Waits for a stop, then refuses new calls and gives those in flight `drain_s` seconds to end."""
+        await self._stop.wait()
+        logger.info("stopping: up to %.0f s for calls in flight", self._settings.drain_s)
+        await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(self._settings.drain_s)
+        logger.info("stopped")
+
+    async def _publish(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
+        for name in self._names:
+            await self._health.set(name, status)

@@ -1,0 +1,37 @@
+"""Settings that every service has. Command line over environment over default; unknown names are refused."""
+
+from typing import Self
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class ServiceSettings(BaseSettings):
+    """Base of the settings of one service. A service sets its own `env_prefix`, such as `FOVEA_SAMPLER_`."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True, frozen=True
+    )
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
+    metrics_port: int | None = Field(None, description="Port of Prometheus metrics; 0 takes a free one, none is off.")
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
+    drain_s: float = Field(20.0, ge=0, description="Seconds that requests in flight get to end at a stop.")
+    reflection: bool = Field(True, description="Whether gRPC reflection answers.")
+
+    @classmethod
+    def from_command_line(cls, program: str, arguments: list[str] | None = None) -> Self:
+        """Reads `--name value` arguments (sys.argv by default), then the environment, then defaults.
+
+        Prints help and exits for `--help`; exits with code 2 and the reason for an unknown or wrong argument.
+        """
+        from pydantic import ValidationError
+        from pydantic_settings import CliApp
+
+        try:
+            # CliApp reads sys.argv only for None, and pydantic-settings prints the program's name from it.
+            return CliApp.run(cls, cli_args=arguments, cli_exit_on_error=True)
+        except ValidationError as error:
+            lines = [f"--{'.'.join(map(str, item['loc'])).replace('_', '-')}: {item['msg']}" for item in error.errors()]
+            raise SystemExit(f"{program}: " + "\n".join(lines)) from None

@@ -1,0 +1,261 @@
+"""One way to fail. A FoveaError travels as a gRPC status with one ErrorInfo and is raised again as the same class.
+
+    FoveaError
+        InvalidInput             INVALID_ARGUMENT     400  user     a field is wrong; names the field and the fix
+            ContextOverflow      INVALID_ARGUMENT     400  user     prompt plus new tokens pass the context
+        NotFound                 NOT_FOUND            404  user     no such session, model, checkpoint, future
+            FeatureEvicted       NOT_FOUND            404  server   vision tensors are gone: render again
+        AlreadyExists            ALREADY_EXISTS       400  user     a name is taken (409 would stall the SDK)
+        FailedPrecondition       FAILED_PRECONDITION  400  user     right request, wrong time
+            SnapshotNotLoaded    FAILED_PRECONDITION  503  server   the sampler needs a push first
+            SessionEnded         FAILED_PRECONDITION  410  user     the session is over
+        Expired                  FAILED_PRECONDITION  410  user     a result was kept long enough
+        ResourceExhausted        RESOURCE_EXHAUSTED   429  user     a quota or a queue is full
+        PayloadTooLarge          RESOURCE_EXHAUSTED   413  user     the body is above the limit
+        Unauthenticated          UNAUTHENTICATED      401  user     no key, or a wrong one
+        PermissionDenied         PERMISSION_DENIED    403  user     somebody else's
+        Unimplemented            UNIMPLEMENTED        400  user     a field or call that Fovea does not have
+        Cancelled                CANCELLED            400  user     given up by the caller
+        DeadlineExceeded         DEADLINE_EXCEEDED    504  server   it took too long
+        Unavailable              UNAVAILABLE          503  server   a service is down; harmless calls may be repeated
+            ModelLost            UNAVAILABLE          503  server   the trainer that held the model is gone
+        Internal                 INTERNAL             500  server   our fault; the log has the request id
+
+To add one: add a class with its own `reason`, list it in the tree above, nothing else. The table below is built from
+the classes themselves.
+"""
+
+from typing import Any, ClassVar, Literal
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "fovea"
+Category = Literal["user", "server"]
+
+
+class FoveaError(Exception):
+    """Base of all errors that cross a process boundary.
+
+    Args:
+        message: For the reader: what is wrong, with the value seen and the value wanted.
+        field: Path of the offending field, as in `data[3].loss_inputs.weights`.
+        metadata: Further facts for programs, as text.
+    """
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    reason: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+    category: ClassVar[Category] = "server"
+
+    def __init__(self, message: str, field: str | None = None, **metadata: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.metadata = {name: str(value) for name, value in metadata.items()}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.message, self.field, self.metadata)
+
+
+class InvalidInput(FoveaError):
+    """A field is wrong."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_INPUT"
+    http_status = 400
+    category: ClassVar[Category] = "user"
+
+
+class ContextOverflow(InvalidInput):
+    """Prompt plus new tokens pass the context."""
+
+    reason = "CONTEXT_OVERFLOW"
+
+
+class NotFound(FoveaError):
+    """There is no such thing."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "NOT_FOUND"
+    http_status = 404
+    category: ClassVar[Category] = "user"
+
+
+class FeatureEvicted(NotFound):
+    """Vision tensors are no longer held; rendering the image again mends it."""
+
+    reason = "FEATURE_EVICTED"
+    category: ClassVar[Category] = "server"
+
+
+class AlreadyExists(FoveaError):
+    """A name is taken."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "ALREADY_EXISTS"
+    http_status = 400
+    category: ClassVar[Category] = "user"
+
+
+class FailedPrecondition(FoveaError):
+    """The request is right but not now."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "FAILED_PRECONDITION"
+    http_status = 400
+    category: ClassVar[Category] = "user"
+
+
+class SnapshotNotLoaded(FailedPrecondition):
+    """The sampler does not hold the snapshot; a push mends it."""
+
+    reason, http_status = "SNAPSHOT_NOT_LOADED", 503
+    category: ClassVar[Category] = "server"
+
+
+class SessionEnded(FailedPrecondition):
+    """The session is over."""
+
+    reason, http_status = "SESSION_ENDED", 410
+
+
+class Expired(FailedPrecondition):
+    """A result was kept long enough and is gone."""
+
+    reason, http_status = "EXPIRED", 410
+
+
+class ResourceExhausted(FoveaError):
+    """A quota or a queue is full."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "RESOURCE_EXHAUSTED"
+    http_status = 429
+    category: ClassVar[Category] = "user"
+
+
+class PayloadTooLarge(ResourceExhausted):
+    """A body is above the limit."""
+
+    reason, http_status = "PAYLOAD_TOO_LARGE", 413
+
+
+class Unauthenticated(FoveaError):
+    """No key, or a wrong one."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
+    http_status = 401
+    category: ClassVar[Category] = "user"
+
+
+class PermissionDenied(FoveaError):
+    """It belongs to somebody else."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    reason = "PERMISSION_DENIED"
+    http_status = 403
+    category: ClassVar[Category] = "user"
+
+
+class Unimplemented(FoveaError):
+    """A field or a call that Fovea does not have."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    reason = "UNIMPLEMENTED"
+    http_status = 400
+    category: ClassVar[Category] = "user"
+
+
+class Cancelled(FoveaError):
+    """The caller gave up."""
+
+    code = grpc.StatusCode.CANCELLED
+    reason = "CANCELLED"
+    http_status = 400
+    category: ClassVar[Category] = "user"
+
+
+class DeadlineExceeded(FoveaError):
+    """It took too long."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+    http_status = 504
+    category: ClassVar[Category] = "server"
+
+
+class Unavailable(FoveaError):
+    """A service is down."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "UNAVAILABLE"
+    http_status = 503
+    category: ClassVar[Category] = "server"
+
+
+class ModelLost(Unavailable):
+    """The trainer that held the model is gone."""
+
+    reason = "MODEL_LOST"
+
+
+class Internal(FoveaError):
+    """Our fault."""
+
+
+def _subclasses(cls: type[FoveaError]) -> list[type[FoveaError]]:
+    return [cls, *(leaf for child in cls.__subclasses__() for leaf in _subclasses(child))]
+
+
+_BY_REASON = {cls.reason: cls for cls in _subclasses(FoveaError)}
+_BY_CODE: dict[grpc.StatusCode, type[FoveaError]] = {}
+for _cls in _subclasses(FoveaError):
+    _BY_CODE.setdefault(_cls.code, _cls)
+_BY_CODE[grpc.StatusCode.INTERNAL] = Internal
+_BY_REASON["INTERNAL"] = Internal
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def _rebuild(cls: type[FoveaError], message: str, field: str | None, metadata: dict[str, str]) -> FoveaError:
+    return cls(message, field, **metadata)
+
+
+def to_status(error: FoveaError) -> status_pb2.Status:
+    """The google.rpc.Status of an error: its code, its message and exactly one ErrorInfo."""
+    metadata = dict(error.metadata)
+    if error.field:
+        metadata["field"] = error.field
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    return status_pb2.Status(code=error.code.value[0], message=error.message, details=[detail])
+
+
+def from_status(status: status_pb2.Status) -> FoveaError:
+    """The error that `to_status` was given. A status without our ErrorInfo maps by its code alone."""
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
+            metadata = dict(info.metadata)
+            field = metadata.pop("field", None)
+            cls = _BY_REASON.get(info.reason) or _class_of_code(status.code)
+            return _rebuild(cls, status.message, field, metadata)
+    return _class_of_code(status.code)(status.message)
+
+
+def from_rpc_error(error: grpc.RpcError) -> FoveaError:
+    """The error behind a failed call, as the server raised it."""
+    trailing: Any = error.trailing_metadata() or ()  # type: ignore[attr-defined]
+    for name, value in trailing:
+        if name == "grpc-status-details-bin":
+            return from_status(status_pb2.Status.FromString(value))
+    code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+    details: str = error.details() or code.name  # type: ignore[attr-defined]
+    return _class_of_code(code.value[0])(details)
+
+
+def _class_of_code(code: int) -> type[FoveaError]:
+    return _BY_CODE.get(_CODES.get(code, grpc.StatusCode.INTERNAL), Internal)

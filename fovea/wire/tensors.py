@@ -1,0 +1,98 @@
+"""Tensors as bytes: little-endian, row-major, checked against their shape before anyone reads them."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fovea.api.v1 import tensor_pb2
+from fovea.wire.errors import InvalidInput
+
+_DTYPES: dict[int, np.dtype] = {
+    tensor_pb2.ELEMENT_TYPE_FLOAT32: np.dtype("<f4"),
+    tensor_pb2.ELEMENT_TYPE_INT64: np.dtype("<i8"),
+    tensor_pb2.ELEMENT_TYPE_INT32: np.dtype("<i4"),
+    # numpy has no bfloat16: its bits are kept as they are.
+    tensor_pb2.ELEMENT_TYPE_BFLOAT16: np.dtype("<u2"),
+    tensor_pb2.ELEMENT_TYPE_UINT8: np.dtype("u1"),
+}
+_ELEMENT_TYPES = {dtype: element_type for element_type, dtype in _DTYPES.items()}
+
+Array = npt.NDArray[np.generic]
+
+
+def encode(array: npt.NDArray) -> tensor_pb2.Tensor:
+    """Encodes an array of float32, int64, int32, uint8, or uint16 (the bits of bfloat16).
+
+    Raises TypeError for any other dtype: a caller's mistake, never a client's.
+    """
+    return tensor_pb2.Tensor(
+        element_type=_element_type(array.dtype), shape=array.shape, data=np.ascontiguousarray(array).tobytes()
+    )
+
+
+def header(array: npt.NDArray) -> tensor_pb2.Tensor:
+    """Type and shape of an array, without its data."""
+    return tensor_pb2.Tensor(element_type=_element_type(array.dtype), shape=array.shape)
+
+
+def decode(tensor: tensor_pb2.Tensor, field: str = "tensor") -> npt.NDArray:
+    """Decodes into a read-only view of the message's bytes.
+
+    bfloat16 comes as uint16 bits. Raises InvalidInput naming `field` if the type is unknown, an extent negative, or the
+    number of bytes not the one that type and shape ask for.
+    """
+    return from_bytes(tensor.data, tensor, field)
+
+
+def from_bytes(data: bytes | bytearray, header: tensor_pb2.Tensor, field: str = "tensor") -> npt.NDArray:
+    """Views `data` with the type and shape of `header`; errors as in `decode`."""
+    dtype = _DTYPES.get(header.element_type)
+    if dtype is None:
+        raise InvalidInput(f"{field}.element_type {header.element_type} is not supported", field=field)
+    shape = tuple(header.shape)
+    if any(extent < 0 for extent in shape):
+        raise InvalidInput(f"{field}.shape {list(shape)} has a negative extent", field=field)
+    expected = math.prod(shape) * dtype.itemsize
+    if len(data) != expected:
+        raise InvalidInput(
+            f"{field}.data has {len(data)} bytes, but shape {list(shape)} of {dtype.name} needs {expected}", field=field
+        )
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def encode_tokens(ids: Sequence[int] | npt.NDArray) -> bytes:
+    """Token ids as int32 bytes. Raises OverflowError for ids outside int32."""
+    array = np.asarray(ids, dtype=np.int64)
+    if array.size and (array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min):
+        raise OverflowError("a token id does not fit into int32")
+    return array.astype("<i4").tobytes()
+
+
+def decode_tokens(data: bytes, field: str = "tokens") -> npt.NDArray[np.int32]:
+    """Token ids, int32 [N], from their bytes. Raises InvalidInput if the length is no multiple of 4."""
+    return _decode_flat(data, np.dtype("<i4"), field)
+
+
+def encode_floats(values: Sequence[float] | npt.NDArray) -> bytes:
+    """Numbers as float32 bytes."""
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def decode_floats(data: bytes, field: str = "values") -> npt.NDArray[np.float32]:
+    """Numbers, float32 [N], from their bytes. Raises InvalidInput if the length is no multiple of 4."""
+    return _decode_flat(data, np.dtype("<f4"), field)
+
+
+def _decode_flat(data: bytes, dtype: np.dtype, field: str) -> npt.NDArray:
+    if len(data) % dtype.itemsize:
+        raise InvalidInput(f"{field} has {len(data)} bytes, which is no multiple of {dtype.itemsize}", field=field)
+    return np.frombuffer(data, dtype)
+
+
+def _element_type(dtype: np.dtype) -> tensor_pb2.ElementType:
+    element_type = _ELEMENT_TYPES.get(dtype.newbyteorder("<") if dtype.itemsize > 1 else dtype)
+    if element_type is None:
+        raise TypeError(f"no element type for {dtype}")
+    return tensor_pb2.ElementType.ValueType(element_type)  # type: ignore[return-value]
