@@ -15,7 +15,8 @@ def generate(destination: pathlib.Path) -> None:
     if protoc.main(["protoc", f"-I{PROTOS}", *outputs, *sources]) != 0:
         raise SystemExit("protoc failed")
     # A file without services needs no gRPC stub.
-    for stub in destination.rglob("*_pb2_grpc.py"):
+    for source in PROTOS.rglob("*.proto"):
+        stub = destination / source.relative_to(PROTOS).with_name(f"{source.stem}_pb2_grpc.py")
         if "Servicer" not in stub.read_text():
             stub.unlink()
 

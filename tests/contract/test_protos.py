@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def test_committed_stubs_are_current(tmp_path: pathlib.Path) -> None:
     subprocess.run([sys.executable, ROOT / "protos" / "generate.py", tmp_path], check=True)
     fresh = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*_pb2*")}
-    assert len(fresh) > 20
+    assert len(fresh) >= 20
     committed = {
         path.relative_to(ROOT): path.read_bytes()
         for folder in ("api", "tinker")

@@ -77,7 +77,7 @@ class FinishSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SubmitCreateModelRequest(_message.Message):
-    __slots__ = ("session_id", "model_seq_id", "base_model", "lora", "user_metadata")
+    __slots__ = ("session_id", "model_seq_id", "base_model", "lora", "user_metadata", "from_path", "optimizer")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -90,12 +90,16 @@ class SubmitCreateModelRequest(_message.Message):
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     LORA_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
+    FROM_PATH_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     model_seq_id: int
     base_model: str
     lora: _weights_pb2.LoraConfig
     user_metadata: _containers.ScalarMap[str, str]
-    def __init__(self, session_id: _Optional[str] = ..., model_seq_id: _Optional[int] = ..., base_model: _Optional[str] = ..., lora: _Optional[_Union[_weights_pb2.LoraConfig, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    from_path: str
+    optimizer: bool
+    def __init__(self, session_id: _Optional[str] = ..., model_seq_id: _Optional[int] = ..., base_model: _Optional[str] = ..., lora: _Optional[_Union[_weights_pb2.LoraConfig, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., from_path: _Optional[str] = ..., optimizer: bool = ...) -> None: ...
 
 class SubmitCreateModelResponse(_message.Message):
     __slots__ = ("future_id",)
@@ -200,16 +204,27 @@ class SubmitOptimStepResponse(_message.Message):
     def __init__(self, future_id: _Optional[str] = ...) -> None: ...
 
 class SubmitSaveStateRequest(_message.Message):
-    __slots__ = ("model_id", "seq_id", "name", "overwrite")
+    __slots__ = ("model_id", "seq_id", "name", "overwrite", "ttl_s", "user_metadata")
+    class UserMetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     OVERWRITE_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    USER_METADATA_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     seq_id: int
     name: str
     overwrite: bool
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., name: _Optional[str] = ..., overwrite: bool = ...) -> None: ...
+    ttl_s: int
+    user_metadata: _containers.ScalarMap[str, str]
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., name: _Optional[str] = ..., overwrite: bool = ..., ttl_s: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SubmitSaveStateResponse(_message.Message):
     __slots__ = ("future_id",)
@@ -236,14 +251,25 @@ class SubmitLoadStateResponse(_message.Message):
     def __init__(self, future_id: _Optional[str] = ...) -> None: ...
 
 class SubmitSaveForSamplerRequest(_message.Message):
-    __slots__ = ("model_id", "seq_id", "name")
+    __slots__ = ("model_id", "seq_id", "name", "ttl_s", "user_metadata")
+    class UserMetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    USER_METADATA_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     seq_id: int
     name: str
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+    ttl_s: int
+    user_metadata: _containers.ScalarMap[str, str]
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., name: _Optional[str] = ..., ttl_s: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SubmitSaveForSamplerResponse(_message.Message):
     __slots__ = ("future_id",)
@@ -270,18 +296,22 @@ class CreateSamplingSessionResponse(_message.Message):
     def __init__(self, sampling_session_id: _Optional[str] = ...) -> None: ...
 
 class SampleTokensRequest(_message.Message):
-    __slots__ = ("sampling_session_id", "prompt", "sample_count", "params", "prompt_logprobs")
+    __slots__ = ("sampling_session_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs")
     SAMPLING_SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_SAMPLE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sampling_session_id: str
     prompt: _model_input_pb2.ModelInput
     sample_count: int
     params: _sampler_pb2.SamplingParams
     prompt_logprobs: bool
-    def __init__(self, sampling_session_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.ModelInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[_sampler_pb2.SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ...) -> None: ...
+    top_prompt_logprobs: int
+    top_sample_logprobs: int
+    def __init__(self, sampling_session_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.ModelInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[_sampler_pb2.SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ...) -> None: ...
 
 class SampleTokensResponse(_message.Message):
     __slots__ = ("prompt", "delta")
@@ -336,10 +366,12 @@ class CheckpointSaved(_message.Message):
     def __init__(self, path: _Optional[str] = ...) -> None: ...
 
 class StateLoaded(_message.Message):
-    __slots__ = ("step",)
+    __slots__ = ("step", "path")
     STEP_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
     step: int
-    def __init__(self, step: _Optional[int] = ...) -> None: ...
+    path: str
+    def __init__(self, step: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
 
 class SnapshotSaved(_message.Message):
     __slots__ = ("path", "sampling_session_id", "snapshot")

@@ -1,0 +1,90 @@
+"""scikit-learn's 1,797 real scans of handwritten digits, as PNG pictures with a question and an answer."""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import tinker
+from PIL import Image
+from sklearn.datasets import load_digits
+from transformers import PreTrainedTokenizerBase
+
+HELD_OUT_COUNT = 300
+QUESTION = "Which digit is this?"
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One scan.
+
+    Attributes:
+        png: The picture, 8-bit grey, as a PNG file.
+        digit: What was written, 0 to 9.
+    """
+
+    png: bytes
+    digit: int
+
+
+def load_scans(seed: int = 0) -> tuple[list[Scan], list[Scan]]:
+    """The training scans and the held-out ones, shuffled by `seed`. No scan is in both."""
+    digits = load_digits()
+    order = np.random.default_rng(seed).permutation(len(digits.images))
+    scans = [Scan(encode_png(digits.images[i]), int(digits.target[i])) for i in order]
+    return scans[HELD_OUT_COUNT:], scans[:HELD_OUT_COUNT]
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """An 8 x 8 scan with values 0 to 16 as a PNG of the same size, white ink on black."""
+    pixels = np.clip(image * (255 / 16), 0, 255).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Prompter:
+    """Makes prompts and training examples in the model's chat format."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._before = self._chunk("<|im_start|>user\n<|vision_start|>")
+        self._after = self._chunk(f"<|vision_end|>{QUESTION}<|im_end|>\n<|im_start|>assistant\n")
+        self.end_token: int = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def prompt(self, scan: Scan) -> tinker.ModelInput:
+        """The question with the picture in it."""
+        return tinker.ModelInput(chunks=[self._before, self._image(scan), self._after])
+
+    def datum(self, scan: Scan, image_token_count: int) -> tinker.Datum:
+        """The question and its answer; only the answer's tokens carry weight.
+
+        Args:
+            scan: The picture and its digit.
+            image_token_count: Placeholder tokens that a picture takes in this model.
+        """
+        answer = [*self._tokenizer.encode(str(scan.digit), add_special_tokens=False), self.end_token]
+        # The last token is only predicted, never an input.
+        model_input = tinker.ModelInput(
+            chunks=[self._before, self._image(scan), self._after, tinker.EncodedTextChunk(tokens=answer[:-1])]
+        )
+        question_length = len(self._before.tokens) + image_token_count + len(self._after.tokens)
+        targets = [0] * (question_length - 1) + answer
+        weights = [0.0] * (question_length - 1) + [1.0] * len(answer)
+        return tinker.Datum(
+            model_input=model_input,
+            loss_fn_inputs={
+                "target_tokens": tinker.TensorData(data=targets, dtype="int64", shape=[len(targets)]),
+                "weights": tinker.TensorData(data=weights, dtype="float32", shape=[len(weights)]),
+            },
+        )
+
+    def read(self, tokens: list[int]) -> str:
+        """What the model said, without the end of its turn."""
+        return str(self._tokenizer.decode([token for token in tokens if token != self.end_token])).strip()
+
+    def _chunk(self, text: str) -> tinker.EncodedTextChunk:
+        return tinker.EncodedTextChunk(tokens=self._tokenizer.encode(text, add_special_tokens=False))
+
+    @staticmethod
+    def _image(scan: Scan) -> tinker.types.ImageChunk:
+        return tinker.types.ImageChunk(data=scan.png, format="png")

@@ -1,0 +1,52 @@
+"""Starts `fovea up` as a user would, waits until it is ready, and stops it."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class NotReady(Exception):
+    """`fovea up` ended or took too long; the message ends with the last lines of its log."""
+
+
+@contextmanager
+def running_fovea(
+    state_dir: pathlib.Path, model: pathlib.Path, *arguments: str, timeout_s: float = 300.0
+) -> Iterator[dict[str, Any]]:
+    """Yields the contents of `up.json`: base_url, model_name, ready_s and the services' addresses.
+
+    The log goes to `state_dir`/up.log. Leaving sends Ctrl-C and waits until everything has stopped.
+    Raises NotReady with the end of the log if the services do not come up.
+    """
+    state_dir.mkdir(parents=True, exist_ok=True)
+    state_file, log_file = state_dir / "up.json", state_dir / "up.log"
+    state_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "fovea.cli.main", "up", "--model", str(model), "--state-dir", str(state_dir)]
+    with log_file.open("w") as log:
+        process = subprocess.Popen([*command, *arguments], stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            yield _wait(process, state_file, log_file, timeout_s)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+            process.wait(90.0)
+
+
+def _wait(
+    process: subprocess.Popen[bytes], state_file: pathlib.Path, log_file: pathlib.Path, timeout_s: float
+) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_s
+    while not state_file.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            tail = "\n".join(log_file.read_text().splitlines()[-40:])
+            how = f"ended with code {process.returncode}" if process.returncode is not None else "is not ready"
+            raise NotReady(f"`fovea up` {how}; the end of {log_file}:\n{tail}")
+        time.sleep(0.1)
+    state: dict[str, Any] = json.loads(state_file.read_text())
+    return state

@@ -1,0 +1,116 @@
+"""`fovea up | demo | status`."""
+
+import asyncio
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import fovea
+from fovea.cli.supervisor import Supervisor, UpOptions, free_ports
+from fovea.client.channel import ServiceClient
+
+app = typer.Typer(
+    help="Fovea: self-hosted post-training for vision-language models, behind the Tinker API.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+DEFAULT_STATE_DIR = pathlib.Path(".fovea")
+StateDir = Annotated[pathlib.Path, typer.Option(help="Database, checkpoints and up.json of this Fovea.")]
+
+
+@app.command()
+def up(
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint directory or hub name. Default: a tiny Qwen3-VL, built once.")
+    ] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name that clients use; default: --model as given.")] = None,
+    host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="REST port of the gateway; 0 takes a free one.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port of the gateway; 0 takes a free one.")] = 0,
+    ranks: Annotated[int, typer.Option(min=1, help="Trainer processes.")] = 2,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    api_key: Annotated[list[str] | None, typer.Option(help="Accepted key, tml-...; may be repeated.")] = None,
+    ready_timeout_s: Annotated[float, typer.Option(help="Seconds that the services may take to come up.")] = 300.0,
+    drain_s: Annotated[float, typer.Option(help="Seconds that work in flight gets at a stop.")] = 20.0,
+    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+) -> None:
+    """Start renderer, sampler, trainer and gateway on this machine, and stop them with Ctrl-C."""
+    console = Console()
+    path = model or _tiny_model(console)
+    state_dir.mkdir(parents=True, exist_ok=True)
+    options = UpOptions(
+        model=path,
+        model_name=model_name or path,
+        host=host,
+        port=port or free_ports(1)[0],
+        grpc_port=grpc_port,
+        ranks=ranks,
+        state_dir=state_dir.resolve(),
+        api_keys=tuple(api_key or ()),
+        ready_timeout_s=ready_timeout_s,
+        drain_s=drain_s,
+        log_level=log_level,
+    )
+    raise typer.Exit(asyncio.run(_run(options, console)))
+
+
+@app.command()
+def status(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:
+    """Show what `fovea up` runs here and whether it is healthy."""
+    state_file = state_dir / "up.json"
+    if not state_file.exists():
+        raise typer.Exit(_complain(f"no Fovea is up in {state_dir} ({state_file} does not exist)"))
+    state = json.loads(state_file.read_text())
+    healthy = asyncio.run(_health({name: item["address"] for name, item in state["services"].items()}))
+    table = Table(title=f"Fovea at {state['base_url']}, model {state['model_name']}", title_justify="left")
+    for column in ("service", "gRPC", "metrics", "health"):
+        table.add_column(column)
+    for name, item in state["services"].items():
+        table.add_row(name, item["address"], item["metrics"], "serving" if healthy[name] else "not serving")
+    Console().print(table)
+    raise typer.Exit(0 if all(healthy.values()) else 1)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def demo(context: typer.Context) -> None:
+    """Fine-tune a tiny vision-language model on real digit scans; see `fovea demo -- --help`."""
+    raise typer.Exit(subprocess.run([sys.executable, "-m", "demo", *context.args], check=False).returncode)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(fovea.__version__)
+
+
+async def _run(options: UpOptions, console: Console) -> int:
+    return await Supervisor(options, console).run()
+
+
+async def _health(addresses: dict[str, str]) -> dict[str, bool]:
+    async def ask(address: str) -> bool:
+        async with ServiceClient(address) as client:
+            return await client.is_serving()
+
+    return dict(zip(addresses, await asyncio.gather(*map(ask, addresses.values())), strict=True))
+
+
+def _tiny_model(console: Console) -> str:
+    console.print("No --model given: using the tiny Qwen3-VL (built once, about a minute).")
+    built = subprocess.run([sys.executable, "-m", "tinyvlm"], stdout=subprocess.PIPE, text=True, check=True)
+    return built.stdout.strip().splitlines()[-1]
+
+
+def _complain(message: str) -> int:
+    Console(stderr=True).print(message)
+    return 1
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,132 @@
+"""One service process under `fovea up`: started, followed, restarted, stopped."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+RESTART_WINDOW_S = 120.0
+MAX_RESTARTS = 5
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """How to run one service.
+
+    Attributes:
+        name: For the log.
+        arguments: After `python`.
+        address: host:port of its gRPC server.
+        health_name: Full gRPC service name to ask for health.
+        environment: Added to the environment.
+        metrics_port: Where its Prometheus metrics are.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    address: str
+    health_name: str
+    metrics_port: int
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class ServiceFailed(Exception):
+    """A service died too often to be started again."""
+
+
+class Service:
+    """A child process that is started again when it dies, until it is told to stop.
+
+    Args:
+        spec: What to run.
+        on_line: Called with (service name, line) for everything it prints.
+    """
+
+    def __init__(self, spec: ServiceSpec, on_line: Callable[[str, str], None]) -> None:
+        self.spec = spec
+        self._on_line = on_line
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+        self._exits: list[float] = []
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, None while it is down."""
+        return self._process.pid if self._process and self._process.returncode is None else None
+
+    async def run(self, on_exit: Callable[[str], Awaitable[None]]) -> None:
+        """Keeps the process running until `stop`. Raises ServiceFailed after MAX_RESTARTS within RESTART_WINDOW_S."""
+        while not self._stopping:
+            await self._start()
+            code = await self._follow()
+            if self._stopping:
+                return
+            now = time.monotonic()
+            self._exits = [at for at in self._exits if now - at < RESTART_WINDOW_S] + [now]
+            how = signal.Signals(-code).name if code < 0 else f"code {code}"
+            await on_exit(f"{self.spec.name} ended by {how}")
+            if len(self._exits) > MAX_RESTARTS:
+                raise ServiceFailed(f"{self.spec.name} died {len(self._exits)} times in {RESTART_WINDOW_S:.0f} s")
+            await asyncio.sleep(min(0.5 * 2 ** (len(self._exits) - 1), 10.0))
+
+    async def stop(self, timeout_s: float) -> None:
+        """Asks the process to end, and after `timeout_s` kills it with everything it started."""
+        self._stopping = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), timeout_s)
+        except TimeoutError:
+            self._on_line(self.spec.name, f"did not end within {timeout_s:.0f} s and is killed")
+        self._kill_group(process.pid)
+        await process.wait()
+
+    async def _start(self) -> None:
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOVEA_SUPERVISED": "1"} | self.spec.environment
+        # Without bytecode every process would compile torch and vllm anew: 20 s instead of 8.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *self.spec.arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+            limit=2**20,
+            # A group of its own: Ctrl-C reaches the supervisor alone, which then stops the services in order.
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+    async def _follow(self) -> int:
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        reader = asyncio.create_task(self._read(process.stdout))
+        code = await process.wait()
+        # Children that outlive their parent would hold its ports.
+        self._kill_group(process.pid)
+        await asyncio.wait_for(reader, 5.0)
+        return code
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        while line := await stream.readline():
+            self._on_line(self.spec.name, line.decode(errors="replace").rstrip())
+
+    @staticmethod
+    def _kill_group(pid: int) -> None:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,205 @@
+"""`fovea up`: four services on one machine, one log, one Ctrl-C."""
+
+import asyncio
+import json
+import os
+import pathlib
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fovea.cli.service import Service, ServiceFailed, ServiceSpec
+from fovea.client.channel import ServiceClient
+
+COLORS = {"renderer": "cyan", "sampler": "green", "trainer": "magenta", "gateway": "yellow", "fovea": "bold white"}
+STOP_ORDER = ("gateway", "trainer", "sampler", "renderer")
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """What `fovea up` was asked for.
+
+    Attributes:
+        model: Checkpoint directory or hub name.
+        model_name: Name to offer it under.
+        host: Address that the gateway listens on; the other services stay on 127.0.0.1.
+        port: REST port of the gateway.
+        grpc_port: gRPC port of the gateway, 0 for a free one.
+        ranks: Trainer processes.
+        state_dir: Database, checkpoints and `up.json`.
+        api_keys: Accepted keys; empty keeps the gateway's default local key.
+        ready_timeout_s: How long the services may take to come up.
+        drain_s: How long a stop waits for work in flight.
+        extra: More arguments by service name.
+    """
+
+    model: str
+    model_name: str
+    host: str
+    port: int
+    grpc_port: int
+    ranks: int
+    state_dir: pathlib.Path
+    api_keys: tuple[str, ...] = ()
+    ready_timeout_s: float = 300.0
+    drain_s: float = 20.0
+    log_level: str = "INFO"
+    extra: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+class Supervisor:
+    """Starts the services, waits for health, keeps them up, and stops them in order."""
+
+    def __init__(self, options: UpOptions, console: Console) -> None:
+        self._options = options
+        self._console = console
+        self._stop = asyncio.Event()
+        self._specs = service_specs(options)
+        self._services = {spec.name: Service(spec, self._print) for spec in self._specs}
+
+    async def run(self) -> int:
+        """Returns the exit code: 0 after a stop that was asked for, 1 if a service failed."""
+        start = time.monotonic()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop.set)
+        running = [asyncio.create_task(service.run(self._note_exit)) for service in self._services.values()]
+        failed = asyncio.ensure_future(asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION))
+        stopped = asyncio.create_task(self._stop.wait())
+        ready = asyncio.create_task(self._wait_ready(start))
+        try:
+            await asyncio.wait({failed, stopped, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done() and not ready.exception():
+                await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+            await self._stop_all()
+        for task in [*running, ready]:
+            if task.done() and not task.cancelled() and (error := task.exception()):
+                self._print("fovea", str(error))
+                return 1
+        self._print("fovea", "all services have stopped")
+        return 0
+
+    async def _wait_ready(self, start: float) -> None:
+        deadline = start + self._options.ready_timeout_s
+        await asyncio.gather(*(self._wait_serving(spec, start, deadline) for spec in self._specs))
+        ready_s = time.monotonic() - start
+        self._write_state(ready_s)
+        self._show_table(ready_s)
+
+    async def _wait_serving(self, spec: ServiceSpec, start: float, deadline: float) -> None:
+        async with ServiceClient(spec.address) as client:
+            while not await client.is_serving(spec.health_name):
+                if time.monotonic() > deadline:
+                    raise ServiceFailed(f"{spec.name} was not ready within {self._options.ready_timeout_s:.0f} s")
+                await asyncio.sleep(0.1)
+        self._print("fovea", f"{spec.name} is ready after {time.monotonic() - start:.1f} s")
+
+    async def _note_exit(self, what: str) -> None:
+        self._print("fovea", f"{what}; starting it again")
+
+    async def _stop_all(self) -> None:
+        self._print("fovea", f"stopping; requests in flight have {self._options.drain_s:.0f} s")
+        for name in STOP_ORDER:
+            await self._services[name].stop(self._options.drain_s + 10.0)
+        self._state_file.unlink(missing_ok=True)
+
+    @property
+    def _state_file(self) -> pathlib.Path:
+        return self._options.state_dir / "up.json"
+
+    def _write_state(self, ready_s: float) -> None:
+        state = {
+            "pid": os.getpid(),
+            "base_url": base_url(self._options),
+            "model": self._options.model,
+            "model_name": self._options.model_name,
+            "ready_s": round(ready_s, 2),
+            "services": {
+                spec.name: {
+                    "address": spec.address,
+                    "metrics": f"http://127.0.0.1:{spec.metrics_port}/metrics",
+                    "pid": self._services[spec.name].pid,
+                }
+                for spec in self._specs
+            },
+        }
+        temporary = self._state_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(state, indent=2))
+        temporary.rename(self._state_file)
+
+    def _show_table(self, ready_s: float) -> None:
+        table = Table(title=f"Fovea is ready after {ready_s:.1f} s", title_justify="left")
+        for column in ("service", "gRPC", "metrics"):
+            table.add_column(column)
+        for spec in self._specs:
+            table.add_row(spec.name, spec.address, f"http://127.0.0.1:{spec.metrics_port}/metrics")
+        self._console.print(table)
+        key = self._options.api_keys[0] if self._options.api_keys else "tml-local"
+        self._console.print(f"Tinker API at {base_url(self._options)}, model {self._options.model_name}. Try it:\n")
+        self._console.print(
+            f"  export TINKER_BASE_URL={base_url(self._options)} TINKER_API_KEY={key}\n", highlight=False
+        )
+
+    def _print(self, service: str, line: str) -> None:
+        self._console.print(Text.assemble((f"{service:>8} ", COLORS[service]), "│ ", line), soft_wrap=True)
+
+
+def base_url(options: UpOptions) -> str:
+    """Where the Tinker SDK is to be pointed."""
+    host = "127.0.0.1" if options.host in {"0.0.0.0", "::"} else options.host
+    return f"http://{host}:{options.port}"
+
+
+def service_specs(options: UpOptions) -> list[ServiceSpec]:
+    """The processes of one embedded Fovea, with ports that stay the same over restarts."""
+    renderer, sampler, trainer, gateway, *metrics = free_ports(8)
+    gateway = options.grpc_port or gateway
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
+    if pathlib.Path(options.model).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+
+    def spec(name: str, module: str, service: str, port: int, port_flag: str, *arguments: str) -> ServiceSpec:
+        common = (port_flag, str(port), "--metrics-port", str(metrics.pop()), "--drain-s", str(options.drain_s))
+        model = ("--model", options.model, "--log-level", options.log_level)
+        command = ("-m", module, *model, *common, *arguments, *options.extra.get(name, ()))
+        host = "127.0.0.1"
+        return ServiceSpec(
+            name, command, f"{host}:{port}", f"fovea.api.v1.{service}", int(common[3]), environment=environment
+        )
+
+    to = "127.0.0.1:"
+    keys = tuple(part for key in options.api_keys for part in ("--api-key", key))
+    return [
+        spec("renderer", "services.renderer", "RendererService", renderer, "--port"),
+        spec("sampler", "services.sampler", "SamplerService", sampler, "--port", "--renderer", f"{to}{renderer}"),
+        spec(
+            "trainer", "services.trainer", "TrainerService", trainer, "--port",
+            "--renderer", f"{to}{renderer}", "--ranks", str(options.ranks),
+        ),
+        spec(
+            "gateway", "gateway", "GatewayService", gateway, "--grpc-port",
+            "--host", options.host, "--port", str(options.port), "--model-name", options.model_name,
+            "--renderer", f"{to}{renderer}", "--sampler", f"{to}{sampler}", "--trainer", f"{to}{trainer}",
+            "--state-dir", str(options.state_dir), *keys,
+        ),
+    ]  # fmt: skip
+
+
+def free_ports(count: int) -> Sequence[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

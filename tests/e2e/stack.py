@@ -1,0 +1,58 @@
+"""A running Fovea for tests: the state that `fovea up` wrote, and clients that point at it."""
+
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import tinker
+
+from demo.up import running_fovea
+
+API_KEY = "tml-local"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What `up.json` says.
+
+    Attributes:
+        state: Its contents.
+        model: The model's directory.
+        log: Everything that the services printed.
+    """
+
+    state: dict[str, Any]
+    model: pathlib.Path
+    log: pathlib.Path
+
+    @property
+    def base_url(self) -> str:
+        """Of the REST shim."""
+        return str(self.state["base_url"])
+
+    @property
+    def model_name(self) -> str:
+        """To be used as `base_model`."""
+        return str(self.state["model_name"])
+
+    def address(self, service: str) -> str:
+        """host:port of a service's gRPC server."""
+        return str(self.state["services"][service]["address"])
+
+    def service_client(self) -> tinker.ServiceClient:
+        """The official SDK, pointed here; close it to free its models."""
+        return tinker.ServiceClient(base_url=self.base_url, api_key=API_KEY)
+
+
+@contextmanager
+def running_stack(model: pathlib.Path, *arguments: str) -> Iterator[Stack]:
+    """Starts `fovea up` on free ports with a fresh state folder; everything is gone afterwards."""
+    os.environ["TINKER_TELEMETRY"] = "0"
+    with tempfile.TemporaryDirectory(prefix="fovea-e2e-") as folder:
+        path = pathlib.Path(folder)
+        with running_fovea(path, model, "--port", "0", *arguments) as state:
+            yield Stack(state, model, path / "up.log")

@@ -1,0 +1,120 @@
+"""A sampler, a trainer rank or all of Fovea dies: nothing hangs, nothing is lost in silence, nothing stays behind."""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import tinker
+from transformers import AutoTokenizer
+
+import tinyvlm
+from tests.e2e.prompts import PromptBuilder, picture
+from tests.e2e.stack import Stack, running_stack
+
+
+@pytest.fixture(scope="module")
+def fragile() -> Iterator[Stack]:
+    """A Fovea of its own, to be broken."""
+    with running_stack(tinyvlm.ensure()) as stack:
+        yield stack
+
+
+def processes(stack: Stack, service: str) -> list[psutil.Process]:
+    """A service's process and everything below it."""
+    supervisor = psutil.Process(stack.state["pid"])
+    for child in supervisor.children():
+        if f"services.{service}" in " ".join(child.cmdline()):
+            return [child, *child.children(recursive=True)]
+    return []
+
+
+def test_a_sampler_killed_while_sampling(fragile: Stack) -> None:
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(fragile.model))
+    prompt = builder.build("<|vision_start|>", (picture(224, 224), 64), "<|vision_end|>Tell a long story.")
+    with fragile.service_client() as service:
+        training = service.create_lora_training_client(base_model=fragile.model_name, rank=4)
+        data = [prompt.datum()]
+        training.forward_backward(data, "cross_entropy").result()
+        training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+        sampling = training.save_weights_and_get_sampling_client()
+        greedy = tinker.SamplingParams(max_tokens=40, temperature=0.0, stop=[])
+        expected = sampling.sample(prompt.model_input, num_samples=1, sampling_params=greedy).result()
+        expected_loss = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
+
+        long = tinker.SamplingParams(max_tokens=1500, temperature=1.0, stop=[])
+        in_flight = [sampling.sample(prompt.model_input, num_samples=1, sampling_params=long) for _ in range(8)]
+        time.sleep(1.0)
+        for process in processes(fragile, "sampler"):
+            process.kill()
+
+        # Training goes on meanwhile, undisturbed.
+        assert training.forward(data, "cross_entropy").result().metrics["loss:sum"] == pytest.approx(expected_loss)
+        for future in in_flight:
+            try:
+                assert len(future.result(timeout=150).sequences[0].tokens) == 1500
+            except tinker.RequestFailedError as error:
+                assert "sampler" in str(error)  # noqa: PT017
+        # The restarted sampler is given the snapshot again, exactly.
+        again = sampling.sample(prompt.model_input, num_samples=1, sampling_params=greedy).result()
+        assert again.sequences[0].tokens == expected.sequences[0].tokens
+        assert again.sequences[0].logprobs == pytest.approx(expected.sequences[0].logprobs, abs=1e-5)
+
+
+def test_a_trainer_rank_killed(fragile: Stack) -> None:
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(fragile.model))
+    data = [builder.build("some words to learn from, again and again").datum()] * 8
+    with fragile.service_client() as service:
+        training = service.create_lora_training_client(base_model=fragile.model_name, rank=4)
+        training.forward_backward(data, "cross_entropy").result()
+        ranks = [p for p in processes(fragile, "trainer") if "RANK" in p.environ()]
+        victim = next(p for p in ranks if p.environ()["RANK"] == "1" and "services.trainer" in " ".join(p.cmdline()))
+        futures = [training.forward_backward(data * 8, "cross_entropy") for _ in range(4)]
+        victim.kill()
+        start = time.monotonic()
+        failures = []
+        for future in futures:
+            try:
+                future.result(timeout=60)
+            except tinker.RequestFailedError as error:
+                failures.append(str(error))
+        assert failures
+        assert time.monotonic() - start < 30
+        assert all("trainer" in failure for failure in failures), failures
+        with pytest.raises(tinker.RequestFailedError, match="trainer"):
+            training.optim_step(tinker.AdamParams()).result(timeout=60)
+    # The trainer is started again and takes new models.
+    with fragile.service_client() as service:
+        training = wait_for_model(service, fragile)
+        assert training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"] > 0
+
+
+def wait_for_model(service: tinker.ServiceClient, stack: Stack) -> tinker.TrainingClient:
+    deadline = time.monotonic() + 90
+    while True:
+        try:
+            return service.create_lora_training_client(base_model=stack.model_name, rank=4)
+        except tinker.RequestFailedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+
+
+def test_ctrl_c_leaves_no_process_behind(fragile: Stack) -> None:
+    supervisor = psutil.Process(fragile.state["pid"])
+    everything = [supervisor, *supervisor.children(recursive=True)]
+    assert len(everything) >= 7  # supervisor, renderer, sampler, engine, torchrun, two ranks, gateway
+    supervisor.send_signal(signal.SIGINT)
+    _, alive = psutil.wait_procs(everything, timeout=60)
+    assert alive == []
+    assert "all services have stopped" in fragile.log.read_text()
+
+
+def test_a_killed_supervisor_leaves_no_process_behind() -> None:
+    with running_stack(tinyvlm.ensure()) as stack:
+        supervisor = psutil.Process(stack.state["pid"])
+        children = supervisor.children(recursive=True)
+        supervisor.kill()
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert alive == []
