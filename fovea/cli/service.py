@@ -51,6 +51,7 @@ class Service:
         self.spec = spec
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None]
         self._stopping = False
         self._exits: list[float] = []
 
@@ -92,33 +93,39 @@ class Service:
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOVEA_SUPERVISED": "1"} | self.spec.environment
         # Without bytecode every process would compile torch and vllm anew: 20 s instead of 8.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *self.spec.arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=environment,
-            limit=2**20,
-            # A group of its own: Ctrl-C reaches the supervisor alone, which then stops the services in order.
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+        # A pipe of our own: asyncio's would make `wait` last until orphans close it too.
+        reading, writing = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *self.spec.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=writing,
+                stderr=writing,
+                env=environment,
+                # A group of its own: Ctrl-C reaches the supervisor alone, which then stops the services in order.
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        finally:
+            os.close(writing)
+        self._reader = asyncio.create_task(self._read(reading))
 
     async def _follow(self) -> int:
-        process = self._process
-        assert process is not None
-        assert process.stdout is not None
-        reader = asyncio.create_task(self._read(process.stdout))
-        code = await process.wait()
+        assert self._process is not None
+        code = await self._process.wait()
         # Children that outlive their parent would hold its ports.
-        self._kill_group(process.pid)
-        await asyncio.wait_for(reader, 5.0)
+        self._kill_group(self._process.pid)
+        await self._reader
         return code
 
-    async def _read(self, stream: asyncio.StreamReader) -> None:
-        while line := await stream.readline():
-            self._on_line(self.spec.name, line.decode(errors="replace").rstrip())
+    async def _read(self, descriptor: int) -> None:
+        stream = asyncio.StreamReader(limit=2**20)
+        with os.fdopen(descriptor, "rb") as pipe:
+            protocol = asyncio.StreamReaderProtocol(stream)
+            await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+            while line := await stream.readline():
+                self._on_line(self.spec.name, line.decode(errors="replace").rstrip())
 
     @staticmethod
     def _kill_group(pid: int) -> None:

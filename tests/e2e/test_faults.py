@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 import tinyvlm
 from tests.e2e.prompts import PromptBuilder, picture
 from tests.e2e.stack import Stack, running_stack
+from tests.processes import survivors
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +107,7 @@ def test_ctrl_c_leaves_no_process_behind(fragile: Stack) -> None:
     everything = [supervisor, *supervisor.children(recursive=True)]
     assert len(everything) >= 7  # supervisor, renderer, sampler, engine, torchrun, two ranks, gateway
     supervisor.send_signal(signal.SIGINT)
-    _, alive = psutil.wait_procs(everything, timeout=60)
-    assert alive == []
+    assert survivors(everything, 60) == []
     assert "all services have stopped" in fragile.log.read_text()
 
 
@@ -116,5 +116,4 @@ def test_a_killed_supervisor_leaves_no_process_behind() -> None:
         supervisor = psutil.Process(stack.state["pid"])
         children = supervisor.children(recursive=True)
         supervisor.kill()
-        _, alive = psutil.wait_procs(children, timeout=60)
-        assert alive == []
+        assert survivors(children, 60) == []

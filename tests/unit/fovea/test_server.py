@@ -64,7 +64,7 @@ async def test_an_unmapped_error_shows_no_secret(server: ServiceServer) -> None:
     from fovea.api.v1 import model_input_pb2
 
     async with RendererClient(server.address) as client:
-        with pytest.raises(Internal, match="request [0-9a-f]{12}") as caught:
+        with pytest.raises(Internal, match=r"request [0-9a-f]{12}") as caught:
             await client.render(model_input_pb2.ModelInput())
         assert "secret" not in caught.value.message
 

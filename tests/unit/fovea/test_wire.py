@@ -27,7 +27,10 @@ def test_a_tensor_comes_back_bit_for_bit(array: np.ndarray) -> None:
     ("tensor", "message"),
     [
         (tensor_pb2.Tensor(shape=[1], data=b"0000"), "element_type 0"),
-        (tensor_pb2.Tensor(element_type=1, shape=[2], data=b"0000"), "has 4 bytes, but shape \\[2\\] of float32 needs 8"),
+        (
+            tensor_pb2.Tensor(element_type=1, shape=[2], data=b"0000"),
+            "has 4 bytes, but shape \\[2\\] of float32 needs 8",
+        ),
         (tensor_pb2.Tensor(element_type=1, shape=[-1], data=b""), "negative extent"),
     ],
 )
