@@ -46,7 +46,7 @@ def main(
         console.print(f"base model: {model}\nstarting Fovea")
         with (
             tempfile.TemporaryDirectory(prefix="fovea-demo-") as state,
-            running_fovea(pathlib.Path(state), model, "--port", "0") as up,
+            running_fovea(pathlib.Path(state), model, "--port", "0", "--grpc-port", "0") as up,
         ):
             ready_s = up["ready_s"]
             console.print(f"Fovea is ready after {ready_s:.1f} s at {up['base_url']}")

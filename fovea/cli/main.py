@@ -32,7 +32,7 @@ def up(
     model_name: Annotated[str | None, typer.Option(help="Name that clients use; default: --model as given.")] = None,
     host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="REST port of the gateway; 0 takes a free one.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port of the gateway; 0 takes a free one.")] = 0,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port of the gateway; 0 takes a free one.")] = 8001,
     ranks: Annotated[int, typer.Option(min=1, help="Trainer processes.")] = 2,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     api_key: Annotated[list[str] | None, typer.Option(help="Accepted key, tml-...; may be repeated.")] = None,

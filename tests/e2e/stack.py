@@ -54,5 +54,5 @@ def running_stack(model: pathlib.Path, *arguments: str) -> Iterator[Stack]:
     os.environ["TINKER_TELEMETRY"] = "0"
     with tempfile.TemporaryDirectory(prefix="fovea-e2e-") as folder:
         path = pathlib.Path(folder)
-        with running_fovea(path, model, "--port", "0", *arguments) as state:
+        with running_fovea(path, model, "--port", "0", "--grpc-port", "0", *arguments) as state:
             yield Stack(state, model, path / "up.log")

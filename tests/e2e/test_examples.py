@@ -1,0 +1,47 @@
+"""The README's examples run as they stand."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.stack import API_KEY, Stack
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(name: str, stack: Stack) -> str:
+    environment = os.environ | {
+        "TINKER_BASE_URL": stack.base_url,
+        "TINKER_API_KEY": API_KEY,
+        "FOVEA_GRPC": stack.address("gateway"),
+        "TINKER_TELEMETRY": "0",
+    }
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / name],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_tinker_example_learns_its_picture(stack: Stack) -> None:
+    assert "Ada<|im_end|>" in run("tinker_image.py", stack).splitlines()[-1]
+
+
+def test_the_grpc_example_streams_an_answer(stack: Stack) -> None:
+    assert run("grpc_image.py", stack).strip()
+
+
+@pytest.mark.parametrize("name", ["tinker_image.py", "grpc_image.py"])
+def test_the_readme_shows_the_example(name: str) -> None:
+    shown = (ROOT / "README.md").read_text()
+    code = (ROOT / "examples" / name).read_text()
+    body = code.split('"""', 2)[2].strip()
+    assert body in shown
