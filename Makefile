@@ -53,9 +53,9 @@ protos: setup ## Regenerate the stubs, and check that v1 did not break against m
 	$(BIN)/buf breaking --against '.git#branch=main'
 
 lock: setup ## Pin anew after a change of pyproject.toml
-	$(BIN)/uv pip compile pyproject.toml --extra cpu --group dev --python-version 3.11 \
+	for extra in cpu gpu; do $(BIN)/uv pip compile pyproject.toml --extra $$extra --group dev --python-version 3.11 \
 		--python-platform x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-annotate --quiet \
-		--output-file requirements/cpu.txt
+		--output-file requirements/$$extra.txt || exit 1; done
 
 clean: ## Remove what was made here, the environment included
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .fovea demo/report.html demo/result.json

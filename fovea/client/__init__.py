@@ -1,8 +1,16 @@
 """Typed clients of every service, asynchronous, with deadlines, raising the errors that the servers raised."""
 
 from fovea.client.features import FeatureFetcher
+from fovea.client.gateway import GatewayClient
 from fovea.client.renderer import RendererClient
 from fovea.client.sampler import SamplerClient
 from fovea.client.trainer import ForwardBackwardResult, TrainerClient
 
-__all__ = ["FeatureFetcher", "ForwardBackwardResult", "RendererClient", "SamplerClient", "TrainerClient"]
+__all__ = [
+    "FeatureFetcher",
+    "ForwardBackwardResult",
+    "GatewayClient",
+    "RendererClient",
+    "SamplerClient",
+    "TrainerClient",
+]

@@ -1,0 +1,138 @@
+"""Client of the gateway's gRPC front: sessions, models, training commands as futures, streamed samples."""
+
+import hashlib
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc, trainer_pb2, weights_pb2
+from fovea.client.channel import ServiceClient
+from fovea.client.trainer import ForwardBackwardResult
+from fovea.wire.errors import Internal
+from fovea.wire.limits import PIECE_BYTES
+
+SERVICE = "fovea.api.v1.GatewayService"
+SUBMIT_TIMEOUT_S = 120.0
+WAIT_S = 30.0
+
+
+class GatewayClient(ServiceClient):
+    """Typed calls to a gateway. Submissions carry a `seq_id`, so all of them may be repeated.
+
+    Args:
+        address: host:port of the gateway's gRPC server.
+        api_key: As the gateway knows it.
+    """
+
+    def __init__(self, address: str, api_key: str) -> None:
+        submits = ("CreateModel", "OptimStep", "SaveState", "LoadState", "SaveForSampler")
+        names = [*(f"Submit{name}" for name in submits), "GetCapabilities", "GetModel", "Heartbeat"]
+        super().__init__(address, [(SERVICE, name) for name in names], (("x-api-key", api_key),))
+        self._stub = gateway_pb2_grpc.GatewayServiceStub(self.channel)
+
+    async def capabilities(self, timeout_s: float = 10.0) -> list[gateway_pb2.ServedModel]:
+        """The served models."""
+        response = await self._unary(self._stub.GetCapabilities, gateway_pb2.GetCapabilitiesRequest(), timeout_s)
+        return list(response.models)
+
+    async def create_session(self, request_id: str = "", user_metadata: Mapping[str, str] | None = None) -> str:
+        """Opens a session; returns its id. A repeat with the same `request_id` returns the same session."""
+        request = gateway_pb2.CreateSessionRequest(request_id=request_id, user_metadata=user_metadata)
+        response = await self._unary(self._stub.CreateSession, request, SUBMIT_TIMEOUT_S)
+        return str(response.session_id)
+
+    async def heartbeat(self, session_id: str) -> None:
+        """Keeps a session alive. Raises SessionEnded once it is over."""
+        await self._unary(self._stub.Heartbeat, gateway_pb2.HeartbeatRequest(session_id=session_id), SUBMIT_TIMEOUT_S)
+
+    async def finish_session(self, session_id: str) -> None:
+        """Ends a session and frees its models."""
+        request = gateway_pb2.FinishSessionRequest(session_id=session_id)
+        await self._unary(self._stub.FinishSession, request, SUBMIT_TIMEOUT_S)
+
+    async def create_model(
+        self, session_id: str, model_seq_id: int, base_model: str, lora: weights_pb2.LoraConfig
+    ) -> str:
+        """Makes a model and waits for it; returns its id. Rank 0 trains all parameters."""
+        request = gateway_pb2.SubmitCreateModelRequest(
+            session_id=session_id, model_seq_id=model_seq_id, base_model=base_model, lora=lora
+        )
+        future = await self._unary(self._stub.SubmitCreateModel, request, SUBMIT_TIMEOUT_S)
+        record = await self.wait(future.future_id)
+        return str(record.model_created.model_id)
+
+    async def upload_image(self, data: bytes) -> str:
+        """Uploads one encoded image; returns its SHA-256, to be used in an ImageReference."""
+        sha256 = hashlib.sha256(data).hexdigest()
+
+        async def pieces() -> AsyncIterator[gateway_pb2.UploadImageRequest]:
+            for offset in range(0, max(len(data), 1), PIECE_BYTES):
+                yield gateway_pb2.UploadImageRequest(sha256=sha256, data=data[offset : offset + PIECE_BYTES])
+
+        await self._send_stream(self._stub.UploadImage, pieces(), SUBMIT_TIMEOUT_S)
+        return sha256
+
+    async def forward_backward(
+        self, header: gateway_pb2.SubmitForwardBackwardHeader, datums: Iterable[gateway_pb2.InputDatum]
+    ) -> ForwardBackwardResult:
+        """Computes a loss and waits for it."""
+
+        async def records() -> AsyncIterator[gateway_pb2.SubmitForwardBackwardRequest]:
+            yield gateway_pb2.SubmitForwardBackwardRequest(header=header)
+            for datum in datums:
+                yield gateway_pb2.SubmitForwardBackwardRequest(datum=datum)
+
+        future = await self._send_stream(self._stub.SubmitForwardBackward, records(), SUBMIT_TIMEOUT_S)
+        outputs: list[trainer_pb2.DatumOutput] = []
+        async for record in self.result(future.future_id):
+            if record.WhichOneof("record") == "output":
+                outputs.append(record.output)
+            else:
+                return ForwardBackwardResult(outputs, dict(record.metrics.values))
+        raise Internal(f"the result of {future.future_id} ends without metrics")
+
+    async def optim_step(self, model_id: str, seq_id: int, adam: trainer_pb2.AdamParams) -> dict[str, float]:
+        """Takes a step and waits for it; returns its metrics."""
+        request = gateway_pb2.SubmitOptimStepRequest(model_id=model_id, seq_id=seq_id, adam=adam)
+        future = await self._unary(self._stub.SubmitOptimStep, request, SUBMIT_TIMEOUT_S)
+        return dict((await self.wait(future.future_id)).metrics.values)
+
+    async def save_for_sampler(self, model_id: str, seq_id: int, name: str = "") -> gateway_pb2.SnapshotSaved:
+        """Freezes weights for sampling and waits until they are; without a name, opens a sampling session on them."""
+        request = gateway_pb2.SubmitSaveForSamplerRequest(model_id=model_id, seq_id=seq_id, name=name)
+        future = await self._unary(self._stub.SubmitSaveForSampler, request, SUBMIT_TIMEOUT_S)
+        return (await self.wait(future.future_id)).snapshot_saved
+
+    async def create_sampling_session(
+        self, session_id: str, sampling_session_seq_id: int, base_model: str = "", model_path: str = ""
+    ) -> str:
+        """Opens a sampling session on a base model or on a saved path; returns its id."""
+        weights: dict[str, Any] = {"model_path": model_path} if model_path else {"base_model": base_model}
+        request = gateway_pb2.CreateSamplingSessionRequest(
+            session_id=session_id, sampling_session_seq_id=sampling_session_seq_id, **weights
+        )
+        response = await self._unary(self._stub.CreateSamplingSession, request, SUBMIT_TIMEOUT_S)
+        return str(response.sampling_session_id)
+
+    def sample(
+        self, request: gateway_pb2.SampleTokensRequest, timeout_s: float = 3600.0
+    ) -> AsyncIterator[gateway_pb2.SampleTokensResponse]:
+        """Streams events; closing the iterator early cancels the request in the engine."""
+        return self._stream(self._stub.SampleTokens, request, timeout_s)
+
+    async def wait(self, future_id: str) -> gateway_pb2.WaitFutureResponse:
+        """The only record of a result. Raises what the command failed with."""
+        async for record in self.result(future_id):
+            return record
+        raise Internal(f"the result of {future_id} is empty")
+
+    async def result(self, future_id: str) -> AsyncIterator[gateway_pb2.WaitFutureResponse]:
+        """Streams the records of a result, asking again until there is one. Raises what the command failed with."""
+        request = gateway_pb2.WaitFutureRequest(future_id=future_id, timeout_s=WAIT_S)
+        pending = True
+        while pending:
+            pending = False
+            async for record in self._stream(self._stub.WaitFuture, request, WAIT_S + 30.0):
+                if record.WhichOneof("record") == "pending":
+                    pending = True
+                else:
+                    yield record
