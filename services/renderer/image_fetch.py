@@ -1,0 +1,126 @@
+"""Images by address: fetched only from hosts that the operator listed, and never from where a name should not lead."""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Sequence
+from urllib.parse import urljoin
+
+import httpx
+
+from fovea.wire.limits import MAX_IMAGE_BYTES
+from services.renderer.refusals import Refusal
+
+REDIRECT_LIMIT = 3
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class ImageFetcher:
+    """Fetches images over http and https.
+
+    The host is resolved here, its address checked, and that very address dialled, so that a name cannot change between
+    check and use. Proxies of the environment are not used: they would resolve again.
+
+    Args:
+        hosts: Host names, addresses, and networks such as 10.1.0.0/16. A name needs an entry of its own; an address
+            that is not public (private, loopback, link-local) needs one too, also when a listed name leads to it.
+        timeout_s: Seconds for one image, redirects included.
+    """
+
+    def __init__(self, hosts: Sequence[str], timeout_s: float) -> None:
+        self._networks = [network for host in hosts if (network := _network(host)) is not None]
+        self._names = {host.lower().rstrip(".") for host in hosts if _network(host) is None}
+        self._timeout_s = timeout_s
+        self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._client.aclose()
+
+    async def fetch(self, uri: str) -> bytes:
+        """The bytes at an address. Raises Refusal, saying which host or setting, for all that goes wrong."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._follow(uri)
+        except TimeoutError:
+            raise Refusal("uri", f"fetching {uri} took more than {self._timeout_s:.0f} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
+            raise Refusal("uri", f"fetching {uri} failed: {error or type(error).__name__}") from error
+
+    async def _follow(self, uri: str) -> bytes:
+        url = httpx.URL(uri)
+        host = url.host
+        for _ in range(REDIRECT_LIMIT + 1):
+            if url.host != host:
+                raise Refusal("uri", f"{uri} leads to another host, {url.host}; name the final address")
+            answer = await self._get(url)
+            if isinstance(answer, bytes):
+                return answer
+            url = httpx.URL(urljoin(str(url), answer))
+        raise Refusal("uri", f"{uri} redirects more than {REDIRECT_LIMIT} times")
+
+    async def _get(self, url: httpx.URL) -> bytes | str:
+        """The body at `url`, or the address that it redirects to."""
+        address = await self._allowed_address(url)
+        pinned = url.copy_with(host=str(address))
+        headers = {"host": url.netloc.decode("ascii"), "accept": "image/png, image/jpeg", "accept-encoding": "identity"}
+        extensions = {"sni_hostname": url.host}
+        async with self._client.stream("GET", pinned, headers=headers, extensions=extensions) as response:
+            if response.is_redirect:
+                return response.headers["location"]
+            if response.status_code != httpx.codes.OK:
+                raise Refusal("uri", f"{url} answers {response.status_code}; the renderer needs 200")
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise Refusal("uri", f"{url} answers with content-encoding {response.headers['content-encoding']}")
+            body = bytearray()
+            async for piece in response.aiter_raw():
+                body += piece
+                if len(body) > MAX_IMAGE_BYTES:
+                    raise Refusal("uri", f"{url} has more than {MAX_IMAGE_BYTES} bytes, the limit of an image")
+            return bytes(body)
+
+    async def _allowed_address(self, url: httpx.URL) -> Address:
+        if url.scheme not in ("http", "https"):
+            raise Refusal("uri", f"{url} is not an http or https address; send the image's bytes instead")
+        if url.userinfo:
+            raise Refusal("uri", f"the address of host {url.host} holds a user name or password; leave them out")
+        literal = _address(url.host)
+        listed = self._is_listed(literal) if literal else url.host.lower().rstrip(".") in self._names
+        if not listed:
+            raise Refusal(
+                "uri",
+                f"host {url.host!r} is not in the renderer's setting image_hosts; list it there or send the bytes",
+            )
+        if literal:
+            return literal
+        for address in await _resolve(url.host, url.port or (443 if url.scheme == "https" else 80)):
+            if address.is_global or self._is_listed(address):
+                return address
+        raise Refusal(
+            "uri",
+            f"host {url.host!r} has no public address; list its address too in the renderer's setting image_hosts",
+        )
+
+    def _is_listed(self, address: Address) -> bool:
+        return any(address in network for network in self._networks)
+
+
+async def _resolve(host: str, port: int) -> list[Address]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [ipaddress.ip_address(entry[4][0]) for entry in found]
+
+
+def _address(host: str) -> Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _network(host: str) -> Network | None:
+    try:
+        return ipaddress.ip_network(host)
+    except ValueError:
+        return None

@@ -1,0 +1,116 @@
+"""Format and size of an encoded image, read from its first bytes without decoding a pixel.
+
+A bomb (few bytes, many pixels) is known here, before anybody allocates for it. Only PNG and JPEG are read.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Literal
+
+from fovea.wire.limits import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
+from services.renderer.refusals import Refusal
+
+ImageFormat = Literal["PNG", "JPEG"]
+
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_JPEG_SIGNATURE = b"\xff\xd8\xff"
+_OTHER_SIGNATURES = (
+    (b"GIF8", "GIF"),
+    (b"BM", "BMP"),
+    (b"II*\x00", "TIFF"),
+    (b"MM\x00*", "TIFF"),
+    (b"%PDF", "PDF"),
+)
+# Start-of-frame markers; C4, C8 and CC lie among them and mean other things (ITU T.81, table B.1).
+_FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_BARE_MARKERS = frozenset({0x01, *range(0xD0, 0xD8)})
+_SCAN_OR_END = (0xDA, 0xD9)
+
+
+@dataclass(frozen=True)
+class ImageHeader:
+    """What the first bytes say; sizes in pixels as stored, before any EXIF orientation."""
+
+    format: ImageFormat
+    width: int
+    height: int
+
+
+def read(data: bytes, declared: ImageFormat) -> ImageHeader:
+    """Reads and checks the header of an encoded image.
+
+    Raises Refusal: too many bytes, not the declared format, a broken header, no pixels, too many, too long and thin.
+    """
+    if not data:
+        raise Refusal("empty_image", "the image has no bytes")
+    if len(data) > MAX_IMAGE_BYTES:
+        raise Refusal(
+            "size_bytes", f"the image has {len(data)} bytes, above the limit of {MAX_IMAGE_BYTES}; send a smaller one"
+        )
+    found = _format(data)
+    if found != declared:
+        raise Refusal(
+            "format_mismatch", f"the image is declared {declared} but is {found}; declare it {found}, or re-encode it"
+        )
+    width, height = _png_size(data) if found == "PNG" else _jpeg_size(data)
+    _check_size(width, height)
+    return ImageHeader(found, width, height)
+
+
+def _format(data: bytes) -> ImageFormat:
+    if data.startswith(_PNG_SIGNATURE):
+        return "PNG"
+    if data.startswith(_JPEG_SIGNATURE):
+        return "JPEG"
+    name = next((name for signature, name in _OTHER_SIGNATURES if data.startswith(signature)), None)
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        name = "WebP"
+    elif data[4:8] == b"ftyp":
+        name = "AVIF, HEIC or a video"
+    what = f"is {name}" if name else f"starts with the bytes {data[:8].hex(' ')}, which no supported format does"
+    raise Refusal("unknown_format", f"the image {what}; send PNG or JPEG")
+
+
+def _png_size(data: bytes) -> tuple[int, int]:
+    if len(data) < 24 or data[12:16] != b"IHDR":
+        raise Refusal("corrupt", "the PNG is truncated or corrupt: it has no complete IHDR header")
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int]:
+    offset = 2
+    while offset + 4 <= len(data) and data[offset] == 0xFF:
+        marker = data[offset + 1]
+        if marker == 0xFF:
+            offset += 1
+            continue
+        if marker in _BARE_MARKERS:
+            offset += 2
+            continue
+        if marker in _SCAN_OR_END:
+            break
+        if marker in _FRAME_MARKERS:
+            if offset + 9 > len(data):
+                break
+            height, width = struct.unpack(">HH", data[offset + 5 : offset + 9])
+            return width, height
+        offset += 2 + struct.unpack(">H", data[offset + 2 : offset + 4])[0]
+    raise Refusal("corrupt", "the JPEG is truncated or corrupt: it has no complete frame header")
+
+
+def _check_size(width: int, height: int) -> None:
+    if width == 0 or height == 0:
+        raise Refusal("empty_image", f"the image is {width}x{height}; it needs at least one pixel")
+    if width * height > MAX_IMAGE_PIXELS:
+        raise Refusal(
+            "pixels",
+            f"the image is {width}x{height}, {width * height} pixels, above the limit of {MAX_IMAGE_PIXELS};"
+            " send a smaller one",
+        )
+    if max(width, height) > MAX_IMAGE_ASPECT_RATIO * min(width, height):
+        raise Refusal(
+            "aspect_ratio",
+            f"the image is {width}x{height}; its sides may differ by a factor of {MAX_IMAGE_ASPECT_RATIO} at most;"
+            " crop or pad it",
+        )

@@ -1,0 +1,226 @@
+"""The renderer's one use case: chunks in, spliced tokens with vision features out.
+
+Cheap checks come first, for all chunks: ids, headers, counts, length. Pixels are touched only for an input that stands.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from fovea.wire.errors import ContextOverflow, Internal, InvalidInput, ResourceExhausted
+from services.renderer import image_header, metrics
+from services.renderer.chunks import Chunk, HeldImage, ImageChunk, PlacedImage, RemoteImage, Rendered
+from services.renderer.families.base import Family, ImageSpan, TokenIds
+from services.renderer.feature_store import Feature, FeatureStore
+from services.renderer.image_fetch import ImageFetcher
+from services.renderer.image_header import ImageHeader
+from services.renderer.image_store import ImageStore
+from services.renderer.refusals import Refusal, chunk_field, invalid_input
+from services.renderer.worker_process import ProcessedImage
+
+Result = TypeVar("Result")
+
+ProcessImage = Callable[[ImageHeader, bytes], Awaitable[ProcessedImage]]
+
+# Below this, handing bytes to a thread costs more than hashing them here.
+_HASH_INLINE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What is served: the model as named at start, its family, and the bounds of its inputs."""
+
+    name: str
+    model_type: str
+    family: Family
+    vocabulary_size: int
+    max_context_length: int
+    processor_fingerprint: str
+
+
+@dataclass(frozen=True)
+class _CheckedImage:
+    """An image whose header, size and count are in order."""
+
+    index: int
+    data: bytes
+    header: ImageHeader
+    token_count: int
+
+
+class Renderer:
+    """Splices model inputs for one model.
+
+    Args:
+        model: What is served.
+        features: Tensors by digest.
+        images: Uploaded images.
+        fetcher: For images by address.
+        process: Turns one image into tensors; not used by a text-only model.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        features: FeatureStore,
+        images: ImageStore,
+        fetcher: ImageFetcher,
+        process: ProcessImage,
+    ) -> None:
+        self.model = model
+        self.features = features
+        self.images = images
+        self._fetcher = fetcher
+        self._process = process
+        self._reserved_ids = np.array(sorted(model.family.reserved_ids), dtype=np.int32)
+
+    async def render(self, chunks: Sequence[Chunk]) -> Rendered:
+        """Splices one input.
+
+        Raises InvalidInput naming the chunk and the fix (ContextOverflow for one that is too long), NotFound for an
+        image that is not held, ResourceExhausted when workers or memory do not suffice.
+        """
+        for index, chunk in enumerate(chunks):
+            if not isinstance(chunk, ImageChunk):
+                self._check_text(index, chunk)
+        images = await _first_error(
+            [self._check_image(index, chunk) for index, chunk in enumerate(chunks) if isinstance(chunk, ImageChunk)]
+        )
+        self._check_length(chunks, images)
+        features = await _first_error([self._feature(image) for image in images])
+        self._check_room(features)
+        return self._splice(chunks, features)
+
+    def _check_text(self, index: int, ids: TokenIds) -> None:
+        """Raises InvalidInput for the first id that is none, or that only the renderer may write."""
+        outside = np.flatnonzero((ids < 0) | (ids >= self.model.vocabulary_size))
+        if outside.size:
+            at = int(outside[0])
+            raise invalid_input(
+                Refusal(
+                    "vocabulary",
+                    f"token {at} is {ids[at]}, outside the vocabulary; ids lie in 0..{self.model.vocabulary_size - 1}",
+                ),
+                index,
+            )
+        reserved = np.flatnonzero(np.isin(ids, self._reserved_ids))
+        if reserved.size:
+            at = int(reserved[0])
+            name = self.model.family.reserved_ids[int(ids[at])]
+            raise invalid_input(
+                Refusal(
+                    "reserved_token",
+                    f"token {at} is {ids[at]} ({name}), which stands for an image that text does not carry;"
+                    " leave it out and send the image as a chunk of its own",
+                ),
+                index,
+            )
+
+    async def _check_image(self, index: int, chunk: ImageChunk) -> _CheckedImage:
+        try:
+            if not self.model.family.supports_images:
+                raise Refusal(
+                    "no_images",
+                    f"{self.model.name} ({self.model.model_type}) is a text-only model and takes no images;"
+                    " send text only or serve a vision-language model",
+                )
+            data = await self._bytes(index, chunk.source)
+            header = image_header.read(data, chunk.format)
+            token_count = self.model.family.token_count(header.width, header.height)
+            if chunk.expected_token_count not in (None, token_count):
+                raise Refusal(
+                    "expected_tokens",
+                    f"expected_tokens is {chunk.expected_token_count} but the image takes {token_count} tokens"
+                    f" ({header.width}x{header.height} pixels); send {token_count} or leave it out",
+                )
+            return _CheckedImage(index, data, header, token_count)
+        except Refusal as refusal:
+            raise invalid_input(refusal, index) from refusal
+
+    async def _bytes(self, index: int, source: bytes | HeldImage | RemoteImage) -> bytes:
+        if isinstance(source, HeldImage):
+            return self.images.held(source.sha256, chunk_field(index))
+        if isinstance(source, RemoteImage):
+            return await self._fetcher.fetch(source.uri)
+        return source
+
+    def _check_length(self, chunks: Sequence[Chunk], images: Sequence[_CheckedImage]) -> None:
+        text_length = sum(len(chunk) for chunk in chunks if not isinstance(chunk, ImageChunk))
+        image_length = sum(image.token_count for image in images)
+        length, limit = text_length + image_length, self.model.max_context_length
+        if length == 0:
+            raise InvalidInput("the input has no tokens; send at least one", field="chunks", cause="empty_input")
+        if length > limit:
+            raise ContextOverflow(
+                f"the input has {length} tokens ({text_length} of text, {image_length} of images), above the context of"
+                f" {limit}; shorten it or send smaller images",
+                field="chunks",
+                cause="context",
+            )
+
+    async def _feature(self, image: _CheckedImage) -> Feature:
+        digest = await self._digest(image.data)
+
+        def process() -> Awaitable[ProcessedImage]:
+            metrics.IMAGE_BYTES.inc(len(image.data))
+            return self._process(image.header, image.data)
+
+        try:
+            feature = await self.features.get(digest, process)
+        except Refusal as refusal:
+            raise invalid_input(refusal, image.index) from refusal
+        found = len(self.model.family.placeholder_ids(feature.grid))
+        if found != image.token_count:
+            raise Internal(
+                f"{chunk_field(image.index)}: geometry says {image.token_count} tokens for {image.header.width}x"
+                f"{image.header.height} pixels, the image processor made {found}"
+            )
+        return feature
+
+    async def _digest(self, data: bytes) -> str:
+        """Identity of an image's tensors: SHA-256 over the processor's fingerprint (32 bytes) and the encoded image."""
+        digest = hashlib.sha256(bytes.fromhex(self.model.processor_fingerprint))
+        if len(data) > _HASH_INLINE_BYTES:
+            await asyncio.to_thread(digest.update, data)
+        else:
+            digest.update(data)
+        return digest.hexdigest()
+
+    def _check_room(self, features: Sequence[Feature]) -> None:
+        """An input whose tensors do not fit together could never be fetched: its first image is gone with its last."""
+        needed = sum({feature.digest: feature.size_bytes for feature in features}.values())
+        if needed > self.features.limit_bytes:
+            raise ResourceExhausted(
+                f"the tensors of the input's images have {needed} bytes, above the {self.features.limit_bytes} bytes"
+                " that the renderer may hold (setting feature_cache_bytes)"
+            )
+
+    def _splice(self, chunks: Sequence[Chunk], features: Sequence[Feature]) -> Rendered:
+        parts: list[TokenIds] = []
+        images: list[PlacedImage] = []
+        offset, remaining = 0, iter(features)
+        for chunk in chunks:
+            if isinstance(chunk, ImageChunk):
+                feature = next(remaining)
+                part = self.model.family.placeholder_ids(feature.grid)
+                images.append(PlacedImage(offset, len(part), feature))
+            else:
+                part = chunk
+            parts.append(part)
+            offset += len(part)
+        spans = [ImageSpan(image.offset, image.feature.grid) for image in images]
+        positions = self.model.family.positions(offset, spans) if spans else None
+        return Rendered(np.concatenate(parts), tuple(images), positions)
+
+
+async def _first_error(jobs: Sequence[Awaitable[Result]]) -> list[Result]:
+    """All results; or, once all jobs ended, the error of the first in order, so that one input has one answer."""
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
