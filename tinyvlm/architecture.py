@@ -30,17 +30,60 @@ GRID_SIDE = 16
 
 def random_model(kind: Kind, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A model with random float32 weights of realistic scale, from torch's global generator."""
-    if kind == "qwen3":
-        config = Qwen3Config(
-            **_language_settings(),
-            head_dim=HEAD_DIM,
-            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-            tie_word_embeddings=True,
-            **_token_ids(tokenizer),
-        )
-        return Qwen3ForCausalLM(config)
-    model = _qwen3_vl(tokenizer) if kind == "qwen3_vl" else _qwen2_5_vl(tokenizer)
+    if kind == "qwen3_vl":
+        model: PreTrainedModel = _qwen3_vl(tokenizer)
+    elif kind == "qwen2_5_vl":
+        model = _qwen2_5_vl(tokenizer)
+    else:
+        model = _qwen3(tokenizer)
+    _randomize(model)
+    if isinstance(model, Qwen3VLForConditionalGeneration):
+        _place_positions(model)
     return model
+
+
+@torch.no_grad()
+def _place_positions(model: Qwen3VLForConditionalGeneration) -> None:
+    # Sines and cosines of row and column instead of noise: neighbours start out alike, so attention to places need
+    # not be learnt from nothing (the fixed embedding of Vaswani et al. 2017, in two dimensions).
+    table = model.model.visual.pos_embed.weight
+    quarter = table.shape[1] // 4
+    frequencies = torch.pi / GRID_SIDE * torch.logspace(0.0, 3.0, quarter, base=2.0)
+    angles = torch.arange(GRID_SIDE)[:, None] * frequencies
+    waves = torch.cat([angles.sin(), angles.cos()], dim=1)
+    rows = waves[:, None].expand(-1, GRID_SIDE, -1)
+    columns = waves[None].expand(GRID_SIDE, -1, -1)
+    table.copy_(torch.cat([rows, columns], dim=-1).reshape(GRID_SIDE**2, -1))
+
+
+@torch.no_grad()
+def _randomize(model: PreTrainedModel) -> None:
+    # transformers draws every matrix with a deviation of 0.02, which suits thousands of channels: at 64 or 128 the
+    # layers would hardly speak. Biases and norms get noise so that a test notices a part that is left out.
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            is_table = "embed_tokens" in name or "pos_embed" in name
+            fan_in = parameter.shape[1] if is_table else parameter[0].numel()
+            parameter.normal_(std=fan_in**-0.5)
+        elif name.endswith("norm.weight") or ".norm" in name and name.endswith("weight") or "ln_q" in name:
+            parameter.normal_(mean=1.0, std=0.02)
+        else:
+            parameter.normal_(std=0.02)
+    for name, parameter in model.named_parameters():
+        # Two such matrices a layer add to the residual stream, which should keep its scale over the depth.
+        if name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight", "mlp.linear_fc2.weight")):
+            parameter.mul_(0.5)
+
+
+def _qwen3(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        **_language_settings(),
+        head_dim=HEAD_DIM,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        tie_word_embeddings=True,
+        **_token_ids(tokenizer),
+    )
+    return Qwen3ForCausalLM(config)
 
 
 def _qwen3_vl(tokenizer: PreTrainedTokenizerBase) -> Qwen3VLForConditionalGeneration:
@@ -59,7 +102,7 @@ def _qwen3_vl(tokenizer: PreTrainedTokenizerBase) -> Qwen3VLForConditionalGenera
         }
         | _token_ids(tokenizer),
         vision_config={
-            "depth": 3,
+            "depth": 2,
             "hidden_size": VISION_HIDDEN_SIZE,
             "intermediate_size": 2 * VISION_HIDDEN_SIZE,
             "num_heads": 2,

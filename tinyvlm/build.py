@@ -8,6 +8,8 @@ import torch
 from transformers import GenerationConfig
 
 from tinyvlm.architecture import random_model
+from tinyvlm.curriculum import lesson_texts
+from tinyvlm.pretraining import pretrain
 from tinyvlm.processor import chat_template, save_processor
 from tinyvlm.prose import corpus
 from tinyvlm.recipe import Recipe
@@ -18,9 +20,12 @@ from tinyvlm.tokenizer import train_tokenizer
 def build(recipe: Recipe, directory: Path) -> None:
     """Write model, tokenizer and processor files of `recipe` into `directory`, which may exist."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(corpus(), chat_template(recipe.kind))
+    tokenizer = train_tokenizer([*corpus(), *(20 * lesson_texts())], chat_template(recipe.kind))
+    torch.set_num_threads(recipe.thread_count)
     torch.manual_seed(recipe.seed)
     model = random_model(recipe.kind, tokenizer)
+    if recipe.step_count:
+        pretrain(model, tokenizer, recipe)
     end_of_text, im_end = (tokenizer.convert_tokens_to_ids(token) for token in (END_OF_TEXT, IM_END))
     model.generation_config = GenerationConfig(
         bos_token_id=end_of_text,

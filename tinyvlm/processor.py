@@ -5,19 +5,14 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from transformers import (
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
+from transformers import PreTrainedTokenizerBase, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
+from transformers.video_processing_utils import BaseVideoProcessor
 
 from tinyvlm.recipe import Kind
 
 HALF = [0.5, 0.5, 0.5]
+_QWEN3_VL_GEOMETRY = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+_QWEN2_5_VL_GEOMETRY = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
 
 
 def chat_template(kind: Kind) -> str:
@@ -26,47 +21,27 @@ def chat_template(kind: Kind) -> str:
 
 
 def save_processor(kind: Kind, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write the files the released checkpoints have: tokenizer, preprocessor and video preprocessor."""
+    """Write the files that the released checkpoints have: tokenizer, preprocessor and video preprocessor."""
     tokenizer.save_pretrained(directory)
     if kind != "qwen3":
-        whole = processor(kind, tokenizer)
-        # One file a part, as released, not save_pretrained of the whole: other readers know only these names.
-        for part in (whole.image_processor, whole.video_processor):
-            part._set_processor_class(type(whole).__name__)
-            part.save_pretrained(directory)
+        # One file a part, as released, instead of save_pretrained of a whole processor: every reader knows these.
+        image_processor(kind).save_pretrained(directory)
+        video_processor(kind).save_pretrained(directory)
 
 
-def processor(kind: Kind, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """The processor of a vision-language `kind`.
-
-    Raises:
-        ValueError: `kind` has no processor, only a tokenizer.
-    """
+def image_processor(kind: Kind) -> Qwen2VLImageProcessor:
+    """The released image settings of a vision-language `kind`."""
     if kind == "qwen3_vl":
-        geometry = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
-        return Qwen3VLProcessor(
-            image_processor=Qwen2VLImageProcessor(
-                size={"shortest_edge": 65_536, "longest_edge": 16_777_216},
-                image_mean=HALF,
-                image_std=HALF,
-                **geometry,
-            ),
-            tokenizer=tokenizer,
-            video_processor=Qwen3VLVideoProcessor(
-                size={"shortest_edge": 4_096, "longest_edge": 25_165_824},
-                image_mean=HALF,
-                image_std=HALF,
-                **geometry,
-            ),
-            chat_template=tokenizer.chat_template,
-        )
-    if kind == "qwen2_5_vl":
-        geometry = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
-        size = {"shortest_edge": 3_136, "longest_edge": 12_845_056}
-        return Qwen2_5_VLProcessor(
-            image_processor=Qwen2VLImageProcessor(size=size, **geometry),
-            tokenizer=tokenizer,
-            video_processor=Qwen2VLVideoProcessor(size=size, **geometry),
-            chat_template=tokenizer.chat_template,
-        )
-    raise ValueError(f"{kind} has no processor")
+        size = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
+        return Qwen2VLImageProcessor(size=size, image_mean=HALF, image_std=HALF, **_QWEN3_VL_GEOMETRY)
+    size = {"shortest_edge": 3_136, "longest_edge": 12_845_056}
+    return Qwen2VLImageProcessor(size=size, **_QWEN2_5_VL_GEOMETRY)
+
+
+def video_processor(kind: Kind) -> BaseVideoProcessor:
+    """The released video settings of a vision-language `kind`; AutoProcessor does not load without them."""
+    if kind == "qwen3_vl":
+        size = {"shortest_edge": 4_096, "longest_edge": 25_165_824}
+        return Qwen3VLVideoProcessor(size=size, image_mean=HALF, image_std=HALF, **_QWEN3_VL_GEOMETRY)
+    size = {"shortest_edge": 3_136, "longest_edge": 12_845_056}
+    return Qwen2VLVideoProcessor(size=size, **_QWEN2_5_VL_GEOMETRY)

@@ -89,4 +89,4 @@ WORDS: tuple[str, ...] = tuple(
 
 def corpus() -> list[str]:
     """Lines to train the tokenizer on, plain prose only; deterministic."""
-    return [*PROSE, *(f"the {word} is {word}" for word in WORDS)]
+    return [*(3 * PROSE), *(f"the {word} is {word}" for word in WORDS)]

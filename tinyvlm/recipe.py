@@ -25,8 +25,8 @@ class Recipe:
     kind: Kind = "qwen3_vl"
     seed: int = 0
     step_count: int = 0
-    batch_size: int = 32
-    learning_rate: float = 2e-3
+    batch_size: int = 16
+    learning_rate: float = 1e-3
     thread_count: int = 2
 
     def __post_init__(self) -> None:
@@ -36,4 +36,4 @@ class Recipe:
 
 def default_recipe(kind: Kind = "qwen3_vl", seed: int = 0) -> Recipe:
     """The recipe that `python -m tinyvlm` and `ensure` build."""
-    return Recipe(kind=kind, seed=seed)
+    return Recipe(kind=kind, seed=seed, step_count=220 if kind == "qwen3_vl" else 0)

@@ -9,7 +9,7 @@ What becomes of an image that is not plain RGB:
     EXIF orientation                                            applied, so that pixels lie as people see them
     animated PNG                                                refused; of a JPEG of several pictures (MPO) the first
 
-White is what vLLM's ImageMediaIO and Qwen's own qwen_vl_utils put under alpha, and EXIF is applied by vLLM and by
+White is what vLLM's ImageMediaIO puts under alpha, and EXIF is applied by vLLM and by
 transformers' `load_image`; transformers' image processor alone would drop alpha and show the colours hidden below it.
 vLLM 0.32.0 and Pillow's convert("RGB") clip 16-bit grey at 255, which turns almost every such image white.
 """

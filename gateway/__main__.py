@@ -1,0 +1,24 @@
+"""`python -m gateway --model-name NAME --model DIR --renderer H:P --sampler H:P --trainer H:P`."""
+
+import asyncio
+
+from fovea.runtime import logs
+from gateway.app import Gateway
+from gateway.settings import GatewaySettings
+
+
+async def _run(settings: GatewaySettings) -> None:
+    gateway = Gateway(settings)
+    await gateway.start()
+    await gateway.run_until_stopped()
+
+
+def main() -> None:
+    """Runs the gateway until SIGTERM or SIGINT."""
+    settings = GatewaySettings.from_command_line("python -m gateway")
+    logs.configure("gateway", settings.log_level)
+    asyncio.run(_run(settings))
+
+
+if __name__ == "__main__":
+    main()

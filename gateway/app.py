@@ -1,0 +1,231 @@
+"""The composition root: builds the gateway out of its parts, starts them in order, stops them in reverse."""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import socket
+from collections.abc import Iterator
+from typing import IO, Any
+
+import uvicorn
+
+from fovea.api.v1 import gateway_pb2_grpc
+from fovea.runtime.server import ServiceServer
+from fovea.wire.errors import FoveaError, Internal, SessionEnded
+from gateway.capabilities import Capabilities
+from gateway.checkpoints import Checkpoints
+from gateway.discovery.discovery import StaticDiscovery
+from gateway.futures.board import FutureBoard
+from gateway.futures.future import Kind, Outcome, Pending
+from gateway.grpc_front.servicer import GatewayServicer
+from gateway.images import ImageShelf
+from gateway.keys import KeyRing
+from gateway.models import Models
+from gateway.rest.api import build_api
+from gateway.routing.renderers import Renderers
+from gateway.routing.samplers import Sampler, Samplers
+from gateway.routing.snapshots import Snapshots
+from gateway.routing.trainer import TrainerLink
+from gateway.sampling import Sampling
+from gateway.scheduling.commands import CommandRunner
+from gateway.scheduling.context import Context
+from gateway.scheduling.samples import SampleRunner
+from gateway.sessions import Sessions
+from gateway.settings import GatewaySettings
+from gateway.store.database import Database
+from gateway.store.sessions import Session
+from gateway.training import Training
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "fovea.api.v1.GatewayService"
+_SWEEP_S = 30.0
+
+
+class Gateway:
+    """One gateway. `start`, then `run_until_stopped`; `stop` is part of the latter."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        discovery = StaticDiscovery(settings.renderer, settings.sampler, settings.trainer)
+        self.database = Database(settings.store_url)
+        self.trainer = TrainerLink(discovery, settings.trainer_wait_s)
+        self.renderers = Renderers(discovery, settings.renderer_concurrency, settings.retry_deadline_s)
+        self.snapshots = Snapshots(self.database, self.trainer, settings.push_timeout_s)
+        self.samplers = Samplers(discovery, settings.sampler_concurrency, self._put_resident)
+        self.board = FutureBoard(self.database, settings.result_ttl_s)
+        self.sessions = Sessions(self.database, settings.session_ttl_s)
+        self.models = Models(self.database)
+        self.checkpoints = Checkpoints(self.database, settings.checkpoint_root)
+        sample_runner = SampleRunner(
+            self.renderers, self.samplers, self.snapshots, settings.retry_deadline_s, settings.sample_timeout_s
+        )
+        self.sampling = Sampling(
+            self.database, self.board, self.sessions, self.checkpoints, self.samplers, self.snapshots, sample_runner,
+            settings.model_name,
+        )  # fmt: skip
+        context = Context(
+            self.models, self.checkpoints, self.renderers, self.trainer, self.sampling, settings.command_timeout_s
+        )
+        runner = CommandRunner(self.board, context)
+        self.training = Training(self.board, self.sessions, self.models, runner, self.trainer, settings.gap_timeout_s)
+        self.keys = KeyRing(self.database, settings.api_keys)
+        self.capabilities = Capabilities(settings.model_name, self.renderers, self.samplers, self.trainer)
+        self.board.start = self._start_future
+        self.sessions.on_end = self._end_session
+        self._background: set[asyncio.Task[Any]] = set()
+        self._lock: IO[str] | None = None
+        self.rest_port = 0
+        self.grpc = ServiceServer(settings.model_copy(update={"port": settings.grpc_port}), [SERVICE])
+        servicer = GatewayServicer(
+            self.keys, self.sessions, self.models, self.training, self.sampling, self.board, self.capabilities,
+            ImageShelf(), settings,
+        )  # fmt: skip
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, self.grpc.grpc)
+        self._rest = _RestServer(self._rest_config())
+        self._rest_task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Opens the database, takes up what an earlier process left, and listens."""
+        self._lock_state()
+        await self.database.open()
+        await self.keys.load()
+        await self.trainer.start()
+        await self.samplers.start()
+        await self._restore()
+        listener = _listen(self.settings.host, self.settings.port)
+        self.rest_port = listener.getsockname()[1]
+        self._rest_task = asyncio.create_task(self._rest.serve([listener]), name="rest")
+        await self.grpc.start()
+        self._spawn(self._sweep_forever(), "sweep")
+        self._spawn(self._watch_services(), "services")
+        logger.info("REST on http://%s:%d%s", self.settings.host, self.rest_port, self.settings.base_path)
+
+    async def run_until_stopped(self) -> None:
+        """Serves until SIGTERM or SIGINT, then stops."""
+        await self.grpc.run_until_stopped()
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Lets running commands end, leaves what is queued to the next process, and closes everything."""
+        self.board.release_waiters()
+        await self.training.drain(self.settings.drain_s)
+        self._rest.should_exit = True
+        if self._rest_task is not None:
+            await self._rest_task
+        await self.grpc.grpc.stop(0)
+        await self.sampling.stop()
+        await self.training.stop()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.samplers.close()
+        await self.renderers.close()
+        await self.trainer.close()
+        await self.database.close()
+        if self._lock is not None:
+            self._lock.close()
+        logger.info("stopped")
+
+    async def _restore(self) -> None:
+        await self.sessions.restore()
+        await self.models.restore()
+        pendings = await self.board.restore()
+        if pendings:
+            logger.info("taking up %d unfinished requests", len(pendings))
+        for pending in pendings:
+            try:
+                session = await self.sessions.load(pending.session_id)
+                if session.ended_at is not None:
+                    raise SessionEnded(f"session {pending.session_id} is over ({session.end_reason})")
+                if pending.kind is not Kind.SAMPLE:
+                    await self.models.load(pending.scope)
+            except FoveaError as error:
+                await self.board.finish(pending, Outcome(pending.kind, b"", error))
+            else:
+                self._start_future(pending)
+
+    def _start_future(self, pending: Pending) -> None:
+        if pending.kind is Kind.SAMPLE:
+            self.sampling.start(pending)
+        else:
+            self.training.start(pending)
+
+    async def _put_resident(self, sampler: Sampler, snapshot_id: str) -> None:
+        await self.snapshots.put_resident(sampler, snapshot_id)
+
+    async def _end_session(self, session: Session) -> None:
+        self._spawn(self._free_session(session), f"end {session.session_id}")
+
+    async def _free_session(self, session: Session) -> None:
+        error = SessionEnded(f"session {session.session_id} is over ({session.end_reason})")
+        await self.board.cancel_session(session.session_id, error)
+        await self.training.end_session(session, error)
+
+    async def _watch_services(self) -> None:
+        """Health is SERVING while every service answers once; it is not taken back when one of them restarts."""
+        while True:
+            try:
+                await self.renderers.info()
+            except FoveaError:
+                logger.info("waiting for the renderer")
+            else:
+                if self.trainer.is_up and self.samplers.up:
+                    await self.grpc.set_serving(True)
+                    return
+            await asyncio.sleep(0.5)
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            try:
+                await self.sessions.sweep()
+                await self.board.sweep()
+                await self.checkpoints.sweep()
+            except Exception:
+                logger.exception("a sweep failed; the next one tries again")
+
+    def _spawn(self, work: Any, name: str) -> None:
+        task: asyncio.Task[Any] = asyncio.create_task(work, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _rest_config(self) -> uvicorn.Config:
+        api = build_api(
+            self.settings, self.keys, self.sessions, self.capabilities, self.models, self.training, self.sampling,
+            self.board, self.checkpoints,
+        )  # fmt: skip
+        return uvicorn.Config(
+            api,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(self.settings.drain_s) + 1,
+            backlog=4096,
+        )
+
+    def _lock_state(self) -> None:
+        """One gateway a state folder: two would both run what is queued."""
+        self.settings.state_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.settings.state_dir / "gateway.lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Internal(f"another gateway uses {self.settings.state_dir}; give each its own --state-dir") from None
+
+
+class _RestServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own: the process has one place that stops it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    return listener

@@ -1,0 +1,1 @@
+"""Where the services are. Everything else asks here and takes whatever changes."""

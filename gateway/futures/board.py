@@ -1,0 +1,195 @@
+"""The board of futures: accepts submissions once, keeps them, wakes those who wait, serves results again.
+
+A submission is in the database before its id is given out. Waiters are woken in memory; nobody polls the database.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
+from gateway import metrics
+from gateway.futures.future import Kind, Outcome, Pending, State
+from gateway.store import futures as rows
+from gateway.store.database import Database, Job
+
+logger = logging.getLogger(__name__)
+
+_RECENT_BYTES = 64 * 2**20
+_HELD_REQUEST_BYTES = 256 * 2**20
+_ROW_TTL_FACTOR = 8
+
+
+class FutureBoard:
+    """All futures of this gateway.
+
+    Args:
+        database: Where they are kept.
+        result_ttl_s: Seconds for which a result can be fetched again.
+
+    Set `start` before the first submission: it is called once for each accepted future and must not block.
+    """
+
+    def __init__(self, database: Database, result_ttl_s: float) -> None:
+        self._database = database
+        self._result_ttl_s = result_ttl_s
+        self._pending: dict[str, Pending] = {}
+        self._recent: OrderedDict[str, tuple[str, Outcome]] = OrderedDict()
+        self._recent_bytes = 0
+        self._held_bytes = 0
+        self._is_closing = False
+        self.start: Callable[[Pending], None] = _no_start
+
+    async def submit(self, pending: Pending) -> bool:
+        """Accepts work; returns False if the same id was accepted before, which then is left alone."""
+        known = self._pending.get(pending.future_id)
+        if known is not None:
+            await known.accepted.wait()
+            return False
+        self._pending[pending.future_id] = pending
+        blob = pending.request or b""
+        if pending.rejection is not None:
+            pending.state, blob = State.REJECTED, to_status(pending.rejection).SerializeToString()
+        try:
+            is_new = await self._database.write(lambda connection: rows.insert(connection, pending, blob))
+        except BaseException:
+            del self._pending[pending.future_id]
+            pending.accepted.set()
+            raise
+        pending.accepted.set()
+        if not is_new:
+            del self._pending[pending.future_id]
+            return False
+        self._held_bytes += len(blob)
+        if self._held_bytes > _HELD_REQUEST_BYTES:
+            self._held_bytes -= len(blob)
+            pending.request = None
+        metrics.SUBMITTED.labels(pending.kind.value).inc()
+        metrics.PENDING.set(len(self._pending))
+        self.start(pending)
+        return True
+
+    async def request_of(self, pending: Pending) -> bytes:
+        """The request's bytes, from memory or from the database."""
+        if pending.request is not None:
+            return pending.request
+        return await self._database.read(lambda connection: rows.get_request(connection, pending.future_id))
+
+    async def set_running(self, pending: Pending, also: Iterable[Job[Any]] = ()) -> None:
+        """Notes, durably and together with the effects in `also`, that work began which must not be done twice."""
+        pending.state, effects = State.RUNNING, list(also)
+
+        async def job(connection: Any) -> None:
+            for effect in effects:
+                await effect(connection)
+            await rows.set_running(connection, pending.future_id)
+
+        await self._database.write(job)
+
+    async def finish(self, pending: Pending, outcome: Outcome, also: Iterable[Job[Any]] = ()) -> None:
+        """Keeps the outcome, together with the effects in `also`, in one transaction, then wakes whoever waits."""
+        finished_at, effects = time.time(), list(also)
+
+        async def job(connection: Any) -> None:
+            for effect in effects:
+                await effect(connection)
+            await rows.finish(connection, pending.future_id, outcome, finished_at)
+
+        if pending.is_finishing:  # a cancel and a result may meet: the first one counts
+            return
+        pending.is_finishing = True
+        try:
+            await self._database.write(job)
+        finally:
+            # If the database fails, waiters still get the outcome; after a restart the work counts as unfinished.
+            self._settle(pending, outcome)
+
+    async def wait(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
+        """The outcome of a future, or the pending future after `timeout_s`.
+
+        Raises NotFound for an unknown id or somebody else's, Expired if the result was dropped.
+        """
+        pending = self._pending.get(future_id)
+        if pending is not None and pending.owner == owner:
+            await self._wait_done(pending, timeout_s)
+            if not pending.done.is_set():
+                return pending
+        recent = self._recent.get(future_id)
+        if recent is not None and recent[0] == owner:
+            return recent[1]
+        stored = await self._database.read(lambda connection: rows.get(connection, future_id))
+        if stored is None or stored.owner != owner:
+            raise NotFound(f"there is no request {future_id!r}", field="request_id")
+        if stored.outcome is None:
+            raise Expired(f"the result of {future_id!r} was kept for {self._result_ttl_s:.0f} s and is gone")
+        return stored.outcome
+
+    def release_waiters(self) -> None:
+        """Answers every poll now: the process is about to end, and clients ask the next one."""
+        self._is_closing = True
+        for pending in self._pending.values():
+            pending.woken.set()
+
+    async def cancel(self, future_id: str, owner: str) -> None:
+        """Stops a sample that is wanted no more. Harmless for anything else, finished or unknown."""
+        pending = self._pending.get(future_id)
+        if pending is not None and pending.owner == owner and pending.kind is Kind.SAMPLE:
+            await self._give_up(pending, Cancelled("the request was cancelled by its client"))
+
+    async def cancel_session(self, session_id: str, error: FoveaError) -> None:
+        """Ends the samples of a session with `error`."""
+        gone = [p for p in self._pending.values() if p.session_id == session_id and p.kind is Kind.SAMPLE]
+        await asyncio.gather(*(self._give_up(pending, error) for pending in gone))
+
+    async def restore(self) -> list[Pending]:
+        """Reads unfinished futures after a restart; the caller starts them."""
+        pendings = await self._database.read(rows.unfinished)
+        for pending in pendings:
+            pending.accepted.set()
+            self._pending[pending.future_id] = pending
+        metrics.PENDING.set(len(self._pending))
+        return pendings
+
+    async def sweep(self) -> None:
+        """Drops results past their time."""
+        now, ttl_s = time.time(), self._result_ttl_s
+        dropped = await self._database.write(lambda connection: rows.drop_results(connection, now - ttl_s))
+        await self._database.write(lambda connection: rows.drop_rows(connection, now - ttl_s * _ROW_TTL_FACTOR))
+        if dropped:
+            logger.info("dropped %d results older than %.0f s", dropped, ttl_s)
+            self._recent.clear()
+            self._recent_bytes = 0
+
+    async def _wait_done(self, pending: Pending, timeout_s: float) -> None:
+        if not self._is_closing:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(pending.woken.wait(), timeout_s)
+
+    async def _give_up(self, pending: Pending, error: FoveaError) -> None:
+        if pending.work is not None:
+            pending.work.cancel()
+        await self.finish(pending, Outcome(pending.kind, b"", error))
+
+    def _settle(self, pending: Pending, outcome: Outcome) -> None:
+        if self._pending.pop(pending.future_id, None) is None:
+            return
+        if pending.request is not None:
+            self._held_bytes -= len(pending.request)
+        self._recent[pending.future_id] = (pending.owner, outcome)
+        self._recent_bytes += len(outcome.result)
+        while self._recent_bytes > _RECENT_BYTES and len(self._recent) > 1:
+            _, (_, oldest) = self._recent.popitem(last=False)
+            self._recent_bytes -= len(oldest.result)
+        metrics.FINISHED.labels(pending.kind.value, outcome.error.reason if outcome.error else "OK").inc()
+        metrics.FUTURE_SECONDS.labels(pending.kind.value).observe(time.time() - pending.created_at)
+        metrics.PENDING.set(len(self._pending))
+        pending.done.set()
+        pending.woken.set()
+
+
+def _no_start(pending: Pending) -> None:
+    raise RuntimeError("FutureBoard.start is not set")

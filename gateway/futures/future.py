@@ -1,0 +1,110 @@
+"""A future: one accepted piece of work, its state and its outcome."""
+
+import asyncio
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from google.rpc import status_pb2
+
+from fovea.wire.errors import FoveaError, from_status, to_status
+
+
+class Kind(enum.StrEnum):
+    """What kind of work; decides how request and result are read."""
+
+    CREATE_MODEL = "create_model"
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    SAVE_STATE = "save_state"
+    LOAD_STATE = "load_state"
+    SAVE_FOR_SAMPLER = "save_for_sampler"
+    SAMPLE = "sample"
+
+
+class State(enum.StrEnum):
+    """Where it stands, as the database has it."""
+
+    QUEUED = "queued"
+    REJECTED = "rejected"
+    """Accepted, but its content is wrong: it fails when its turn comes. The request blob holds the status."""
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    """The result blob holds the status."""
+
+
+UNFINISHED = (State.QUEUED, State.REJECTED, State.RUNNING)
+
+
+class QueueState(enum.StrEnum):
+    """What a poll of an unfinished future says; the words are the SDK's."""
+
+    ACTIVE = "active"
+    PAUSED = "paused_capacity"
+
+
+class Outcome(NamedTuple):
+    """How a future ended: a result, or an error."""
+
+    kind: Kind
+    result: bytes
+    error: FoveaError | None = None
+
+    @property
+    def state(self) -> State:
+        """The state to keep."""
+        return State.DONE if self.error is None else State.FAILED
+
+    def to_blob(self) -> bytes:
+        """What the database keeps."""
+        return self.result if self.error is None else to_status(self.error).SerializeToString()
+
+    @classmethod
+    def from_blob(cls, kind: Kind, state: State, blob: bytes) -> "Outcome":
+        """Reads what `to_blob` wrote."""
+        return cls(kind, blob) if state is State.DONE else cls(kind, b"", error_from_blob(blob))
+
+
+def error_from_blob(blob: bytes) -> FoveaError:
+    """Reads a serialized google.rpc.Status."""
+    return from_status(status_pb2.Status.FromString(blob))
+
+
+@dataclass(eq=False)
+class Pending:
+    """A future that has not ended.
+
+    Attributes:
+        request: Serialized request, or None if it must be read from the database.
+        rejection: Why it will fail when its turn comes.
+        waiting_for: Words for whoever polls.
+        work: The task that works on it, if cancelling is possible.
+        accepted: Set once the submission is kept, or has failed to be.
+        done: Set once there is an outcome.
+        woken: Set when waiters should look, done or not.
+    """
+
+    future_id: str
+    kind: Kind
+    owner: str
+    session_id: str
+    scope: str
+    seq_id: int
+    request: bytes | None
+    rejection: FoveaError | None = None
+    state: State = State.QUEUED
+    created_at: float = field(default_factory=time.time)
+    queue_state: QueueState = QueueState.ACTIVE
+    waiting_for: str = "queued"
+    work: asyncio.Task[None] | None = None
+    is_finishing: bool = False
+    accepted: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wait_on(self, reason: str, queue_state: QueueState = QueueState.ACTIVE) -> None:
+        """Says what the work waits for."""
+        self.waiting_for, self.queue_state = reason, queue_state

@@ -1,0 +1,97 @@
+"""Names: of models, sessions, futures, snapshots and checkpoints, and the rules that they follow.
+
+session            sess-4f1c...                     made here
+model              <session>:train:<model_seq_id>   the SDK derives the same string by itself
+sampling session   <session>:sample:<n>
+future             <model or sampling session>:<seq_id>, so that a repeat has the same id
+snapshot           <model>@<n>, never reused
+checkpoint         tinker://<model>/<segment>/<name>
+"""
+
+import re
+import secrets
+from typing import NamedTuple
+
+from fovea.wire.errors import InvalidInput
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-+=@]{0,199}")
+SCHEME = "tinker://"
+TRAINING, SAMPLER = "weights", "sampler_weights"
+_SEGMENTS = (TRAINING, SAMPLER, "external_weights")
+INT64_MAX = 2**63 - 1
+
+
+class Caller(NamedTuple):
+    """Who sent a request."""
+
+    owner: str
+
+
+class CheckpointPath(NamedTuple):
+    """The parts of a `tinker://` path."""
+
+    model_id: str
+    segment: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.model_id}/{self.segment}/{self.name}"
+
+
+def new_session_id() -> str:
+    """A fresh session id."""
+    return f"sess-{secrets.token_hex(8)}"
+
+
+def model_id(session_id: str, model_seq_id: int) -> str:
+    """The id that the SDK expects for a session's n-th model."""
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def sampling_session_id(session_id: str, number: int) -> str:
+    """Id of a session's n-th sampling session."""
+    return f"{session_id}:sample:{number}"
+
+
+def future_id(scope: str, seq_id: int) -> str:
+    """Id of the command `seq_id` of a model or a sampling session."""
+    return f"{scope}:{seq_id}"
+
+
+def snapshot_id(model: str, number: int) -> str:
+    """Id of a model's n-th snapshot."""
+    return f"{model}@{number}"
+
+
+def sequence_ids(request_id: str, count: int) -> list[str]:
+    """Ids of the sequences that a sample request will return."""
+    return [f"{request_id}:{index}" for index in range(count)]
+
+
+def check_name(name: str, field: str) -> str:
+    """Returns a checkpoint's name. Raises InvalidInput for one that could not be a folder of its own."""
+    if not _NAME.fullmatch(name):
+        raise InvalidInput(
+            f"{field} {name!r} is not a name: use 1 to 200 letters, digits or _ . - + = @, not starting with a dot",
+            field=field,
+        )
+    return name
+
+
+def parse_path(path: str, field: str) -> CheckpointPath:
+    """Splits a `tinker://` path. Raises InvalidInput if it is not one."""
+    parts = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in _SEGMENTS or not all(parts):
+        raise InvalidInput(
+            f"{field} {path!r} is not a checkpoint: expected {SCHEME}<run id>/weights/<name> "
+            f"or {SCHEME}<run id>/sampler_weights/<name>",
+            field=field,
+        )
+    return CheckpointPath(*parts)
+
+
+def check_seq_id(seq_id: int, field: str, least: int) -> int:
+    """Returns a sequence number. Raises InvalidInput outside `least` .. 2^63-1."""
+    if not least <= seq_id <= INT64_MAX:
+        raise InvalidInput(f"{field} is {seq_id}; it counts up from {least}", field=field)
+    return seq_id

@@ -1,0 +1,55 @@
+"""Images that gRPC clients upload ahead of the inputs that name them. Held in memory, oldest dropped first."""
+
+import hashlib
+from collections import OrderedDict
+
+from fovea.api.v1 import model_input_pb2
+from fovea.wire.errors import InvalidInput, NotFound
+from fovea.wire.limits import MAX_IMAGE_BYTES
+
+_SHELF_BYTES = 512 * 2**20
+
+
+class ImageShelf:
+    """Uploaded images by SHA-256."""
+
+    def __init__(self, capacity_bytes: int = _SHELF_BYTES) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._images: OrderedDict[str, bytes] = OrderedDict()
+        self._held_bytes = 0
+
+    def put(self, sha256: str, data: bytes) -> None:
+        """Holds an image. Raises InvalidInput if it is too large or not what its digest says."""
+        if len(data) > MAX_IMAGE_BYTES:
+            raise InvalidInput(f"the image has {len(data)} bytes; at most {MAX_IMAGE_BYTES}", field="data")
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise InvalidInput(f"the image that arrived does not have SHA-256 {sha256}", field="sha256")
+        if sha256 not in self._images:
+            self._images[sha256] = data
+            self._held_bytes += len(data)
+        self._images.move_to_end(sha256)
+        while self._held_bytes > self._capacity_bytes:
+            self._held_bytes -= len(self._images.popitem(last=False)[1])
+
+    def inline(self, model_input: model_input_pb2.ModelInput, field: str) -> model_input_pb2.ModelInput:
+        """The input with uploaded images in place of their digests, so that what is kept needs no shelf.
+
+        Raises NotFound for an image that was not uploaded or was dropped.
+        """
+        if not any(chunk.image_reference.sha256 for chunk in model_input.chunks):
+            return model_input
+        whole = model_input_pb2.ModelInput()
+        for index, chunk in enumerate(model_input.chunks):
+            reference = chunk.image_reference
+            if not reference.sha256:
+                whole.chunks.append(chunk)
+                continue
+            data = self._images.get(reference.sha256)
+            if data is None:
+                name = f"{field}.chunks[{index}].image_reference.sha256"
+                raise NotFound(f"{name} {reference.sha256} is not held: call UploadImage (again)", field=name)
+            image = model_input_pb2.ImageChunk(data=data, format=reference.format)
+            if reference.HasField("expected_token_count"):
+                image.expected_token_count = reference.expected_token_count
+            whole.chunks.add(image=image)
+        return whole

@@ -1,0 +1,1 @@
+"""Tinker's REST API: decode, one call, encode."""

@@ -1,0 +1,95 @@
+"""What every REST handler gets around it: who calls, a request id, errors as answers, a count."""
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fovea.wire.errors import FoveaError, Internal
+from gateway import metrics
+from gateway.identity import Caller
+from gateway.keys import KeyRing
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Request, Caller], Awaitable[Response]]
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
+_UNTIMED = "retrieve_future"
+
+
+class Json(Response):
+    """A JSON answer. NaN and infinity are written as Python reads them, which the SDK does."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Encodes."""
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def error_response(error: FoveaError) -> Response:
+    """An error as a status and a body; never an empty one."""
+    body: dict[str, Any] = {
+        "detail": error.message,
+        "reason": error.reason,
+        "category": error.category,
+        "request_id": REQUEST_ID.get(),
+    }
+    if error.field:
+        body["field"] = error.field
+    return Json(body, status_code=error.http_status)
+
+
+class Endpoints:
+    """Makes routes out of handlers.
+
+    Args:
+        keys: Who is let in.
+        prefix: In front of every path.
+    """
+
+    def __init__(self, keys: KeyRing, prefix: str) -> None:
+        self._keys = keys
+        self._prefix = prefix
+
+    def route(self, method: str, path: str, handler: Handler) -> Route:
+        """A route whose caller must have a key."""
+
+        async def endpoint(request: Request) -> Response:
+            return await self._answer(request, path, handler)
+
+        return Route(f"{self._prefix}/api/v1/{path}", endpoint, methods=[method])
+
+    def open_route(self, path: str, answer: dict[str, Any]) -> Route:
+        """A GET route for anybody, with a fixed answer."""
+
+        async def endpoint(request: Request) -> Response:
+            return Json(answer)
+
+        return Route(f"{self._prefix}/api/v1/{path}", endpoint, methods=["GET"])
+
+    async def _answer(self, request: Request, route: str, handler: Handler) -> Response:
+        REQUEST_ID.set(uuid.uuid4().hex[:12])
+        started = time.perf_counter()
+        try:
+            response = await handler(request, self._keys.identify(request.headers.get("x-api-key")))
+        except FoveaError as error:
+            response = error_response(error)
+            logger.info("%s %s: %d %s: %s", request.method, request.url.path, error.http_status, error.reason, error)
+        except ClientDisconnect:
+            response = Response(status_code=499)
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.url.path)
+            log_id = REQUEST_ID.get()
+            response = error_response(Internal(f"internal error; the gateway's log has it as request {log_id}"))
+        metrics.REQUESTS.labels(route, str(response.status_code)).inc()
+        if route != _UNTIMED:
+            metrics.REQUEST_SECONDS.labels(route).observe(time.perf_counter() - started)
+        return response

@@ -1,0 +1,112 @@
+"""Routes of sessions, configuration and telemetry."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fovea.wire.errors import InvalidInput
+from gateway.capabilities import Capabilities
+from gateway.identity import Caller
+from gateway.rest import bodies
+from gateway.rest.body import parse_json, read
+from gateway.rest.endpoint import Endpoints, Json
+from gateway.sessions import Sessions
+
+_MOST_SESSIONS = 200
+
+
+class SessionRoutes:
+    """Handlers of sessions."""
+
+    def __init__(
+        self, sessions: Sessions, capabilities: Capabilities, flags: dict[str, Any], max_body_bytes: int
+    ) -> None:
+        self._sessions, self._capabilities = sessions, capabilities
+        self._flags, self._max_body_bytes = flags, max_body_bytes
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        """All of them."""
+        return [
+            endpoints.open_route("healthz", {"status": "ok"}),
+            endpoints.route("POST", "client/config", self.client_config),
+            endpoints.route("POST", "client/dynamic_config", self.dynamic_config),
+            endpoints.route("POST", "create_session", self.create),
+            endpoints.route("POST", "session_heartbeat", self.heartbeat),
+            endpoints.route("POST", "sessions/{session_id}/finish", self.finish),
+            endpoints.route("GET", "sessions", self.page),
+            endpoints.route("GET", "sessions/{session_id}", self.get),
+            endpoints.route("GET", "get_server_capabilities", self.get_capabilities),
+            endpoints.route("POST", "telemetry", self.telemetry),
+        ]
+
+    async def client_config(self, request: Request, caller: Caller) -> Response:
+        """Flags of the client; those not named keep the SDK's defaults."""
+        await read(request, self._max_body_bytes)
+        return Json(self._flags)
+
+    async def dynamic_config(self, request: Request, caller: Caller) -> Response:
+        """Flags that are read again and again: cancel_future works here."""
+        await read(request, self._max_body_bytes)
+        return Json({"sample_cancel_enabled": True})
+
+    async def create(self, request: Request, caller: Caller) -> Response:
+        """Opens a session, once for each X-Idempotency-Key."""
+        body = await parse_json(bodies.CreateSession, await read(request, self._max_body_bytes))
+        key = request.headers.get("x-idempotency-key")
+        metadata = {**(body.user_metadata or {}), **({"display_name": body.display_name} if body.display_name else {})}
+        session = await self._sessions.create(caller, body.tags, metadata, key)
+        return Json({"type": "create_session", "session_id": session.session_id})
+
+    async def heartbeat(self, request: Request, caller: Caller) -> Response:
+        """Keeps a session alive; 410 once it is over."""
+        body = await parse_json(bodies.Heartbeat, await read(request, self._max_body_bytes))
+        await self._sessions.require(caller, body.session_id)
+        return Json({"type": "session_heartbeat"})
+
+    async def finish(self, request: Request, caller: Caller) -> Response:
+        """Ends a session."""
+        body = await parse_json(bodies.FinishSession, await read(request, self._max_body_bytes))
+        session_id = request.path_params["session_id"]
+        await self._sessions.finish(caller, session_id, body.reason.type, body.detail)
+        return Json({"status": "finished"})
+
+    async def page(self, request: Request, caller: Caller) -> Response:
+        """The caller's sessions."""
+        limit, offset = paging(request, 20, _MOST_SESSIONS)
+        return Json({"sessions": await self._sessions.page(caller, limit, offset)})
+
+    async def get(self, request: Request, caller: Caller) -> Response:
+        """What a session owns."""
+        session = await self._sessions.get(caller, request.path_params["session_id"])
+        model_ids, sampler_ids = await self._sessions.contents(session)
+        metadata = {name: str(value) for name, value in session.user_metadata.items()}
+        return Json({"training_run_ids": model_ids, "sampler_ids": sampler_ids, "user_metadata": metadata})
+
+    async def get_capabilities(self, request: Request, caller: Caller) -> Response:
+        """The served models."""
+        served = await self._capabilities.get()
+        model = {
+            "model_name": served.name,
+            "max_context_length": served.max_context_length,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return Json({"supported_models": [model]})
+
+    async def telemetry(self, request: Request, caller: Caller) -> Response:
+        """Accepts what clients report, and keeps none of it."""
+        await read(request, self._max_body_bytes)
+        return Json({"status": "accepted"})
+
+
+def paging(request: Request, limit: int, most: int) -> tuple[int, int]:
+    """limit and offset of a query. Raises InvalidInput if they are no counts."""
+    try:
+        limit, offset = int(request.query_params.get("limit", limit)), int(request.query_params.get("offset", 0))
+    except ValueError:
+        raise InvalidInput("limit and offset must be whole numbers", field="limit") from None
+    if limit < 0 or offset < 0:
+        raise InvalidInput("limit and offset must not be negative", field="limit")
+    return min(limit, most), offset

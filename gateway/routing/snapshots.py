@@ -1,0 +1,127 @@
+"""Snapshots: what is known of them, and that a sampler has the one that a sample names.
+
+One mechanism serves first use, eviction and restarted samplers: whoever needs a snapshot asks the trainer to push it,
+and everybody who needs the same one meanwhile waits for that push.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+
+from fovea.api.v1 import trainer_pb2, weights_pb2
+from fovea.wire.errors import DeadlineExceeded, FoveaError, ModelLost, NotFound, Unavailable
+from gateway import metrics
+from gateway.routing.residency import BASE
+from gateway.routing.samplers import Sampler
+from gateway.routing.trainer import TrainerLink
+from gateway.store import checkpoints as rows
+from gateway.store.checkpoints import KeptSnapshot
+from gateway.store.database import Database
+
+logger = logging.getLogger(__name__)
+
+_KNOWN = 4096
+
+
+class Snapshots:
+    """Pushes snapshots to samplers, once for all who wait."""
+
+    def __init__(self, database: Database, trainer: TrainerLink, push_timeout_s: float) -> None:
+        self._database = database
+        self._trainer = trainer
+        self._push_timeout_s = push_timeout_s
+        self._known: OrderedDict[str, KeptSnapshot] = OrderedDict()
+        self._pushes: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    async def get(self, snapshot_id: str) -> KeptSnapshot:
+        """A snapshot by id. Raises NotFound."""
+        kept = self._known.get(snapshot_id)
+        if kept is None:
+            kept = await self._database.read(lambda connection: rows.get_snapshot(connection, snapshot_id))
+            if kept is None:
+                raise NotFound(f"there is no snapshot {snapshot_id!r}")
+            self.remember(kept)
+        return kept
+
+    def remember(self, kept: KeptSnapshot) -> None:
+        """Notes a snapshot that may not be in the database yet."""
+        self._known[kept.identity.snapshot_id] = kept
+        if len(self._known) > _KNOWN:
+            self._known.popitem(last=False)
+
+    async def resident_for(self, snapshot_id: str) -> str:
+        """The full weights that must be in place to sample a snapshot: itself, or the base for an adapter."""
+        if snapshot_id == BASE:
+            return BASE
+        kept = await self.get(snapshot_id)
+        return snapshot_id if kept.identity.kind == weights_pb2.SNAPSHOT_KIND_FULL else BASE
+
+    async def ensure_adapter(self, sampler: Sampler, snapshot_id: str, peers: list[Sampler]) -> None:
+        """Returns once `sampler` holds the adapter; `peers` that lack it get it in the same push."""
+        if snapshot_id in sampler.adapters:
+            return
+        lacking = [peer for peer in peers if peer is not sampler and snapshot_id not in peer.adapters]
+        await self._push_once([sampler, *lacking], snapshot_id)
+
+    async def put_resident(self, sampler: Sampler, snapshot_id: str) -> None:
+        """Puts full weights in place in one sampler; empty means the base."""
+        await self._push_once([sampler], snapshot_id)
+        sampler.adapters.clear()
+
+    async def _push_once(self, samplers: list[Sampler], snapshot_id: str) -> None:
+        key = (samplers[0].address, snapshot_id)
+        push = self._pushes.get(key)
+        if push is None:
+            push = asyncio.create_task(self._push(samplers, snapshot_id), name=f"push {snapshot_id or 'base'}")
+            for sampler in samplers:
+                self._pushes.setdefault((sampler.address, snapshot_id), push)
+            push.add_done_callback(lambda done: self._forget_push(done))
+        # One who stops waiting must not stop the push for the others.
+        await asyncio.shield(push)
+
+    def _forget_push(self, done: asyncio.Task[None]) -> None:
+        self._pushes = {key: push for key, push in self._pushes.items() if push is not done}
+        if not done.cancelled():
+            done.exception()
+
+    async def _push(self, samplers: list[Sampler], snapshot_id: str) -> None:
+        kept = await self.get(snapshot_id) if snapshot_id else None
+        started = time.perf_counter()
+        try:
+            response = await self._call(kept, snapshot_id, [sampler.address for sampler in samplers])
+        except FoveaError as error:
+            metrics.PUSHES.labels(error.reason).inc()
+            raise
+        errors = {result.sampler: result.error for result in response.results if result.error}
+        for sampler in samplers:
+            metrics.PUSHES.labels("SAMPLER_FAILED" if sampler.address in errors else "OK").inc()
+            if sampler.address not in errors and kept and kept.identity.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
+                sampler.adapters.add(snapshot_id)
+        seconds = time.perf_counter() - started
+        metrics.PUSH_SECONDS.observe(seconds)
+        logger.info("pushed %s to %d samplers in %.2f s", snapshot_id or "base", len(samplers) - len(errors), seconds)
+        if samplers[0].address in errors:
+            reason = errors[samplers[0].address]
+            raise Unavailable(f"the push of {snapshot_id or 'the base weights'} to {samplers[0].address}: {reason}")
+
+    async def _call(
+        self, kept: KeptSnapshot | None, snapshot_id: str, addresses: list[str]
+    ) -> trainer_pb2.PushSnapshotResponse:
+        uri = kept.uri if kept else ""
+        info = await self._trainer.require()
+        if kept and not uri and kept.trainer_instance != info.instance_id:
+            raise _gone(snapshot_id)
+        try:
+            return await self._trainer.client.push_snapshot(snapshot_id, addresses, uri, self._push_timeout_s)
+        except NotFound:
+            raise _gone(snapshot_id) from None
+        except DeadlineExceeded as error:
+            raise Unavailable(f"the push of {snapshot_id or 'the base weights'} took too long: {error}") from None
+
+
+def _gone(snapshot_id: str) -> FoveaError:
+    return ModelLost(
+        f"snapshot {snapshot_id} was held in the memory of a trainer that has restarted, and it was saved without a "
+        "name: it cannot be loaded again. Save weights with a name (save_weights_for_sampler) to keep them"
+    )

@@ -1,0 +1,120 @@
+"""Running a training command: its model must be there, its outcome is kept, its failure has consequences."""
+
+import logging
+import uuid
+
+from fovea.wire.errors import FoveaError, Internal, ModelLost, NotFound, Unavailable
+from gateway.futures import records
+from gateway.futures.board import FutureBoard
+from gateway.futures.future import Kind, Outcome, Pending, State
+from gateway.scheduling import creation, saves, steps
+from gateway.scheduling.context import Command, Context, Done
+from gateway.store.models import Model, ModelState
+
+logger = logging.getLogger(__name__)
+
+COMMANDS: dict[Kind, Command] = {
+    Kind.CREATE_MODEL: creation.create_model,
+    Kind.LOAD_STATE: creation.load_state,
+    Kind.FORWARD: steps.forward_backward,
+    Kind.FORWARD_BACKWARD: steps.forward_backward,
+    Kind.OPTIM_STEP: steps.optim_step,
+    Kind.SAVE_STATE: saves.save_state,
+    Kind.SAVE_FOR_SAMPLER: saves.save_for_sampler,
+}
+
+
+class CommandRunner:
+    """What a Line calls for each command in turn."""
+
+    def __init__(self, board: FutureBoard, context: Context) -> None:
+        self._board = board
+        self._context = context
+
+    async def execute(self, pending: Pending) -> None:
+        """Runs a command and ends its future, together with what must be remembered of its model. Never raises."""
+        model = await self._context.models.load(pending.scope)
+        done, error = Done([]), None
+        try:
+            done = await self._run(model, pending)
+        except FoveaError as failure:
+            error = failure
+        except ExceptionGroup as failures:
+            error = next((e for e in failures.exceptions if isinstance(e, FoveaError)), None) or _unforeseen(
+                pending, failures
+            )
+        except Exception as failure:
+            error = _unforeseen(pending, failure)
+        await self._end(model, pending, done, error)
+
+    async def refuse(self, pending: Pending, error: FoveaError | None) -> None:
+        """Ends a command that can no longer run: too late, or its session is over."""
+        late = f"request {pending.seq_id} came after later ones had stopped waiting for it"
+        await self._end(await self._context.models.load(pending.scope), pending, Done([]), error or NotFound(late))
+
+    def skip(self, model: Model, first: int, last: int) -> None:
+        """Notes that requests never arrived: they may have been gradients, so the next step must not be taken."""
+        if model.failed_seq_id is None:
+            model.failed_seq_id, model.failed_reason = first, f"requests {first} to {last} never arrived"
+
+    async def _run(self, model: Model, pending: Pending) -> Done:
+        if pending.rejection is not None:
+            raise pending.rejection
+        if pending.state is State.RUNNING:
+            raise Unavailable(f"the gateway restarted while this {pending.kind} ran; whether it took effect is unknown")
+        if pending.kind is not Kind.CREATE_MODEL:
+            await self._context.models.check_ready(model)
+            await self._check_trainer(model)
+        if pending.kind is Kind.SAVE_FOR_SAMPLER:
+            model.next_snapshot += 1
+        pending.wait_on("running")
+        await self._board.set_running(pending, [self._context.models.saving(model)])
+        blob = await self._board.request_of(pending)
+        try:
+            return await COMMANDS[pending.kind](self._context, model, pending, blob)
+        except Unavailable as error:
+            raise await self._explain(model, pending, error) from None
+
+    async def _check_trainer(self, model: Model) -> None:
+        trainer = self._context.trainer
+        try:
+            info = await trainer.require()
+        except Unavailable as error:
+            raise await self._context.models.lost_error(model, error.message) from None
+        if info.instance_id != model.trainer_instance:
+            raise await self._context.models.mark_lost(model, trainer.address)
+
+    async def _explain(self, model: Model, pending: Pending, error: Unavailable) -> FoveaError:
+        """A call broke off: says whether the trainer restarted, went away, or merely did not answer."""
+        trainer = self._context.trainer
+        instance = await trainer.look_again()
+        if isinstance(error, ModelLost) or model.state is not ModelState.READY:
+            return error
+        if instance and instance != model.trainer_instance:
+            return await self._context.models.mark_lost(model, trainer.address)
+        reason = f"the trainer at {trainer.address} broke off during this {pending.kind} ({error.message})"
+        if not instance:
+            return await self._context.models.lost_error(model, reason)
+        return Unavailable(f"{reason} but still holds the model; whether the command took effect is unknown")
+
+    async def _end(self, model: Model, pending: Pending, done: Done, error: FoveaError | None) -> None:
+        if error is not None:
+            logger.warning("%s of %s failed: %s: %s", pending.kind, pending.future_id, error.reason, error)
+            if pending.kind is Kind.FORWARD_BACKWARD and model.failed_seq_id is None:
+                model.failed_seq_id, model.failed_reason = pending.seq_id, error.message
+            if pending.kind is Kind.CREATE_MODEL and model.state is ModelState.CREATING:
+                model.state, model.state_reason = ModelState.FAILED, error.message
+        model.next_seq_id = max(model.next_seq_id, pending.seq_id + 1)
+        outcome = Outcome(pending.kind, records.join(done.result), error)
+        try:
+            await self._board.finish(pending, outcome, [*done.effects, self._context.models.saving(model)])
+            for step in done.afterwards:
+                await step()
+        except Exception:
+            logger.exception("the outcome of %s could not be kept", pending.future_id)
+
+
+def _unforeseen(pending: Pending, failure: Exception) -> Internal:
+    log_id = uuid.uuid4().hex[:12]
+    logger.error("%s failed, log id %s", pending.future_id, log_id, exc_info=failure)
+    return Internal(f"internal error in {pending.kind}; the gateway's log has it as {log_id}")

@@ -1,0 +1,40 @@
+"""What the training commands share: the services and registries, and what a command hands back."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+
+from gateway.checkpoints import Checkpoints
+from gateway.futures.future import Pending
+from gateway.models import Models
+from gateway.routing.renderers import Renderers
+from gateway.routing.trainer import TrainerLink
+from gateway.sampling import Sampling
+from gateway.store.database import Job
+from gateway.store.models import Model
+
+
+@dataclass(frozen=True)
+class Context:
+    """Handed to every command."""
+
+    models: Models
+    checkpoints: Checkpoints
+    renderers: Renderers
+    trainer: TrainerLink
+    sampling: Sampling
+    timeout_s: float
+
+
+@dataclass
+class Done:
+    """What a command produced: records for the client, writes to be kept together with them, and what comes after."""
+
+    result: list[Message]
+    effects: list[Job[Any]] = field(default_factory=list)
+    afterwards: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+
+
+Command = Callable[[Context, Model, Pending, bytes], Awaitable[Done]]

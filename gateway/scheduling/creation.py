@@ -1,0 +1,82 @@
+"""Commands that make a model or load one."""
+
+from fovea.api.v1 import gateway_pb2, weights_pb2
+from fovea.wire.errors import FoveaError, InvalidInput
+from gateway.futures.future import Pending
+from gateway.identity import Caller
+from gateway.scheduling.context import Context, Done
+from gateway.store.models import Model, ModelState
+
+
+async def create_model(context: Context, model: Model, pending: Pending, blob: bytes) -> Done:
+    """Makes a fresh model, or one from a checkpoint. Either way the model's state says how it went."""
+    request = gateway_pb2.SubmitCreateModelRequest.FromString(blob)
+    try:
+        info = await context.trainer.require()
+        model.trainer_instance = info.instance_id
+        step = await _create(context, model, request, info.max_lora_rank)
+    except FoveaError as error:
+        model.state, model.state_reason = ModelState.FAILED, error.message
+        raise
+    model.state = ModelState.READY
+    result = [gateway_pb2.WaitFutureResponse(model_created=gateway_pb2.ModelCreated(model_id=model.model_id))]
+    if request.from_path:
+        loaded = gateway_pb2.StateLoaded(step=step, path=request.from_path)
+        result.append(gateway_pb2.WaitFutureResponse(state_loaded=loaded))
+    return Done([*result])
+
+
+async def _create(
+    context: Context, model: Model, request: gateway_pb2.SubmitCreateModelRequest, max_lora_rank: int
+) -> int:
+    if not request.from_path:
+        check_lora(model.lora, max_lora_rank)
+        await context.trainer.client.create_model(model.model_id, _kind(model.lora), context.timeout_s)
+        return 0
+    checkpoint = await context.checkpoints.find_training(Caller(model.owner), request.from_path)
+    model.lora = checkpoint.lora
+    await context.trainer.client.create_model(model.model_id, _kind(model.lora), context.timeout_s)
+    try:
+        return await context.trainer.client.load_state(
+            model.model_id, checkpoint.uri, request.optimizer, context.timeout_s
+        )
+    except FoveaError:
+        await context.trainer.client.delete_model(model.model_id, context.timeout_s)
+        raise
+
+
+async def load_state(context: Context, model: Model, pending: Pending, blob: bytes) -> Done:
+    """Loads a checkpoint of the same shape into a model."""
+    request = gateway_pb2.SubmitLoadStateRequest.FromString(blob)
+    checkpoint = await context.checkpoints.find_training(Caller(model.owner), request.path)
+    if _shape(checkpoint.lora) != _shape(model.lora):
+        raise InvalidInput(
+            f"{request.path} has LoRA rank {checkpoint.lora.rank} and other settings than the model, whose rank is "
+            f"{model.lora.rank}; use create_training_client_from_state, which takes the checkpoint's own",
+            field="path",
+        )
+    step = await context.trainer.client.load_state(model.model_id, checkpoint.uri, request.optimizer, context.timeout_s)
+    loaded = gateway_pb2.StateLoaded(step=step, path=request.path)
+    return Done([gateway_pb2.WaitFutureResponse(state_loaded=loaded)])
+
+
+def check_lora(lora: weights_pb2.LoraConfig, max_rank: int) -> None:
+    """Raises InvalidInput for a shape that no trainer can make. Rank 0 means full parameters."""
+    if not 0 <= lora.rank <= max_rank:
+        raise InvalidInput(
+            f"lora_config.rank is {lora.rank}; it must be 1 .. {max_rank}, or 0 to train all parameters",
+            field="lora_config.rank",
+        )
+    if lora.rank and not (lora.train_attention or lora.train_mlp or lora.train_unembedding):
+        raise InvalidInput("at least one of train_unembed, train_mlp and train_attn must be true", field="lora_config")
+
+
+def _kind(lora: weights_pb2.LoraConfig) -> weights_pb2.LoraConfig | None:
+    return lora if lora.rank else None
+
+
+def _shape(lora: weights_pb2.LoraConfig) -> weights_pb2.LoraConfig:
+    shape = weights_pb2.LoraConfig()
+    shape.CopyFrom(lora)
+    shape.ClearField("seed")
+    return shape

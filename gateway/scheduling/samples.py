@@ -1,0 +1,194 @@
+"""Samples: rendered once, sent to a sampler that has the weights, tried again when a sampler goes away."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
+from fovea.wire.errors import (
+    Cancelled,
+    ContextOverflow,
+    FeatureEvicted,
+    FoveaError,
+    InvalidInput,
+    ModelLost,
+    SnapshotNotLoaded,
+    Unavailable,
+)
+from gateway import metrics
+from gateway.futures.future import Pending, QueueState
+from gateway.routing.renderers import Renderers
+from gateway.routing.samplers import Sampler, Samplers
+from gateway.routing.snapshots import Snapshots
+from gateway.scheduling import sequences
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+_MENDS = 8
+"""How often one request may find its snapshot or its image evicted before we call it a fault."""
+
+
+@dataclass
+class SampleWork:
+    """One request on its way: what to sample, and what was done for it so far."""
+
+    request_id: str
+    snapshot_id: str
+    request: gateway_pb2.SampleTokensRequest
+    pending: Pending | None = None
+    rendered: model_input_pb2.RenderedInput | None = None
+    down_since: float | None = None
+    mends: int = 0
+
+    def wait_on(self, reason: str, queue_state: QueueState = QueueState.ACTIVE) -> None:
+        """Says, to whoever polls, what this waits for."""
+        if self.pending is not None:
+            self.pending.wait_on(reason, queue_state)
+
+
+def check_context(prompt_tokens: int, max_tokens: int, max_context_length: int) -> None:
+    """Raises ContextOverflow, in the words that the Tinker cookbook looks for."""
+    if prompt_tokens + max_tokens > max_context_length:
+        raise ContextOverflow(
+            "Prompt length plus max_tokens exceeds the model's context window: "
+            f"{prompt_tokens} prompt tokens + {max_tokens} max_tokens > {max_context_length}.",
+            field="sampling_params.max_tokens",
+        )
+
+
+class SampleRunner:
+    """Runs samples.
+
+    Args:
+        retry_deadline_s: How long a request waits for a sampler that went away.
+        timeout_s: Deadline of one try.
+    """
+
+    def __init__(
+        self, renderers: Renderers, samplers: Samplers, snapshots: Snapshots, retry_deadline_s: float, timeout_s: float
+    ) -> None:
+        self._renderers = renderers
+        self._samplers = samplers
+        self._snapshots = snapshots
+        self._retry_deadline_s = retry_deadline_s
+        self._timeout_s = timeout_s
+
+    async def collect(self, work: SampleWork) -> list[gateway_pb2.SampleTokensResponse]:
+        """Samples to the end. A sampler that fails midway costs nothing but time: the request starts again."""
+        while True:
+            try:
+                async with aclosing(self._attempt(work)) as attempt:
+                    events = [event async for event in attempt]
+                return sequences.gather(events, work.request.sample_count)
+            except FoveaError as error:
+                await self._mend(work, error)
+
+    async def stream(self, work: SampleWork) -> AsyncIterator[sampler_pb2.SampleResponse]:
+        """Samples, passing events on as they come. Tried again only as long as nothing was passed on."""
+        is_begun = False
+        while True:
+            try:
+                async with aclosing(self._attempt(work)) as attempt:
+                    async for event in attempt:
+                        is_begun = True
+                        yield event
+                return
+            except FoveaError as error:
+                if is_begun:
+                    raise
+                await self._mend(work, error)
+
+    async def _attempt(self, work: SampleWork) -> AsyncGenerator[sampler_pb2.SampleResponse]:
+        if work.rendered is None:
+            work.wait_on("rendering the prompt")
+            work.rendered = await self._renderers.render(work.request.prompt, "prompt")
+            self._check(work)
+        wanted = await self._snapshots.resident_for(work.snapshot_id)
+        sampler = self._samplers.pick(work.snapshot_id)
+        sampler.queued += 1
+        try:
+            work.wait_on("waiting for a place in a sampler", QueueState.PAUSED)
+            async with sampler.slots:
+                work.wait_on("waiting for the weights to be loaded")
+                async with sampler.residency.hold(wanted):
+                    if wanted != work.snapshot_id:
+                        peers = [peer for peer in self._samplers.up if peer.residency.resident == wanted]
+                        await self._snapshots.ensure_adapter(sampler, work.snapshot_id, peers)
+                    work.wait_on("sampling")
+                    async for event in self._sample(sampler, work):
+                        yield event
+        finally:
+            sampler.queued -= 1
+
+    async def _sample(self, sampler: Sampler, work: SampleWork) -> AsyncGenerator[sampler_pb2.SampleResponse]:
+        request = sampler_pb2.SampleRequest(
+            request_id=work.request_id,
+            snapshot_id=work.snapshot_id,
+            prompt=work.rendered,
+            sample_count=work.request.sample_count,
+            params=work.request.params,
+            prompt_logprobs=work.request.prompt_logprobs,
+            top_prompt_logprobs=work.request.top_prompt_logprobs,
+            top_sample_logprobs=work.request.top_sample_logprobs,
+        )
+        try:
+            with metrics.SAMPLES_RUNNING.labels(sampler.address).track_inprogress():
+                async with aclosing(sampler.client.sample(request, self._timeout_s)) as events:
+                    async for event in events:
+                        yield event
+        except SnapshotNotLoaded:
+            sampler.adapters.discard(work.snapshot_id)
+            if sampler.residency.resident == work.snapshot_id or not work.snapshot_id:
+                sampler.residency.reset(None)
+            raise
+        except Unavailable as error:
+            sampler.mark_down(str(error))
+            raise
+        except Cancelled as error:  # a sampler that stops cancels its calls; we did not
+            sampler.mark_down(str(error))
+            raise Unavailable(f"sampler {sampler.address} is stopping: {error}") from None
+
+    async def _mend(self, work: SampleWork, error: FoveaError) -> None:
+        """Prepares the next try, or raises the error if there is none."""
+        now = asyncio.get_running_loop().time()
+        if isinstance(error, SnapshotNotLoaded | FeatureEvicted):
+            work.mends += 1
+            if work.mends > _MENDS:
+                raise error
+            if isinstance(error, FeatureEvicted):
+                work.rendered = None
+        elif isinstance(error, Unavailable) and not isinstance(error, ModelLost):
+            work.down_since = work.down_since or now
+            if now - work.down_since > self._retry_deadline_s:
+                raise Unavailable(
+                    f"gave up after {self._retry_deadline_s:.0f} s: {error.message}. Send the request again"
+                ) from None
+            work.wait_on(error.message, QueueState.PAUSED)
+            await asyncio.sleep(_RETRY_S)
+        else:
+            raise error
+        metrics.SAMPLE_RETRIES.labels(error.reason).inc()
+        logger.info("sample %s is tried again: %s", work.request_id, error)
+
+    def _check(self, work: SampleWork) -> None:
+        info = self._samplers.info
+        if info is None or work.rendered is None:
+            return  # the sampler itself checks too
+        check_limits(work.request, info)
+        length = len(work.rendered.tokens) // 4
+        params = work.request.params
+        check_context(length, params.max_tokens if params.HasField("max_tokens") else 1, info.max_context_length)
+
+
+def check_limits(request: gateway_pb2.SampleTokensRequest, info: sampler_pb2.GetSamplerInfoResponse) -> None:
+    """Raises InvalidInput for counts above what a sampler does."""
+    for field, value, least, most in (
+        ("num_samples", request.sample_count, 1, info.max_sample_count),
+        ("topk_prompt_logprobs", request.top_prompt_logprobs, 0, info.max_top_logprobs),
+        ("topk_sample_logprobs", request.top_sample_logprobs, 0, info.max_top_logprobs),
+    ):
+        if not least <= value <= most:
+            raise InvalidInput(f"{field} is {value}; it must be {least} .. {most}", field=field)

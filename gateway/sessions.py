@@ -1,0 +1,117 @@
+"""Sessions: opened, kept alive, ended once. The end of a session stops and frees everything that it owns."""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fovea.wire.errors import NotFound, SessionEnded
+from gateway.identity import Caller, new_session_id
+from gateway.store import models as model_rows
+from gateway.store import sessions as rows
+from gateway.store.database import Database
+from gateway.store.sessions import Session
+
+logger = logging.getLogger(__name__)
+
+
+class Sessions:
+    """Sessions by id.
+
+    Args:
+        ttl_s: Seconds without heartbeat after which a session ends.
+
+    Set `on_end` to what must be stopped with a session.
+    """
+
+    def __init__(self, database: Database, ttl_s: float) -> None:
+        self._database = database
+        self._ttl_s = ttl_s
+        self._sessions: dict[str, Session] = {}
+        self.on_end: Callable[[Session], Awaitable[None]] = _nothing
+
+    async def create(
+        self, caller: Caller, tags: list[str], user_metadata: dict[str, Any], request_key: str | None
+    ) -> Session:
+        """Opens a session, or answers the one that the same request key opened before."""
+        session = Session(new_session_id(), caller.owner, request_key, tags, user_metadata)
+        if not await self._database.write(lambda connection: rows.insert_session(connection, session)):
+            known = await self._database.read(
+                lambda connection: rows.find_session(connection, caller.owner, request_key or "")
+            )
+            assert known is not None, "an insert failed without a row in its way"
+            return self._sessions.setdefault(known.session_id, known)
+        self._sessions[session.session_id] = session
+        logger.info("session %s opened", session.session_id)
+        return session
+
+    async def get(self, caller: Caller, session_id: str) -> Session:
+        """A session of the caller, over or not. Raises NotFound."""
+        session = await self.load(session_id)
+        if session.owner != caller.owner:
+            raise NotFound(f"there is no session {session_id!r}", field="session_id")
+        return session
+
+    async def load(self, session_id: str) -> Session:
+        """A session, whoever owns it. Raises NotFound."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            session = await self._database.read(lambda connection: rows.get_session(connection, session_id))
+            if session is None:
+                raise NotFound(f"there is no session {session_id!r}", field="session_id")
+            session = self._sessions.setdefault(session_id, session)
+        return session
+
+    def cached(self, session_id: str) -> Session:
+        """A session that is in use, so in memory."""
+        return self._sessions[session_id]
+
+    async def require(self, caller: Caller, session_id: str) -> Session:
+        """A session that is not over. Raises NotFound, SessionEnded."""
+        session = await self.get(caller, session_id)
+        if session.ended_at is not None:
+            raise SessionEnded(f"session {session_id} is over ({session.end_reason}): open a new one")
+        session.heartbeat_at = time.time()  # whoever uses a session is alive
+        return session
+
+    async def finish(self, caller: Caller, session_id: str, reason: str, detail: str | None) -> None:
+        """Ends a session. The first reason stays."""
+        await self._end(await self.get(caller, session_id), reason, detail)
+
+    async def page(self, caller: Caller, limit: int, offset: int) -> list[str]:
+        """Ids of the caller's sessions, newest first."""
+        return await self._database.read(lambda connection: rows.list_sessions(connection, caller.owner, limit, offset))
+
+    async def contents(self, session: Session) -> tuple[list[str], list[str]]:
+        """Ids of a session's models and of its sampling sessions."""
+        model_ids = await self._database.read(lambda connection: model_rows.of_session(connection, session.session_id))
+        sampler_ids = await self._database.read(
+            lambda connection: rows.list_sampling_sessions(connection, session.session_id)
+        )
+        return model_ids, sampler_ids
+
+    async def restore(self) -> None:
+        """Reads open sessions after a restart; each gets its full time again, since it could not heartbeat."""
+        for session in await self._database.read(rows.open_sessions):
+            session.heartbeat_at = time.time()
+            self._sessions[session.session_id] = session
+
+    async def sweep(self) -> None:
+        """Ends sessions without heartbeat."""
+        now = time.time()
+        for session in list(self._sessions.values()):
+            if session.ended_at is None and now - session.heartbeat_at > self._ttl_s:
+                await self._end(session, "expired", f"no heartbeat for {self._ttl_s:.0f} s")
+
+    async def _end(self, session: Session, reason: str, detail: str | None) -> None:
+        if session.ended_at is not None:
+            return
+        session.ended_at, session.end_reason, session.end_detail = time.time(), reason, detail
+        values = {"ended_at": session.ended_at, "end_reason": reason, "end_detail": detail}
+        await self._database.write(lambda connection: rows.update_session(connection, session.session_id, **values))
+        logger.info("session %s is over: %s", session.session_id, reason)
+        await self.on_end(session)
+
+
+async def _nothing(session: Session) -> None:
+    pass

@@ -1,0 +1,59 @@
+"""Settings of the gateway: command line over `FOVEA_GATEWAY_*` over defaults."""
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from fovea.runtime.settings import ServiceSettings
+
+
+class GatewaySettings(ServiceSettings):
+    """Fovea's gateway: Tinker's REST API and a gRPC API, in front of renderer, samplers and trainer."""
+
+    model_config = SettingsConfigDict(env_prefix="FOVEA_GATEWAY_", cli_prog_name="python -m gateway")
+
+    model_name: str = Field(description="Name that clients use as `base_model`.")
+    model: str = Field(description="Directory or hub name of the model, as the services were given it.")
+    tokenizer: str = Field("", description="Tokenizer that clients are told to load; the model's by default.")
+    renderer: list[str] = Field(description="host:port of a renderer; repeat for several.")
+    sampler: list[str] = Field(description="host:port of a sampler; repeat for several.")
+    trainer: str = Field(description="host:port of the trainer.")
+    port: int = Field(8000, ge=0, le=65535, description="REST port; 0 takes a free one.")
+    grpc_port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
+    base_path: str = Field("", description="Path in front of all REST paths, such as /fovea.")
+    state_dir: Path = Field(Path("fovea-state"), description="Folder of the database and, by default, of checkpoints.")
+    database_url: str = Field("", description="SQLAlchemy URL; SQLite in the state folder by default.")
+    checkpoint_dir: str = Field("", description="Folder or fsspec URL of checkpoints, as the trainer sees it.")
+    api_keys: list[str] = Field(["tml-local"], description="Keys that clients may use; they must start with `tml-`.")
+
+    max_body_bytes: int = Field(128 * 2**20, gt=0, description="The largest request body, before and after zstd.")
+    poll_hold_s: float = Field(30.0, gt=0, le=40, description="Seconds that a poll of an unfinished future is held.")
+    result_ttl_s: float = Field(24 * 3600.0, gt=0, description="Seconds that a result can be fetched again.")
+    session_ttl_s: float = Field(1800.0, gt=120, description="Seconds without heartbeat after which a session ends.")
+    gap_timeout_s: float = Field(600.0, gt=0, description="Seconds that later commands wait for a missing seq_id.")
+    command_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one trainer command.")
+    push_timeout_s: float = Field(120.0, gt=0, description="Deadline of one push of weights to samplers.")
+    sample_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one sample request in a sampler.")
+    retry_deadline_s: float = Field(120.0, ge=0, description="How long samples wait for a sampler to come back.")
+    trainer_wait_s: float = Field(5.0, ge=0, description="How long a command waits for an unreachable trainer.")
+    sampler_concurrency: int = Field(256, gt=0, description="Requests in one sampler at once; the rest queue here.")
+    renderer_concurrency: int = Field(32, gt=0, description="Render calls in flight at once.")
+    default_lora_alpha: float = Field(32.0, gt=0, description="LoRA alpha of models created over REST.")
+    train_vision: bool = Field(False, description="Whether REST-created LoRA models also adapt the vision tower.")
+    sdk_flags: dict[str, bool | int | str] = Field({}, description="Flags for client/config, as JSON.")
+
+    @property
+    def tokenizer_id(self) -> str:
+        """What `get_info` names as tokenizer."""
+        return self.tokenizer or self.model
+
+    @property
+    def store_url(self) -> str:
+        """SQLAlchemy URL of the database."""
+        return self.database_url or f"sqlite+aiosqlite:///{(self.state_dir / 'gateway.db').absolute()}"
+
+    @property
+    def checkpoint_root(self) -> str:
+        """Where checkpoints are written."""
+        return self.checkpoint_dir.rstrip("/") or str((self.state_dir / "checkpoints").absolute())

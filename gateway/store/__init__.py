@@ -1,0 +1,1 @@
+"""What survives a restart: SQLAlchemy tables, one writer, typed access by noun."""

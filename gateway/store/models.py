@@ -1,0 +1,104 @@
+"""Rows of models."""
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from fovea.api.v1 import weights_pb2
+from gateway.store.database import insert_new
+from gateway.store.schema import models
+
+
+class ModelState(enum.StrEnum):
+    """Where a model stands."""
+
+    CREATING = "creating"
+    READY = "ready"
+    FAILED = "failed"
+    LOST = "lost"
+    ENDED = "ended"
+
+
+@dataclass(eq=False)
+class Model:
+    """One model in training, and what its line of commands must remember.
+
+    Attributes:
+        lora: Its shape; rank 0 means that all parameters are trained.
+        trainer_instance: The trainer that holds it; any other one does not.
+        state_reason: Why it failed, was lost or ended.
+        next_seq_id: The next command in turn.
+        next_snapshot: Number of the next snapshot, never used twice.
+        failed_seq_id: A forward_backward that failed since the last step: the next step would be on partial gradients.
+    """
+
+    model_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    lora: weights_pb2.LoraConfig
+    user_metadata: dict[str, Any]
+    trainer_instance: str = ""
+    state: ModelState = ModelState.CREATING
+    state_reason: str = ""
+    next_seq_id: int = 0
+    next_snapshot: int = 1
+    failed_seq_id: int | None = None
+    failed_reason: str = ""
+    created_at: float = field(default_factory=time.time)
+    last_request_at: float = field(default_factory=time.time)
+
+
+def _to_row(model: Model) -> dict[str, Any]:
+    return {**vars(model), "lora": model.lora.SerializeToString(), "state": model.state.value}
+
+
+def _from_row(row: Any) -> Model:
+    lora = weights_pb2.LoraConfig.FromString(row["lora"])
+    return Model(**{**row, "lora": lora, "state": ModelState(row["state"])})
+
+
+async def insert(connection: AsyncConnection, model: Model) -> bool:
+    """Keeps a new model; False if its id is taken."""
+    return await insert_new(connection, models, _to_row(model))
+
+
+async def save(connection: AsyncConnection, row: dict[str, Any]) -> None:
+    """Writes a row made by `frozen`."""
+    await connection.execute(sa.update(models).where(models.c.model_id == row["model_id"]).values(**row))
+
+
+def frozen(model: Model) -> dict[str, Any]:
+    """The row of a model as it is now, so that a queued write does not see later changes."""
+    return _to_row(model)
+
+
+async def get(connection: AsyncConnection, model_id: str) -> Model | None:
+    """A model by id."""
+    row = (await connection.execute(sa.select(models).where(models.c.model_id == model_id))).mappings().first()
+    return _from_row(row) if row else None
+
+
+async def living(connection: AsyncConnection) -> list[Model]:
+    """Models that are being made or trained."""
+    states = [ModelState.CREATING.value, ModelState.READY.value]
+    query = sa.select(models).where(models.c.state.in_(states))
+    return [_from_row(row) for row in (await connection.execute(query)).mappings()]
+
+
+async def of_session(connection: AsyncConnection, session_id: str) -> list[str]:
+    """Ids of a session's models."""
+    query = sa.select(models.c.model_id).where(models.c.session_id == session_id).order_by(models.c.created_at)
+    return [row.model_id for row in await connection.execute(query)]
+
+
+async def of_owner(connection: AsyncConnection, owner: str, limit: int, offset: int) -> tuple[list[Model], int]:
+    """A page of an owner's models, latest request first, and how many there are in all."""
+    query = sa.select(models).where(models.c.owner == owner).order_by(models.c.last_request_at.desc())
+    page = [_from_row(row) for row in (await connection.execute(query.limit(limit).offset(offset))).mappings()]
+    counting = sa.select(sa.func.count()).select_from(models).where(models.c.owner == owner)
+    return page, (await connection.execute(counting)).scalar_one()

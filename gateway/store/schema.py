@@ -1,0 +1,130 @@
+"""The tables. Blobs live apart from the rows that are searched, so that scans stay small.
+
+`create_all` makes them; `schema_version` holds SCHEMA_VERSION. A change to a table is an alembic migration and a new
+version; an unknown version is refused at start.
+"""
+
+import sqlalchemy as sa
+
+SCHEMA_VERSION = 1
+
+metadata = sa.MetaData()
+
+schema_version = sa.Table("schema_version", metadata, sa.Column("version", sa.Integer, primary_key=True))
+
+api_keys = sa.Table(
+    "api_keys",
+    metadata,
+    sa.Column("owner", sa.String(64), primary_key=True),
+    sa.Column("key_hash", sa.String(64), nullable=False, unique=True),
+    sa.Column("created_at", sa.Float, nullable=False),
+)
+
+sessions = sa.Table(
+    "sessions",
+    metadata,
+    sa.Column("session_id", sa.String(64), primary_key=True),
+    sa.Column("owner", sa.String(64), nullable=False, index=True),
+    sa.Column("request_key", sa.String(200)),
+    sa.Column("tags", sa.JSON, nullable=False),
+    sa.Column("user_metadata", sa.JSON, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("heartbeat_at", sa.Float, nullable=False),
+    sa.Column("ended_at", sa.Float),
+    sa.Column("end_reason", sa.String(40)),
+    sa.Column("end_detail", sa.Text),
+    sa.Column("next_sampling_number", sa.BigInteger, nullable=False, default=0),
+    sa.UniqueConstraint("owner", "request_key"),
+)
+
+models = sa.Table(
+    "models",
+    metadata,
+    sa.Column("model_id", sa.String(128), primary_key=True),
+    sa.Column("session_id", sa.String(64), nullable=False, index=True),
+    sa.Column("owner", sa.String(64), nullable=False, index=True),
+    sa.Column("base_model", sa.String(400), nullable=False),
+    sa.Column("lora", sa.LargeBinary, nullable=False),
+    sa.Column("user_metadata", sa.JSON, nullable=False),
+    sa.Column("trainer_instance", sa.String(128), nullable=False, default=""),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("state_reason", sa.Text, nullable=False, default=""),
+    sa.Column("next_seq_id", sa.BigInteger, nullable=False, default=0),
+    sa.Column("next_snapshot", sa.BigInteger, nullable=False, default=1),
+    sa.Column("failed_seq_id", sa.BigInteger),
+    sa.Column("failed_reason", sa.Text, nullable=False, default=""),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("last_request_at", sa.Float, nullable=False),
+)
+
+sampling_sessions = sa.Table(
+    "sampling_sessions",
+    metadata,
+    sa.Column("sampling_session_id", sa.String(128), primary_key=True),
+    sa.Column("session_id", sa.String(64), nullable=False, index=True),
+    sa.Column("owner", sa.String(64), nullable=False),
+    sa.Column("request_seq_id", sa.BigInteger),
+    sa.Column("base_model", sa.String(400), nullable=False),
+    sa.Column("model_path", sa.Text),
+    sa.Column("snapshot_id", sa.String(200), nullable=False, default=""),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.UniqueConstraint("session_id", "request_seq_id"),
+)
+
+snapshots = sa.Table(
+    "snapshots",
+    metadata,
+    sa.Column("snapshot_id", sa.String(200), primary_key=True),
+    sa.Column("model_id", sa.String(128), nullable=False, index=True),
+    sa.Column("identity", sa.LargeBinary, nullable=False),
+    sa.Column("uri", sa.Text, nullable=False, default=""),
+    sa.Column("trainer_instance", sa.String(128), nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False),
+)
+
+checkpoints = sa.Table(
+    "checkpoints",
+    metadata,
+    sa.Column("path", sa.String(400), primary_key=True),
+    sa.Column("model_id", sa.String(128), nullable=False, index=True),
+    sa.Column("owner", sa.String(64), nullable=False, index=True),
+    sa.Column("segment", sa.String(24), nullable=False),
+    sa.Column("name", sa.String(200), nullable=False),
+    sa.Column("uri", sa.Text, nullable=False),
+    sa.Column("snapshot_id", sa.String(200), nullable=False, default=""),
+    sa.Column("base_model", sa.String(400), nullable=False),
+    sa.Column("lora", sa.LargeBinary, nullable=False),
+    sa.Column("step", sa.BigInteger, nullable=False, default=0),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False, default=0),
+    sa.Column("user_metadata", sa.JSON, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("expires_at", sa.Float),
+)
+
+futures = sa.Table(
+    "futures",
+    metadata,
+    sa.Column("future_id", sa.String(200), primary_key=True),
+    sa.Column("kind", sa.String(24), nullable=False),
+    sa.Column("owner", sa.String(64), nullable=False),
+    sa.Column("session_id", sa.String(64), nullable=False, index=True),
+    sa.Column("scope", sa.String(128), nullable=False),
+    sa.Column("seq_id", sa.BigInteger, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False, index=True),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("finished_at", sa.Float, index=True),
+)
+
+future_requests = sa.Table(
+    "future_requests",
+    metadata,
+    sa.Column("future_id", sa.String(200), primary_key=True),
+    sa.Column("request", sa.LargeBinary, nullable=False),
+)
+
+future_results = sa.Table(
+    "future_results",
+    metadata,
+    sa.Column("future_id", sa.String(200), primary_key=True),
+    sa.Column("result", sa.LargeBinary, nullable=False),
+)

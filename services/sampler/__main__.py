@@ -1,0 +1,33 @@
+"""`python -m services.sampler --model DIR --port N --renderer HOST:PORT`."""
+
+import asyncio
+import sys
+import time
+
+
+def main() -> int:
+    """Starts the engine, then the service; returns the exit code."""
+    started = time.monotonic()
+    from services.sampler.settings import SamplerSettings
+
+    settings = SamplerSettings.from_command_line("services.sampler")
+    from fovea.runtime.logs import configure
+
+    configure("sampler", settings.log_level)
+    # The order matters: the environment before torch is imported, the engine before gRPC starts threads.
+    from services.sampler.engine import launch
+
+    launch.prepare_environment(settings)
+    llm = launch.launch(settings)
+    try:
+        from services.sampler.app import serve
+        from services.sampler.engine.engine import Engine
+
+        engine = Engine(llm, settings, launch.checkpoint_directory(settings.model))
+        return asyncio.run(serve(settings, engine, started))
+    finally:
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Puts the sampler together and runs it until it is stopped or its engine dies."""
+
+import asyncio
+import logging
+import time
+import uuid
+from contextlib import suppress
+
+from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
+from fovea.runtime.server import ServiceServer
+from services.sampler.adapters import AdapterShelf
+from services.sampler.engine.engine import Engine
+from services.sampler.families import family_of
+from services.sampler.features import FeatureStore
+from services.sampler.pushes import SnapshotPushes
+from services.sampler.sampling import Sampling
+from services.sampler.service import EngineFacts, SamplerService
+from services.sampler.settings import SamplerSettings
+from services.sampler.snapshots import Snapshots
+from services.sampler.warmup import warm_up
+
+logger = logging.getLogger(__name__)
+
+EXIT_ENGINE_DIED = 70
+_WATCH_PERIOD_S = 0.2
+
+
+async def serve(settings: SamplerSettings, engine: Engine, started: float) -> int:
+    """Serves until a signal (returns 0) or until the engine dies (returns 70). `started` is of `time.monotonic`."""
+    server = ServiceServer(settings, [sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name])
+    await engine.prepare()
+    family = family_of(engine.config)
+    features = FeatureStore(family, settings.feature_cache_mib << 20, settings.renderer)
+    shelf = AdapterShelf(settings.max_adapters, settings.max_adapter_mib << 20)
+    snapshots = Snapshots(engine, shelf)
+    sampling = Sampling(engine, snapshots, features, settings.max_requests)
+    service = SamplerService(_facts(settings, engine), family, sampling, snapshots, SnapshotPushes(engine, snapshots))
+    sampler_pb2_grpc.add_SamplerServiceServicer_to_server(service, server.grpc)
+    await server.start()
+    watch = asyncio.create_task(_watch(engine, server, service))
+    try:
+        await warm_up(engine, family, engine.limits)
+        if not engine.dead:
+            service.set_ready(True)
+            await server.set_serving(True)
+            logger.info("ready %.1f s after the start", time.monotonic() - started)
+        await server.run_until_stopped()
+    finally:
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+        await features.close()
+    return EXIT_ENGINE_DIED if engine.dead else 0
+
+
+async def _watch(engine: Engine, server: ServiceServer, service: SamplerService) -> None:
+    """Ends the service once the engine is dead. Requests in flight have failed by then: vLLM tells each of them."""
+    while not engine.dead:
+        await asyncio.sleep(_WATCH_PERIOD_S)
+    logger.critical("the engine has died; this process exits with code %d and is to be restarted", EXIT_ENGINE_DIED)
+    service.set_ready(False)
+    await server.set_serving(False)
+    server.request_stop()
+
+
+def _facts(settings: SamplerSettings, engine: Engine) -> EngineFacts:
+    return EngineFacts(
+        model=settings.model,
+        instance_id=uuid.uuid4().hex,
+        dtype=engine.dtype,
+        max_lora_rank=settings.max_lora_rank,
+        transfer_backend=engine.transfer_backend,
+        transfer_worker_count=engine.worker_count,
+        limits=engine.limits,
+    )

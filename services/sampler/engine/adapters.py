@@ -1,0 +1,65 @@
+"""Adapters from memory: the worker keeps the bytes of each and builds vLLM's form of it whenever vLLM wants it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+
+from services.sampler.engine.receiving import Arrival
+
+PATH_SCHEME = "memory://"
+
+
+@dataclass
+class _Kept:
+    lora_id: int
+    arrival: Arrival
+
+
+class AdapterBank:
+    """The adapters that one worker holds, by vLLM name. Names are never used twice."""
+
+    def __init__(self, worker_manager: Any) -> None:
+        self._manager = worker_manager
+        self._kept: dict[str, _Kept] = {}
+        # vLLM drops adapters from its own cache whenever it likes; it gets them again from here.
+        worker_manager._load_adapter = self._load
+
+    def keep(self, name: str, lora_id: int, arrival: Arrival) -> None:
+        """Takes an adapter and has vLLM load it once, so that a bad one fails here. Raises ValueError for a bad one."""
+        self._kept[name] = _Kept(lora_id, arrival)
+        try:
+            self._manager.add_adapter(LoRARequest(name, lora_id, PATH_SCHEME + name))
+        except Exception:
+            self.forget(name)
+            raise
+
+    def forget(self, name: str) -> None:
+        """Frees an adapter that no request uses any more. Unknown names are no error."""
+        kept = self._kept.pop(name, None)
+        if kept is not None:
+            self._manager.remove_adapter(kept.lora_id)
+
+    def _load(self, request: LoRARequest) -> LoRAModel:
+        kept = self._kept.get(request.lora_path.removeprefix(PATH_SCHEME))
+        if kept is None:
+            raise ValueError(f"adapter {request.lora_name} is not held")
+        manager = self._manager
+        model = manager._adapter_manager.model
+        config = kept.arrival.manifest.lora
+        peft = PEFTHelper.from_dict({"r": config.rank, "lora_alpha": config.alpha, "target_modules": []})
+        peft.validate_legal(manager.lora_config)
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        return LoRAModel.from_lora_tensors(
+            lora_model_id=request.lora_int_id,
+            # vLLM multiplies B by the scale in place: give it copies, or the next build would be scaled twice.
+            tensors={name: tensor.clone() for name, tensor in kept.arrival.tensors()},
+            peft_helper=peft,
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            model_vocab_size=manager.vocab_size,
+            weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+            skip_prefixes=getattr(model, "lora_skip_prefixes", None),
+        )

@@ -1,0 +1,245 @@
+"""vLLM's AsyncLLM behind the ports of the service: requests in, events out, weights under a deadline."""
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from fovea.api.v1 import weights_pb2
+from fovea.wire.errors import DeadlineExceeded, Internal, InvalidInput, Unavailable
+from services.sampler.engine import outputs, prompts
+from services.sampler.engine.adapters import PATH_SCHEME
+from services.sampler.families.base import FeatureTensors
+from services.sampler.requests import AdapterName, Event, Limits, SampleSpec
+from services.sampler.settings import SamplerSettings
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+_FIRST_POLL_S = 0.002
+_SLOWEST_POLL_S = 0.05
+
+
+class Engine:
+    """One engine. Methods are for one event loop; errors are the service's own."""
+
+    def __init__(self, llm: "AsyncLLM", settings: SamplerSettings, checkpoint: Path) -> None:
+        self._llm = llm
+        self._settings = settings
+        self._checkpoint = checkpoint
+        self._task_numbers = itertools.count(1)
+        self._paused = False
+        self._renderer = prompts.PromptMaker(llm)
+        self._eos_token_ids = _eos_token_ids(llm, checkpoint)
+
+    async def prepare(self) -> None:
+        """Readies the workers. To be called once, before anything else."""
+        await self._command("fovea_prepare", str(self._checkpoint))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's Hugging Face configuration."""
+        config: dict[str, Any] = self._llm.model_config.hf_config.to_dict()
+        return config
+
+    @property
+    def dtype(self) -> str:
+        """Element type of the weights, as torch names it."""
+        return str(self._llm.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def transfer_backend(self) -> str:
+        """What carries weights: gloo or nccl."""
+        return "gloo" if self._llm.vllm_config.device_config.device_type == "cpu" else "nccl"
+
+    @property
+    def worker_count(self) -> int:
+        """Workers that join a transfer group."""
+        return int(self._llm.vllm_config.parallel_config.world_size)
+
+    @property
+    def limits(self) -> Limits:
+        """What the engine takes of one request."""
+        return Limits(
+            vocabulary_size=self._llm.model_config.get_vocab_size(),
+            max_context=self._llm.model_config.max_model_len,
+            max_sample_count=self._settings.max_sample_count,
+            max_top_logprobs=self._settings.max_top_logprobs,
+            max_images=self._settings.max_images,
+            max_image_tokens=self._llm.input_processor.mm_encoder_cache_size,
+        )
+
+    @property
+    def dead(self) -> bool:
+        """Whether the engine has ended; it does not come back."""
+        return bool(self._llm.errored)
+
+    def shutdown(self) -> None:
+        """Ends the engine's processes."""
+        self._llm.shutdown()
+
+    async def sample(
+        self, spec: SampleSpec, index: int, images: Sequence[FeatureTensors], adapter: AdapterName | None
+    ) -> AsyncGenerator[Event]:
+        """See SampleEngine.sample."""
+        scored = index == 0 and (spec.prompt_logprobs or spec.top_prompt_logprobs > 0)
+        with _translated():
+            generated = self._llm.generate(
+                self._renderer.make(spec, images),
+                prompts.sampling_params(spec, index, self._eos_token_ids, scored),
+                f"{spec.request_id}/{index}",
+                lora_request=_lora_request(adapter),
+            )
+            async with aclosing(generated) as results:
+                first = True
+                async for result in results:
+                    for event in self._read(result, spec, index, first, scored):
+                        yield event
+                    first = False
+
+    async def manifest_problem(self, manifest: weights_pb2.SnapshotManifest) -> str:
+        """See WeightEngine.manifest_problem."""
+        problems: list[str] = await self._command("fovea_problem", manifest.SerializeToString())
+        return next(filter(None, problems), "")
+
+    async def join_group(
+        self,
+        group_id: str,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        timeout_s: float,
+    ) -> None:
+        """See WeightEngine.join_group."""
+        task_id = self._new_task()
+        await self._command(
+            "fovea_join", task_id, group_id, master_address, master_port, rank_offset, world_size, timeout_s
+        )
+        try:
+            await self._wait(task_id, timeout_s, f"transfer group {group_id} did not meet")
+        finally:
+            await self.forget_task(task_id)
+
+    async def leave_group(self, group_id: str) -> None:
+        """See WeightEngine.leave_group."""
+        await self._command("fovea_leave", group_id)
+
+    async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
+        """See WeightEngine.start_receive."""
+        task_id = self._new_task()
+        await self._command("fovea_receive", task_id, group_id, manifest.SerializeToString(), timeout_s)
+        return task_id
+
+    async def wait_received(self, task_id: str, timeout_s: float) -> str:
+        """See WeightEngine.wait_received."""
+        digests = await self._wait(task_id, timeout_s, "the snapshot did not arrive")
+        if len(set(digests)) != 1:
+            raise Internal(f"the engine's workers received different tensors: {sorted(set(digests))}")
+        return digests[0]
+
+    async def forget_task(self, task_id: str) -> None:
+        """See WeightEngine.forget_task."""
+        await self._command("fovea_forget_task", task_id)
+
+    async def keep_adapter(self, task_id: str, adapter: AdapterName) -> None:
+        """See WeightEngine.keep_adapter."""
+        await self._command("fovea_keep_adapter", task_id, adapter.name, adapter.lora_id)
+
+    async def forget_adapter(self, adapter: AdapterName) -> None:
+        """See WeightEngine.forget_adapter."""
+        await self._command("fovea_forget_adapter", adapter.name)
+
+    async def load_full(self, task_id: str, version: str) -> float:
+        """See WeightEngine.load_full. After a failure the engine stays paused: stepping a half-loaded model kills it."""
+        start = time.monotonic()
+        timeout_s = self._settings.engine_timeout_s
+        with _translated():
+            async with asyncio.timeout(4 * timeout_s):
+                if not self._paused:
+                    self._paused = True
+                    await self._llm.pause_generation(mode="wait", clear_cache=True)
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"task_id": task_id}))
+                await self._llm.finish_weight_update(version or "base")
+                await self._llm.reset_prefix_cache()
+                await self._llm.reset_encoder_cache()
+                await self._llm.resume_generation()
+                self._paused = False
+        return time.monotonic() - start
+
+    def _read(
+        self, result: RequestOutput, spec: SampleSpec, index: int, first: bool, scored: bool
+    ) -> Iterator[Event]:
+        if first:
+            yield outputs.prompt_facts(result, spec, scored)
+        yield from outputs.deltas(result, spec, index)
+
+    async def _wait(self, task_id: str, timeout_s: float, what: str) -> list[str]:
+        """Polls a task on all workers until it is done; returns the digests."""
+        deadline = time.monotonic() + timeout_s
+        poll_s = _FIRST_POLL_S
+        while True:
+            reports: list[dict[str, str]] = await self._command("fovea_report", task_id)
+            failed = [report["error"] for report in reports if report["phase"] == "failed"]
+            if failed:
+                raise Unavailable(f"{what}: {failed[0]}")
+            if all(report["phase"] == "done" for report in reports):
+                return [report["digest"] for report in reports]
+            if time.monotonic() > deadline:
+                raise Unavailable(f"{what} within {timeout_s:.1f} s")
+            await asyncio.sleep(poll_s)
+            poll_s = min(poll_s * 1.5, _SLOWEST_POLL_S)
+
+    async def _command(self, method: str, *arguments: object) -> list[Any]:
+        """Calls a method of all workers, under a deadline."""
+        with _translated():
+            async with asyncio.timeout(self._settings.engine_timeout_s):
+                results: list[Any] = await self._llm.collective_rpc(method, args=arguments)
+                return results
+
+    def _new_task(self) -> str:
+        return f"task-{next(self._task_numbers)}"
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Raises vLLM's errors as the service's."""
+    try:
+        yield
+    except EngineDeadError as error:
+        raise Unavailable("the engine has died; this sampler restarts") from error
+    except VLLMClientError as error:
+        # Not expected: validation is ours. What it overlooked is the caller's to mend.
+        logger.warning("vLLM refused a request that validation let pass: %s", error)
+        raise InvalidInput(f"the engine refuses the request: {error}") from error
+    except TimeoutError as error:
+        raise DeadlineExceeded("the engine did not answer in time") from error
+
+
+def _lora_request(adapter: AdapterName | None) -> LoRARequest | None:
+    return None if adapter is None else LoRARequest(adapter.name, adapter.lora_id, PATH_SCHEME + adapter.name)
+
+
+def _eos_token_ids(llm: "AsyncLLM", checkpoint: Path) -> tuple[int, ...]:
+    """Every id that ends a sequence: vLLM's own one knows the tokenizer's only, checkpoints often name two."""
+    found: set[int] = set()
+    generation = checkpoint / "generation_config.json"
+    if generation.is_file():
+        named = json.loads(generation.read_text()).get("eos_token_id")
+        found.update(named if isinstance(named, list) else [named] if named is not None else [])
+    own = llm.renderer.get_eos_token_id()
+    return tuple(sorted(found - {own}))

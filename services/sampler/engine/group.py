@@ -1,0 +1,72 @@
+"""One transfer group as the engine's worker sees it: torch's process group, made privately, never the default one."""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+class TransferGroup:
+    """A standing group in which rank 0, the trainer, broadcasts bytes.
+
+    Args:
+        group_id: Unique name; keeps groups apart that meet at one store.
+        master_address, master_port: The store that rank 0 hosts.
+        rank: This worker's rank, at least 1.
+        world_size: All members, the sender included.
+        timeout_s: How long to wait for the others.
+        device: Where this worker's model lives; decides between gloo and NCCL.
+
+    Blocks until all members have met. Raises RuntimeError or DistStoreError if they do not in time.
+    """
+
+    def __init__(
+        self,
+        group_id: str,
+        master_address: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        device: torch.device,
+    ) -> None:
+        self.group_id = group_id
+        self._device = device
+        timeout = timedelta(seconds=timeout_s)
+        self._store = dist.TCPStore(master_address, master_port, world_size, False, timeout, wait_for_workers=False)
+        prefixed = dist.PrefixStore(group_id, self._store)
+        self._group = _open(prefixed, rank, world_size, timeout, device)
+
+    def receive(self, size_bytes: int, deadline: float) -> torch.Tensor:
+        """The next broadcast, uint8 [size_bytes] in host memory. `deadline` is of `time.monotonic`.
+
+        Raises RuntimeError if the sender is gone or the deadline passes; the group is of no use afterwards.
+        """
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise RuntimeError("the transfer's time was up before all tensors had come")
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=remaining_s)
+        work = self._group.broadcast([buffer], options)
+        work.wait(timedelta(seconds=remaining_s))
+        return buffer.cpu()
+
+    def close(self) -> None:
+        """Gives up whatever is under way and leaves."""
+        self._group.abort()
+
+
+def _open(
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device
+) -> dist.ProcessGroup:
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    # NCCL meets at the first collective, not in the constructor.
+    group.barrier().wait(timeout)
+    return group

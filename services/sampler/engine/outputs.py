@@ -1,0 +1,63 @@
+"""What vLLM says, as events. It lists, at each position, the actual token first and then the k best, with ranks."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import RequestOutput
+
+from fovea.wire.errors import Internal, Unavailable
+from services.sampler.requests import FILLER_LOGPROB, Delta, Finish, PromptFacts, SampleSpec, TopRows
+
+
+def prompt_facts(result: RequestOutput, spec: SampleSpec, scored: bool) -> PromptFacts:
+    """What the first result says of the prompt."""
+    logprobs = top = None
+    if scored:
+        if not isinstance(result.prompt_logprobs, FlatLogprobs):
+            raise Internal("the engine sent no prompt logprobs")
+        values, rows = _split(result.prompt_logprobs, len(spec.tokens), spec.top_prompt_logprobs)
+        logprobs = values if spec.prompt_logprobs else None
+        top = rows
+    return PromptFacts(logprobs, top, result.num_cached_tokens or 0)
+
+
+def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delta]:
+    """The new tokens of a result of a request of one sequence. Raises Unavailable if the engine gave the request up."""
+    (output,) = result.outputs
+    finish = _finish(output.finish_reason)
+    tokens = np.asarray(output.token_ids, dtype=np.int32)
+    if not len(tokens) and finish is None:
+        return
+    flat = output.logprobs if isinstance(output.logprobs, FlatLogprobs) else FlatLogprobs()
+    logprobs, top = _split(flat, len(tokens), spec.top_sample_logprobs)
+    yield Delta(index, tokens, logprobs, top, finish)
+
+
+def _finish(reason: str | None) -> Finish | None:
+    if reason is None or reason == "stop" or reason == "length":
+        return reason  # type: ignore[return-value]
+    if reason == "abort":
+        raise Unavailable("the engine gave the request up")
+    raise Internal(f"the engine ended the request with {reason!r}")
+
+
+def _split(flat: FlatLogprobs, count: int, k: int) -> tuple[npt.NDArray[np.float32], TopRows | None]:
+    """Logprobs [count] of the actual tokens, NaN where there is none, and the k best [count, k], filler likewise."""
+    if len(flat) != count:
+        raise Internal(f"the engine sent logprobs of {len(flat)} positions instead of {count}")
+    values = np.full(count, np.nan, dtype=np.float32)
+    ids = np.zeros((count, k), dtype=np.int32)
+    best = np.full((count, k), FILLER_LOGPROB, dtype=np.float32)
+    for position, (start, end) in enumerate(zip(flat.start_indices, flat.end_indices, strict=True)):
+        if start == end:
+            continue
+        values[position] = flat.logprobs[start]
+        # By rank: results that vLLM merges, because they were not taken in time, name a token that is both the actual
+        # and one of the best only once. The actual one comes first, so that its equal among the best replaces it.
+        for entry in range(start, end):
+            rank = flat.ranks[entry] or k + 1
+            if rank <= k:
+                ids[position, rank - 1], best[position, rank - 1] = flat.token_ids[entry], flat.logprobs[entry]
+    return values, TopRows(ids, best) if k else None

@@ -1,0 +1,70 @@
+"""Checked requests in vLLM's terms."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import BatchFeature
+from vllm import SamplingParams
+from vllm.inputs import mm_input, tokens_input
+from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
+from vllm.sampling_params import RequestOutputKind
+
+from services.sampler.families.base import FeatureTensors
+from services.sampler.requests import SampleSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_MODALITY = "image"
+
+
+class PromptMaker:
+    """Makes vLLM's inputs from tokens and vision tensors. Runs no tokenizer and no image processor."""
+
+    def __init__(self, llm: "AsyncLLM") -> None:
+        self._processor: Any = llm.renderer.mm_processor if llm.model_config.supports_multimodal_inputs else None
+
+    def make(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
+        """The engine input; `images` holds the tensors of each span."""
+        tokens = spec.tokens.tolist()
+        if not spec.spans:
+            return tokens_input(tokens)
+        return mm_input(
+            tokens,
+            MultiModalKwargsItems({_MODALITY: [self._item(tensors) for tensors in images]}),
+            {_MODALITY: [span.feature.digest for span in spec.spans]},
+            {_MODALITY: [PlaceholderRange(offset=span.offset, length=span.length) for span in spec.spans]},
+        )
+
+    def _item(self, tensors: FeatureTensors) -> MultiModalKwargsItem:
+        # torch wants writable memory; the cached arrays are read-only views, and nobody writes to them.
+        features = BatchFeature({name: torch.from_numpy(array.copy()) for name, array in tensors.items()})
+        fields = self._processor._get_mm_fields_config(features, {})
+        items: MultiModalKwargsItems = MultiModalKwargsItems.from_hf_inputs(features, fields)
+        return items[_MODALITY][0]
+
+
+def sampling_params(
+    spec: SampleSpec, index: int, eos_token_ids: Sequence[int], scored: bool
+) -> SamplingParams:
+    """How sequence `index` is drawn. `scored` asks for the prompt's logprobs too."""
+    draw = spec.draw
+    stops = draw.stop_token_ids if draw.ignore_eos else (*draw.stop_token_ids, *eos_token_ids)
+    return SamplingParams(
+        max_tokens=draw.max_tokens,
+        temperature=draw.temperature,
+        top_p=draw.top_p,
+        top_k=draw.top_k,
+        seed=draw.seed_of(index),
+        stop=list(draw.stop_strings),
+        stop_token_ids=list(stops),
+        ignore_eos=draw.ignore_eos,
+        logprobs=spec.top_sample_logprobs,
+        prompt_logprobs=spec.top_prompt_logprobs if scored else None,
+        flat_logprobs=True,
+        # Only stop strings need text; making it is most of the cost of logprobs.
+        detokenize=bool(draw.stop_strings),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.DELTA,
+    )

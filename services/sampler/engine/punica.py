@@ -1,0 +1,164 @@
+"""LoRA on CPU, by runs of rows with the same adapter.
+
+vLLM 0.32.0's PunicaWrapperCPU gathers one copy of the adapter a row (a 2,048-token prefill of rank 64 copies gigabytes),
+reads adapter slot -1 for rows without an adapter, and breaks in `add_lora_logits` when the number of rows is not the
+number of requests, which is every request with prompt logprobs. This wrapper multiplies each run of rows by the one
+adapter that it uses and leaves rows without an adapter alone.
+
+Shape suffixes: N rows, I input width, O output width, R maximum rank, S adapter slots.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
+
+if TYPE_CHECKING:
+    from vllm.lora.layers import LoRAMapping
+
+Run = tuple[int, int, int]
+"""First row, row after the last, adapter slot."""
+
+
+class RunwisePunicaWrapper(PunicaWrapperBase):
+    """Applies adapters to runs of rows; takes the place of vLLM's PunicaWrapperCPU."""
+
+    def __init__(
+        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **_: object
+    ) -> None:
+        super().__init__(max_num_batched_tokens, max_batches, device)
+        self._token_runs: list[Run] = []
+        self._logits_runs: list[Run] = []
+        self._logits_slot: int | None = None
+
+    def update_metadata(
+        self, mapping: "LoRAMapping", lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **_: object
+    ) -> None:
+        """Takes over which adapter each row of the next step uses."""
+        self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
+        slots = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
+        self._token_runs = _runs(mapping.index_mapping, slots)
+        self._logits_runs = _runs(mapping.prompt_mapping, slots)
+
+    @contextmanager
+    def one_adapter_logits(self, slot: int | None) -> Iterator[None]:
+        """Within it, all rows given to `add_lora_logits` belong to the adapter in `slot`, or to none for -1."""
+        before, self._logits_slot = self._logits_slot, slot
+        try:
+            yield
+        finally:
+            self._logits_slot = before
+
+    def add_shrink(
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **_: object
+    ) -> None:
+        """y[i] += x @ A[i]^T * scale, for y of [slices, N, R] and x of [N, I]."""
+        x_NI = x.view(-1, x.shape[-1])
+        for y_NR, a_SxRI in zip(y, lora_a_stacked, strict=True):
+            for start, end, slot in self._token_runs:
+                y_NR[start:end] += (x_NI[start:end].to(y_NR.dtype) @ _matrix(a_SxRI, slot, y_NR.dtype).T) * scale
+
+    def add_expand(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        output_slices: tuple[int, ...],
+        offset_start: int = 0,
+        add_inputs: bool = True,
+        **_: object,
+    ) -> None:
+        """y[:, slice i] += x[i] @ B[i]^T, for y of [N, O] and x of [slices, N, R]."""
+        y_NO = y.view(-1, y.shape[-1])
+        offset = offset_start
+        for x_NR, b_SxOR, width in zip(x, lora_b_stacked, output_slices, strict=True):
+            for start, end, slot in self._token_runs:
+                delta = (x_NR[start:end] @ _matrix(b_SxOR, slot, x_NR.dtype).T).to(y_NO.dtype)
+                target = y_NO[start:end, offset : offset + width]
+                target.copy_(target + delta if add_inputs else delta)
+            offset += width
+
+    def add_lora_embedding(
+        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **_: object
+    ) -> None:
+        """y += x @ B^T for adapters of an embedding, which Fovea does not train: only all-zero ones come here."""
+        self.add_expand(y, x.unsqueeze(0), (lora_b_stacked,), (y.shape[-1],), add_inputs=add_inputs)
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: object,
+    ) -> None:
+        """y += x @ A^T @ B^T * scale in float32, for each slice of a packed projection."""
+        if not self._token_runs:
+            return
+        x_NI, y_NO = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        offset = 0
+        for a_SxRI, b_SxOR, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            for start, end, slot in self._token_runs:
+                _apply(y_NO[start:end, offset : offset + width], x_NI[start:end], a_SxRI, b_SxOR, slot, scale)
+            offset += width
+
+    def add_lora_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        **_: object,
+    ) -> None:
+        """y += x @ A^T @ B^T * scale for logits: rows are requests, or prompt rows in `one_adapter_logits`.
+
+        Raises RuntimeError if the rows are not the requests of this step: guessing would mix tenants.
+        """
+        x_NI, y_NO = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        if self._logits_slot is not None:
+            runs = [(0, x_NI.shape[0], self._logits_slot)] if self._logits_slot >= 0 else []
+        else:
+            runs = self._logits_runs
+        if runs and runs[-1][1] > x_NI.shape[0]:
+            raise RuntimeError(f"{x_NI.shape[0]} rows of logits, but adapters are known for {runs[-1][1]}")
+        for start, end, slot in runs:
+            _apply(y_NO[start:end], x_NI[start:end], lora_a_stacked, lora_b_stacked, slot, scale)
+
+
+    def apply_lora_full_linear(self, *_: object, **__: object) -> None:
+        """Raises NotImplementedError: Fovea serves no classification heads."""
+        raise NotImplementedError("adapters of classification heads")
+
+
+def _runs(lora_ids: tuple[int, ...], slots: dict[int, int]) -> list[Run]:
+    """Runs of neighbouring rows with the same adapter; rows without one (id 0) are left out."""
+    runs: list[Run] = []
+    for row, lora_id in enumerate(lora_ids):
+        if lora_id <= 0:
+            continue
+        slot = slots[lora_id]
+        if runs and runs[-1][1] == row and runs[-1][2] == slot:
+            runs[-1] = (runs[-1][0], row + 1, slot)
+        else:
+            runs.append((row, row + 1, slot))
+    return runs
+
+
+def _matrix(stacked: torch.Tensor, slot: int, dtype: torch.dtype) -> torch.Tensor:
+    """The adapter's matrix in a slot of [S, 1, rows, columns] or [S, rows, columns]."""
+    matrix = stacked[slot]
+    return (matrix[0] if matrix.dim() == 3 else matrix).to(dtype)
+
+
+def _apply(
+    y_NO: torch.Tensor, x_NI: torch.Tensor, a_SxRI: torch.Tensor, b_SxOR: torch.Tensor, slot: int, scale: float
+) -> None:
+    reduced_NR = x_NI.to(torch.float32) @ _matrix(a_SxRI, slot, torch.float32).T
+    delta_NO = (reduced_NR * scale) @ _matrix(b_SxOR, slot, torch.float32).T
+    width = min(y_NO.shape[-1], delta_NO.shape[-1])  # the base layer may pad its output
+    y_NO[:, :width] += delta_NO[:, :width].to(y_NO.dtype)

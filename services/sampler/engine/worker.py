@@ -1,0 +1,108 @@
+"""What Fovea adds to vLLM's worker. The service reaches each method by name through `collective_rpc`.
+
+Importing this module prepares the worker's process: vLLM does so before it makes the worker.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fovea.api.v1 import weights_pb2
+from services.sampler.engine import transfer
+from services.sampler.engine.adapters import AdapterBank
+from services.sampler.engine.logprobs import report_temperature_logprobs, score_prompts_one_by_one
+from services.sampler.engine.parentage import die_with_parent
+from services.sampler.engine.receiving import SnapshotReceiver
+from services.sampler.engine.shapes import ManifestChecker, checkpoint_shapes
+
+die_with_parent()
+transfer.register()
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class by `worker_extension_cls`."""
+
+    model_runner: Any
+    weight_transfer_engine: Any
+    device: torch.device
+    rank: int
+
+    def fovea_prepare(self, checkpoint: str) -> None:
+        """Once, after the model is loaded: adapters from memory, snapshots, and the logprobs that Fovea promises."""
+        manager = self.model_runner.lora_manager
+        self._receiver = SnapshotReceiver(self.device, self.rank)
+        self._bank = AdapterBank(manager)
+        self._checker = ManifestChecker(
+            checkpoint_shapes(Path(checkpoint)),
+            _rename_of(self.model_runner.get_model()),
+            _adaptable_modules(manager._adapter_manager),
+            manager.lora_config.max_lora_rank,
+        )
+        self.weight_transfer_engine.find_arrival = self._receiver.arrival
+        report_temperature_logprobs(self.model_runner)
+        score_prompts_one_by_one(self.model_runner)
+
+    def fovea_problem(self, manifest: bytes) -> str:
+        """What is wrong with a serialized SnapshotManifest, or the empty string."""
+        return self._checker.problem(weights_pb2.SnapshotManifest.FromString(manifest))
+
+    def fovea_join(
+        self,
+        task_id: str,
+        group_id: str,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        timeout_s: float,
+    ) -> None:
+        """Begins to join a group; `fovea_report` tells when it stands."""
+        self._receiver.start_join(
+            task_id, group_id, master_address, master_port, rank_offset, world_size, timeout_s
+        )
+
+    def fovea_receive(self, task_id: str, group_id: str, manifest: bytes, timeout_s: float) -> None:
+        """Begins to receive a snapshot; `fovea_report` tells when it is whole."""
+        self._receiver.start_receive(
+            task_id, group_id, weights_pb2.SnapshotManifest.FromString(manifest), timeout_s
+        )
+
+    def fovea_report(self, task_id: str) -> dict[str, str]:
+        """How far a task is: phase, error, digest."""
+        return self._receiver.report(task_id)
+
+    def fovea_forget_task(self, task_id: str) -> None:
+        """Frees what a task received."""
+        self._receiver.forget(task_id)
+
+    def fovea_leave(self, group_id: str) -> None:
+        """Leaves a group."""
+        self._receiver.leave(group_id)
+
+    def fovea_keep_adapter(self, task_id: str, name: str, lora_id: int) -> None:
+        """Makes an arrived adapter known to vLLM under an unused name and id."""
+        self._bank.keep(name, lora_id, self._receiver.arrival(task_id))
+
+    def fovea_forget_adapter(self, name: str) -> None:
+        """Frees an adapter that no request uses."""
+        self._bank.forget(name)
+
+
+def _rename_of(model: torch.nn.Module) -> Any:
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return lambda name: name
+    renamer = mapper.get_rename_mapper()
+    return lambda name: renamer.map_name(name) or name
+
+
+def _adaptable_modules(manager: Any) -> set[str]:
+    """Modules that take LoRA by vLLM name, packed projections by their parts' names; embeddings do not count."""
+    from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+
+    adaptable: set[str] = set()
+    for name, module in manager.modules.items():
+        if not isinstance(module, VocabParallelEmbeddingWithLoRA):
+            adaptable.update(manager.packed_modules.get(name, [name]))
+    return adaptable

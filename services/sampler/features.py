@@ -1,0 +1,114 @@
+"""Vision tensors by digest: fetched once from the renderer that made them, checked, and kept for further requests."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import grpc
+
+from fovea.api.v1 import model_input_pb2
+from fovea.client.features import check_feature
+from fovea.client.renderer import RendererClient
+from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound
+from fovea.wire.features import FeatureTensors, size_bytes
+from services.sampler import metrics
+from services.sampler.families.base import Family
+from services.sampler.requests import ImageSpan
+
+VisionFeature = model_input_pb2.VisionFeature
+
+
+class FeatureStore:
+    """A cache of features over the renderers.
+
+    Args:
+        family: Knows what the tensors of an image must be.
+        limit_bytes: The most memory of kept tensors; what was used longest ago goes first.
+        default_source: Renderer to ask when a request names none.
+        timeout_s: How long a renderer may take.
+    """
+
+    def __init__(self, family: Family, limit_bytes: int, default_source: str, timeout_s: float = 60.0) -> None:
+        self._family = family
+        self._limit_bytes = limit_bytes
+        self._default_source = default_source
+        self._timeout_s = timeout_s
+        self._kept: OrderedDict[tuple[str, str], FeatureTensors] = OrderedDict()
+        self._kept_bytes = 0
+        self._under_way: dict[tuple[str, str], asyncio.Task[FeatureTensors]] = {}
+        self._clients: dict[str, RendererClient] = {}
+
+    async def get(self, spans: Sequence[ImageSpan]) -> list[FeatureTensors]:
+        """The tensors of each span, in order.
+
+        Raises FeatureEvicted if the renderer no longer holds one, InvalidInput if what it holds is not what the request
+        promises, Unavailable if it is down.
+        """
+        return list(await asyncio.gather(*(self._get_one(span.feature) for span in spans)))
+
+    async def close(self) -> None:
+        """Gives up fetches and closes all channels."""
+        for task in self._under_way.values():
+            task.cancel()
+        for client in self._clients.values():
+            await client.close()
+
+    async def _get_one(self, feature: VisionFeature) -> FeatureTensors:
+        # Both digests make the key: a caller that promises other tensors under a known image must not get those.
+        key = (feature.digest, feature.tensors_sha256)
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept.move_to_end(key)
+            metrics.FEATURES.labels("hit").inc()
+        else:
+            metrics.FEATURES.labels("miss").inc()
+            kept = await self._fetch_once(key, feature)
+        # A hit is checked too: the grid is the request's own claim.
+        if problem := self._family.tensors_problem(list(feature.grid_thw), kept):
+            raise InvalidInput(f"image {feature.digest}: {problem}", field="prompt.spans")
+        return kept
+
+    async def _fetch_once(self, key: tuple[str, str], feature: VisionFeature) -> FeatureTensors:
+        task = self._under_way.get(key)
+        if task is None:
+            task = self._under_way[key] = asyncio.create_task(self._fetch(key, feature))
+            task.add_done_callback(lambda _: self._under_way.pop(key, None))
+        # One caller's cancellation must not take the tensors from the others.
+        return await asyncio.shield(task)
+
+    async def _fetch(self, key: tuple[str, str], feature: VisionFeature) -> FeatureTensors:
+        source = feature.source or self._default_source
+        if not source:
+            raise InvalidInput(
+                "prompt.spans[].feature.source is empty and this sampler has no --renderer", field="prompt.spans"
+            )
+        try:
+            fetched = await self._client(source).fetch_features([feature.digest], self._timeout_s)
+        except NotFound as error:
+            raise FeatureEvicted(
+                f"the renderer at {source} no longer holds image {feature.digest}; render it again",
+                digest=feature.digest,
+            ) from error
+        tensors = fetched.get(feature.digest)
+        check_feature(feature, tensors)
+        assert tensors is not None  # check_feature refuses None
+        self._keep(key, tensors)
+        return tensors
+
+    def _keep(self, key: tuple[str, str], tensors: FeatureTensors) -> None:
+        if size_bytes(tensors) > self._limit_bytes:
+            return
+        self._kept[key] = tensors
+        self._kept_bytes += size_bytes(tensors)
+        while self._kept_bytes > self._limit_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= size_bytes(oldest)
+        metrics.FEATURE_BYTES.set(self._kept_bytes)
+
+    def _client(self, source: str) -> RendererClient:
+        if source not in self._clients:
+            try:
+                self._clients[source] = RendererClient(source)
+            except (grpc.RpcError, ValueError) as error:
+                raise InvalidInput(f"{source!r} is no host:port: {error}", field="prompt.spans") from error
+        return self._clients[source]

@@ -1,0 +1,69 @@
+"""What the service asks of an engine. `engine.engine.Engine` is the one over vLLM."""
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from fovea.api.v1 import weights_pb2
+from services.sampler.families.base import FeatureTensors
+from services.sampler.requests import AdapterName, Event, SampleSpec
+
+
+class SampleEngine(Protocol):
+    """Draws tokens."""
+
+    def sample(
+        self, spec: SampleSpec, index: int, images: Sequence[FeatureTensors], adapter: AdapterName | None
+    ) -> AsyncGenerator[Event]:
+        """Events of sequence `index`: PromptFacts first, then Deltas. Closing it aborts the request.
+
+        Only sequence 0 scores the prompt, if the request asks for that. Raises Unavailable if the engine is dead.
+        """
+        ...
+
+
+class WeightEngine(Protocol):
+    """Takes weights. All methods raise Unavailable if the engine is dead and DeadlineExceeded if it does not answer."""
+
+    async def manifest_problem(self, manifest: weights_pb2.SnapshotManifest) -> str:
+        """What is wrong with a manifest for this model, or the empty string."""
+        ...
+
+    async def join_group(
+        self,
+        group_id: str,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        timeout_s: float,
+    ) -> None:
+        """Joins a transfer group, leaving one of the same name. Raises Unavailable if the members do not meet in time."""
+        ...
+
+    async def leave_group(self, group_id: str) -> None:
+        """Leaves a transfer group; a broadcast under way fails."""
+        ...
+
+    async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
+        """Begins to take part in the broadcasts of a snapshot; returns the name of the task."""
+        ...
+
+    async def wait_received(self, task_id: str, timeout_s: float) -> str:
+        """Waits for the tensors; returns their digest. Raises Unavailable if the sender is gone or late."""
+        ...
+
+    async def forget_task(self, task_id: str) -> None:
+        """Frees what a task received and was not loaded."""
+        ...
+
+    async def keep_adapter(self, task_id: str, adapter: AdapterName) -> None:
+        """Makes an adapter that has arrived ready to sample from."""
+        ...
+
+    async def forget_adapter(self, adapter: AdapterName) -> None:
+        """Frees an adapter that no request uses."""
+        ...
+
+    async def load_full(self, task_id: str, version: str) -> float:
+        """Puts full weights that have arrived into the model; returns the seconds of standstill."""
+        ...

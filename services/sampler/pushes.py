@@ -1,0 +1,179 @@
+"""How a snapshot comes in: join a group, check the manifest, receive, prove, load."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from fovea.api.v1 import weights_pb2
+from fovea.wire import manifest as wire_manifest
+from fovea.wire.errors import AlreadyExists, DeadlineExceeded, FailedPrecondition, Internal, InvalidInput
+from services.sampler import metrics
+from services.sampler.ports import WeightEngine
+from services.sampler.settled import settled
+from services.sampler.snapshots import BASE, Snapshots
+
+logger = logging.getLogger(__name__)
+
+_FULL = weights_pb2.SNAPSHOT_KIND_FULL
+_ADAPTER = weights_pb2.SNAPSHOT_KIND_ADAPTER
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The receiver takes part in the broadcast."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The snapshot can be sampled from."""
+
+    digest: str
+    pause_s: float
+
+
+class SnapshotPushes:
+    """The receiving side of pushes. One snapshot at a time over each group; full weights one at a time over all."""
+
+    def __init__(self, engine: WeightEngine, snapshots: Snapshots) -> None:
+        self._engine = engine
+        self._snapshots = snapshots
+        self._groups: dict[str, asyncio.Lock] = {}
+
+    async def join(
+        self,
+        group_id: str,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        timeout_s: float,
+    ) -> None:
+        """Joins a group; one of the same name is left first. Raises InvalidInput, or Unavailable if nobody meets."""
+        if not group_id:
+            raise InvalidInput("group_id is empty", field="group_id")
+        if not 0 < master_port < 65536:
+            raise InvalidInput(f"master_port is {master_port}", field="master_port")
+        if not 1 <= rank_offset < world_size:
+            raise InvalidInput(
+                f"rank_offset is {rank_offset}, must be between 1 and world_size - 1 = {world_size - 1}",
+                field="rank_offset",
+            )
+        _check_timeout(timeout_s)
+        self._groups.pop(group_id, None)
+        try:
+            await self._engine.join_group(group_id, master_address, master_port, rank_offset, world_size, timeout_s)
+        except BaseException:
+            await settled(self._engine.leave_group(group_id))
+            raise
+        self._groups[group_id] = asyncio.Lock()
+        logger.info("joined transfer group %s as rank %d of %d", group_id, rank_offset, world_size)
+
+    async def leave(self, group_id: str) -> None:
+        """Leaves a group. Unknown groups are no error."""
+        self._groups.pop(group_id, None)
+        await self._engine.leave_group(group_id)
+
+    async def receive(
+        self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float
+    ) -> AsyncGenerator[Ready | Loaded]:
+        """Receives one snapshot: yields Ready, then Loaded.
+
+        Raises InvalidInput for a manifest that does not fit the model, FailedPrecondition for a group that was not
+        joined, Unavailable if the sender vanishes, Internal if other bytes arrive than were announced. Until Loaded the
+        weights that were there stay as they were.
+        """
+        _check_timeout(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        kind = "adapter" if manifest.snapshot.kind == _ADAPTER else "full"
+        outcome = "failed"
+        try:
+            await self._check(manifest)
+            lock = self._groups.get(group_id)
+            if lock is None:
+                raise FailedPrecondition(f"transfer group {group_id!r} does not stand; join it first", field="group_id")
+            async with _within(deadline, "another snapshot still arrives over this group"):
+                await lock.acquire()
+            try:
+                async for phase in self._receive_alone(group_id, manifest, deadline):
+                    yield phase
+            finally:
+                lock.release()
+            outcome = "loaded"
+        finally:
+            metrics.SNAPSHOTS.labels(kind, outcome).inc()
+
+    async def _receive_alone(
+        self, group_id: str, manifest: weights_pb2.SnapshotManifest, deadline: float
+    ) -> AsyncGenerator[Ready | Loaded]:
+        task_id = await self._engine.start_receive(group_id, manifest, deadline - time.monotonic())
+        arrived = False
+        try:
+            yield Ready()
+            digest = await self._engine.wait_received(task_id, deadline - time.monotonic())
+            arrived = True
+            yield await self._load(task_id, manifest, digest, deadline)
+        finally:
+            if not arrived:
+                # A broadcast that broke off leaves the members out of step: the group is of no use.
+                await settled(self.leave(group_id))
+            await settled(self._engine.forget_task(task_id))
+
+    async def _check(self, manifest: weights_pb2.SnapshotManifest) -> None:
+        snapshot = manifest.snapshot
+        if snapshot.kind == _ADAPTER and snapshot.snapshot_id == BASE:
+            raise InvalidInput("an adapter needs a snapshot id", field="manifest.snapshot.snapshot_id")
+        if problem := await self._engine.manifest_problem(manifest):
+            raise InvalidInput(f"manifest: {problem}", field="manifest")
+        held = self._snapshots.shelf.find(snapshot.snapshot_id)
+        if snapshot.kind == _ADAPTER and held is not None and held.digest != snapshot.digest:
+            raise AlreadyExists(
+                f"snapshot {snapshot.snapshot_id} is held with digest {held.digest}; snapshots never change"
+            )
+        if snapshot.kind == _ADAPTER and held is None:
+            self._snapshots.shelf.leaving_for(_size_bytes(manifest))  # refused now rather than after the broadcast
+
+    async def _load(
+        self, task_id: str, manifest: weights_pb2.SnapshotManifest, digest: str, deadline: float
+    ) -> Loaded:
+        snapshot = manifest.snapshot
+        if digest != snapshot.digest:
+            raise Internal(
+                f"snapshot {snapshot.snapshot_id!r} arrived with digest {digest}, the manifest says {snapshot.digest}"
+            )
+        pause_s = 0.0
+        async with _within(deadline, "samples in flight kept the weights in place"):
+            if snapshot.kind == _FULL:
+                pause_s = await self._snapshots.load_full(task_id, snapshot.snapshot_id)
+                metrics.PAUSE_SECONDS.observe(pause_s)
+            elif self._snapshots.shelf.find(snapshot.snapshot_id) is None:
+                await self._snapshots.hold_adapter(task_id, snapshot.snapshot_id, digest, _size_bytes(manifest))
+        logger.info("loaded snapshot %r, %d bytes, pause %.3f s", snapshot.snapshot_id, _size_bytes(manifest), pause_s)
+        return Loaded(digest, pause_s)
+
+
+class _within:  # noqa: N801 - reads as a statement
+    """Turns the passing of a deadline of `time.monotonic` into DeadlineExceeded with a reason."""
+
+    def __init__(self, deadline: float, reason: str) -> None:
+        self._reason = reason
+        self._timeout = asyncio.timeout(max(deadline - time.monotonic(), 0))
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, *details: object) -> None:
+        try:
+            await self._timeout.__aexit__(*details)  # type: ignore[arg-type]
+        except TimeoutError:
+            raise DeadlineExceeded(f"the push ran out of time: {self._reason}") from None
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not 0 < timeout_s <= 86_400:
+        raise InvalidInput(f"timeout_s is {timeout_s:g}, must be above 0 and at most a day", field="timeout_s")
+
+
+def _size_bytes(manifest: weights_pb2.SnapshotManifest) -> int:
+    return sum(wire_manifest.tensor_bytes(spec) for spec in manifest.tensors)

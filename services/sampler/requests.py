@@ -1,0 +1,107 @@
+"""A checked sample request, and what the engine says while it runs. The only types that cross into the engine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fovea.api.v1 import model_input_pb2
+
+SEED_MASK = 2**63 - 1
+FILLER_LOGPROB = -99999.0
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one engine takes. All are inclusive."""
+
+    vocabulary_size: int
+    max_context: int
+    max_sample_count: int
+    max_top_logprobs: int
+    max_images: int
+    max_image_tokens: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How to draw tokens. `max_tokens` is resolved: prompt and new tokens fit into the context."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def seed_of(self, index: int) -> int | None:
+        """Sequence `index` draws with seed + index, kept within the 63 bits that the engine tells apart."""
+        return None if self.seed is None else (self.seed + index) & SEED_MASK
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """One image in the prompt: tokens `offset` to `offset + length` are its placeholders."""
+
+    offset: int
+    length: int
+    feature: model_input_pb2.VisionFeature
+
+
+@dataclass(frozen=True)
+class SampleSpec:
+    """One sample request, every part of it checked."""
+
+    request_id: str
+    snapshot_id: str
+    tokens: npt.NDArray[np.int32]
+    spans: tuple[ImageSpan, ...]
+    sample_count: int
+    draw: Draw
+    prompt_logprobs: bool = False
+    top_prompt_logprobs: int = 0
+    top_sample_logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class TopRows:
+    """Alternatives at each of N positions, best first: ids int32 [N, k], logprobs float32 [N, k]."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class PromptFacts:
+    """What the engine says of the prompt: logprobs float32 [prompt length], NaN first, if they were asked for."""
+
+    logprobs: npt.NDArray[np.float32] | None
+    top: TopRows | None
+    cached_token_count: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New tokens of sequence `index`: tokens int32 [n], logprobs float32 [n]."""
+
+    index: int
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    top: TopRows | None
+    finish: Finish | None
+
+
+Event = PromptFacts | Delta
+
+
+@dataclass(frozen=True)
+class AdapterName:
+    """How the engine knows one adapter version. Never used twice, so that its caches cannot mix versions up."""
+
+    name: str
+    lora_id: int

@@ -1,0 +1,116 @@
+"""How one sample request runs: weights held, images fetched, its sequences drawn side by side."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from fovea.wire.errors import ResourceExhausted
+from services.sampler import metrics
+from services.sampler.families.base import FeatureTensors
+from services.sampler.features import FeatureStore
+from services.sampler.ports import SampleEngine
+from services.sampler.requests import AdapterName, Delta, Event, PromptFacts, SampleSpec
+from services.sampler.snapshots import Snapshots
+
+_DONE = None
+
+
+class Sampling:
+    """Runs sample requests.
+
+    Args:
+        engine: Draws tokens.
+        snapshots: Hands out the weights.
+        features: Hands out the images.
+        max_requests: Requests in flight before further ones are refused.
+    """
+
+    def __init__(
+        self, engine: SampleEngine, snapshots: Snapshots, features: FeatureStore, max_requests: int
+    ) -> None:
+        self._engine = engine
+        self._snapshots = snapshots
+        self._features = features
+        self._max_requests = max_requests
+        self._in_flight = 0
+
+    async def run(self, spec: SampleSpec) -> AsyncGenerator[Event]:
+        """PromptFacts, then Deltas of all sequences as they come. Closing it aborts all of them.
+
+        Raises SnapshotNotLoaded, FeatureEvicted, InvalidInput, ResourceExhausted, Unavailable.
+        """
+        if self._in_flight >= self._max_requests:
+            raise ResourceExhausted(f"{self._max_requests} requests are in flight; try again later")
+        self._in_flight += 1
+        metrics.IN_FLIGHT.inc()
+        try:
+            # Asked before the images are fetched, so that a push can begin at once; asked again when they are there.
+            self._snapshots.require(spec.snapshot_id)
+            images = await self._features.get(spec.spans)
+            async with self._snapshots.use(spec.snapshot_id) as adapter, aclosing(
+                self._draw_all(spec, images, adapter)
+            ) as events:
+                async for event in events:
+                    _count(spec, event)
+                    yield event
+        finally:
+            self._in_flight -= 1
+            metrics.IN_FLIGHT.dec()
+
+    async def _draw_all(
+        self, spec: SampleSpec, images: Sequence[FeatureTensors], adapter: AdapterName | None
+    ) -> AsyncGenerator[Event]:
+        """Merges the sequences; whatever comes before the prompt's facts waits for them."""
+        queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(self._draw_one(spec, index, images, adapter, queue))
+            for index in range(spec.sample_count)
+        ]
+        early: list[Event] | None = []
+        running = len(tasks)
+        try:
+            while running:
+                item = await queue.get()
+                if item is _DONE:
+                    running -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                elif isinstance(item, PromptFacts):
+                    yield item
+                    for event in early or ():
+                        yield event
+                    early = None
+                elif early is not None:
+                    early.append(item)
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _draw_one(
+        self,
+        spec: SampleSpec,
+        index: int,
+        images: Sequence[FeatureTensors],
+        adapter: AdapterName | None,
+        queue: asyncio.Queue[Event | BaseException | None],
+    ) -> None:
+        try:
+            async with aclosing(self._engine.sample(spec, index, images, adapter)) as events:
+                async for event in events:
+                    # The prompt is one; sequence 0 speaks for it.
+                    if isinstance(event, Delta) or index == 0:
+                        queue.put_nowait(event)
+            queue.put_nowait(_DONE)
+        except Exception as error:  # handed on: `_draw_all` raises it to the caller
+            queue.put_nowait(error)
+
+
+def _count(spec: SampleSpec, event: Event) -> None:
+    if isinstance(event, PromptFacts):
+        metrics.TOKENS.labels("prompt").inc(len(spec.tokens))
+        metrics.TOKENS.labels("prompt_cached").inc(event.cached_token_count)
+    else:
+        metrics.TOKENS.labels("sampled").inc(len(event.tokens))

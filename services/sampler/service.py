@@ -1,0 +1,184 @@
+"""`fovea.api.v1.SamplerService`: each method decodes, makes one call, and encodes."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import grpc
+
+from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
+from fovea.wire import tensors
+from fovea.wire.errors import FoveaError, Unavailable
+from services.sampler import metrics
+from services.sampler.families.base import Family
+from services.sampler.pushes import Loaded, Ready, SnapshotPushes
+from services.sampler.requests import Delta, Event, Limits, PromptFacts, TopRows
+from services.sampler.sampling import Sampling
+from services.sampler.snapshots import Snapshots
+from services.sampler.validation import read_request
+
+Context = grpc.aio.ServicerContext
+_FINISH = {
+    None: sampler_pb2.FINISH_REASON_UNSPECIFIED,
+    "stop": sampler_pb2.FINISH_REASON_STOP,
+    "length": sampler_pb2.FINISH_REASON_LENGTH,
+}
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What does not change while an engine runs."""
+
+    model: str
+    instance_id: str
+    dtype: str
+    max_lora_rank: int
+    transfer_backend: str
+    transfer_worker_count: int
+    limits: Limits
+
+
+class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
+    """The sampler over gRPC."""
+
+    def __init__(
+        self, facts: EngineFacts, family: Family, sampling: Sampling, snapshots: Snapshots, pushes: SnapshotPushes
+    ) -> None:
+        self._facts = facts
+        self._family = family
+        self._sampling = sampling
+        self._snapshots = snapshots
+        self._pushes = pushes
+        self._ready = False
+
+    def set_ready(self, ready: bool) -> None:
+        """Whether samples are taken; before the warm-up and after the engine's death they are not."""
+        self._ready = ready
+
+    async def GetSamplerInfo(  # noqa: N802
+        self, request: sampler_pb2.GetSamplerInfoRequest, context: Context
+    ) -> sampler_pb2.GetSamplerInfoResponse:
+        """See sampler.proto."""
+        facts = self._facts
+        return sampler_pb2.GetSamplerInfoResponse(
+            model=facts.model,
+            instance_id=facts.instance_id,
+            max_context_length=facts.limits.max_context,
+            max_sample_count=facts.limits.max_sample_count,
+            max_top_logprobs=facts.limits.max_top_logprobs,
+            max_lora_rank=facts.max_lora_rank,
+            resident_snapshot_id=self._snapshots.resident_snapshot_id or "",
+            adapter_snapshot_ids=self._snapshots.adapter_snapshot_ids(),
+            transfer_backend=facts.transfer_backend,
+            transfer_worker_count=facts.transfer_worker_count,
+            dtype=facts.dtype,
+            version=_version(),
+        )
+
+    async def Sample(  # noqa: N802
+        self, request: sampler_pb2.SampleRequest, context: Context
+    ) -> AsyncIterator[sampler_pb2.SampleResponse]:
+        """See sampler.proto."""
+        outcome = "cancelled"
+        try:
+            self._require_ready()
+            spec = read_request(request, self._facts.limits, self._family)
+            async with aclosing(self._sampling.run(spec)) as events:
+                async for event in events:
+                    yield _encode(event, spec.snapshot_id)
+            outcome = "ok"
+        except FoveaError as error:
+            outcome = error.reason.lower()
+            raise
+        except Exception:
+            outcome = "internal"
+            raise
+        finally:
+            metrics.REQUESTS.labels(outcome).inc()
+
+    async def JoinTransferGroup(  # noqa: N802
+        self, request: sampler_pb2.JoinTransferGroupRequest, context: Context
+    ) -> sampler_pb2.JoinTransferGroupResponse:
+        """See sampler.proto."""
+        await self._pushes.join(
+            request.group_id,
+            request.master_address,
+            request.master_port,
+            request.rank_offset,
+            request.world_size,
+            request.timeout_s,
+        )
+        return sampler_pb2.JoinTransferGroupResponse(instance_id=self._facts.instance_id)
+
+    async def LeaveTransferGroup(  # noqa: N802
+        self, request: sampler_pb2.LeaveTransferGroupRequest, context: Context
+    ) -> sampler_pb2.LeaveTransferGroupResponse:
+        """See sampler.proto."""
+        await self._pushes.leave(request.group_id)
+        return sampler_pb2.LeaveTransferGroupResponse()
+
+    async def ReceiveSnapshot(  # noqa: N802
+        self, request: sampler_pb2.ReceiveSnapshotRequest, context: Context
+    ) -> AsyncIterator[sampler_pb2.ReceiveSnapshotResponse]:
+        """See sampler.proto."""
+        async with aclosing(
+            self._pushes.receive(request.group_id, request.manifest, request.timeout_s)
+        ) as phases:
+            async for phase in phases:
+                yield _encode_phase(phase)
+
+    async def DropSnapshot(  # noqa: N802
+        self, request: sampler_pb2.DropSnapshotRequest, context: Context
+    ) -> sampler_pb2.DropSnapshotResponse:
+        """See sampler.proto."""
+        await self._snapshots.drop(request.snapshot_id)
+        return sampler_pb2.DropSnapshotResponse()
+
+    def _require_ready(self) -> None:
+        if not self._ready:
+            raise Unavailable("the sampler is not serving: its engine is starting or has died")
+
+
+def _encode(event: Event, snapshot_id: str) -> sampler_pb2.SampleResponse:
+    if isinstance(event, PromptFacts):
+        return sampler_pb2.SampleResponse(
+            prompt=sampler_pb2.PromptResult(
+                logprobs=b"" if event.logprobs is None else tensors.encode_floats(event.logprobs),
+                top_logprobs=_encode_top(event.top),
+                cached_token_count=event.cached_token_count,
+            )
+        )
+    return sampler_pb2.SampleResponse(delta=_encode_delta(event, snapshot_id))
+
+
+def _encode_delta(delta: Delta, snapshot_id: str) -> sampler_pb2.SequenceDelta:
+    return sampler_pb2.SequenceDelta(
+        index=delta.index,
+        tokens=tensors.encode_tokens(delta.tokens),
+        logprobs=tensors.encode_floats(delta.logprobs),
+        top_logprobs=_encode_top(delta.top),
+        finish_reason=_FINISH[delta.finish],
+        snapshot_id=snapshot_id,
+    )
+
+
+def _encode_top(top: TopRows | None) -> sampler_pb2.TopLogprobs | None:
+    if top is None:
+        return None
+    return sampler_pb2.TopLogprobs(token_ids=tensors.encode(top.token_ids), logprobs=tensors.encode(top.logprobs))
+
+
+def _encode_phase(phase: Ready | Loaded) -> sampler_pb2.ReceiveSnapshotResponse:
+    if isinstance(phase, Ready):
+        return sampler_pb2.ReceiveSnapshotResponse(ready=sampler_pb2.SnapshotReady())
+    return sampler_pb2.ReceiveSnapshotResponse(
+        loaded=sampler_pb2.SnapshotLoaded(digest=phase.digest, pause_s=phase.pause_s)
+    )
+
+
+def _version() -> str:
+    try:
+        return version("fovea")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,96 @@
+"""The weights that can be sampled from now: the resident full set, and the adapters on the base model."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fovea.wire.errors import SnapshotNotLoaded
+from services.sampler.adapters import AdapterShelf, HeldAdapter
+from services.sampler.gate import WeightGate
+from services.sampler.ports import WeightEngine
+from services.sampler.requests import AdapterName
+from services.sampler.settled import settled
+
+BASE = ""
+
+
+class Snapshots:
+    """Hands weights out to requests, and changes them when no request stands in the way."""
+
+    def __init__(self, engine: WeightEngine, shelf: AdapterShelf) -> None:
+        self._engine = engine
+        self.shelf = shelf
+        self.gate = WeightGate()
+        self._resident: str | None = BASE
+
+    @property
+    def resident_snapshot_id(self) -> str | None:
+        """The full weights in place; the empty string is the base model, None is a model left half-loaded."""
+        return self._resident
+
+    def adapter_snapshot_ids(self) -> list[str]:
+        """Adapters that can be sampled from now. They are deltas on the base model: on other weights, none can."""
+        return self.shelf.snapshot_ids() if self._resident == BASE else []
+
+    def require(self, snapshot_id: str) -> HeldAdapter | None:
+        """The adapter of a loaded snapshot, None for full weights. Raises SnapshotNotLoaded for any other."""
+        if snapshot_id == self._resident:
+            return None
+        held = self.shelf.find(snapshot_id) if self._resident == BASE and snapshot_id != BASE else None
+        if held is None:
+            raise SnapshotNotLoaded(
+                f"snapshot {snapshot_id!r} is not loaded; push it to this sampler first", snapshot_id=snapshot_id
+            )
+        return held
+
+    @asynccontextmanager
+    async def use(self, snapshot_id: str) -> AsyncIterator[AdapterName | None]:
+        """Holds a snapshot in place while a request samples from it. Raises SnapshotNotLoaded."""
+        async with self.gate.reading():
+            held = self.require(snapshot_id)
+            if held is None:
+                yield None
+                return
+            with held.in_use() as name:
+                yield name
+
+    async def hold_adapter(self, task_id: str, snapshot_id: str, digest: str, size_bytes: int) -> None:
+        """Makes an adapter that has arrived ready to sample from. Raises ResourceExhausted if all others are in use."""
+        await settled(self._hold_adapter(task_id, snapshot_id, digest, size_bytes))
+
+    async def load_full(self, task_id: str, snapshot_id: str) -> float:
+        """Puts full weights that have arrived into the model; returns the seconds of standstill.
+
+        Waits for the requests in flight. After a failure nothing can be sampled until full weights are pushed again.
+        """
+        async with self.gate.writing():
+            return await settled(self._load_full(task_id, snapshot_id))
+
+    async def drop(self, snapshot_id: str) -> None:
+        """Forgets an adapter once its requests have ended. Full weights stay until others are pushed."""
+        held = self.shelf.take_out(snapshot_id)
+        if held is not None:
+            # The caller may give up waiting; the engine must still get rid of it.
+            await asyncio.shield(asyncio.create_task(self._forget_when_drained(held)))
+
+    async def _hold_adapter(self, task_id: str, snapshot_id: str, digest: str, size_bytes: int) -> None:
+        for leaving in self.shelf.leaving_for(size_bytes):
+            self.shelf.take_out(leaving.snapshot_id)
+            await self._engine.forget_adapter(leaving.engine_name)
+        name = self.shelf.name_anew(snapshot_id)
+        await self._engine.keep_adapter(task_id, name)
+        if self.shelf.find(snapshot_id) is None:
+            self.shelf.add(HeldAdapter(snapshot_id, name, digest, size_bytes))
+        else:  # another group brought the same snapshot meanwhile
+            await self._engine.forget_adapter(name)
+
+    async def _load_full(self, task_id: str, snapshot_id: str) -> float:
+        self._resident = None
+        pause_s = await self._engine.load_full(task_id, snapshot_id)
+        self._resident = snapshot_id
+        return pause_s
+
+    async def _forget_when_drained(self, held: HeldAdapter) -> None:
+        if held.user_count:
+            await held.drained.wait()
+        await self._engine.forget_adapter(held.engine_name)

@@ -1,0 +1,227 @@
+"""Refuses whatever would harm the engine. vLLM dies, for every tenant, or is silently wrong on malformed input."""
+
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fovea.api.v1 import model_input_pb2, sampler_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import ContextOverflow, InvalidInput
+from services.sampler.families.base import Family
+from services.sampler.requests import Draw, ImageSpan, Limits, SampleSpec
+
+_MIN_TEMPERATURE = 0.01  # vLLM would silently raise a smaller one to this
+_MAX_TEMPERATURE = 2.0  # vLLM's own bound
+_MAX_STOPS = 64
+_MAX_STOP_STRING = 1000
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def read_request(request: sampler_pb2.SampleRequest, limits: Limits, family: Family) -> SampleSpec:
+    """The request, checked. Raises InvalidInput naming the field, ContextOverflow if prompt and new tokens do not fit."""
+    ids = _read_tokens(request.prompt.tokens, limits)
+    spans = _read_spans(request.prompt, ids, limits, family)
+    _check_positions(request.prompt, len(ids))
+    _check_range("sample_count", request.sample_count, 1, limits.max_sample_count)
+    _check_range("top_prompt_logprobs", request.top_prompt_logprobs, 0, limits.max_top_logprobs)
+    _check_range("top_sample_logprobs", request.top_sample_logprobs, 0, limits.max_top_logprobs)
+    return SampleSpec(
+        request_id=request.request_id,
+        snapshot_id=request.snapshot_id,
+        tokens=ids,
+        spans=spans,
+        sample_count=request.sample_count,
+        draw=_read_draw(request.params, len(ids), limits),
+        prompt_logprobs=request.prompt_logprobs,
+        top_prompt_logprobs=request.top_prompt_logprobs,
+        top_sample_logprobs=request.top_sample_logprobs,
+    )
+
+
+def _read_tokens(data: bytes, limits: Limits) -> npt.NDArray[np.int32]:
+    field = "prompt.tokens"
+    ids = tensors.decode_tokens(data, field)
+    if not ids.size:
+        raise InvalidInput("prompt.tokens is empty; at least one token is needed", field=field)
+    wrong = np.flatnonzero((ids < 0) | (ids >= limits.vocabulary_size))
+    if wrong.size:
+        place = int(wrong[0])
+        raise InvalidInput(
+            f"prompt.tokens[{place}] is {ids[place]}; ids lie in 0 .. {limits.vocabulary_size - 1}", field=field
+        )
+    return ids
+
+
+def _read_spans(
+    prompt: model_input_pb2.RenderedInput, ids: npt.NDArray[np.int32], limits: Limits, family: Family
+) -> tuple[ImageSpan, ...]:
+    if prompt.spans and family.image_token_id is None:
+        raise InvalidInput("the model takes no images", field="prompt.spans")
+    if len(prompt.spans) > limits.max_images:
+        raise InvalidInput(f"{len(prompt.spans)} images; at most {limits.max_images} are taken", field="prompt.spans")
+    outside = np.ones(len(ids), dtype=bool)
+    end = 0
+    for number, span in enumerate(prompt.spans):
+        _check_span(f"prompt.spans[{number}]", span, ids, end, limits, family)
+        end = span.offset + span.length
+        outside[span.offset : end] = False
+    stray = np.flatnonzero(outside & np.isin(ids, list(family.reserved_token_ids)))
+    if stray.size:
+        place = int(stray[0])
+        raise InvalidInput(
+            f"prompt.tokens[{place}] is the placeholder {ids[place]}, but no image span covers it",
+            field="prompt.tokens",
+        )
+    return tuple(ImageSpan(span.offset, span.length, span.feature) for span in prompt.spans)
+
+
+def _check_span(
+    field: str,
+    span: model_input_pb2.VisionSpan,
+    ids: npt.NDArray[np.int32],
+    previous_end: int,
+    limits: Limits,
+    family: Family,
+) -> None:
+    if span.length < 1 or span.offset < 0 or span.offset + span.length > len(ids):
+        raise InvalidInput(
+            f"{field} covers tokens {span.offset} .. {span.offset + span.length - 1} of a prompt of {len(ids)}",
+            field=field,
+        )
+    if span.offset < previous_end:
+        raise InvalidInput(f"{field} begins at {span.offset}, inside or before the span that ends there", field=field)
+    if np.any(ids[span.offset : span.offset + span.length] != family.image_token_id):
+        raise InvalidInput(
+            f"{field} covers tokens other than the image placeholder {family.image_token_id}", field=field
+        )
+    _check_feature(f"{field}.feature", span.feature, family)
+    if span.length != span.feature.token_count:
+        raise InvalidInput(
+            f"{field} has {span.length} placeholder tokens, its image takes {span.feature.token_count}", field=field
+        )
+    if span.length > limits.max_image_tokens:
+        raise InvalidInput(
+            f"{field} has {span.length} tokens; the engine takes {limits.max_image_tokens} of one image", field=field
+        )
+
+
+def _check_feature(field: str, feature: model_input_pb2.VisionFeature, family: Family) -> None:
+    for name, value in (("digest", feature.digest), ("tensors_sha256", feature.tensors_sha256)):
+        if not _SHA256.fullmatch(value):
+            raise InvalidInput(
+                f"{field}.{name} must be 64 lower-case hexadecimal digits", field=f"{field}.{name}"
+            )
+    grid = list(feature.grid_thw)
+    if problem := family.grid_problem(grid):
+        raise InvalidInput(f"{field}.{problem}", field=f"{field}.grid_thw")
+    if feature.token_count != (expected := family.token_count(grid)):
+        raise InvalidInput(
+            f"{field}.token_count is {feature.token_count}, the grid {grid} makes {expected}",
+            field=f"{field}.token_count",
+        )
+    size_bytes = sum(
+        math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in family.tensor_shapes(grid).values()
+    )
+    if feature.size_bytes != size_bytes:
+        raise InvalidInput(
+            f"{field}.size_bytes is {feature.size_bytes}, the grid {grid} makes {size_bytes}",
+            field=f"{field}.size_bytes",
+        )
+
+
+def _check_positions(prompt: model_input_pb2.RenderedInput, length: int) -> None:
+    """The engine computes the same positions from the grids; here they need only be possible."""
+    if not prompt.HasField("positions"):
+        return
+    field = "prompt.positions"
+    positions = tensors.decode(prompt.positions, field)
+    if positions.dtype != np.int32 or positions.shape != (3, length):
+        raise InvalidInput(
+            f"{field} is {positions.dtype.name} {list(positions.shape)}, must be int32 [3, {length}]", field=field
+        )
+
+
+def _read_draw(params: sampler_pb2.SamplingParams, prompt_length: int, limits: Limits) -> Draw:
+    return Draw(
+        max_tokens=_read_max_tokens(params, prompt_length, limits),
+        temperature=_read_temperature(params),
+        top_p=_read_top_p(params),
+        top_k=_read_top_k(params),
+        seed=params.seed if params.HasField("seed") else None,
+        stop_token_ids=_read_stop_ids(params.stop.token_ids, limits),
+        stop_strings=_read_stop_strings(params.stop.strings),
+        ignore_eos=params.stop.ignore_eos,
+    )
+
+
+def _read_max_tokens(params: sampler_pb2.SamplingParams, prompt_length: int, limits: Limits) -> int:
+    field = "params.max_tokens"
+    room = limits.max_context - prompt_length
+    wanted = params.max_tokens if params.HasField("max_tokens") else max(room, 1)
+    if wanted < 1:
+        raise InvalidInput(f"{field} is {wanted}, must be at least 1", field=field)
+    if wanted > room:
+        # Clients of the Tinker API look for this wording.
+        raise ContextOverflow(
+            f"Prompt length plus max_tokens exceeds the context: {prompt_length} prompt tokens + {wanted} max_tokens "
+            f"> {limits.max_context}",
+            field=field,
+        )
+    return wanted
+
+
+def _read_temperature(params: sampler_pb2.SamplingParams) -> float:
+    temperature = params.temperature if params.HasField("temperature") else 1.0
+    if temperature != 0 and not _MIN_TEMPERATURE <= round(temperature, 9) <= _MAX_TEMPERATURE:
+        raise InvalidInput(
+            f"params.temperature is {temperature:g}, must be 0 or between {_MIN_TEMPERATURE:g} and "
+            f"{_MAX_TEMPERATURE:g}",
+            field="params.temperature",
+        )
+    return temperature
+
+
+def _read_top_p(params: sampler_pb2.SamplingParams) -> float:
+    top_p = params.top_p if params.HasField("top_p") else 1.0
+    if not 0 < top_p <= 1:
+        raise InvalidInput(f"params.top_p is {top_p:g}, must be above 0 and at most 1", field="params.top_p")
+    return top_p
+
+
+def _read_top_k(params: sampler_pb2.SamplingParams) -> int:
+    top_k = params.top_k if params.HasField("top_k") else -1
+    if top_k != -1 and top_k < 1:
+        raise InvalidInput(f"params.top_k is {top_k}, must be -1 for all or at least 1", field="params.top_k")
+    return top_k
+
+
+def _read_stop_ids(token_ids: Sequence[int], limits: Limits) -> tuple[int, ...]:
+    field = "params.stop.token_ids"
+    if len(token_ids) > _MAX_STOPS:
+        raise InvalidInput(f"{field} lists {len(token_ids)} ids, at most {_MAX_STOPS}", field=field)
+    for number, token_id in enumerate(token_ids):
+        if not 0 <= token_id < limits.vocabulary_size:
+            raise InvalidInput(
+                f"{field}[{number}] is {token_id}; ids lie in 0 .. {limits.vocabulary_size - 1}", field=field
+            )
+    return tuple(token_ids)
+
+
+def _read_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
+    field = "params.stop.strings"
+    if len(strings) > _MAX_STOPS:
+        raise InvalidInput(f"{field} lists {len(strings)} strings, at most {_MAX_STOPS}", field=field)
+    for number, text in enumerate(strings):
+        if not 1 <= len(text) <= _MAX_STOP_STRING:
+            raise InvalidInput(
+                f"{field}[{number}] has {len(text)} characters, must have 1 to {_MAX_STOP_STRING}", field=field
+            )
+    return tuple(strings)
+
+
+def _check_range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidInput(f"{field} is {value}, must be between {low} and {high}", field=field)

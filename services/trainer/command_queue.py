@@ -1,0 +1,81 @@
+"""Commands from gRPC calls to the thread that runs them with all ranks, one at a time, and their results back."""
+
+import asyncio
+import queue
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import Any
+
+from fovea.wire.errors import FoveaError, Unavailable
+from services.trainer import telemetry
+from services.trainer.commands import Command, Heartbeat, Shutdown
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command and where its result goes."""
+
+    command: Command
+    result: "Future[Any]"
+
+
+class CommandQueue:
+    """First in, first out. `submit` is for the event loop, `next` and the jobs' futures for the rank's thread."""
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._jobs: queue.Queue[Job] = queue.Queue()
+        self._pending: set[Future[Any]] = set()
+        self._broken: FoveaError | None = Unavailable("the trainer is still loading its model")
+
+    def open(self) -> None:
+        """Takes commands from now on."""
+        self._broken = None
+
+    async def submit(self, command: Command) -> Any:
+        """Runs a command on all ranks and returns its result on rank 0.
+
+        Raises what the command raises, Unavailable if the trainer breaks. A command whose caller leaves before its
+        turn is not run; one that runs is not interrupted.
+        """
+        if self._broken is not None:
+            raise self._broken
+        result: Future[Any] = Future()
+        self._pending.add(result)
+        result.add_done_callback(self._pending.discard)
+        telemetry.QUEUED.inc()
+        self._jobs.put(Job(command, result))
+        return await asyncio.wrap_future(result)
+
+    def next(self) -> Job:
+        """The next job; a heartbeat if there is none for a while."""
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._heartbeat_s)
+            except queue.Empty:
+                return Job(Heartbeat(), Future())
+            telemetry.QUEUED.dec()
+            if job.result.set_running_or_notify_cancel():
+                return job
+
+    def shut_down(self) -> None:
+        """Makes the ranks leave once all that is queued has run."""
+        telemetry.QUEUED.inc()
+        self._jobs.put(Job(Shutdown(), Future()))
+
+    def break_down(self, error: FoveaError) -> None:
+        """Fails everything that runs or waits, and everything that will be submitted. Callable from any thread."""
+        self._broken = error
+        for result in list(self._pending):
+            settle(result, error=error)
+
+
+def settle(result: "Future[Any]", value: Any = None, error: BaseException | None = None) -> None:
+    """Sets the outcome of a future, unless `break_down` or its caller has been quicker."""
+    try:
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(error)
+    except InvalidStateError:
+        return

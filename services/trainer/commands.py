@@ -1,0 +1,134 @@
+"""What rank 0 tells all ranks to do. Plain data, sent to our own processes only."""
+
+from dataclasses import dataclass
+
+from services.trainer.lora import LoraSettings
+from services.trainer.optimizer import Adam
+from services.trainer.packing import DatumSize
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Nothing; keeps idle connections alive and notices ranks that do not answer."""
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """Leave the loop."""
+
+
+@dataclass(frozen=True)
+class CreateModel:
+    """Make a model; full parameters if `lora` is None."""
+
+    model_id: str
+    lora: LoraSettings | None
+
+
+@dataclass(frozen=True)
+class DeleteModel:
+    """Free a model."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """Compute a loss. `datums` are serialized `Datum` messages that were checked on rank 0; `sizes` are theirs."""
+
+    model_id: str
+    loss: str
+    config: dict[str, float]
+    backward: bool
+    datums: list[bytes]
+    sizes: list[DatumSize]
+
+
+@dataclass(frozen=True)
+class ClearGradients:
+    """Drop gradients."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class OptimStep:
+    """Apply gradients."""
+
+    model_id: str
+    adam: Adam
+
+
+@dataclass(frozen=True)
+class SaveState:
+    """Write weights and optimizer."""
+
+    model_id: str
+    uri: str
+
+
+@dataclass(frozen=True)
+class LoadState:
+    """Read weights, and the optimizer if asked."""
+
+    model_id: str
+    uri: str
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class TakeSnapshot:
+    """Freeze weights under a name."""
+
+    model_id: str
+    snapshot_id: str
+    uri: str
+
+
+@dataclass(frozen=True)
+class RestoreSnapshot:
+    """Read a snapshot that was dropped from memory back from storage."""
+
+    snapshot_id: str
+    uri: str
+
+
+@dataclass(frozen=True)
+class ForgetSnapshot:
+    """Drop a snapshot from memory."""
+
+    snapshot_id: str
+
+
+@dataclass(frozen=True)
+class BroadcastFull:
+    """Gather a snapshot of full parameters and send it over the transfer group that rank 0 holds open."""
+
+    snapshot_id: str
+    group_id: str
+    bucket_bytes: int
+
+
+@dataclass(frozen=True)
+class DescribeFull:
+    """Identity and tensors of a snapshot of full parameters; the empty name is the base."""
+
+    snapshot_id: str
+
+
+Command = (
+    Heartbeat
+    | Shutdown
+    | CreateModel
+    | DeleteModel
+    | ForwardBackward
+    | ClearGradients
+    | OptimStep
+    | SaveState
+    | LoadState
+    | TakeSnapshot
+    | RestoreSnapshot
+    | ForgetSnapshot
+    | BroadcastFull
+    | DescribeFull
+)

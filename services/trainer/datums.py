@@ -1,0 +1,209 @@
+"""Training examples off the wire: decoded and checked before anything is computed.
+
+Shapes: N tokens of one datum, K targets a position.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fovea.api.v1 import model_input_pb2, tensor_pb2, trainer_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import InvalidInput
+from services.trainer.losses import TARGETS, Loss
+from services.trainer.packing import DatumSize
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class InputLimits:
+    """What the model can take.
+
+    Args:
+        vocabulary_size: Token ids lie below it.
+        max_context_length: The most tokens of a datum.
+        merge_size: Patches along each side of the square that becomes one token; 0 for a text model.
+        uses_mrope: Whether an input with images must bring positions [3, N].
+    """
+
+    vocabulary_size: int
+    max_context_length: int
+    merge_size: int
+    uses_mrope: bool
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where an image stands in a datum, and which tensors belong there."""
+
+    offset: int
+    length: int
+    grid_thw: tuple[int, int, int]
+    feature: model_input_pb2.VisionFeature
+
+    @property
+    def patch_count(self) -> int:
+        """Patches before merging."""
+        return math.prod(self.grid_thw)
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One checked example.
+
+    Args:
+        index: Its place in the call.
+        tokens: int64 [N].
+        positions: int64 [3, N], or None for 0 .. N-1.
+        spans: Images in order of offset.
+        targets: int64 [N, K].
+        inputs: float32 [N, K] by name; optional ones that were not given are ones.
+        flat_targets: Whether the targets came as [N]; the answer then has that shape.
+    """
+
+    index: int
+    tokens: IntArray
+    positions: IntArray | None
+    spans: tuple[Span, ...]
+    targets: IntArray
+    inputs: dict[str, FloatArray]
+    flat_targets: bool
+
+    @property
+    def size(self) -> DatumSize:
+        """What it costs."""
+        return DatumSize(len(self.tokens), sum(span.patch_count for span in self.spans))
+
+
+def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: InputLimits) -> Datum:
+    """Decodes one example. Raises InvalidInput naming `datum[index].field` for anything that is not computable."""
+    path = f"datum[{index}]"
+    tokens = _tokens(datum.input, limits, f"{path}.input.tokens")
+    spans = _spans(datum.input, len(tokens), limits, f"{path}.input.spans")
+    positions = _positions(datum.input, len(tokens), bool(spans), limits, f"{path}.input.positions")
+    known = {TARGETS, *(given.name for given in loss.inputs)}
+    for name in datum.loss_inputs:
+        if name not in known:
+            raise _invalid(
+                f"{path}.loss_inputs.{name}", f"is unknown for {loss.name}; known: {', '.join(sorted(known))}"
+            )
+    targets, flat = _targets(datum, loss, limits, len(tokens), f"{path}.loss_inputs.{TARGETS}")
+    shape = targets.shape[:1] if flat else targets.shape
+    inputs = {}
+    for wanted in loss.inputs:
+        field = f"{path}.loss_inputs.{wanted.name}"
+        if wanted.name in datum.loss_inputs:
+            inputs[wanted.name] = _numbers(datum.loss_inputs[wanted.name], shape, field).reshape(targets.shape)
+        elif wanted.required:
+            raise _invalid(field, f"is missing: {loss.name} needs it")
+        else:
+            inputs[wanted.name] = np.ones(targets.shape, np.float32)
+    return Datum(index, tokens, positions, spans, targets, inputs, flat)
+
+
+def _invalid(field: str, problem: str) -> InvalidInput:
+    return InvalidInput(f"{field} {problem}", field=field)
+
+
+def _tokens(rendered: model_input_pb2.RenderedInput, limits: InputLimits, field: str) -> IntArray:
+    tokens = tensors.decode_tokens(rendered.tokens, field).astype(np.int64)
+    if not len(tokens):
+        raise _invalid(field, "is empty: at least one token is needed")
+    if len(tokens) > limits.max_context_length:
+        raise _invalid(field, f"has {len(tokens)} tokens, the context takes {limits.max_context_length}")
+    _check_ids(tokens, limits, field)
+    return tokens
+
+
+def _check_ids(ids: IntArray, limits: InputLimits, field: str) -> None:
+    wrong = (ids < 0) | (ids >= limits.vocabulary_size)
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        place = ", ".join(map(str, where))
+        raise _invalid(field, f"has id {ids[where]} at [{place}], ids lie in 0 .. {limits.vocabulary_size - 1}")
+
+
+def _spans(
+    rendered: model_input_pb2.RenderedInput, token_count: int, limits: InputLimits, field: str
+) -> tuple[Span, ...]:
+    if rendered.spans and not limits.merge_size:
+        raise _invalid(field, "has images, but the model takes text only")
+    spans: list[Span] = []
+    end = 0
+    for number, span in enumerate(rendered.spans):
+        place = f"{field}[{number}]"
+        grid = tuple(span.feature.grid_thw)
+        if len(grid) != 3 or min(grid) < 1 or grid[1] % limits.merge_size or grid[2] % limits.merge_size:
+            raise _invalid(
+                f"{place}.feature.grid_thw",
+                f"is {list(grid)}, needs time, height, width above 0, the last two multiples of {limits.merge_size}",
+            )
+        expected = math.prod(grid) // limits.merge_size**2
+        if span.length != expected or span.feature.token_count != expected:
+            raise _invalid(
+                f"{place}.length",
+                f"is {span.length} and token_count {span.feature.token_count}, but grid {list(grid)} makes {expected} tokens",
+            )
+        if span.offset < end or span.offset + span.length > token_count:
+            raise _invalid(
+                f"{place}.offset",
+                f"is {span.offset}: spans of {span.length} must rise from {end} and end by {token_count}",
+            )
+        end = span.offset + span.length
+        spans.append(Span(span.offset, span.length, grid, span.feature))
+    return tuple(spans)
+
+
+def _positions(
+    rendered: model_input_pb2.RenderedInput, token_count: int, has_images: bool, limits: InputLimits, field: str
+) -> IntArray | None:
+    if not rendered.HasField("positions"):
+        if has_images and limits.uses_mrope:
+            raise _invalid(field, "is missing: an input with images needs positions [3, N] for this model")
+        return None
+    if not limits.uses_mrope:
+        raise _invalid(field, "is set, but this model has no multimodal RoPE")
+    positions = tensors.decode(rendered.positions, field)
+    if positions.dtype.kind != "i" or positions.shape != (3, token_count):
+        raise _invalid(field, f"is {positions.dtype.name} {list(positions.shape)}, needs int32 [3, {token_count}]")
+    if positions.min() < 0:
+        raise _invalid(field, f"has a negative value {positions.min()}")
+    return positions.astype(np.int64)
+
+
+def _targets(
+    datum: trainer_pb2.Datum, loss: Loss, limits: InputLimits, token_count: int, field: str
+) -> tuple[IntArray, bool]:
+    if TARGETS not in datum.loss_inputs:
+        raise _invalid(field, f"is missing: {loss.name} needs it")
+    targets = tensors.decode(datum.loss_inputs[TARGETS], field)
+    if targets.dtype.kind != "i":
+        raise _invalid(field, f"is {targets.dtype.name}, needs int64")
+    if targets.ndim not in ((1, 2) if loss.many_targets else (1,)):
+        wanted = "[N] or [N, K]" if loss.many_targets else "[N]"
+        raise _invalid(field, f"has shape {list(targets.shape)}, {loss.name} takes {wanted}")
+    if targets.shape[0] != token_count:
+        raise _invalid(field, f"has {targets.shape[0]} rows, the input has {token_count} tokens")
+    if targets.ndim == 2 and not targets.shape[1]:
+        raise _invalid(field, "has no target at any position")
+    ids: IntArray = targets.astype(np.int64)
+    _check_ids(ids, limits, field)
+    return ids.reshape(token_count, -1), targets.ndim == 1
+
+
+def _numbers(tensor: tensor_pb2.Tensor, shape: tuple[int, ...], field: str) -> FloatArray:
+    values = tensors.decode(tensor, field)
+    if values.dtype.kind not in "fi":
+        raise _invalid(field, f"is {values.dtype.name}, needs float32")
+    if values.shape != shape:
+        raise _invalid(field, f"has shape {list(values.shape)}, needs {list(shape)} as {TARGETS}")
+    numbers: FloatArray = values.astype(np.float32)
+    finite = np.isfinite(numbers)
+    if not finite.all():
+        where = tuple(int(i) for i in np.argwhere(~finite)[0])
+        raise _invalid(field, f"has {numbers[where]} at [{', '.join(map(str, where))}], needs finite numbers")
+    return numbers

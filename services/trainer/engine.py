@@ -1,0 +1,239 @@
+"""What one rank does for each command. All ranks hold the same models and execute the same commands in order."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
+from fovea.wire.manifest import buckets
+from services.trainer import commands, full_weights
+from services.trainer.batch import BatchLayout
+from services.trainer.control import ControlGroup
+from services.trainer.datums import InputLimits
+from services.trainer.families import Family, family_of
+from services.trainer.families.base import PatchNormalizer
+from services.trainer.features import FeatureCache
+from services.trainer.forward_backward import Budgets, LossComputer, Outcome
+from services.trainer.lora import LoraInjector, LoraSettings
+from services.trainer.losses import LOSSES
+from services.trainer.model import PackedModel
+from services.trainer.settings import TrainerSettings
+from services.trainer.sharding import ShardedModel
+from services.trainer.snapshot_taker import SnapshotTaker
+from services.trainer.snapshots import SnapshotMemory
+from services.trainer.state import StateStore
+from services.trainer.trained import AdapterModel, FullModel, TrainedModel
+from services.trainer.transfer import TransferGroups
+
+logger = logging.getLogger(__name__)
+
+KEEP_GATHERED_BYTES = 2**30
+MIB = 2**20
+
+
+class Engine:
+    """The base model and all models trained on it, on this rank.
+
+    Args:
+        settings: As given at start.
+        model_dir: The checkpoint on disk.
+        control: The ranks' control group.
+        device: Where this rank computes.
+        groups: Open transfer groups; on rank 0 only.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        model_dir: Path,
+        control: ControlGroup,
+        device: torch.device,
+        groups: TransferGroups | None,
+    ) -> None:
+        self._settings = settings
+        self._control = control
+        self._device = device
+        self._groups = groups
+        self.world_size = control.world_size
+        self.models: dict[str, TrainedModel] = {}
+        self._load(model_dir)
+        self.adapters = SnapshotMemory(settings.snapshot_memory_mib * MIB)
+        self.full = SnapshotMemory(settings.snapshot_memory_mib * MIB)
+        self._states = StateStore(control, settings.model)
+        self._snapshots = SnapshotTaker(control, self._sharded, self.adapters, self.full, model_dir, settings.model)
+
+    def _load(self, model_dir: Path) -> None:
+        settings = self._settings
+        self.family, self.dtype, module = load_model(settings, model_dir, self._device)
+        config = module.hf.config
+        self._targets = list(self.family.lora_targets(module.hf))
+        self._injector = LoraInjector(self._targets)
+        size_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+        keep = settings.keep_gathered == "always" or (
+            settings.keep_gathered == "auto" and size_bytes <= KEEP_GATHERED_BYTES
+        )
+        mesh = init_device_mesh(self._device.type, (self._control.world_size,))
+        self._sharded = ShardedModel(module, mesh, keep)
+        text = config.get_text_config()
+        patch_bytes = self.family.patch_bytes(config) if self.family.has_vision else 0
+        merge_size = self.family.merge_size(config) if self.family.has_vision else 0
+        self.limits = InputLimits(
+            text.vocab_size,
+            min(settings.max_context_length or text.max_position_embeddings, text.max_position_embeddings),
+            merge_size,
+            self.family.uses_mrope,
+        )
+        layout = BatchLayout(self.family.uses_mrope, patch_bytes, merge_size, self._device)
+        features = FeatureCache(
+            settings.feature_cache_mib * MIB, patch_bytes, settings.fetch_timeout_s, settings.renderer
+        )
+        budgets = Budgets(settings.token_budget, settings.patch_budget)
+        self._losses = LossComputer(module, self._control, features, layout, self.limits, budgets)
+        self._layout = layout
+        logger.info(
+            "%s with %.1f M parameters in %s on %s, %s between micro-batches",
+            self.family.model_type,
+            sum(p.numel() for p in module.parameters()) / 1e6,
+            self.dtype,
+            self._device,
+            "gathered" if keep else "sharded",
+        )
+
+    def warm_up(self) -> None:
+        """One tiny forward and backward with a scratch adapter, vision included. Collective."""
+        settings = LoraSettings(1, 1.0, 0, True, True, True, self.family.has_vision)
+        scratch = AdapterModel(settings, self._targets, self._injector, self._device)
+        scratch.activate()
+        loss = LOSSES["cross_entropy"]
+        batch = self._layout.pack([], loss, {}, self.family.has_vision)
+        value, _, _ = self._sharded.module(batch, loss, {}, scratch.unembedding, scratch.trains_vision)
+        value.backward()
+        scratch.reduce_gradients()
+        self._injector.activate(None)
+        self._control.barrier()
+
+    def execute(self, command: commands.Command) -> Any:
+        """Does one command. Raises FoveaError on all ranks alike; anything else is the end of this trainer."""
+        match command:
+            case commands.CreateModel():
+                return self._create(command)
+            case commands.DeleteModel():
+                return self._delete(command)
+            case commands.ForwardBackward():
+                return self._forward_backward(command)
+            case commands.ClearGradients():
+                return self.model(command.model_id).zero_gradients()
+            case commands.OptimStep():
+                return self._optim_step(command)
+            case commands.SaveState():
+                model = self.model(command.model_id)
+                return self._states.save(model, command.uri), model.step
+            case commands.LoadState():
+                return self._states.load(self.model(command.model_id), command.uri, command.optimizer)
+            case commands.TakeSnapshot():
+                return self._snapshots.take(command, self.model(command.model_id))
+            case commands.RestoreSnapshot():
+                return self._snapshots.restore(command.snapshot_id, command.uri).identity
+            case commands.ForgetSnapshot():
+                self.adapters.drop(command.snapshot_id)
+                return self.full.drop(command.snapshot_id)
+            case commands.DescribeFull():
+                return self._snapshots.describe_full(command.snapshot_id, self._live_full())
+            case commands.BroadcastFull():
+                return self._broadcast_full(command)
+            case commands.Heartbeat():
+                return self._control.barrier()
+        raise TypeError(f"no such command: {command!r}")
+
+    def model(self, model_id: str) -> TrainedModel:
+        """A model by id. Raises NotFound."""
+        if model_id not in self.models:
+            raise NotFound(f"model_id {model_id!r} is unknown to this trainer", field="model_id")
+        return self.models[model_id]
+
+    def _create(self, command: commands.CreateModel) -> int:
+        existing = self.models.get(command.model_id)
+        if existing is not None:
+            if getattr(existing, "settings", None) != command.lora:
+                raise AlreadyExists(f"model_id {command.model_id!r} exists with other settings", field="model_id")
+            return existing.trainable_parameter_count
+        if self._live_full() is not None:
+            raise FailedPrecondition(
+                f"a full-parameter model has this trainer for itself: {', '.join(self.models)}. Delete it first.",
+                field="model_id",
+            )
+        if command.lora is None and self.models:
+            raise FailedPrecondition(
+                f"full-parameter training needs the trainer for itself, but {len(self.models)} models exist: "
+                f"{', '.join(sorted(self.models)[:5])}. Delete them first.",
+                field="full",
+            )
+        if len(self.models) >= self._settings.max_models:
+            raise ResourceExhausted(f"{len(self.models)} models exist, which is the most: delete one", field="model_id")
+        model: TrainedModel
+        if command.lora is None:
+            model = FullModel(self._sharded, self._injector)
+        else:
+            model = AdapterModel(command.lora, self._targets, self._injector, self._device)
+        self.models[command.model_id] = model
+        return model.trainable_parameter_count
+
+    def _delete(self, command: commands.DeleteModel) -> None:
+        model = self.models.pop(command.model_id, None)
+        if isinstance(model, FullModel):
+            model.restore_base()
+        self._injector.activate(None)
+        self.adapters.release_model(command.model_id)
+        self.full.release_model(command.model_id)
+
+    def _forward_backward(self, command: commands.ForwardBackward) -> Outcome:
+        return self._losses.run(command, self.model(command.model_id))
+
+    def _optim_step(self, command: commands.OptimStep) -> tuple[dict[str, float], int]:
+        model = self.model(command.model_id)
+        return model.optim_step(command.adam), model.step
+
+    def _live_full(self) -> FullModel | None:
+        return next((model for model in self.models.values() if isinstance(model, FullModel)), None)
+
+    def _broadcast_full(self, command: commands.BroadcastFull) -> str:
+        """Gathers and sends; returns what went wrong with sending, empty if nothing.
+
+        A transfer that breaks must not stop the gathering: the other ranks are in the middle of it.
+        """
+        _, specs = self._snapshots.describe_full(command.snapshot_id, self._live_full())
+        shards = self._snapshots.locals_of(command.snapshot_id, self._live_full())
+        like = dict(self._sharded.named_shards())
+        whole = full_weights.gathered(shards, like)
+        error = ""
+        for bucket in buckets(specs, command.bucket_bytes):
+            tensors = [next(whole)[1] for _ in bucket]
+            if self._groups is not None and not error:
+                try:
+                    self._groups.get(command.group_id).send(tensors)
+                except (RuntimeError, KeyError) as failure:
+                    logger.warning("broadcast over %s failed: %s", command.group_id, failure)
+                    error = f"the broadcast failed: {failure}"
+        return error
+
+
+def load_model(
+    settings: TrainerSettings, model_dir: Path, device: torch.device
+) -> tuple[Family, torch.dtype, PackedModel]:
+    """The base model, frozen and on the CPU, ready to be sharded. Raises ValueError for unsupported ones."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_dir)
+    family = family_of(config.model_type)
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    hf = family.load(model_dir, dtype)
+    normalizer = None
+    if family.has_vision:
+        channels = int(hf.config.vision_config.in_channels)
+        normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, family.patch_bytes(hf.config)).to(device)
+    chunk = max(1, settings.logit_chunk_mib * MIB // (4 * hf.config.get_text_config().vocab_size))
+    return family, dtype, PackedModel(family, hf, normalizer, chunk)

@@ -1,0 +1,56 @@
+"""Qwen3: text only."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Qwen3ForCausalLM
+
+from services.trainer.families.base import (
+    LANGUAGE_ROLES,
+    Documents,
+    Family,
+    LoraTarget,
+    Role,
+    VisionOutput,
+    named_linears,
+)
+
+
+class Qwen3(Family):
+    """`model_type` qwen3."""
+
+    model_type = "qwen3"
+    architecture = Qwen3ForCausalLM
+
+    def blocks(self, model: Any) -> Iterator[nn.Module]:
+        yield from model.model.layers
+
+    def lora_targets(self, model: Any) -> Iterator[LoraTarget]:
+        yield from named_linears("model", model.model, LANGUAGE_ROLES, vision=False)
+        yield LoraTarget("lm_head", model.lm_head, Role.UNEMBEDDING, vision=False)
+
+    def embed(self, model: Any, tokens_T: Tensor) -> Tensor:
+        embeddings_TD: Tensor = model.model.embed_tokens(tokens_T)
+        return embeddings_TD
+
+    def run_language(
+        self,
+        model: Any,
+        embeddings_TD: Tensor,
+        positions: Tensor,
+        documents: Documents,
+        vision: VisionOutput | None,
+        image_index_M: Tensor | None,
+    ) -> Tensor:
+        output = model.model(
+            inputs_embeds=embeddings_TD.unsqueeze(0),
+            position_ids=positions,
+            use_cache=False,
+            cu_seq_lens_q=documents.bounds,
+            cu_seq_lens_k=documents.bounds,
+            max_length_q=documents.longest,
+            max_length_k=documents.longest,
+        )
+        hidden_1TD: Tensor = output.last_hidden_state
+        return hidden_1TD.squeeze(0)

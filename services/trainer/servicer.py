@@ -1,0 +1,197 @@
+"""The gRPC face of the trainer: each method decodes and checks, submits one command, and encodes the answer."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+
+import grpc
+
+import fovea
+from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import InvalidInput, Unavailable
+from services.trainer import commands, telemetry
+from services.trainer.command_queue import CommandQueue
+from services.trainer.datums import decode_datum
+from services.trainer.engine import Engine
+from services.trainer.forward_backward import Outcome
+from services.trainer.lora import DEFAULT_ALPHA, LoraSettings
+from services.trainer.losses import LOSSES, loss_of
+from services.trainer.optimizer import Adam
+from services.trainer.push import Pusher
+from services.trainer.rank import Rank
+from services.trainer.settings import TrainerSettings
+from services.trainer.sharding import dtype_name
+
+SERVICE = "fovea.api.v1.TrainerService"
+Context = grpc.aio.ServicerContext
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Answers on rank 0, also while a command runs."""
+
+    def __init__(self, settings: TrainerSettings, queue: CommandQueue, rank: Rank, pusher: Pusher) -> None:
+        self._settings = settings
+        self._queue = queue
+        self._rank = rank
+        self._pusher = pusher
+        self._instance_id = uuid.uuid4().hex
+
+    async def GetTrainerInfo(
+        self, request: trainer_pb2.GetTrainerInfoRequest, context: Context
+    ) -> trainer_pb2.GetTrainerInfoResponse:
+        engine = self._engine()
+        return trainer_pb2.GetTrainerInfoResponse(
+            model=self._settings.model,
+            family=engine.family.model_type,
+            instance_id=self._instance_id,
+            world_size=engine.world_size,
+            max_lora_rank=self._settings.max_lora_rank,
+            max_context_length=engine.limits.max_context_length,
+            model_ids=sorted(engine.models),
+            loss_functions=sorted(LOSSES),
+            dtype=dtype_name(engine.dtype),
+            version=fovea.__version__,
+            supports_vision_lora=engine.family.has_vision,
+        )
+
+    async def CreateModel(
+        self, request: trainer_pb2.CreateModelRequest, context: Context
+    ) -> trainer_pb2.CreateModelResponse:
+        _require(request.model_id, "model_id")
+        kind = request.WhichOneof("kind")
+        if kind is None:
+            raise InvalidInput("kind is not set: give lora or full", field="kind")
+        lora = self._lora(request.lora) if kind == "lora" else None
+        count: int = await self._queue.submit(commands.CreateModel(request.model_id, lora))
+        return trainer_pb2.CreateModelResponse(trainable_parameter_count=count)
+
+    async def DeleteModel(
+        self, request: trainer_pb2.DeleteModelRequest, context: Context
+    ) -> trainer_pb2.DeleteModelResponse:
+        await self._queue.submit(commands.DeleteModel(request.model_id))
+        return trainer_pb2.DeleteModelResponse()
+
+    async def ForwardBackward(
+        self, request_iterator: AsyncIterator[trainer_pb2.ForwardBackwardRequest], context: Context
+    ) -> AsyncIterator[trainer_pb2.ForwardBackwardResponse]:
+        header, datums = await self._receive(request_iterator)
+        command = await asyncio.to_thread(self._checked, header, datums)
+        outcome: Outcome = await self._queue.submit(command)
+        backward = str(header.backward).lower()
+        telemetry.TOKENS.labels(backward).inc(sum(size.token_count for size in command.sizes))
+        telemetry.DATUMS.labels(backward).inc(len(datums))
+        telemetry.PACKING.set(outcome.packing_efficiency)
+        for index in range(len(datums)):
+            output = trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(outcome.logprobs[index])})
+            yield trainer_pb2.ForwardBackwardResponse(output=output)
+        yield trainer_pb2.ForwardBackwardResponse(metrics=trainer_pb2.Metrics(values=outcome.metrics))
+
+    async def ClearGradients(
+        self, request: trainer_pb2.ClearGradientsRequest, context: Context
+    ) -> trainer_pb2.ClearGradientsResponse:
+        await self._queue.submit(commands.ClearGradients(request.model_id))
+        return trainer_pb2.ClearGradientsResponse()
+
+    async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Context) -> trainer_pb2.OptimStepResponse:
+        given = request.adam
+        adam = Adam(
+            given.learning_rate, given.beta1, given.beta2, given.eps, given.weight_decay, given.grad_clip_norm
+        )
+        adam.check()
+        metrics, step = await self._queue.submit(commands.OptimStep(request.model_id, adam))
+        return trainer_pb2.OptimStepResponse(metrics=trainer_pb2.Metrics(values=metrics), step=step)
+
+    async def SaveState(self, request: trainer_pb2.SaveStateRequest, context: Context) -> trainer_pb2.SaveStateResponse:
+        size_bytes, step = await self._queue.submit(commands.SaveState(request.model_id, request.uri))
+        return trainer_pb2.SaveStateResponse(size_bytes=size_bytes, step=step)
+
+    async def LoadState(self, request: trainer_pb2.LoadStateRequest, context: Context) -> trainer_pb2.LoadStateResponse:
+        step = await self._queue.submit(commands.LoadState(request.model_id, request.uri, request.optimizer))
+        return trainer_pb2.LoadStateResponse(step=step)
+
+    async def TakeSnapshot(
+        self, request: trainer_pb2.TakeSnapshotRequest, context: Context
+    ) -> trainer_pb2.TakeSnapshotResponse:
+        _require(request.snapshot_id, "snapshot_id")
+        command = commands.TakeSnapshot(request.model_id, request.snapshot_id, request.uri)
+        return trainer_pb2.TakeSnapshotResponse(snapshot=await self._queue.submit(command))
+
+    async def PushSnapshot(
+        self, request: trainer_pb2.PushSnapshotRequest, context: Context
+    ) -> trainer_pb2.PushSnapshotResponse:
+        return await self._pusher.push(request)
+
+    async def ForgetSnapshot(
+        self, request: trainer_pb2.ForgetSnapshotRequest, context: Context
+    ) -> trainer_pb2.ForgetSnapshotResponse:
+        await self._queue.submit(commands.ForgetSnapshot(request.snapshot_id))
+        return trainer_pb2.ForgetSnapshotResponse()
+
+    def _engine(self) -> Engine:
+        engine: Engine | None = getattr(self._rank, "engine", None)
+        if engine is None:
+            raise Unavailable("the trainer is still loading its model")
+        return engine
+
+    def _lora(self, given: weights_pb2.LoraConfig) -> LoraSettings:
+        settings = LoraSettings(
+            rank=given.rank,
+            alpha=given.alpha or DEFAULT_ALPHA,
+            seed=given.seed,
+            train_attention=given.train_attention,
+            train_mlp=given.train_mlp,
+            train_unembedding=given.train_unembedding,
+            train_vision=given.train_vision,
+        )
+        settings.check(self._settings.max_lora_rank, self._engine().family.has_vision)
+        return settings
+
+    async def _receive(
+        self, requests: AsyncIterator[trainer_pb2.ForwardBackwardRequest]
+    ) -> tuple[trainer_pb2.ForwardBackwardHeader, list[trainer_pb2.Datum]]:
+        header: trainer_pb2.ForwardBackwardHeader | None = None
+        datums: list[trainer_pb2.Datum] = []
+        async for request in requests:
+            kind = request.WhichOneof("record")
+            if (kind == "header") != (header is None):
+                raise InvalidInput("record: the stream must be one header, then datums", field="record")
+            if kind == "header":
+                header = self._bounded(request.header)
+            elif header is not None and len(datums) < header.datum_count:
+                datums.append(request.datum)
+            else:
+                raise InvalidInput(f"datum_count is {header.datum_count if header else 0}, more came", field="datum_count")
+        if header is None:
+            raise InvalidInput("header is missing: the stream was empty", field="header")
+        if len(datums) != header.datum_count:
+            raise InvalidInput(f"datum_count is {header.datum_count}, {len(datums)} datums came", field="datum_count")
+        return header, datums
+
+    def _bounded(self, header: trainer_pb2.ForwardBackwardHeader) -> trainer_pb2.ForwardBackwardHeader:
+        most = self._settings.max_datums
+        if not 1 <= header.datum_count <= most:
+            raise InvalidInput(f"datum_count {header.datum_count} is not in 1 .. {most}", field="datum_count")
+        return header
+
+    def _checked(
+        self, header: trainer_pb2.ForwardBackwardHeader, datums: list[trainer_pb2.Datum]
+    ) -> commands.ForwardBackward:
+        engine = self._engine()
+        engine.model(header.model_id)
+        loss = loss_of(header.loss_function)
+        config = loss.resolve_config(header.loss_config)
+        sizes = [decode_datum(datum, index, loss, engine.limits).size for index, datum in enumerate(datums)]
+        return commands.ForwardBackward(
+            header.model_id,
+            header.loss_function,
+            config,
+            header.backward,
+            [datum.SerializeToString() for datum in datums],
+            sizes,
+        )
+
+
+def _require(value: str, field: str) -> None:
+    if not value:
+        raise InvalidInput(f"{field} is empty", field=field)

@@ -1,0 +1,44 @@
+"""Settings of the trainer: command line over `FOVEA_TRAINER_*` over default."""
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from fovea.runtime.settings import ServiceSettings
+
+
+class TrainerSettings(ServiceSettings):
+    """Fovea's trainer: LoRA adapters side by side, or one full-parameter model, on one base, over gRPC."""
+
+    model_config = SettingsConfigDict(env_prefix="FOVEA_TRAINER_")
+
+    model: str = Field(description="Directory or hub name of the base model.")
+    renderer: str = Field("", description="host:port of a renderer, for images that name no source of their tensors.")
+    ranks: int = Field(2, ge=1, le=64, description="Processes on this machine when not started by torchrun.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute; auto takes GPUs if there are any.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Type of the base weights; auto is float32 on CPU, bfloat16 on GPU."
+    )
+    threads: int = Field(1, ge=1, description="CPU threads of each rank.")
+    max_lora_rank: int = Field(64, ge=1, description="The largest rank of an adapter.")
+    max_models: int = Field(256, ge=1, description="The most models at once.")
+    max_context_length: int = Field(0, ge=0, description="The most tokens of a datum; 0 takes the model's own limit.")
+    max_datums: int = Field(4096, ge=1, description="The most datums of one call.")
+    token_budget: int = Field(16384, ge=1, description="The most tokens of one micro-batch of one rank.")
+    patch_budget: int = Field(65536, ge=1, description="The most vision patches of one micro-batch of one rank.")
+    logit_chunk_mib: int = Field(256, ge=1, description="Memory for logits: positions are computed in chunks of this size.")
+    keep_gathered: Literal["auto", "always", "never"] = Field(
+        "auto", description="Whether ranks keep whole parameters between micro-batches; auto does so below 1 GiB."
+    )
+    feature_cache_mib: int = Field(1024, ge=0, description="Vision tensors that each rank keeps.")
+    fetch_timeout_s: float = Field(60.0, gt=0, description="Deadline for fetching vision tensors from one renderer.")
+    snapshot_memory_mib: int = Field(4096, ge=0, description="Snapshots held in memory; the newest of a model stays.")
+    transfer_address: str = Field(
+        "", description="Address under which samplers reach this machine; empty takes --host, or the host name for 0.0.0.0."
+    )
+    transfer_bucket_mib: int = Field(64, ge=1, description="Size of one broadcast of weights.")
+    transfer_timeout_s: float = Field(120.0, gt=0, description="Deadline of one broadcast, and default of a push.")
+    join_timeout_s: float = Field(20.0, gt=0, description="Deadline for samplers to meet in a transfer group.")
+    collective_timeout_s: float = Field(1800.0, gt=0, description="Deadline of one collective between ranks.")
+    heartbeat_s: float = Field(30.0, gt=0, description="Seconds between signs of life among idle ranks.")

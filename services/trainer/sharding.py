@@ -1,0 +1,88 @@
+"""FSDP2 around the model: which modules are gathered together, when, and how to see the parameters whole."""
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from services.trainer.model import HF_PREFIX, PackedModel
+
+
+class ShardedModel:
+    """A PackedModel whose parameters are spread over all ranks.
+
+    Args:
+        module: The model, frozen, on the CPU.
+        mesh: One dimension over all ranks.
+        keep_gathered: Leave parameters gathered between micro-batches and calls: no communication at all while they
+            are frozen. For models that fit into each rank's memory.
+
+    Methods that gather are collective: all ranks must call them, in the same order.
+    """
+
+    def __init__(self, module: PackedModel, mesh: DeviceMesh, keep_gathered: bool) -> None:
+        if names := [name for name, _ in _persistent_buffers(module)]:
+            raise ValueError(f"persistent buffers are not supported: {names}")
+        module.requires_grad_(False)
+        for block in module.family.blocks(module.hf):
+            fully_shard(block, mesh=mesh, reshard_after_forward=not keep_gathered)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        self.module = module
+        self.mesh = mesh
+        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for part in self._parts:
+            # Losses are sums over all datums of all ranks: gradients add up, they are not averaged.
+            part.set_gradient_divide_factor(1.0)
+        self._root.set_reshard_after_backward(not keep_gathered)
+
+    @property
+    def _root(self) -> FSDPModule:
+        return cast(FSDPModule, self.module)
+
+    def release(self) -> None:
+        """Drops gathered copies, so that the next forward sees the shards as they are now."""
+        for part in self._parts:
+            part.reshard()
+
+    def set_trainable(self, trainable: bool) -> None:
+        """Whether all parameters receive gradients. Collective."""
+        # FSDP copies the flag to the gathered parameter once, so both forms must be told.
+        self.release()
+        self.module.requires_grad_(trainable)
+        for part in self._parts:
+            part.unshard()
+        self.module.requires_grad_(trainable)
+        self.release()
+
+    def named_shards(self) -> Iterator[tuple[str, DTensor]]:
+        """Parameters by Hugging Face name, in the model's own order; tied ones once."""
+        self.release()
+        for name, parameter in self.module.named_parameters():
+            yield name.removeprefix(HF_PREFIX), cast(DTensor, parameter)
+
+
+def local_of(shard: DTensor) -> Tensor:
+    """This rank's part, sharing memory with the parameter."""
+    return shard.to_local().detach()
+
+
+def full_of(local: Tensor, like: DTensor) -> Tensor:
+    """The whole tensor of which every rank holds a part laid out as `like`. Collective."""
+    shard = DTensor.from_local(
+        local.to(like.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return shard.full_tensor()
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    state = module.state_dict(keep_vars=True)
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in state)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in `TensorSpec.dtype`: `float32`."""
+    return str(dtype).removeprefix("torch.")

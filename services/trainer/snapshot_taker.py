@@ -1,0 +1,187 @@
+"""TakeSnapshot and its way back: from live weights to a frozen, named, digested copy, and from storage to memory."""
+
+import json
+from pathlib import Path
+
+from google.protobuf import json_format
+from torch import Tensor
+
+from fovea.api.v1 import weights_pb2
+from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
+from services.trainer import full_weights, peft_format
+from services.trainer.commands import TakeSnapshot
+from services.trainer.control import ControlGroup
+from services.trainer.lora import PEFT_PREFIX
+from services.trainer.sharding import ShardedModel, local_of
+from services.trainer.snapshots import HeldSnapshot, SnapshotMemory, digest_of, spec_of
+from services.trainer.storage import Folder, write_folder
+from services.trainer.trained import AdapterModel, FullModel, TrainedModel
+
+IDENTITY = "fovea_snapshot.json"
+LORA = "fovea_lora.json"
+
+
+class SnapshotTaker:
+    """Freezes models. All methods are collective unless they say otherwise.
+
+    Args:
+        adapters: Where rank 0 holds adapters.
+        full: Where every rank holds its shards of full parameters.
+    """
+
+    def __init__(
+        self,
+        control: ControlGroup,
+        sharded: ShardedModel,
+        adapters: SnapshotMemory,
+        full: SnapshotMemory,
+        model_dir: Path,
+        base_model: str,
+    ) -> None:
+        self._control = control
+        self._sharded = sharded
+        self._adapters = adapters
+        self._full = full
+        self._model_dir = model_dir
+        self._base_model = base_model
+        self._base_identity: weights_pb2.Snapshot | None = None
+
+    def take(self, command: TakeSnapshot, model: TrainedModel) -> weights_pb2.Snapshot:
+        """Freezes a model; writes it to storage too if asked. Raises AlreadyExists for a name held for other weights."""
+        identity = weights_pb2.Snapshot(snapshot_id=command.snapshot_id, model_id=command.model_id, step=model.step)
+        if isinstance(model, AdapterModel):
+            return self._control.on_first(lambda: self._take_adapter(identity, model, command.uri))
+        assert isinstance(model, FullModel)
+        return self._take_full(identity, model, command.uri)
+
+    def describe_full(
+        self, snapshot_id: str, live: FullModel | None
+    ) -> tuple[weights_pb2.Snapshot, list[weights_pb2.TensorSpec]]:
+        """Identity and tensors of held full parameters; the empty name is the base. Raises NotFound.
+
+        Args:
+            live: The full-parameter model if there is one; it keeps the base's shards.
+        """
+        if snapshot_id:
+            held = self._held_full(snapshot_id)
+            return held.identity, held.specs
+        like = dict(self._sharded.named_shards())
+        if self._base_identity is None:
+            digest, size_bytes = digest_of(full_weights.gathered(self._base_locals(live), like))
+            self._base_identity = weights_pb2.Snapshot(
+                digest=digest, size_bytes=size_bytes, kind=weights_pb2.SNAPSHOT_KIND_FULL
+            )
+        return self._base_identity, [spec_of(name, shard.dtype, shard.shape) for name, shard in like.items()]
+
+    def locals_of(self, snapshot_id: str, live: FullModel | None) -> dict[str, Tensor]:
+        """This rank's shards of held full parameters, or of the base. Raises NotFound."""
+        return self._held_full(snapshot_id).tensors if snapshot_id else self._base_locals(live)
+
+    def restore(self, snapshot_id: str, uri: str) -> HeldSnapshot:
+        """Reads a snapshot back that `take` wrote to storage. Raises NotFound, InvalidInput if it is another one."""
+        identity = self._control.on_first(lambda: _read_identity(Folder.at(uri), snapshot_id))
+        if identity.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
+            held = self._control.agree(lambda: _read_adapter(Folder.at(uri), identity))
+            if self._control.rank == 0:
+                self._adapters.put(held)
+            return held
+        like = dict(self._sharded.named_shards())
+        shards = self._control.agree(lambda: full_weights.read_shards(Folder.at(uri), like))
+        held = HeldSnapshot(identity, shards, [spec_of(n, s.dtype, s.shape) for n, s in like.items()], None)
+        self._full.put(held)
+        return held
+
+    def _held_full(self, snapshot_id: str) -> HeldSnapshot:
+        held = self._full.get(snapshot_id)
+        if held is None:
+            raise NotFound(f"snapshot {snapshot_id!r} is not held by this trainer", field="snapshot_id")
+        return held
+
+    def _base_locals(self, live: FullModel | None) -> dict[str, Tensor]:
+        if live is not None:
+            return live.base
+        return {name: local_of(shard) for name, shard in self._sharded.named_shards()}
+
+    def _take_adapter(self, identity: weights_pb2.Snapshot, model: AdapterModel, uri: str) -> weights_pb2.Snapshot:
+        flat = model.weights.flat.detach().cpu().clone()
+        tensors = dict(model.weights.named(flat))
+        identity.kind = weights_pb2.SNAPSHOT_KIND_ADAPTER
+        identity.digest, identity.size_bytes = digest_of(tensors.items())
+        _refuse_reuse(self._adapters.get(identity.snapshot_id), identity)
+        settings = model.settings
+        if uri:
+            files = peft_format.peft_files(tensors.items(), settings.rank, settings.alpha, self._base_model)
+            lora = json_format.MessageToJson(model_lora(model)).encode()
+            write_folder(uri, {**files, LORA: lora, IDENTITY: _identity_json(identity)})
+        specs = [spec_of(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+        self._adapters.put(HeldSnapshot(identity, tensors, specs, model_lora(model)))
+        return identity
+
+    def _take_full(self, identity: weights_pb2.Snapshot, model: FullModel, uri: str) -> weights_pb2.Snapshot:
+        copies = {name: local.cpu().clone() for name, local in model.locals.items()}
+        identity.kind = weights_pb2.SNAPSHOT_KIND_FULL
+        identity.digest, identity.size_bytes = digest_of(full_weights.gathered(copies, model.shards))
+        _refuse_reuse(self._full.get(identity.snapshot_id), identity)
+        if uri:
+            self._write_full(identity, copies, model, uri)
+        specs = [spec_of(name, shard.dtype, shard.shape) for name, shard in model.shards.items()]
+        self._full.put(HeldSnapshot(identity, copies, specs, None))
+        return identity
+
+    def _write_full(
+        self, identity: weights_pb2.Snapshot, copies: dict[str, Tensor], model: FullModel, uri: str
+    ) -> None:
+        target, draft = self._control.on_first(lambda: (found := Folder.at(uri), found.begin()))
+        tensors = full_weights.gathered(copies, model.shards)
+        full_weights.write_checkpoint(tensors, draft, self._model_dir, self._control)
+        self._control.on_first(lambda: (draft.write(IDENTITY, _identity_json(identity)), target.commit(draft)))
+
+
+def model_lora(model: AdapterModel) -> weights_pb2.LoraConfig:
+    """The adapter's settings on the wire."""
+    settings = model.settings
+    return weights_pb2.LoraConfig(
+        rank=settings.rank,
+        alpha=settings.alpha,
+        seed=settings.seed,
+        train_attention=settings.train_attention,
+        train_mlp=settings.train_mlp,
+        train_unembedding=settings.train_unembedding,
+        train_vision=settings.train_vision,
+    )
+
+
+def _refuse_reuse(held: HeldSnapshot | None, identity: weights_pb2.Snapshot) -> None:
+    if held is not None and held.identity.digest != identity.digest:
+        raise AlreadyExists(
+            f"snapshot_id {identity.snapshot_id!r} names other weights already: a snapshot never changes",
+            field="snapshot_id",
+        )
+
+
+def _identity_json(identity: weights_pb2.Snapshot) -> bytes:
+    return json_format.MessageToJson(identity).encode()
+
+
+def _read_identity(folder: Folder, snapshot_id: str) -> weights_pb2.Snapshot:
+    identity = json_format.Parse(folder.read(IDENTITY), weights_pb2.Snapshot())
+    if identity.snapshot_id != snapshot_id:
+        raise InvalidInput(f"{folder.path} holds snapshot {identity.snapshot_id!r}, not {snapshot_id!r}", field="uri")
+    return identity
+
+
+def _read_adapter(folder: Folder, identity: weights_pb2.Snapshot) -> HeldSnapshot:
+    tensors = peft_format.read_tensors(folder.read(peft_format.WEIGHTS), folder.path)
+    order = json.loads(folder.read(peft_format.CONFIG))["target_modules"]
+    named = {
+        name: tensors[name]
+        for module in order
+        for name in (f"{PEFT_PREFIX}{module}.lora_{part}.weight" for part in "AB")
+    }
+    digest, _ = digest_of(named.items())
+    if digest != identity.digest:
+        raise InvalidInput(f"{folder.path} has digest {digest}, not {identity.digest}: it is damaged", field="uri")
+    lora = json_format.Parse(folder.read(LORA), weights_pb2.LoraConfig())
+    specs = [spec_of(name, tensor.dtype, tensor.shape) for name, tensor in named.items()]
+    return HeldSnapshot(identity, named, specs, lora)
+

@@ -1,0 +1,20 @@
+"""Prometheus metrics of the trainer, on rank 0."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+COMMANDS = Counter("fovea_trainer_commands_total", "Commands by outcome.", ["command", "outcome"])
+COMMAND_SECONDS = Histogram(
+    "fovea_trainer_command_seconds",
+    "Seconds that a command ran on all ranks.",
+    ["command"],
+    buckets=(0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
+)
+QUEUED = Gauge("fovea_trainer_queued_commands", "Commands that wait for their turn.")
+TOKENS = Counter("fovea_trainer_tokens_total", "Tokens computed.", ["backward"])
+DATUMS = Counter("fovea_trainer_datums_total", "Datums computed.", ["backward"])
+PACKING = Gauge("fovea_trainer_packing_efficiency", "Share of micro-batch capacity that the last call used.")
+MODELS = Gauge("fovea_trainer_models", "Models that exist.")
+PUSHES = Counter("fovea_trainer_pushes_total", "Snapshots pushed, by sampler and outcome.", ["outcome"])
+PUSH_SECONDS = Histogram(
+    "fovea_trainer_push_seconds", "Seconds of a push to all samplers.", buckets=(0.02, 0.1, 0.3, 1, 3, 10, 30, 100)
+)

@@ -1,0 +1,148 @@
+"""What is trained on a base: an adapter, or all parameters. Both have gradients, an optimizer and a step count.
+
+Methods are collective where they say so; state is the same on all ranks but for the shards of full parameters.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fovea.wire.errors import FailedPrecondition
+from services.trainer.families.base import LoraTarget
+from services.trainer.logprobs import LoraPair
+from services.trainer.lora import UNEMBEDDING, LoraInjector, LoraSettings, LoraWeights
+from services.trainer.optimizer import Adam, AdamW, clip_factor
+from services.trainer.sharding import ShardedModel, local_of
+
+
+class TrainedModel(ABC):
+    """One model that a client trains."""
+
+    step = 0
+    optimizer: AdamW
+    trains_vision: bool
+    unembedding: LoraPair | None
+    trainable_parameter_count: int
+
+    @abstractmethod
+    def activate(self) -> None:
+        """Makes the next forward passes use this model's weights."""
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """This rank's accumulated gradients, zeros where there are none."""
+
+    @abstractmethod
+    def reduce_gradients(self) -> Tensor:
+        """Sums gradients over all ranks; returns the squared global norm, float32 scalar. Collective."""
+
+    @abstractmethod
+    def zero_gradients(self) -> None:
+        """Drops accumulated gradients."""
+
+    def weights_changed(self) -> None:
+        """Called after weights were written."""
+
+    def optim_step(self, adam: Adam) -> dict[str, float]:
+        """Steps and clears the gradients; returns metrics. Collective.
+
+        Raises FailedPrecondition, on all ranks, if the gradients are not finite: they are dropped, weights stay.
+        """
+        norm = math.sqrt(self.reduce_gradients().item())
+        if not math.isfinite(norm):
+            self.zero_gradients()
+            raise FailedPrecondition(
+                f"the accumulated gradient has norm {norm}: it was dropped and no step was taken. Check the loss inputs."
+            )
+        factor = clip_factor(norm, adam.grad_clip_norm)
+        if factor != 1.0:
+            torch._foreach_mul_(self.gradients(), factor)
+        self.optimizer.step(adam)
+        self.zero_gradients()
+        self.weights_changed()
+        self.step += 1
+        return {
+            "grad_norm:mean": norm,
+            "grad_norm_clipped:mean": norm * factor,
+            "learning_rate:mean": adam.learning_rate,
+        }
+
+
+class AdapterModel(TrainedModel):
+    """A LoRA adapter. Gradients stay on the rank that made them until the step."""
+
+    def __init__(self, settings: LoraSettings, targets: Sequence[LoraTarget], injector: LoraInjector, device: torch.device):
+        self.settings = settings
+        self.weights = LoraWeights(settings, targets, device)
+        self.optimizer = AdamW([self.weights.flat])
+        self.trains_vision = settings.train_vision
+        self.unembedding = self.weights.pairs.get(UNEMBEDDING)
+        self.trainable_parameter_count = self.weights.flat.numel()
+        self._injector = injector
+
+    def activate(self) -> None:
+        self._injector.activate(self.weights)
+
+    def gradients(self) -> list[Tensor]:
+        return [self.weights.flat_grad]
+
+    def reduce_gradients(self) -> Tensor:
+        dist.all_reduce(self.weights.flat_grad)
+        self.weights.flat.grad = self.weights.flat_grad
+        return self.weights.flat_grad.square().sum()
+
+    def zero_gradients(self) -> None:
+        self.weights.flat_grad.zero_()
+
+
+class FullModel(TrainedModel):
+    """All parameters of the base. Each rank optimizes its shards; the base's own shards are kept to come back to."""
+
+    trains_vision = True
+    unembedding = None
+
+    def __init__(self, sharded: ShardedModel, injector: LoraInjector) -> None:
+        self._sharded = sharded
+        self._injector = injector
+        sharded.set_trainable(True)
+        self.shards = dict(sharded.named_shards())
+        self.locals = {name: local_of(shard) for name, shard in self.shards.items()}
+        self.base = {name: local.clone() for name, local in self.locals.items()}
+        self.optimizer = AdamW(list(self.locals.values()))
+        self.trainable_parameter_count = sum(shard.numel() for shard in self.shards.values())
+
+    def activate(self) -> None:
+        self._injector.activate(None)
+
+    def gradients(self) -> list[Tensor]:
+        for name, shard in self.shards.items():
+            local = self.locals[name]
+            if shard.grad is None:
+                local.grad = torch.zeros_like(local)
+            else:
+                local.grad = shard.grad.to_local()  # type: ignore[attr-defined]
+        return [local.grad for local in self.locals.values() if local.grad is not None]
+
+    def reduce_gradients(self) -> Tensor:
+        squares = torch.stack([gradient.float().square().sum() for gradient in self.gradients()]).sum()
+        dist.all_reduce(squares)
+        return squares
+
+    def zero_gradients(self) -> None:
+        for name, shard in self.shards.items():
+            shard.grad = None
+            self.locals[name].grad = None
+
+    def weights_changed(self) -> None:
+        self._sharded.release()
+
+    def restore_base(self) -> None:
+        """Puts the base's weights back and freezes them. Collective."""
+        self.zero_gradients()
+        for name, local in self.locals.items():
+            local.copy_(self.base[name])
+        self._sharded.set_trainable(False)

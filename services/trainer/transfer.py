@@ -1,0 +1,114 @@
+"""Groups over which weights are broadcast to samplers: torch's own process groups, made privately, never the default.
+
+The sender is rank 0; sampler worker i is rank_offset + i. The rendezvous store is hosted by the sender.
+"""
+
+import logging
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fovea.wire.errors import FailedPrecondition
+
+logger = logging.getLogger(__name__)
+
+
+class TransferGroup:
+    """The sender's end of one group.
+
+    Args:
+        group_id: Unique name, prefix of the group's keys in the store.
+        store: The rendezvous store.
+        world_size: Members, the sender included.
+        backend: `gloo` or `nccl`.
+        join_timeout_s: Deadline of the meeting.
+        timeout_s: Deadline of each broadcast.
+
+    Blocks until all members have met. Raises RuntimeError if they do not.
+    """
+
+    def __init__(
+        self,
+        group_id: str,
+        store: dist.Store,
+        world_size: int,
+        backend: str,
+        join_timeout_s: float,
+        timeout_s: float,
+    ) -> None:
+        self.group_id = group_id
+        prefixed = dist.PrefixStore(group_id, store)
+        join = timedelta(seconds=join_timeout_s)
+        self._group: dist.ProcessGroup
+        if backend == "gloo":
+            self._device = torch.device("cpu")
+            self._group = dist.ProcessGroupGloo(prefixed, 0, world_size, join)
+            self._group._set_default_timeout(timedelta(seconds=timeout_s))
+        elif backend == "nccl":
+            if not torch.cuda.is_available():
+                raise FailedPrecondition("the samplers receive over nccl, but this trainer has no GPU")
+            self._device = torch.device("cuda", torch.cuda.current_device())
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=timeout_s)
+            self._group = dist.ProcessGroupNCCL(prefixed, 0, world_size, options)
+        else:
+            raise FailedPrecondition(f"transfer backend {backend!r} is not supported, only gloo and nccl")
+
+    def send(self, tensors: list[Tensor]) -> None:
+        """Broadcasts tensors as one run of bytes and waits until it has left. Raises RuntimeError on any failure."""
+        parts = [tensor.detach().to(self._device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+        buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([buffer], options).wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Leaves the group; members that still wait in it fail."""
+        abort = getattr(self._group, "abort", None)
+        if self._device.type == "cuda" and abort is not None:
+            abort()
+
+
+class TransferGroups:
+    """All open groups of this trainer, and the store they meet at. Rank 0 only; safe to use from several threads.
+
+    Args:
+        address: Address under which samplers reach this process.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._store = dist.TCPStore("0.0.0.0", 0, None, True, timedelta(minutes=5), wait_for_workers=False)
+        self._open: dict[str, TransferGroup] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def port(self) -> int:
+        """Port of the store."""
+        return int(self._store.port)
+
+    def open(
+        self, group_id: str, world_size: int, backend: str, join_timeout_s: float, timeout_s: float
+    ) -> TransferGroup:
+        """Meets the other members; blocks. Raises RuntimeError if they do not come in time."""
+        group = TransferGroup(group_id, self._store, world_size, backend, join_timeout_s, timeout_s)
+        with self._lock:
+            self._open[group_id] = group
+        return group
+
+    def get(self, group_id: str) -> TransferGroup:
+        """An open group. Raises KeyError."""
+        with self._lock:
+            return self._open[group_id]
+
+    def close(self, group_id: str) -> None:
+        """Closes a group; unknown ones are no error."""
+        with self._lock:
+            group = self._open.pop(group_id, None)
+        if group is not None:
+            group.close()

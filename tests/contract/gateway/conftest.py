@@ -1,0 +1,123 @@
+"""A real gateway (uvicorn and gRPC on 127.0.0.1) before fake services, and the real SDK in front of it."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tinker
+
+from gateway.app import Gateway
+from gateway.settings import GatewaySettings
+from tests.contract.gateway.fakes import FakeRenderer, FakeSampler, FakeTrainer
+
+MODEL = "fovea/fake-vl"
+KEY = "tml-local"
+
+
+class Stand:
+    """One gateway with its fakes. `gateway` can be stopped and started again on the same state."""
+
+    def __init__(self, state_dir: Path, sampler_count: int = 1) -> None:
+        self.renderer = FakeRenderer()
+        self.samplers = [FakeSampler() for _ in range(sampler_count)]
+        self.trainer = FakeTrainer(lambda: self.samplers)
+        self.state_dir = state_dir
+        self.overrides: dict[str, Any] = {}
+        self.gateway: Gateway | None = None
+        self.port = 0
+
+    @property
+    def sampler(self) -> FakeSampler:
+        """The first sampler."""
+        return self.samplers[0]
+
+    @property
+    def url(self) -> str:
+        """Base of the REST API."""
+        return f"http://127.0.0.1:{self.port}{self.overrides.get('base_path', '')}"
+
+    async def start_fakes(self) -> None:
+        for fake in (self.renderer, *self.samplers, self.trainer):
+            await fake.start()
+
+    async def stop_fakes(self) -> None:
+        for fake in (self.renderer, *self.samplers, self.trainer):
+            fake.open.set()
+            await fake.stop()
+
+    async def start(self, **overrides: Any) -> None:
+        """Starts a gateway on this state, on the same port as before."""
+        self.overrides |= overrides
+        values: dict[str, Any] = {
+            "model_name": MODEL,
+            "model": "/models/fake",
+            "renderer": [self.renderer.address],
+            "sampler": [sampler.address for sampler in self.samplers],
+            "trainer": self.trainer.address,
+            "port": self.port,
+            "state_dir": self.state_dir,
+            "poll_hold_s": 1.0,
+            "retry_deadline_s": 20.0,
+            "trainer_wait_s": 1.0,
+            "drain_s": 2.0,
+        }
+        settings = GatewaySettings(**(values | self.overrides))
+        self.gateway = Gateway(settings)
+        await self.gateway.start()
+        self.port = self.gateway.rest_port
+
+    async def stop(self) -> None:
+        """Stops the gateway as SIGTERM does."""
+        assert self.gateway is not None
+        await self.gateway.stop()
+        self.gateway = None
+
+    def http(self, key: str | None = KEY) -> httpx.AsyncClient:
+        """A bare client, for what the SDK would hide."""
+        headers = {"X-API-Key": key} if key else {}
+        return httpx.AsyncClient(base_url=f"{self.url}/api/v1/", headers=headers, timeout=30)
+
+    async def sdk(self, use: Callable[[tinker.ServiceClient], Any], key: str = KEY) -> Any:
+        """Runs `use` with a ServiceClient in a thread: the SDK blocks, the gateway runs in this loop."""
+
+        def run() -> Any:
+            with tinker.ServiceClient(base_url=self.url, api_key=key) as client:
+                return use(client)
+
+        return await asyncio.to_thread(run)
+
+
+@pytest.fixture
+async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+    """A running stand with one sampler."""
+    async with running(Stand(tmp_path)) as running_stand:
+        yield running_stand
+
+
+@contextlib.asynccontextmanager
+async def running(stand: Stand, **overrides: Any) -> AsyncIterator[Stand]:
+    """Starts and stops a stand."""
+    os.environ["TINKER_TELEMETRY"] = "0"
+    await stand.start_fakes()
+    await stand.start(**overrides)
+    try:
+        yield stand
+    finally:
+        if stand.gateway is not None:
+            await stand.stop()
+        await stand.stop_fakes()
+
+
+async def eventually(check: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    """Waits until a condition holds; fails if it never does."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            result = check()
+            if result if isinstance(result, bool) else await result:
+                return
+            await asyncio.sleep(0.01)

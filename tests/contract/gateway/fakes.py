@@ -1,0 +1,345 @@
+"""Renderer, sampler and trainer with deterministic answers, behind real gRPC servers in this process.
+
+They do just what a test of the gateway can see: they check what they are sent as the real ones do, remember every call,
+and can be told to fail, to wait, to restart and to forget.
+"""
+
+# ruff: noqa: N802 - gRPC names the methods.
+
+import asyncio
+import hashlib
+import struct
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import numpy as np
+
+from fovea.api.v1 import (
+    model_input_pb2,
+    renderer_pb2,
+    renderer_pb2_grpc,
+    sampler_pb2,
+    sampler_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    weights_pb2,
+)
+from fovea.runtime.interceptors import ErrorInterceptor
+from fovea.wire import tensors
+from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotFound, SnapshotNotLoaded
+
+VOCABULARY_SIZE = 1000
+MAX_CONTEXT = 2048
+IMAGE_PAD = 999
+IMAGE_TOKENS = 4
+Context = grpc.aio.ServicerContext
+
+
+class Fake:
+    """Base: calls by method name, failures to come, a gate to hold calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.failures: dict[str, list[FoveaError]] = defaultdict(list)
+        self.open = asyncio.Event()
+        self.open.set()
+        self.server: grpc.aio.Server | None = None
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return f"127.0.0.1:{self.port}"
+
+    def names(self) -> list[str]:
+        """Methods in order of arrival."""
+        return [name for name, _ in self.calls]
+
+    def of(self, name: str) -> list[Any]:
+        """Requests of one method."""
+        return [request for called, request in self.calls if called == name]
+
+    async def note(self, name: str, request: Any) -> None:
+        """Remembers a call, then fails or waits as told."""
+        self.calls.append((name, request))
+        if self.failures[name]:
+            raise self.failures[name].pop(0)
+        await self.open.wait()
+
+    async def start(self) -> None:
+        """Listens, on the same port as before if there was one."""
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
+        self.register(self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self.server.start()
+
+    async def stop(self) -> None:
+        """Breaks off everything, as a kill does."""
+        assert self.server is not None
+        await self.server.stop(0)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the servicer."""
+        raise NotImplementedError
+
+
+class FakeRenderer(Fake, renderer_pb2_grpc.RendererServiceServicer):
+    """Every image is IMAGE_TOKENS placeholders; bytes that do not begin like their format are refused."""
+
+    def register(self, server: grpc.aio.Server) -> None:
+        renderer_pb2_grpc.add_RendererServiceServicer_to_server(self, server)
+
+    async def GetRendererInfo(self, request: Any, context: Context) -> renderer_pb2.GetRendererInfoResponse:
+        return renderer_pb2.GetRendererInfoResponse(
+            model="fake", family="qwen3_vl", supports_images=True, processor_fingerprint="f",
+            vocabulary_size=VOCABULARY_SIZE, max_context_length=MAX_CONTEXT, version="0",
+        )  # fmt: skip
+
+    async def Render(self, request: renderer_pb2.RenderRequest, context: Context) -> renderer_pb2.RenderResponse:
+        await self.note("Render", request)
+        ids: list[int] = []
+        rendered = model_input_pb2.RenderedInput()
+        for index, chunk in enumerate(request.input.chunks):
+            if chunk.WhichOneof("kind") == "tokens":
+                ids += tensors.decode_tokens(chunk.tokens.tokens).tolist()
+                continue
+            if chunk.WhichOneof("kind") == "image_reference" and chunk.image_reference.uri:
+                raise InvalidInput(f"chunks[{index}]: the host of {chunk.image_reference.uri} is not allowed")
+            image = chunk.image if chunk.WhichOneof("kind") == "image" else chunk.image_reference
+            if chunk.image.data and not chunk.image.data.startswith((b"\x89PNG", b"\xff\xd8")):
+                raise InvalidInput(f"chunks[{index}].image cannot be decoded", field=f"chunks[{index}].image")
+            if image.HasField("expected_token_count") and image.expected_token_count != IMAGE_TOKENS:
+                raise InvalidInput(f"expected {image.expected_token_count} tokens, got {IMAGE_TOKENS} from image")
+            digest = hashlib.sha256(chunk.image.data or image.sha256.encode()).hexdigest()
+            feature = model_input_pb2.VisionFeature(
+                digest=digest, grid_thw=[1, 4, 4], token_count=IMAGE_TOKENS, source=self.address
+            )
+            rendered.spans.add(offset=len(ids), length=IMAGE_TOKENS, feature=feature)
+            ids += [IMAGE_PAD] * IMAGE_TOKENS
+        rendered.tokens = tensors.encode_tokens(ids)
+        return renderer_pb2.RenderResponse(rendered=rendered)
+
+    async def PutImage(self, request_iterator: Any, context: Context) -> renderer_pb2.PutImageResponse:
+        size_bytes = 0
+        async for piece in request_iterator:
+            size_bytes += len(piece.data)
+        await self.note("PutImage", size_bytes)
+        return renderer_pb2.PutImageResponse(size_bytes=size_bytes)
+
+
+class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
+    """Samples tokens that depend on the weights and on the seed; holds only what a trainer pushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.restart()
+
+    def restart(self) -> None:
+        """A new engine: everything pushed is gone."""
+        self.instance_id = uuid.uuid4().hex
+        self.resident = ""
+        self.adapters: set[str] = set()
+        self.running = 0
+        self.most_running = 0
+        self.cancelled = 0
+
+    def register(self, server: grpc.aio.Server) -> None:
+        sampler_pb2_grpc.add_SamplerServiceServicer_to_server(self, server)
+
+    async def GetSamplerInfo(self, request: Any, context: Context) -> sampler_pb2.GetSamplerInfoResponse:
+        return sampler_pb2.GetSamplerInfoResponse(
+            model="fake", instance_id=self.instance_id, max_context_length=MAX_CONTEXT, max_sample_count=128,
+            max_top_logprobs=20, max_lora_rank=64, resident_snapshot_id=self.resident,
+            adapter_snapshot_ids=sorted(self.adapters), transfer_backend="gloo", transfer_worker_count=1,
+        )  # fmt: skip
+
+    async def Sample(
+        self, request: sampler_pb2.SampleRequest, context: Context
+    ) -> AsyncIterator[sampler_pb2.SampleResponse]:
+        if request.snapshot_id not in self.adapters and request.snapshot_id != self.resident:
+            self.calls.append(("NotLoaded", request))
+            raise SnapshotNotLoaded(f"snapshot {request.snapshot_id!r} is not loaded")
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await self.note("Sample", request)
+            for event in self._events(request):
+                yield event
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    def _events(self, request: sampler_pb2.SampleRequest) -> list[sampler_pb2.SampleResponse]:
+        prompt = tensors.decode_tokens(request.prompt.tokens)
+        result = sampler_pb2.PromptResult(cached_token_count=3)
+        if request.prompt_logprobs:
+            result.logprobs = tensors.encode_floats([np.nan, *(-0.5 for _ in prompt[1:])])
+        if request.top_prompt_logprobs:
+            result.top_logprobs.CopyFrom(_top(len(prompt), request.top_prompt_logprobs, is_prompt=True))
+        events = [sampler_pb2.SampleResponse(prompt=result)]
+        count = request.params.max_tokens if request.params.HasField("max_tokens") else 8
+        for index in range(request.sample_count):
+            ids = self.tokens_of(request.snapshot_id, request.params.seed, index, count)
+            for part, is_last in ((ids[: count // 2], False), (ids[count // 2 :], True)):
+                delta = sampler_pb2.SequenceDelta(
+                    index=index, tokens=tensors.encode_tokens(part),
+                    logprobs=tensors.encode_floats([-0.25] * len(part)),
+                    finish_reason=sampler_pb2.FINISH_REASON_LENGTH if is_last else 0, snapshot_id=request.snapshot_id,
+                )  # fmt: skip
+                if request.top_sample_logprobs:
+                    delta.top_logprobs.CopyFrom(_top(len(part), request.top_sample_logprobs, is_prompt=False))
+                events.append(sampler_pb2.SampleResponse(delta=delta))
+        return events
+
+    @staticmethod
+    def tokens_of(snapshot_id: str, seed: int, index: int, count: int) -> list[int]:
+        """What is sampled."""
+        digest = hashlib.sha256(f"{snapshot_id}/{seed}/{index}".encode()).digest()
+        return [digest[i % 32] for i in range(count)]
+
+
+def _top(rows: int, k: int, is_prompt: bool) -> sampler_pb2.TopLogprobs:
+    ids = np.tile(np.arange(1, k + 1, dtype=np.int32), (rows, 1))
+    logprobs = np.tile(-np.arange(1, k + 1, dtype=np.float32), (rows, 1))
+    if is_prompt:
+        ids[0], logprobs[0] = 0, -99999.0
+    return sampler_pb2.TopLogprobs(token_ids=tensors.encode(ids), logprobs=tensors.encode(logprobs))
+
+
+class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
+    """Counts gradients and steps; a loss is minus the sum of the weights times a logprob that falls with the steps."""
+
+    def __init__(self, samplers: Callable[[], list[FakeSampler]]) -> None:
+        super().__init__()
+        self._samplers = samplers
+        self.saved: dict[str, dict[str, Any]] = {}
+        self.push_failures: dict[str, int] = defaultdict(int)
+        self.push_delay_s = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """A new process: models and unsaved snapshots are gone."""
+        self.instance_id = uuid.uuid4().hex
+        self.models: dict[str, dict[str, Any]] = {}
+        self.snapshots: dict[str, weights_pb2.Snapshot] = {}
+
+    def register(self, server: grpc.aio.Server) -> None:
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, server)
+
+    async def GetTrainerInfo(self, request: Any, context: Context) -> trainer_pb2.GetTrainerInfoResponse:
+        return trainer_pb2.GetTrainerInfoResponse(
+            model="fake", family="qwen3_vl", instance_id=self.instance_id, world_size=2, max_lora_rank=64,
+            max_context_length=MAX_CONTEXT, model_ids=list(self.models), dtype="float32",
+            loss_functions=["cross_entropy", "importance_sampling"],
+        )  # fmt: skip
+
+    def _model(self, model_id: str) -> dict[str, Any]:
+        if model_id not in self.models:
+            raise NotFound(f"there is no model {model_id!r}")
+        return self.models[model_id]
+
+    async def CreateModel(self, request: Any, context: Context) -> trainer_pb2.CreateModelResponse:
+        await self.note("CreateModel", request)
+        is_full = request.WhichOneof("kind") == "full"
+        if is_full and self.models:
+            raise FailedPrecondition("full parameters need the trainer for themselves: other models exist")
+        self.models[request.model_id] = {"step": 0, "gradients": 0, "is_full": is_full}
+        return trainer_pb2.CreateModelResponse(trainable_parameter_count=10)
+
+    async def DeleteModel(self, request: Any, context: Context) -> trainer_pb2.DeleteModelResponse:
+        await self.note("DeleteModel", request)
+        self.models.pop(request.model_id, None)
+        return trainer_pb2.DeleteModelResponse()
+
+    async def ForwardBackward(
+        self, request_iterator: Any, context: Context
+    ) -> AsyncIterator[trainer_pb2.ForwardBackwardResponse]:
+        records = [record async for record in request_iterator]
+        header, datums = records[0].header, [record.datum for record in records[1:]]
+        await self.note("ForwardBackward", (header, datums))
+        model = self._model(header.model_id)
+        if header.loss_function not in ("cross_entropy", "importance_sampling"):
+            raise InvalidInput(f"loss_fn {header.loss_function!r} is unknown", field="loss_fn")
+        loss = 0.0
+        outputs = []
+        for index, datum in enumerate(datums):
+            length = len(datum.input.tokens) // 4
+            targets = tensors.decode(datum.loss_inputs["target_tokens"])
+            if targets.shape[0] != length:
+                raise InvalidInput(f"data[{index}].target_tokens has {targets.shape[0]} rows, the input {length}")
+            logprobs = np.full(targets.shape, -1.0 / (1 + model["step"]), np.float32)
+            weights = tensors.decode(datum.loss_inputs["weights"]) if "weights" in datum.loss_inputs else 1.0
+            loss -= float((weights * logprobs).sum())
+            outputs.append(trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(logprobs)}))
+        for output in outputs:
+            yield trainer_pb2.ForwardBackwardResponse(output=output)
+        if header.backward:
+            model["gradients"] += len(datums)
+        metrics = trainer_pb2.Metrics(values={"loss:sum": loss})
+        yield trainer_pb2.ForwardBackwardResponse(metrics=metrics)
+
+    async def ClearGradients(self, request: Any, context: Context) -> trainer_pb2.ClearGradientsResponse:
+        await self.note("ClearGradients", request)
+        self._model(request.model_id)["gradients"] = 0
+        return trainer_pb2.ClearGradientsResponse()
+
+    async def OptimStep(self, request: Any, context: Context) -> trainer_pb2.OptimStepResponse:
+        await self.note("OptimStep", request)
+        model = self._model(request.model_id)
+        seen, model["gradients"] = model["gradients"], 0
+        model["step"] += 1
+        metrics = trainer_pb2.Metrics(values={"gradients:sum": seen, "learning_rate:mean": request.adam.learning_rate})
+        return trainer_pb2.OptimStepResponse(metrics=metrics, step=model["step"])
+
+    async def SaveState(self, request: Any, context: Context) -> trainer_pb2.SaveStateResponse:
+        await self.note("SaveState", request)
+        self.saved[request.uri] = dict(self._model(request.model_id))
+        return trainer_pb2.SaveStateResponse(size_bytes=100, step=self.models[request.model_id]["step"])
+
+    async def LoadState(self, request: Any, context: Context) -> trainer_pb2.LoadStateResponse:
+        await self.note("LoadState", request)
+        model = self._model(request.model_id)
+        if request.uri not in self.saved:
+            raise NotFound(f"there is nothing at {request.uri}")
+        model["step"] = self.saved[request.uri]["step"] if request.optimizer else 0
+        return trainer_pb2.LoadStateResponse(step=model["step"])
+
+    async def TakeSnapshot(self, request: Any, context: Context) -> trainer_pb2.TakeSnapshotResponse:
+        await self.note("TakeSnapshot", request)
+        model = self._model(request.model_id)
+        kind = weights_pb2.SNAPSHOT_KIND_FULL if model["is_full"] else weights_pb2.SNAPSHOT_KIND_ADAPTER
+        snapshot = weights_pb2.Snapshot(
+            snapshot_id=request.snapshot_id, model_id=request.model_id, step=model["step"], kind=kind, size_bytes=10,
+            digest=hashlib.sha256(struct.pack("<q", model["step"])).hexdigest(),
+        )  # fmt: skip
+        self.snapshots[request.snapshot_id] = snapshot
+        if request.uri:
+            self.saved[request.uri] = {"snapshot": snapshot}
+        return trainer_pb2.TakeSnapshotResponse(snapshot=snapshot)
+
+    async def PushSnapshot(self, request: Any, context: Context) -> trainer_pb2.PushSnapshotResponse:
+        await self.note("PushSnapshot", request)
+        await asyncio.sleep(self.push_delay_s)
+        snapshot = self.snapshots.get(request.snapshot_id) or self.saved.get(request.uri, {}).get("snapshot")
+        if request.snapshot_id and snapshot is None:
+            raise NotFound(f"snapshot {request.snapshot_id} is not held")
+        response = trainer_pb2.PushSnapshotResponse(snapshot=snapshot)
+        by_address = {sampler.address: sampler for sampler in self._samplers()}
+        for address in request.samplers:
+            if self.push_failures[address]:
+                self.push_failures[address] -= 1
+                response.results.add(sampler=address, error="the transfer broke off")
+                continue
+            sampler = by_address[address]
+            if snapshot is not None and snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
+                sampler.adapters.add(request.snapshot_id)
+            else:
+                assert sampler.running == 0, "a full push while samples run"
+                sampler.resident = request.snapshot_id
+            response.results.add(sampler=address)
+        return response

@@ -1,0 +1,102 @@
+"""One sampler, one renderer and one reference for the whole session: vLLM starts once."""
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+import tinyvlm
+from fovea.api.v1 import model_input_pb2
+from fovea.client.sampler import SamplerClient
+from fovea.wire import tensors
+from fovea.wire.features import FeatureTensors
+from tests.e2e.sampler.asking import Part, rendered
+from tests.e2e.sampler.process import SamplerProcess, running_sampler
+from tests.e2e.sampler.reference import Reference
+from tests.e2e.sampler.renderer import TinyRenderer, running_renderer
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """The tiny Qwen3-VL."""
+    return tinyvlm.ensure("qwen3_vl")
+
+
+@pytest.fixture(scope="session")
+def renderer(model: Path) -> Iterator[TinyRenderer]:
+    """Serves vision tensors."""
+    with running_renderer(model) as renderer:
+        yield renderer
+
+
+@pytest.fixture(scope="session")
+def sampler(model: Path) -> Iterator[SamplerProcess]:
+    """The sampler under test: two adapters in a batch, three held."""
+    with running_sampler(model, "--max-loras", "3", "--max-cpu-loras", "3", "--max-adapters", "4") as sampler:
+        yield sampler
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path) -> Reference:
+    """The base model in transformers."""
+    return Reference(model)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer."""
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.fixture
+async def client(sampler: SamplerProcess) -> AsyncIterator[SamplerClient]:
+    """A client of the sampler."""
+    async with SamplerClient(sampler.address) as client:
+        yield client
+
+
+@dataclass
+class Prompt:
+    """A prompt for both sides: the wire's form, its ids, and its images' tensors."""
+
+    wire: model_input_pb2.RenderedInput
+    tokens: npt.NDArray[np.int32]
+    images: list[FeatureTensors]
+
+
+@dataclass
+class PromptMaker:
+    """Makes prompts from text and images."""
+
+    renderer: TinyRenderer
+    tokenizer: PreTrainedTokenizerBase
+    image_token_id: int
+
+    def make(self, *parts: str | npt.NDArray[np.uint8]) -> Prompt:
+        """Text and RGB images, in order."""
+        pieces: list[Part] = []
+        images: list[FeatureTensors] = []
+        for part in parts:
+            if isinstance(part, str):
+                pieces.append(self.tokenizer(part, add_special_tokens=False)["input_ids"])
+            else:
+                feature = self.renderer.render(part)
+                images.append(self.renderer.features[feature.digest])
+                pieces.append(feature)
+        wire = rendered(pieces, self.image_token_id)
+        return Prompt(wire, tensors.decode_tokens(wire.tokens), images)
+
+
+@pytest.fixture(scope="session")
+def prompts(renderer: TinyRenderer, tokenizer: PreTrainedTokenizerBase, reference: Reference) -> PromptMaker:
+    """Makes prompts."""
+    return PromptMaker(renderer, tokenizer, reference.module.config.image_token_id)
+
+
+def picture(seed: int, height: int = 96, width: int = 128) -> npt.NDArray[np.uint8]:
+    """An image of noise, uint8 [height, width, 3]."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)

@@ -1,0 +1,93 @@
+"""What the numbers must be: Hugging Face's own float32 forward, with adapters merged into the weights."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from fovea.wire.features import FeatureTensors
+
+ALPHA = 32.0
+StateDict = dict[str, torch.Tensor]
+
+
+class Reference:
+    """A checkpoint in transformers.
+
+    Args:
+        model: The checkpoint.
+        state: Parameters that take the place of the checkpoint's.
+    """
+
+    def __init__(self, model: Path, state: StateDict | None = None) -> None:
+        torch.set_num_threads(1)
+        config = AutoConfig.from_pretrained(model)
+        kind = AutoModelForImageTextToText if "vision_config" in config.to_dict() else AutoModelForCausalLM
+        self.module = kind.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
+        self._preprocessor = model / "preprocessor_config.json"
+        self._image_token_id = getattr(config, "image_token_id", None)
+        if state is not None:
+            self.module.load_state_dict(state, strict=False)
+            self.module.tie_weights()
+
+    def parameters(self) -> StateDict:
+        """All parameters by name, tied ones once."""
+        return {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+
+    def merge(self, adapter: Mapping[str, torch.Tensor], rank: int) -> "Reference":
+        """Adds an adapter, by PEFT names, to the weights. A tied unembedding is untied first."""
+        halves = {name for name in adapter if name.endswith(".lora_A.weight")}
+        for name in halves:
+            path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            linear = self.module.get_submodule(path)
+            delta = (ALPHA / rank) * adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
+            linear.weight = torch.nn.Parameter(linear.weight.detach().clone() + delta)
+        return self
+
+    def prompt_logprobs(
+        self, tokens: npt.NDArray[np.int32], images: list[FeatureTensors] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """log p(token i | tokens before i), NaN first."""
+        table = self.table(tokens, images)
+        values = np.full(len(tokens), np.nan, dtype=np.float32)
+        values[1:] = table[np.arange(len(tokens) - 1), tokens[1:]]
+        return values
+
+    @torch.no_grad()
+    def table(
+        self, tokens: npt.NDArray[np.int32], images: list[FeatureTensors] | None = None, temperature: float = 1.0
+    ) -> npt.NDArray[np.float32]:
+        """log-softmax(logits / temperature), [tokens, vocabulary]; row i is the distribution of token i + 1."""
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        inputs: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if images:
+            pixels = torch.from_numpy(np.concatenate([image["pixel_values"] for image in images]))
+            inputs["pixel_values"] = self._normalised(pixels)
+            inputs["image_grid_thw"] = torch.from_numpy(np.concatenate([i["image_grid_thw"] for i in images]))
+            inputs["mm_token_type_ids"] = (ids == self._image_token_id).int()
+        logits = self.module(**inputs).logits[0].float()
+        return (logits / temperature).log_softmax(-1).numpy()
+
+    def _normalised(self, patches: torch.Tensor) -> torch.Tensor:
+        """(x / 255 - mean) / std; a patch row is [channel, frame, height, width]."""
+        settings = json.loads(self._preprocessor.read_text())
+        mean, std = (torch.tensor(settings[name]) for name in ("image_mean", "image_std"))
+        by_channel = patches.view(len(patches), 3, -1).float() / 255
+        return ((by_channel - mean[:, None]) / std[:, None]).view(len(patches), -1)
+
+
+def random_adapter(reference: Reference, rank: int, seed: int, scale: float = 0.05) -> dict[str, torch.Tensor]:
+    """An adapter of attention, MLP, vision tower, mergers and unembedding, big enough to be seen in every logprob."""
+    generator = torch.Generator().manual_seed(seed)
+    adapter: dict[str, torch.Tensor] = {}
+    for name, module in reference.module.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            out_width, in_width = module.weight.shape
+            prefix = f"base_model.model.{name}"
+            adapter[f"{prefix}.lora_A.weight"] = torch.randn(rank, in_width, generator=generator) * scale
+            adapter[f"{prefix}.lora_B.weight"] = torch.randn(out_width, rank, generator=generator) * scale
+    return adapter

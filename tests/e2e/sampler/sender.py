@@ -1,0 +1,99 @@
+"""The trainer's side of a push, with torch's process groups and nothing else."""
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fovea.api.v1 import sampler_pb2, weights_pb2
+from fovea.client.sampler import SamplerClient
+from fovea.wire.manifest import DigestBuilder, buckets
+
+from tests.e2e.sampler.reference import ALPHA
+
+_BUCKET_BYTES = 1 << 20
+_TIMEOUT_S = 60.0
+Tensors = Mapping[str, torch.Tensor]
+
+
+def manifest_of(snapshot_id: str, tensors: Tensors, rank: int | None = None) -> weights_pb2.SnapshotManifest:
+    """The manifest of an adapter of `rank`, or of full weights."""
+    digest = DigestBuilder()
+    manifest = weights_pb2.SnapshotManifest(bucket_bytes=_BUCKET_BYTES)
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        manifest.tensors.add(name=name, dtype=dtype, shape=tensor.shape)
+        digest.add(name, dtype, list(tensor.shape), _bytes(tensor).numpy())
+    kind = weights_pb2.SNAPSHOT_KIND_FULL if rank is None else weights_pb2.SNAPSHOT_KIND_ADAPTER
+    manifest.snapshot.CopyFrom(
+        weights_pb2.Snapshot(
+            snapshot_id=snapshot_id,
+            model_id=snapshot_id.partition("@")[0],
+            digest=digest.hexdigest(),
+            kind=kind,
+            size_bytes=sum(_bytes(tensor).numel() for tensor in tensors.values()),
+        )
+    )
+    if rank is not None:
+        manifest.lora.CopyFrom(weights_pb2.LoraConfig(rank=rank, alpha=ALPHA))
+    return manifest
+
+
+class Sender:
+    """Rank 0 of a group with one sampler."""
+
+    def __init__(self, client: SamplerClient) -> None:
+        self._client = client
+        self.group_id = f"group-{uuid.uuid4().hex[:8]}"
+
+    async def join(self, timeout_s: float = _TIMEOUT_S) -> "Sender":
+        """Makes the group."""
+        timeout = timedelta(seconds=timeout_s)
+        self._store = dist.TCPStore("127.0.0.1", 0, 2, True, timeout, wait_for_workers=False)
+        request = sampler_pb2.JoinTransferGroupRequest(
+            group_id=self.group_id,
+            master_address="127.0.0.1",
+            master_port=self._store.port,
+            rank_offset=1,
+            world_size=2,
+            timeout_s=timeout_s,
+        )
+        prefixed = dist.PrefixStore(self.group_id, self._store)
+        make = asyncio.to_thread(dist.ProcessGroupGloo, prefixed, 0, 2, timeout)
+        self._group, _ = await asyncio.gather(make, self._client.join_transfer_group(request))
+        return self
+
+    async def push(
+        self,
+        snapshot_id: str,
+        tensors: Tensors,
+        rank: int | None = None,
+        manifest: weights_pb2.SnapshotManifest | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> sampler_pb2.SnapshotLoaded:
+        """Pushes a snapshot, broadcasting once the sampler is ready."""
+        manifest = manifest or manifest_of(snapshot_id, tensors, rank)
+        request = sampler_pb2.ReceiveSnapshotRequest(group_id=self.group_id, manifest=manifest, timeout_s=timeout_s)
+        async for response in self._client.receive_snapshot(request):
+            if response.WhichOneof("phase") == "ready":
+                await asyncio.to_thread(self.broadcast, manifest, tensors)
+            else:
+                return response.loaded
+        raise AssertionError("the sampler ended the push without a word")
+
+    def broadcast(self, manifest: weights_pb2.SnapshotManifest, tensors: Tensors, bucket_count: int = 1 << 30) -> None:
+        """Sends the first `bucket_count` buckets."""
+        for specs in buckets(manifest.tensors, manifest.bucket_bytes)[:bucket_count]:
+            self._group.broadcast(torch.cat([_bytes(tensors[spec.name]) for spec in specs]), 0).wait()
+
+    def vanish(self) -> None:
+        """Goes away without a word, as a killed trainer does."""
+        self._group.abort()
+        del self._group, self._store
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,145 @@
+"""Adapters come, are shared, are evicted and dropped; requests that use one are never left without it."""
+
+import asyncio
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.api.v1 import sampler_pb2, weights_pb2
+from fovea.client.sampler import SamplerClient
+from fovea.wire.errors import AlreadyExists, FailedPrecondition, InvalidInput, SnapshotNotLoaded
+from tests.e2e.sampler.asking import ask, request_for
+from tests.e2e.sampler.conftest import PromptMaker, picture
+from tests.e2e.sampler.reference import Reference, random_adapter
+from tests.e2e.sampler.sender import Sender, manifest_of
+
+RANK = 4
+
+
+def attention_adapter(reference: Reference, seed: int) -> dict[str, torch.Tensor]:
+    """A small adapter."""
+    adapter = random_adapter(reference, RANK, seed, scale=0.2)
+    return {name: tensor for name, tensor in adapter.items() if "self_attn" in name}
+
+
+async def test_more_adapters_than_the_engine_keeps_built(
+    client: SamplerClient, prompts: PromptMaker, reference: Reference
+) -> None:
+    """Four are held while vLLM keeps three: it gets them again from the worker's memory, with the same numbers."""
+    sender = await Sender(client).join()
+    names = [f"lru-{number}@1" for number in range(4)]
+    request = {name: request_for(prompts.make("Adapters ", picture(1)).wire, name, max_tokens=6, temperature=0.0,
+                                 prompt_logprobs=True) for name in names}
+    first = {}
+    for number, name in enumerate(names):
+        await sender.push(name, attention_adapter(reference, number), RANK)
+        first[name] = await ask(client, request[name])
+    for _ in range(2):
+        answers = await asyncio.gather(*(ask(client, request[name]) for name in names))
+        for name, answer in zip(names, answers, strict=True):
+            assert answer.sequences[0].tokens == first[name].sequences[0].tokens
+            assert np.nanmax(np.abs(answer.prompt_logprobs - first[name].prompt_logprobs)) < 1e-5
+    assert sorted((await client.info()).adapter_snapshot_ids) == names
+    await sender.push("lru-4@1", attention_adapter(reference, 4), RANK)
+    assert "lru-0@1" not in (await client.info()).adapter_snapshot_ids
+    with pytest.raises(SnapshotNotLoaded):
+        await ask(client, request["lru-0@1"])
+    await sender.push("lru-0@1", attention_adapter(reference, 0), RANK)
+    assert (await ask(client, request["lru-0@1"])).sequences[0].tokens == first["lru-0@1"].sequences[0].tokens
+    for name in (await client.info()).adapter_snapshot_ids:
+        await client.drop_snapshot(name)
+    assert not (await client.info()).adapter_snapshot_ids
+
+
+async def test_dropping_waits_for_the_requests_in_flight(
+    client: SamplerClient, prompts: PromptMaker, reference: Reference
+) -> None:
+    sender = await Sender(client).join()
+    await sender.push("busy@1", attention_adapter(reference, 1), RANK)
+    through = sampler_pb2.StopCondition(ignore_eos=True)
+    request = request_for(prompts.make("Busy").wire, "busy@1", stop=through, max_tokens=200)
+    token_count = 0
+    async with aclosing(client.sample(request)) as events:
+        async for event in events:
+            if not token_count:
+                dropping = asyncio.create_task(client.drop_snapshot("busy@1"))
+            token_count += len(event.delta.tokens) // 4
+            if token_count < 200:
+                assert not dropping.done() or not dropping.exception()
+    assert token_count == 200
+    await dropping
+    with pytest.raises(SnapshotNotLoaded):
+        await ask(client, request)
+    await client.drop_snapshot("busy@1")
+
+
+async def test_pushing_the_same_snapshot_again_is_no_harm(
+    client: SamplerClient, prompts: PromptMaker, reference: Reference
+) -> None:
+    sender = await Sender(client).join()
+    adapter = attention_adapter(reference, 1)
+    await sender.push("again@1", adapter, RANK)
+    loaded = await sender.push("again@1", adapter, RANK)
+    assert loaded.digest == manifest_of("again@1", adapter, RANK).snapshot.digest
+    with pytest.raises(AlreadyExists, match="never change"):
+        await sender.push("again@1", attention_adapter(reference, 2), RANK)
+    await ask(client, request_for(prompts.make("Again").wire, "again@1", max_tokens=2))
+    await client.drop_snapshot("again@1")
+
+
+def renamed(old: str, new: str) -> dict[str, str]:
+    """One change of a name."""
+    return {old: new}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k_proj": "z_proj"}, "has no module"),
+        ({"base_model.model.": ""}, "no PEFT name"),
+        ({"layers.0.self_attn.q_proj.lora_B": "layers.1.self_attn.q_proj.lora_B"}, "listed twice"),
+    ],
+)
+async def test_names_that_do_not_fit(
+    client: SamplerClient, reference: Reference, change: dict[str, str], message: str
+) -> None:
+    sender = await Sender(client).join()
+    adapter = attention_adapter(reference, 1)
+    manifest = manifest_of("bad@1", adapter, RANK)
+    for spec in manifest.tensors:
+        for old, new in change.items():
+            spec.name = spec.name.replace(old, new)
+    with pytest.raises(InvalidInput, match=message):
+        await sender.push("bad@1", adapter, RANK, manifest)
+
+
+async def test_shapes_and_modules_that_do_not_fit(client: SamplerClient, reference: Reference) -> None:
+    sender = await Sender(client).join()
+    adapter = attention_adapter(reference, 1)
+    for rank, message in ((RANK + 1, "must be"), (4096, "lora.rank"), (0, "lora.rank")):
+        manifest = manifest_of("bad@1", adapter, RANK)
+        manifest.lora.rank = rank
+        with pytest.raises(InvalidInput, match=message):
+            await sender.push("bad@1", adapter, RANK, manifest)
+    half = {name: tensor for name, tensor in adapter.items() if not name.endswith("q_proj.lora_B.weight")}
+    with pytest.raises(InvalidInput, match="lora_A only"):
+        await sender.push("bad@1", half, RANK)
+    embedding = {
+        "base_model.model.model.language_model.embed_tokens.lora_A.weight": torch.zeros(RANK, 128),
+        "base_model.model.model.language_model.embed_tokens.lora_B.weight": torch.zeros(1280, RANK),
+    }
+    with pytest.raises(InvalidInput, match="cannot adapt"):
+        await sender.push("bad@1", embedding, RANK)
+    empty = weights_pb2.SnapshotManifest()
+    with pytest.raises(InvalidInput, match="bucket_bytes"):
+        await sender.push("bad@1", {}, RANK, empty)
+    # The group was never used for a broadcast, so it still stands.
+    await sender.push("good@1", adapter, RANK)
+    await client.drop_snapshot("good@1")
+
+
+async def test_a_group_that_was_not_joined(client: SamplerClient, reference: Reference) -> None:
+    with pytest.raises(FailedPrecondition, match="join it first"):
+        await Sender(client).push("bad@1", attention_adapter(reference, 1), RANK)

@@ -1,0 +1,223 @@
+"""Every bad request gets a clear error, and the next request is answered as if nothing had happened."""
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from fovea.api.v1 import sampler_pb2
+from fovea.client.sampler import SamplerClient
+from fovea.wire import tensors
+from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, SnapshotNotLoaded, Unavailable
+from fovea.wire.features import size_bytes, tensors_sha256
+from tests.e2e.sampler.asking import ask, request_for
+from tests.e2e.sampler.conftest import PromptMaker, picture
+from tests.e2e.sampler.renderer import TinyRenderer
+
+Spoil = Callable[[sampler_pb2.SampleRequest, TinyRenderer], None]
+
+
+def tensor_swap(name: str, change: Callable[[np.ndarray], np.ndarray], promised: bool) -> Spoil:
+    """The renderer holds a changed tensor; if `promised`, the request announces it truly."""
+
+    def spoil(request: sampler_pb2.SampleRequest, renderer: TinyRenderer) -> None:
+        feature = request.prompt.spans[0].feature
+        held = dict(renderer.features[feature.digest])
+        held[name] = change(held[name])
+        feature.digest = hashlib.sha256(f"{name}{held[name].shape}{held[name].dtype}{promised}".encode()).hexdigest()
+        renderer.features[feature.digest] = held
+        if promised:
+            feature.tensors_sha256 = tensors_sha256(held)
+
+    return spoil
+
+
+def set_span(**fields: int) -> Spoil:
+    """Changes the first span."""
+
+    def spoil(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+        for name, value in fields.items():
+            setattr(request.prompt.spans[0], name, getattr(request.prompt.spans[0], name) + value)
+
+    return spoil
+
+
+def set_feature(**fields: object) -> Spoil:
+    """Changes the first image."""
+
+    def spoil(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+        for name, value in fields.items():
+            setattr(request.prompt.spans[0].feature, name, value)
+
+    return spoil
+
+
+def set_grid(*grid: int) -> Spoil:
+    """Claims another grid."""
+
+    def spoil(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+        request.prompt.spans[0].feature.grid_thw[:] = grid
+
+    return spoil
+
+
+def set_token(place: int, token_id: int) -> Spoil:
+    """Changes one token."""
+
+    def spoil(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+        ids = tensors.decode_tokens(request.prompt.tokens).copy()
+        ids[place] = token_id
+        request.prompt.tokens = tensors.encode_tokens(ids)
+
+    return spoil
+
+
+def set_request(**fields: object) -> Spoil:
+    """Changes the request."""
+
+    def spoil(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+        for name, value in fields.items():
+            setattr(request, name, value)
+
+    return spoil
+
+
+def set_params(**fields: float) -> Spoil:
+    """Changes the sampling parameters."""
+
+    def spoil(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+        for name, value in fields.items():
+            setattr(request.params, name, value)
+
+    return spoil
+
+
+def no_images(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+    """Placeholders stay, spans go."""
+    del request.prompt.spans[:]
+
+
+def twice(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+    """Two spans over the same tokens."""
+    request.prompt.spans.add().CopyFrom(request.prompt.spans[0])
+
+
+def many(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+    """More images than the engine was told of."""
+    for _number in range(100):
+        request.prompt.spans.add().CopyFrom(request.prompt.spans[0])
+
+
+def evicted(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+    """An image that the renderer does not hold."""
+    request.prompt.spans[0].feature.digest = hashlib.sha256(b"nobody holds this").hexdigest()
+
+
+def positions(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+    """Positions of another length."""
+    request.prompt.positions.CopyFrom(tensors.encode(np.zeros((3, 2), dtype=np.int32)))
+
+
+def stop_id(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+    """A stop token that does not exist."""
+    request.params.stop.token_ids.append(10**6)
+
+
+def stop_string(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+    """A stop string that matches everywhere."""
+    request.params.stop.strings.append("")
+
+
+CASES: dict[str, tuple[Spoil, type[FoveaError], str]] = {
+    "too few patches": (tensor_swap("pixel_values", lambda a: a[:-4], True), InvalidInput, "pixel_values has shape"),
+    "narrow patches": (tensor_swap("pixel_values", lambda a: a[:, :-1], True), InvalidInput, "pixel_values has shape"),
+    "float patches": (
+        tensor_swap("pixel_values", lambda a: a.astype(np.float32), True), InvalidInput, "pixel_values is float32",
+    ),
+    "another grid": (tensor_swap("image_grid_thw", lambda a: a * 2, True), InvalidInput, "image_grid_thw is"),
+    "other bytes than promised": (tensor_swap("pixel_values", lambda a: a ^ 1, False), Internal, "digest"),
+    "evicted image": (evicted, FeatureEvicted, "render it again"),
+    "no renderer there": (
+        set_feature(source="127.0.0.1:9", digest=hashlib.sha256(b"elsewhere").hexdigest()), Unavailable, "connect",
+    ),
+    "claimed grid": (set_grid(1, 8, 10), InvalidInput, "token_count"),
+    "odd grid": (set_grid(1, 7, 9), InvalidInput, "multiples of 2"),
+    "huge grid": (set_grid(1, 1 << 40, 1 << 40), InvalidInput, "at most"),
+    "video grid": (set_grid(2, 6, 8), InvalidInput, "2 frames"),
+    "flat grid": (set_grid(6, 8), InvalidInput, "3 extents"),
+    "claimed size": (set_feature(size_bytes=5), InvalidInput, "size_bytes"),
+    "claimed tokens": (set_feature(token_count=5), InvalidInput, "token_count"),
+    "no digest": (set_feature(digest=""), InvalidInput, "digest"),
+    "path as digest": (set_feature(digest="../../etc/passwd"), InvalidInput, "digest"),
+    "no tensor digest": (set_feature(tensors_sha256=""), InvalidInput, "tensors_sha256"),
+    "short span": (set_span(length=-1), InvalidInput, "placeholder"),
+    "long span": (set_span(length=1), InvalidInput, "placeholder"),
+    "shifted span": (set_span(offset=1), InvalidInput, "placeholder"),
+    "span behind the prompt": (set_span(offset=10_000), InvalidInput, "of a prompt of"),
+    "negative span": (set_span(offset=-10_000), InvalidInput, "of a prompt of"),
+    "overlapping spans": (twice, InvalidInput, "inside or before"),
+    "too many images": (many, InvalidInput, "at most"),
+    "placeholder without image": (no_images, InvalidInput, "no image span covers"),
+    "stray placeholder": (set_token(0, 1266), InvalidInput, "no image span covers"),
+    "token above the vocabulary": (set_token(0, 10**6), InvalidInput, "ids lie in"),
+    "negative token": (set_token(-1, -5), InvalidInput, "ids lie in"),
+    "positions": (positions, InvalidInput, "prompt.positions"),
+    "no sequences": (set_request(sample_count=0), InvalidInput, "sample_count"),
+    "too many sequences": (set_request(sample_count=10**4), InvalidInput, "sample_count"),
+    "too many alternatives": (set_request(top_sample_logprobs=10**5), InvalidInput, "top_sample_logprobs"),
+    "negative alternatives": (set_request(top_prompt_logprobs=-1), InvalidInput, "top_prompt_logprobs"),
+    "unknown snapshot": (set_request(snapshot_id="nobody@1"), SnapshotNotLoaded, "push it"),
+    "no tokens wanted": (set_params(max_tokens=0), InvalidInput, "max_tokens"),
+    "too long": (set_params(max_tokens=10**6), InvalidInput, "exceeds the context"),
+    "negative temperature": (set_params(temperature=-1.0), InvalidInput, "temperature"),
+    "temperature NaN": (set_params(temperature=float("nan")), InvalidInput, "temperature"),
+    "temperature too small": (set_params(temperature=1e-4), InvalidInput, "temperature"),
+    "temperature too big": (set_params(temperature=2.5), InvalidInput, "temperature"),
+    "temperature infinite": (set_params(temperature=float("inf")), InvalidInput, "temperature"),
+    "top_p 0": (set_params(top_p=0.0), InvalidInput, "top_p"),
+    "top_p above 1": (set_params(top_p=1.5), InvalidInput, "top_p"),
+    "top_k 0": (set_params(top_k=0), InvalidInput, "top_k"),
+    "top_k -2": (set_params(top_k=-2), InvalidInput, "top_k"),
+    "stop id": (stop_id, InvalidInput, "stop.token_ids"),
+    "stop string": (stop_string, InvalidInput, "stop.strings"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_it_is_refused_and_harms_nobody(
+    client: SamplerClient, prompts: PromptMaker, renderer: TinyRenderer, case: str
+) -> None:
+    spoil, error, message = CASES[case]
+    good = request_for(prompts.make("A good ", picture(1), " request").wire, max_tokens=4, temperature=0.0)
+    before = (await ask(client, good)).sequences[0]
+    bad = request_for(prompts.make("A good ", picture(1), " request").wire, max_tokens=4)
+    spoil(bad, renderer)
+    with pytest.raises(error, match=message) as caught:
+        await ask(client, bad)
+    assert type(caught.value) is error or issubclass(type(caught.value), InvalidInput)
+    after = (await ask(client, good)).sequences[0]
+    assert after.tokens == before.tokens and after.logprobs == before.logprobs
+
+
+async def test_an_empty_prompt(client: SamplerClient) -> None:
+    with pytest.raises(InvalidInput, match=r"prompt\.tokens is empty"):
+        await ask(client, sampler_pb2.SampleRequest(request_id="empty", sample_count=1))
+
+
+async def test_a_broken_prompt(client: SamplerClient) -> None:
+    request = sampler_pb2.SampleRequest(request_id="broken", sample_count=1)
+    request.prompt.tokens = b"\0\0\0"
+    with pytest.raises(InvalidInput, match="multiple of 4"):
+        await ask(client, request)
+
+
+async def test_an_image_is_fetched_once_for_many_requests(
+    client: SamplerClient, prompts: PromptMaker, renderer: TinyRenderer
+) -> None:
+    prompt = prompts.make("Cached ", picture(40))
+    digest = prompt.wire.spans[0].feature.digest
+    for _ in range(3):
+        await ask(client, request_for(prompt.wire, max_tokens=1, sample_count=2))
+    assert renderer.fetched.count(digest) == 1
+    assert size_bytes(renderer.features[digest]) == prompt.wire.spans[0].feature.size_bytes

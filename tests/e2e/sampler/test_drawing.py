@@ -1,0 +1,135 @@
+"""Seeds, several sequences, stops, lengths, cancellation."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from fovea.api.v1 import sampler_pb2
+from fovea.client.sampler import SamplerClient
+from fovea.wire.errors import ContextOverflow
+from tests.e2e.sampler.asking import ask, rendered, request_for
+from tests.e2e.sampler.conftest import PromptMaker, picture
+from tests.e2e.sampler.process import SamplerProcess
+
+STOP, LENGTH = sampler_pb2.FINISH_REASON_STOP, sampler_pb2.FINISH_REASON_LENGTH
+CALM_S = 20
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits until something holds."""
+    deadline = time.monotonic() + CALM_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_sequence_i_draws_with_seed_plus_i(client: SamplerClient, prompts: PromptMaker) -> None:
+    prompt = prompts.make("Once ", picture(4), " upon a time")
+    together = await ask(client, request_for(prompt.wire, sample_count=4, seed=100, max_tokens=20))
+    alone = await asyncio.gather(
+        *(ask(client, request_for(prompt.wire, seed=100 + i, max_tokens=20)) for i in range(4))
+    )
+    assert [drawn.tokens for drawn in together.sequences] == [answer.sequences[0].tokens for answer in alone]
+    assert len({tuple(drawn.tokens) for drawn in together.sequences}) == 4
+    assert all(drawn.finish == LENGTH and len(drawn.tokens) == 20 for drawn in together.sequences)
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1])
+async def test_any_64_bit_seed_is_repeatable(client: SamplerClient, prompts: PromptMaker, seed: int) -> None:
+    request = request_for(prompts.make("Any seed").wire, sample_count=2, seed=seed, max_tokens=12)
+    first, second = await ask(client, request), await ask(client, request)
+    assert [d.tokens for d in first.sequences] == [d.tokens for d in second.sequences]
+    assert first.sequences[0].tokens != first.sequences[1].tokens
+
+
+async def test_without_a_seed_draws_differ(client: SamplerClient, prompts: PromptMaker) -> None:
+    answer = await ask(client, request_for(prompts.make("No seed").wire, sample_count=8, max_tokens=16))
+    assert len({tuple(drawn.tokens) for drawn in answer.sequences}) == 8
+
+
+async def test_top_k_1_and_a_tiny_top_p_are_greedy(client: SamplerClient, prompts: PromptMaker) -> None:
+    prompt = prompts.make("Greedy ", picture(5)).wire
+    greedy = await ask(client, request_for(prompt, temperature=0.0, max_tokens=12))
+    for params in ({"top_k": 1}, {"top_p": 1e-6}):
+        assert (await ask(client, request_for(prompt, max_tokens=12, **params))).sequences[0].tokens == (
+            greedy.sequences[0].tokens
+        )
+
+
+async def test_a_stop_token_ends_the_sequence_and_is_returned(client: SamplerClient, prompts: PromptMaker) -> None:
+    prompt = prompts.make("Stop at a token").wire
+    free = (await ask(client, request_for(prompt, temperature=1.0, seed=5, max_tokens=30))).sequences[0].tokens
+    stop = sampler_pb2.StopCondition(token_ids=[free[9]])
+    drawn = (await ask(client, request_for(prompt, stop=stop, temperature=1.0, seed=5, max_tokens=30))).sequences[0]
+    assert drawn.tokens == free[: free.index(free[9]) + 1]
+    assert drawn.finish == STOP and len(drawn.logprobs) == len(drawn.tokens)
+
+
+async def test_a_stop_string_ends_with_the_tokens_that_complete_it(
+    client: SamplerClient, prompts: PromptMaker, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = prompts.make("Stop at a string").wire
+    free = (await ask(client, request_for(prompt, seed=6, max_tokens=40))).sequences[0].tokens
+    text = tokenizer.decode(free)
+    wanted = text[len(text) // 2 : len(text) // 2 + 4]
+    stop = sampler_pb2.StopCondition(strings=["never in the text", wanted])
+    drawn = (await ask(client, request_for(prompt, stop=stop, seed=6, max_tokens=40))).sequences[0]
+    assert drawn.finish == STOP
+    assert drawn.tokens == free[: len(drawn.tokens)]
+    assert wanted in tokenizer.decode(drawn.tokens)
+    assert wanted not in tokenizer.decode(drawn.tokens[:-1])
+
+
+async def test_the_end_of_sequence_token_stops_unless_ignored(
+    client: SamplerClient, prompts: PromptMaker, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = prompts.make("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHello").wire
+    ends = {tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")}
+    # Drawn hot, so that a model of any quality meets its end token soon.
+    hot = {"temperature": 2.0, "seed": 1, "max_tokens": 4000}
+    stopped = (await ask(client, request_for(prompt, **hot))).sequences[0]
+    assert stopped.finish == STOP and stopped.tokens[-1] in ends and not ends & set(stopped.tokens[:-1])
+    through = sampler_pb2.StopCondition(ignore_eos=True)
+    length = len(stopped.tokens) + 10
+    on = (await ask(client, request_for(prompt, stop=through, **{**hot, "max_tokens": length}))).sequences[0]
+    assert on.finish == LENGTH and len(on.tokens) == length
+    assert on.tokens[: len(stopped.tokens)] == stopped.tokens
+
+
+async def test_absent_max_tokens_is_the_rest_of_the_context(client: SamplerClient, prompts: PromptMaker) -> None:
+    context = (await client.info()).max_context_length
+    prompt = prompts.make("word " * (context + 1)).tokens[: context - 5].tolist()
+    through = sampler_pb2.StopCondition(ignore_eos=True)
+    answer = await ask(client, request_for(rendered([prompt]), stop=through))
+    assert len(answer.sequences[0].tokens) == 5 and answer.sequences[0].finish == LENGTH
+    with pytest.raises(ContextOverflow, match=rf"{context - 5} prompt tokens \+ 6 max_tokens > {context}"):
+        await ask(client, request_for(rendered([prompt]), max_tokens=6))
+
+
+async def test_a_repeated_prompt_comes_from_the_cache(client: SamplerClient, prompts: PromptMaker) -> None:
+    prompt = prompts.make("A long prompt that is asked twice. " * 20, picture(6)).wire
+    assert (await ask(client, request_for(prompt, max_tokens=1))).cached_token_count == 0
+    again = await ask(client, request_for(prompt, max_tokens=1, sample_count=4))
+    assert 0 < again.cached_token_count < len(prompt.tokens) // 4
+
+
+async def test_cancelling_frees_the_engine(
+    client: SamplerClient, prompts: PromptMaker, sampler: SamplerProcess
+) -> None:
+    through = sampler_pb2.StopCondition(ignore_eos=True)
+    request = request_for(prompts.make("Endless ", picture(7)).wire, stop=through, sample_count=4)
+    drawn_before = sampler.metric("vllm:generation_tokens_total")
+    async with aclosing(client.sample(request)) as events:
+        async for event in events:
+            if event.WhichOneof("event") == "delta":
+                break
+        await eventually(lambda: sampler.metric("vllm:num_requests_running") == 4)
+    await eventually(lambda: sampler.metric("vllm:num_requests_running") == 0)
+    await eventually(lambda: sampler.metric("fovea_sampler_requests_in_flight") == 0)
+    context = (await client.info()).max_context_length
+    assert sampler.metric("vllm:generation_tokens_total") - drawn_before < 2 * context, "it ran to its end"
+    assert len((await ask(client, request_for(prompts.make("Next").wire, max_tokens=3))).sequences[0].tokens) == 3

@@ -1,0 +1,61 @@
+"""A real trainer: torchrun, its ranks, and a client."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fovea.client import TrainerClient
+
+ROOT = Path(__file__).parents[3]
+START_TIMEOUT_S = 120.0
+
+
+class TrainerProcess:
+    """`python -m services.trainer` on a free port."""
+
+    def __init__(self, model_dir: Path, log: Path, *arguments: str, ranks: int = 2) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self.log = log
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        command = [sys.executable, "-m", "services.trainer", "--model", str(model_dir), "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            [*command, "--ranks", str(ranks), *arguments],
+            env=environment,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+
+    async def ready(self) -> TrainerClient:
+        """A client, once the trainer serves."""
+        client = TrainerClient(self.address)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not await client.is_serving("fovea.api.v1.TrainerService"):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the trainer did not start:\n{self.log.read_text()}")
+            time.sleep(0.2)
+        return client
+
+    def rank_pids(self) -> list[int]:
+        """Process ids of the ranks, rank 0 first."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        by_rank = {}
+        for pid in map(int, children):
+            environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+            found = re.search(r"(?:^|\0)RANK=(\d+)", environment)
+            if found:
+                by_rank[int(found.group(1))] = pid
+        return [by_rank[rank] for rank in sorted(by_rank)]
+
+    def stop(self, timeout_s: float = 40.0) -> int:
+        """SIGTERM; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)

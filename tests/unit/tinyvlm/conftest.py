@@ -1,0 +1,19 @@
+"""Directories of tiny models with few or no training steps, built once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tinyvlm.build import build
+from tinyvlm.recipe import Kind, Recipe
+
+
+@pytest.fixture(scope="session")
+def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
+    """One untrained directory a kind."""
+    root = tmp_path_factory.mktemp("tiny-models")
+    kinds: tuple[Kind, ...] = ("qwen3_vl", "qwen2_5_vl", "qwen3")
+    for kind in kinds:
+        build(Recipe(kind=kind), root / kind)
+    return {kind: root / kind for kind in kinds}

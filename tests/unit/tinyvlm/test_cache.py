@@ -1,0 +1,56 @@
+"""The cache: one build a recipe, names that follow the recipe, nothing half-built in sight."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from tinyvlm.cache import cache_directory, ensure_recipe, fingerprint
+from tinyvlm.recipe import Recipe
+
+RECIPE = Recipe(kind="qwen3")
+
+
+def test_fingerprint_follows_the_recipe() -> None:
+    assert fingerprint(RECIPE) == fingerprint(Recipe(kind="qwen3"))
+    assert len({fingerprint(Recipe(kind="qwen3", seed=seed)) for seed in range(3)}) == 3
+
+
+def test_second_call_does_not_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOVEA_CACHE", str(tmp_path))
+    assert cache_directory() == tmp_path
+    directory = ensure_recipe(RECIPE)
+    modified = (directory / "model.safetensors").stat().st_mtime_ns
+    assert ensure_recipe(RECIPE) == directory
+    assert (directory / "model.safetensors").stat().st_mtime_ns == modified
+
+
+def test_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(recipe: Recipe, directory: Path) -> None:
+        (directory / "half").touch()
+        raise RuntimeError("out of ink")
+
+    monkeypatch.setenv("FOVEA_CACHE", str(tmp_path))
+    monkeypatch.setattr("tinyvlm.build.build", fail)
+    with pytest.raises(RuntimeError, match="out of ink"):
+        ensure_recipe(RECIPE)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def _ensure(recipe: Recipe) -> str:
+    return str(ensure_recipe(recipe))
+
+
+@pytest.mark.slow
+def test_two_processes_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOVEA_CACHE", str(tmp_path))
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        first, second = pool.map(_ensure, [RECIPE, RECIPE])
+    assert first == second
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+
+
+def test_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="kind must be one of"):
+        Recipe(kind="gpt")  # type: ignore[arg-type]

@@ -1,0 +1,33 @@
+"""`python -m tinyvlm [--kind KIND] [--out DIR] [--seed N]`: build a tiny model, print its directory."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+from pathlib import Path
+
+from tinyvlm.cache import ensure
+from tinyvlm.recipe import KINDS
+
+
+def main() -> None:
+    """Build, or find in the cache; with --out, copy the directory there."""
+    parser = argparse.ArgumentParser(prog="python -m tinyvlm", description="Build a tiny model to develop against.")
+    parser.add_argument("--kind", choices=KINDS, default="qwen3_vl", help="architecture (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="copy the model to this directory, which must be empty or new")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and pictures (default: %(default)s)")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    out: Path | None = arguments.out
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        parser.error(f"--out: {out} exists and is not an empty directory")
+    directory = ensure(arguments.kind, arguments.seed)
+    if out is not None:
+        shutil.copytree(directory, out, dirs_exist_ok=True)
+        directory = out
+    print(directory)
+
+
+if __name__ == "__main__":
+    main()
