@@ -61,10 +61,10 @@ def fine_tune(
 ) -> History:
     """Runs the main job against a Tinker server and returns what happened."""
     with ServiceClient(base_url=base_url, api_key=api_key) as service, _progress() as progress:
-        training = service.create_lora_training_client(base_model=base_model, rank=recipe.rank, seed=seed)
+        training = service.create_lora_training_client(base_model=base_model, rank=recipe.rank, seed=seed).result()
         prompter = Prompter(training.get_tokenizer())
         history = History()
-        before = service.create_sampling_client(base_model=base_model)
+        before = service.create_sampling_client(base_model=base_model).result()
         history.first_answers = _ask(before, prompter, held_out, progress, "accuracy before")
         history.accuracies.append((0, _accuracy(history.first_answers, held_out)))
         start = time.monotonic()
@@ -93,7 +93,7 @@ def _train(
         for batch in np.array_split(order, steps_per_epoch):
             _step(training, [datums[i] for i in batch], recipe, step_count, history)
             progress.update(task, advance=1, description=f"training, loss {history.losses[-1]:.3f}")
-        sampling = training.save_weights_and_get_sampling_client()
+        sampling = training.save_weights_and_get_sampling_client().result()
         history.answers = _ask(sampling, prompter, held_out, progress, f"accuracy after epoch {epoch + 1}")
         history.accuracies.append((len(history.losses), _accuracy(history.answers, held_out)))
 

@@ -8,7 +8,7 @@ from tinker.types import ImageChunk
 
 service = tinker.ServiceClient()  # reads TINKER_BASE_URL and TINKER_API_KEY
 model = service.get_server_capabilities().supported_models[0].model_name
-training = service.create_lora_training_client(base_model=model, rank=16)
+training = service.create_lora_training_client(base_model=model, rank=16).result()
 encode = training.get_tokenizer().encode
 
 picture = ImageChunk(data=pathlib.Path("examples/square.png").read_bytes(), format="png")  # 224 x 224: 64 tokens
@@ -26,7 +26,7 @@ for _ in range(20):
     backward = training.forward_backward([datum], "cross_entropy")
     training.optim_step(AdamParams(learning_rate=5e-3)).result()
     print("loss", backward.result().metrics["loss:sum"])
-sampler = training.save_weights_and_get_sampling_client()  # pushed live into vLLM
+sampler = training.save_weights_and_get_sampling_client().result()  # pushed live into vLLM
 sample = sampler.sample(ModelInput(chunks=question), 1, SamplingParams(max_tokens=8, temperature=0.0)).result()
 print(training.get_tokenizer().decode(sample.sequences[0].tokens))
-service.close()
+service.close("success")

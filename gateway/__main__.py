@@ -1,6 +1,7 @@
 """`python -m gateway --model-name NAME --model DIR --renderer H:P --sampler H:P --trainer H:P`."""
 
 import asyncio
+import resource
 
 from fovea.runtime import logs
 from gateway.app import Gateway
@@ -15,6 +16,9 @@ async def _run(settings: GatewaySettings) -> None:
 
 def main() -> None:
     """Runs the gateway until SIGTERM or SIGINT."""
+    # Every unfinished future of every client is an open connection.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     settings = GatewaySettings.from_command_line("python -m gateway")
     logs.configure("gateway", settings.log_level)
     asyncio.run(_run(settings))

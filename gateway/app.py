@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import signal
 import socket
 from collections.abc import Iterator
 from typing import IO, Any
@@ -104,8 +105,16 @@ class Gateway:
 
     async def run_until_stopped(self) -> None:
         """Serves until SIGTERM or SIGINT, then stops."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._begin_stop)
         await self.grpc.run_until_stopped()
         await self.stop()
+
+    def _begin_stop(self) -> None:
+        """Refuses new connections on both fronts, and lets go of those who poll."""
+        self._rest.should_exit = True
+        self.board.release_waiters()
+        self.grpc.request_stop()
 
     async def stop(self) -> None:
         """Lets running commands end, leaves what is queued to the next process, and closes everything."""
@@ -162,6 +171,7 @@ class Gateway:
         error = SessionEnded(f"session {session.session_id} is over ({session.end_reason})")
         await self.board.cancel_session(session.session_id, error)
         await self.training.end_session(session, error)
+        await self.snapshots.forget(await self.models.of_session(session.session_id), self.samplers.up)
 
     async def _watch_services(self) -> None:
         """Health is SERVING while every service answers once; it is not taken back when one of them restarts."""

@@ -65,7 +65,7 @@ def _randomize(model: PreTrainedModel) -> None:
             is_table = "embed_tokens" in name or "pos_embed" in name
             fan_in = parameter.shape[1] if is_table else parameter[0].numel()
             parameter.normal_(std=fan_in**-0.5)
-        elif name.endswith("norm.weight") or ".norm" in name and name.endswith("weight") or "ln_q" in name:
+        elif name.endswith("norm.weight") or (".norm" in name and name.endswith("weight")) or "ln_q" in name:
             parameter.normal_(mean=1.0, std=0.02)
         else:
             parameter.normal_(std=0.02)

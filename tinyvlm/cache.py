@@ -31,7 +31,7 @@ def fingerprint(recipe: Recipe) -> str:
     """16 hexadecimal digits over the recipe, this package's sources and the libraries' versions."""
     digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode())
     package = Path(__file__).parent
-    for path in sorted([*package.glob("*.py"), *package.glob("chat_templates/*.jinja")]):
+    for path in sorted([*package.glob("*.py"), *package.glob("chat_templates/*.jinja"), package / "words.txt"]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     for name in _VERSIONS_THAT_MATTER:
         digest.update(f"{name}=={version(name)}\n".encode())

@@ -37,9 +37,8 @@ def draw_lessons(alphabet: Alphabet, count: int, rng: np.random.Generator) -> li
         Lesson(np.repeat(pixels[..., None], 3, axis=-1), ((SIGN_QUESTION, SIGN_NAMES[index]),))
         for pixels, index in zip(scans, indices, strict=True)
     ]
-    for position in range(count - sign_count):
-        lessons.append(_scene_lesson(shape_scene(rng) if position % 2 else dots_scene(rng), rng))
-    return lessons
+    scenes = [shape_scene(rng) if index % 2 else dots_scene(rng) for index in range(count - sign_count)]
+    return lessons + [_scene_lesson(scene, rng) for scene in scenes]
 
 
 def _scene_lesson(scene: Scene, rng: np.random.Generator) -> Lesson:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional as tvF
+from torchvision.transforms.v2 import functional as transforms
 
 PATCH_SIZE = 16
 MERGE_SIZE = 2
@@ -33,7 +32,9 @@ def patchify(pictures: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
         by_side.setdefault(len(picture), []).append(index)
     for indices in by_side.values():
         batch = torch.from_numpy(np.stack([pictures[index] for index in indices])).permute(0, 3, 1, 2)
-        resized[indices] = tvF.resize(batch, [SIDE, SIDE], interpolation=InterpolationMode.BICUBIC, antialias=True)
+        resized[indices] = transforms.resize(
+            batch, [SIDE, SIDE], interpolation=InterpolationMode.BICUBIC, antialias=True
+        )
     blocks = SIDE // PATCH_SIZE // MERGE_SIZE
     grid = resized.reshape(-1, 3, blocks, MERGE_SIZE, PATCH_SIZE, blocks, MERGE_SIZE, PATCH_SIZE)
     rows = grid.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, 3 * PATCH_SIZE**2)
@@ -53,4 +54,4 @@ class StillPatchEmbedding(nn.Module):
     def forward(self, patches: Tensor) -> Tensor:
         """float32 [rows, C * 16 * 16] -> float32 [rows, hidden]."""
         weight = self.projection.weight.sum(dim=2).flatten(1)
-        return F.linear(patches, weight, self.projection.bias)
+        return nn.functional.linear(patches, weight, self.projection.bias)

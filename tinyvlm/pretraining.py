@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen3VLForConditionalGeneration
 
 from tinyvlm.curriculum import Lesson, draw_lessons
@@ -22,7 +21,7 @@ from tinyvlm.patches import MERGE_SIZE, PATCH_SIZE, SIDE, TOKENS_PER_PICTURE, St
 from tinyvlm.prose import PROSE
 from tinyvlm.recipe import Recipe
 from tinyvlm.signs import invent_alphabet
-from tinyvlm.special_tokens import IM_END, IM_START, IMAGE_PAD, VISION_END, VISION_START
+from tinyvlm.special_tokens import IM_END, IM_START, VISION_END, VISION_START
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +43,7 @@ class TokenBatch:
     targets: Tensor
 
 
-def pretrain(
-    model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
-) -> None:
+def pretrain(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
     """Train all weights of `model` in place for `recipe.step_count` steps; deterministic for a recipe."""
     rng = np.random.default_rng(recipe.seed)
     alphabet = invent_alphabet(rng)
@@ -65,7 +62,7 @@ def pretrain(
             optimizer.param_groups[0]["lr"] = recipe.learning_rate * _schedule(step, recipe.step_count)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             value = float(loss.detach())
             loss_average = value if math.isnan(loss_average) else 0.95 * loss_average + 0.05 * value
@@ -131,7 +128,7 @@ class _Teacher:
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         # Only the learnt positions pass the head: the vocabulary is ten times as wide as the model.
         learnt = targets != IGNORED
-        return F.cross_entropy(self._model.lm_head(hidden[learnt]), targets[learnt])
+        return nn.functional.cross_entropy(self._model.lm_head(hidden[learnt]), targets[learnt])
 
     def _lesson_tokens(self, lesson: Lesson) -> list[tuple[int, bool]]:
         image = [*self._opening, *[self._image_token_id] * TOKENS_PER_PICTURE]

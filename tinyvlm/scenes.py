@@ -96,9 +96,7 @@ def _offsets(centre: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], 
     return (axis - centre[0])[None, :], (axis - centre[1])[:, None]
 
 
-def _paint(
-    mask: npt.NDArray[np.bool_], colour: str, ground: str, rng: np.random.Generator
-) -> npt.NDArray[np.uint8]:
+def _paint(mask: npt.NDArray[np.bool_], colour: str, ground: str, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
     noise = rng.normal(0.0, 4.0, (2, 3))
     ink, paper = np.array(COLOURS[colour]) + noise[0], np.array(COLOURS[ground]) + noise[1]
     return np.clip(np.where(mask[..., None], ink, paper), 0, 255).astype(np.uint8)

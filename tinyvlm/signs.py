@@ -86,4 +86,5 @@ def scan(alphabet: Alphabet, indices: npt.NDArray[np.int64], rng: np.random.Gene
     cell = _CANVAS_SIDE // SCAN_SIDE
     mean = ink.reshape(count, SCAN_SIDE, cell, SCAN_SIDE, cell).mean(axis=(2, 4))
     levels = np.round(mean * SCAN_LEVELS)
-    return np.round(levels * (255 / SCAN_LEVELS)).astype(np.uint8)
+    pixels: npt.NDArray[np.uint8] = np.round(levels * (255 / SCAN_LEVELS)).astype(np.uint8)
+    return pixels

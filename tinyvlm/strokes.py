@@ -26,7 +26,7 @@ def rasterize(points: Floats, width: Floats, side: int) -> Floats:
     """Draw strokes: ink is 1 within half a pen width of a stroke and falls to 0 over one pixel.
 
     Args:
-        points: float32 [B, S, P, 2]; a stroke that is not a number (NaN) is not drawn.
+        points: float32 [B, S, P, 2].
         width: float32 [B], the pen width.
         side: Pixels a side.
 
@@ -41,6 +41,6 @@ def rasterize(points: Floats, width: Floats, side: int) -> Floats:
     offset = pixels - start
     position = np.clip((offset * along).sum(-1) / length_squared, 0.0, 1.0)
     distance = np.sqrt(((offset - position[..., None] * along) ** 2).sum(-1))
-    nearest = np.nan_to_num(distance, nan=np.inf).min(axis=1)
+    nearest = distance.min(axis=1)
     ink: Floats = np.clip((width[:, None] / 2 - nearest) * side + 0.5, 0.0, 1.0).astype(np.float32)
     return ink.reshape(-1, side, side)

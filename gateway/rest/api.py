@@ -39,9 +39,8 @@ def build_api(
     """All routes over the use cases."""
     endpoints = Endpoints(keys, settings.base_path.rstrip("/"))
     limit = settings.max_body_bytes
-    flags = {"proto_compress_fwdbwd": True, **settings.sdk_flags}
     groups: list[Routes] = [
-        SessionRoutes(sessions, capabilities, flags, limit),
+        SessionRoutes(sessions, capabilities, settings.sdk_flags, limit),
         TrainingRoutes(training, models, sampling, settings),
         SamplingRoutes(sampling, limit),
         FutureRoutes(board, settings.poll_hold_s, limit),

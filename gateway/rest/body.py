@@ -14,7 +14,7 @@ from fovea.wire.errors import InvalidInput, PayloadTooLarge
 
 B = TypeVar("B", bound=BaseModel)
 
-_PREFIX_BYTES = 4096
+PREFIX_BYTES = 4096
 _OFF_LOOP_BYTES = 2**20
 
 
@@ -119,16 +119,16 @@ def _unzstd(body: bytes, limit: int) -> bytes:
     except zstandard.ZstdError as error:
         raise InvalidInput(f"the body is not zstd: {error}") from None
     if len(plain) > limit:
-        raise BodyTooLarge(limit, plain[:_PREFIX_BYTES])
+        raise BodyTooLarge(limit, plain[:PREFIX_BYTES])
     return plain
 
 
 def _plain_prefix(start: bytes, encoding: str) -> bytes:
     if encoding != "zstd":
-        return start[:_PREFIX_BYTES]
+        return start[:PREFIX_BYTES]
     try:
         with zstandard.ZstdDecompressor().stream_reader(start) as reader:
-            plain: bytes = reader.read(_PREFIX_BYTES)
+            plain: bytes = reader.read(PREFIX_BYTES)
     except zstandard.ZstdError:
         return b""
     return plain

@@ -1,6 +1,7 @@
 """Routes of training."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -10,11 +11,19 @@ from starlette.routing import Route
 
 from fovea.api.v1 import gateway_pb2, trainer_pb2, weights_pb2
 from fovea.tinker.v1 import tinker_pb2
-from fovea.wire.errors import FoveaError, InvalidInput, Unimplemented
+from fovea.wire.errors import FoveaError, InvalidInput, NotFound, SessionEnded, Unimplemented
 from gateway.identity import Caller
 from gateway.models import Models
 from gateway.rest import bodies, inputs
-from gateway.rest.body import BodyTooLarge, parse_forward_backward, parse_json, parse_loosely, peek_address, read
+from gateway.rest.body import (
+    PREFIX_BYTES,
+    BodyTooLarge,
+    parse_forward_backward,
+    parse_json,
+    parse_loosely,
+    peek_address,
+    read,
+)
 from gateway.rest.endpoint import Endpoints, Json
 from gateway.sampling import Sampling
 from gateway.settings import GatewaySettings
@@ -85,13 +94,16 @@ class TrainingRoutes:
         )
 
     async def forward_backward(self, request: Request, caller: Caller) -> Response:
-        """Submits a loss. A body above the limit still uses up its seq_id: later requests must not wait for it."""
+        """Submits a loss. A refused body still uses up its seq_id: later requests must not wait for it."""
         try:
-            body = await parse_forward_backward(await self._read(request))
+            blob = await self._read(request)
         except BodyTooLarge as error:
-            if address := peek_address(error.prefix):
-                header = gateway_pb2.SubmitForwardBackwardHeader(model_id=address[0], seq_id=address[1], backward=True)
-                await self._training.submit_forward_backward(caller, header, [], error)
+            await self._use_up(caller, error.prefix, error)
+            raise
+        try:
+            body = await parse_forward_backward(blob)
+        except InvalidInput as error:
+            await self._use_up(caller, blob[:PREFIX_BYTES], error)
             raise
         header = gateway_pb2.SubmitForwardBackwardHeader(
             model_id=body.model_id, seq_id=body.seq_id, loss_function=body.loss_fn, backward=not body.forward_only
@@ -99,6 +111,13 @@ class TrainingRoutes:
         data, rejection = _accepted(lambda: self._content(body, header))
         future_id = await self._training.submit_forward_backward(caller, header, data or [], rejection)
         return Json({"request_id": future_id, "model_id": body.model_id})
+
+    async def _use_up(self, caller: Caller, prefix: bytes, error: FoveaError) -> None:
+        """Fails, in its turn, the request that a refused body was, if its start tells which one that was."""
+        if address := peek_address(prefix):
+            header = gateway_pb2.SubmitForwardBackwardHeader(model_id=address[0], seq_id=address[1], backward=True)
+            with suppress(NotFound, InvalidInput, SessionEnded):
+                await self._training.submit_forward_backward(caller, header, [], error)
 
     @staticmethod
     def _content(

@@ -69,6 +69,19 @@ class Snapshots:
         await self._push_once([sampler], snapshot_id)
         sampler.adapters.clear()
 
+    async def forget(self, model_ids: list[str], samplers: list[Sampler]) -> None:
+        """Frees the unnamed snapshots of models that are over. What cannot be freed now goes with the next restart."""
+        for snapshot_id in await self._database.read(lambda connection: rows.unnamed_snapshots(connection, model_ids)):
+            self._known.pop(snapshot_id, None)
+            holders = [sampler for sampler in samplers if snapshot_id in sampler.adapters]
+            for sampler in holders:
+                sampler.adapters.discard(snapshot_id)
+            calls = [sampler.client.drop_snapshot(snapshot_id) for sampler in holders]
+            try:
+                await asyncio.gather(self._trainer.client.forget_snapshot(snapshot_id), *calls)
+            except FoveaError as error:
+                logger.warning("snapshot %s could not be freed: %s", snapshot_id, error)
+
     async def _push_once(self, samplers: list[Sampler], snapshot_id: str) -> None:
         key = (samplers[0].address, snapshot_id)
         push = self._pushes.get(key)

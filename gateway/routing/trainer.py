@@ -25,11 +25,13 @@ class TrainerLink:
         self._info: trainer_pb2.GetTrainerInfoResponse | None = None
         self._up = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self._down_since = 0.0
         self.address = ""
 
     async def start(self) -> None:
         """Begins to watch."""
         self.address = await self._discovery.trainer()
+        self._down_since = asyncio.get_running_loop().time()
         self._client = TrainerClient(self.address)
         await self._refresh()
         self._watch = asyncio.create_task(self._watch_forever(), name="trainer watch")
@@ -60,8 +62,9 @@ class TrainerLink:
 
     async def require(self) -> trainer_pb2.GetTrainerInfoResponse:
         """What the trainer serves, once it is up. Raises Unavailable after a short wait."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._up.wait(), self._wait_s)
+        down_s = asyncio.get_running_loop().time() - self._down_since
+        with suppress(TimeoutError):  # who comes long after it went away need not wait to learn it
+            await asyncio.wait_for(self._up.wait(), max(self._wait_s - down_s, 0.01))
         if not self._up.is_set() or self._info is None:
             raise Unavailable(f"the trainer at {self.address} does not answer")
         return self._info
@@ -77,6 +80,8 @@ class TrainerLink:
         except FoveaError as error:
             if self._up.is_set() or self._info is None:
                 logger.warning("trainer %s does not answer: %s", self.address, error)
+            if self._up.is_set():
+                self._down_since = asyncio.get_running_loop().time()
             self._up.clear()
             return
         if self._info is not None and info.instance_id != self._info.instance_id:

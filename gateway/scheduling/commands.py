@@ -1,6 +1,7 @@
 """Running a training command: its model must be there, its outcome is kept, its failure has consequences."""
 
 import logging
+import time
 import uuid
 
 from fovea.wire.errors import FoveaError, Internal, ModelLost, NotFound, Unavailable
@@ -104,6 +105,8 @@ class CommandRunner:
                 model.failed_seq_id, model.failed_reason = pending.seq_id, error.message
             if pending.kind is Kind.CREATE_MODEL and model.state is ModelState.CREATING:
                 model.state, model.state_reason = ModelState.FAILED, error.message
+        else:
+            logger.info("%s of %s done in %.2f s", pending.kind, pending.future_id, time.time() - pending.created_at)
         model.next_seq_id = max(model.next_seq_id, pending.seq_id + 1)
         outcome = Outcome(pending.kind, records.join(done.result), error)
         try:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import cast
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.wire.errors import (
@@ -26,8 +27,10 @@ from gateway.scheduling import sequences
 
 logger = logging.getLogger(__name__)
 
+Events = AsyncGenerator[sampler_pb2.SampleResponse, None]
+
 _RETRY_S = 0.5
-_MENDS = 8
+_MENDS = 30
 """How often one request may find its snapshot or its image evicted before we call it a fault."""
 
 
@@ -101,7 +104,7 @@ class SampleRunner:
                     raise
                 await self._mend(work, error)
 
-    async def _attempt(self, work: SampleWork) -> AsyncGenerator[sampler_pb2.SampleResponse]:
+    async def _attempt(self, work: SampleWork) -> Events:
         if work.rendered is None:
             work.wait_on("rendering the prompt")
             work.rendered = await self._renderers.render(work.request.prompt, "prompt")
@@ -123,7 +126,7 @@ class SampleRunner:
         finally:
             sampler.queued -= 1
 
-    async def _sample(self, sampler: Sampler, work: SampleWork) -> AsyncGenerator[sampler_pb2.SampleResponse]:
+    async def _sample(self, sampler: Sampler, work: SampleWork) -> Events:
         request = sampler_pb2.SampleRequest(
             request_id=work.request_id,
             snapshot_id=work.snapshot_id,
@@ -136,7 +139,8 @@ class SampleRunner:
         )
         try:
             with metrics.SAMPLES_RUNNING.labels(sampler.address).track_inprogress():
-                async with aclosing(sampler.client.sample(request, self._timeout_s)) as events:
+                answer = cast(Events, sampler.client.sample(request, self._timeout_s))
+                async with aclosing(answer) as events:
                     async for event in events:
                         yield event
         except SnapshotNotLoaded:

@@ -34,4 +34,4 @@ def service(stack: Stack) -> Iterator[tinker.ServiceClient]:
 def base_sampler(stack: Stack) -> Iterator[tinker.SamplingClient]:
     """Samples from the base model."""
     with stack.service_client() as client:
-        yield client.create_sampling_client(base_model=stack.model_name)
+        yield client.create_sampling_client(base_model=stack.model_name).result()

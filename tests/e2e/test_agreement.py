@@ -45,12 +45,12 @@ def take_steps(training: tinker.TrainingClient, prompts: dict[str, Prompt], coun
 def check_model(
     stack: Stack, service: tinker.ServiceClient, rank: int, rate: float, prompts: dict[str, Prompt]
 ) -> None:
-    training = service.create_lora_training_client(base_model=stack.model_name, rank=rank)
-    base = service.create_sampling_client(base_model=stack.model_name)
+    training = service.create_lora_training_client(base_model=stack.model_name, rank=rank).result()
+    base = service.create_sampling_client(base_model=stack.model_name).result()
     fresh = trainer_logprobs(training, prompts)
     base_scores = sampler_logprobs(base, prompts)
     assert_agree(base_scores, fresh)
-    old = training.save_weights_and_get_sampling_client()
+    old = training.save_weights_and_get_sampling_client().result()
     old_scores = sampler_logprobs(old, prompts)
     assert_agree(old_scores, fresh)
 
@@ -58,14 +58,14 @@ def check_model(
     trained = trainer_logprobs(training, prompts)
     for name in prompts:
         assert max_difference(fresh[name], trained[name]) > 0.05, f"{name}: training changed nothing"
-    new = training.save_weights_and_get_sampling_client()
+    new = training.save_weights_and_get_sampling_client().result()
     new_scores = sampler_logprobs(new, prompts)
     assert_agree(new_scores, trained)
 
     # Snapshots do not move, whatever was pushed after them.
     assert sampler_logprobs(old, prompts) == old_scores
     take_steps(training, prompts, 1, rate)
-    newest = training.save_weights_and_get_sampling_client()
+    newest = training.save_weights_and_get_sampling_client().result()
     assert_agree(sampler_logprobs(newest, prompts), trainer_logprobs(training, prompts))
     assert sampler_logprobs(new, prompts) == new_scores
     assert sampler_logprobs(base, prompts) == base_scores
@@ -83,9 +83,9 @@ def test_full_parameters(stack: Stack, service: tinker.ServiceClient, prompts: d
 def test_sampled_logprobs_are_the_trainers(
     stack: Stack, service: tinker.ServiceClient, prompts: dict[str, Prompt]
 ) -> None:
-    training = service.create_lora_training_client(base_model=stack.model_name, rank=8)
+    training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
     take_steps(training, prompts, 2, 5e-3)
-    sampling = training.save_weights_and_get_sampling_client()
+    sampling = training.save_weights_and_get_sampling_client().result()
     params = tinker.SamplingParams(max_tokens=12, temperature=1.0, seed=7, stop=[])
     for name, prompt in prompts.items():
         sequence = sampling.sample(prompt.model_input, num_samples=1, sampling_params=params).result().sequences[0]

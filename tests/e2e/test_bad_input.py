@@ -78,7 +78,7 @@ def test_sampling_refuses(base_sampler: tinker.SamplingClient, case: str) -> Non
 @pytest.fixture(scope="module")
 def training(stack: Stack) -> Iterator[tinker.TrainingClient]:
     with stack.service_client() as service:
-        yield service.create_lora_training_client(base_model=stack.model_name, rank=4)
+        yield service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
 
 
 @pytest.mark.parametrize("case", [case for case in BAD_INPUTS if case != "image URL"])
@@ -175,7 +175,7 @@ def test_a_million_samples_are_refused(base_sampler: tinker.SamplingClient) -> N
 
 def test_an_unknown_model_is_refused_by_name(service: tinker.ServiceClient, stack: Stack) -> None:
     with pytest.raises((tinker.RequestFailedError, tinker.APIStatusError), match="no-such-model") as caught:
-        service.create_lora_training_client(base_model="no-such-model", rank=4)
+        service.create_lora_training_client(base_model="no-such-model", rank=4).result()
     assert_user_error(caught.value)
     assert stack.model_name in str(caught.value)
 

@@ -33,11 +33,11 @@ def prompts_for(stack: Stack) -> dict[str, Prompt]:
 def test_sampler_and_trainer_agree(family_stack: Stack) -> None:
     prompts = prompts_for(family_stack)
     with family_stack.service_client() as service:
-        training = service.create_lora_training_client(base_model=family_stack.model_name, rank=8)
-        base = service.create_sampling_client(base_model=family_stack.model_name)
+        training = service.create_lora_training_client(base_model=family_stack.model_name, rank=8).result()
+        base = service.create_sampling_client(base_model=family_stack.model_name).result()
         assert_agree(sampler_logprobs(base, prompts), trainer_logprobs(training, prompts))
         take_steps(training, prompts, 3, 5e-3)
-        tuned = training.save_weights_and_get_sampling_client()
+        tuned = training.save_weights_and_get_sampling_client().result()
         assert_agree(sampler_logprobs(tuned, prompts), trainer_logprobs(training, prompts))
 
 
@@ -49,11 +49,11 @@ def test_a_text_only_model_refuses_images(family_stack: Stack) -> None:
     text = builder.build("Look: what?")
     params = tinker.SamplingParams(max_tokens=2)
     with family_stack.service_client() as service:
-        sampling = service.create_sampling_client(base_model=family_stack.model_name)
+        sampling = service.create_sampling_client(base_model=family_stack.model_name).result()
         with pytest.raises(tinker.RequestFailedError, match=r"(?i)image"):
             sampling.sample(image.model_input, num_samples=1, sampling_params=params).result()
         assert sampling.sample(text.model_input, num_samples=1, sampling_params=params).result().sequences
-        training = service.create_lora_training_client(base_model=family_stack.model_name, rank=4)
+        training = service.create_lora_training_client(base_model=family_stack.model_name, rank=4).result()
         with pytest.raises(tinker.RequestFailedError, match=r"(?i)image"):
             training.forward([image.datum()], "cross_entropy").result()
         assert training.forward([text.datum()], "cross_entropy").result().metrics["loss:sum"] > 0

@@ -35,11 +35,11 @@ def test_a_sampler_killed_while_sampling(fragile: Stack) -> None:
     builder = PromptBuilder(AutoTokenizer.from_pretrained(fragile.model))
     prompt = builder.build("<|vision_start|>", (picture(224, 224), 64), "<|vision_end|>Tell a long story.")
     with fragile.service_client() as service:
-        training = service.create_lora_training_client(base_model=fragile.model_name, rank=4)
+        training = service.create_lora_training_client(base_model=fragile.model_name, rank=4).result()
         data = [prompt.datum()]
         training.forward_backward(data, "cross_entropy").result()
         training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
-        sampling = training.save_weights_and_get_sampling_client()
+        sampling = training.save_weights_and_get_sampling_client().result()
         greedy = tinker.SamplingParams(max_tokens=40, temperature=0.0, stop=[])
         expected = sampling.sample(prompt.model_input, num_samples=1, sampling_params=greedy).result()
         expected_loss = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
@@ -67,7 +67,7 @@ def test_a_trainer_rank_killed(fragile: Stack) -> None:
     builder = PromptBuilder(AutoTokenizer.from_pretrained(fragile.model))
     data = [builder.build("some words to learn from, again and again").datum()] * 8
     with fragile.service_client() as service:
-        training = service.create_lora_training_client(base_model=fragile.model_name, rank=4)
+        training = service.create_lora_training_client(base_model=fragile.model_name, rank=4).result()
         training.forward_backward(data, "cross_entropy").result()
         ranks = [p for p in processes(fragile, "trainer") if "RANK" in p.environ()]
         victim = next(p for p in ranks if p.environ()["RANK"] == "1" and "services.trainer" in " ".join(p.cmdline()))
@@ -95,7 +95,7 @@ def wait_for_model(service: tinker.ServiceClient, stack: Stack) -> tinker.Traini
     deadline = time.monotonic() + 90
     while True:
         try:
-            return service.create_lora_training_client(base_model=stack.model_name, rank=4)
+            return service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
         except tinker.RequestFailedError:
             if time.monotonic() > deadline:
                 raise

@@ -174,6 +174,11 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         finally:
             self.running -= 1
 
+    async def DropSnapshot(self, request: Any, context: Context) -> sampler_pb2.DropSnapshotResponse:
+        await self.note("DropSnapshot", request)
+        self.adapters.discard(request.snapshot_id)
+        return sampler_pb2.DropSnapshotResponse()
+
     def _events(self, request: sampler_pb2.SampleRequest) -> list[sampler_pb2.SampleResponse]:
         prompt = tensors.decode_tokens(request.prompt.tokens)
         result = sampler_pb2.PromptResult(cached_token_count=3)
@@ -343,3 +348,8 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
                 sampler.resident = request.snapshot_id
             response.results.add(sampler=address)
         return response
+
+    async def ForgetSnapshot(self, request: Any, context: Context) -> trainer_pb2.ForgetSnapshotResponse:
+        await self.note("ForgetSnapshot", request)
+        self.snapshots.pop(request.snapshot_id, None)
+        return trainer_pb2.ForgetSnapshotResponse()

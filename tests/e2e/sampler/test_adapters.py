@@ -30,8 +30,12 @@ async def test_more_adapters_than_the_engine_keeps_built(
     """Four are held while vLLM keeps three: it gets them again from the worker's memory, with the same numbers."""
     sender = await Sender(client).join()
     names = [f"lru-{number}@1" for number in range(4)]
-    request = {name: request_for(prompts.make("Adapters ", picture(1)).wire, name, max_tokens=6, temperature=0.0,
-                                 prompt_logprobs=True) for name in names}
+    request = {
+        name: request_for(
+            prompts.make("Adapters ", picture(1)).wire, name, max_tokens=6, temperature=0.0, prompt_logprobs=True
+        )
+        for name in names
+    }
     first = {}
     for number, name in enumerate(names):
         await sender.push(name, attention_adapter(reference, number), RANK)

@@ -10,7 +10,14 @@ import torch
 
 from fovea.api.v1 import sampler_pb2
 from fovea.client.sampler import SamplerClient
-from fovea.wire.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidInput, SnapshotNotLoaded, Unavailable
+from fovea.wire.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidInput,
+    SnapshotNotLoaded,
+    Unavailable,
+)
 from tests.e2e.sampler.asking import Answer, ask, request_for
 from tests.e2e.sampler.conftest import Prompt, PromptMaker, picture
 from tests.e2e.sampler.process import SamplerProcess
@@ -31,9 +38,7 @@ def trained(reference: Reference, seed: int = 0) -> dict[str, torch.Tensor]:
 
 async def scored(client: SamplerClient, prompt: Prompt, snapshot_id: str = "") -> Answer:
     """The prompt's logprobs and a greedy continuation."""
-    return await ask(
-        client, request_for(prompt.wire, snapshot_id, prompt_logprobs=True, max_tokens=6, temperature=0.0)
-    )
+    return await ask(client, request_for(prompt.wire, snapshot_id, prompt_logprobs=True, max_tokens=6, temperature=0.0))
 
 
 async def test_a_full_push_and_back_to_the_base(
@@ -205,7 +210,13 @@ async def test_a_group_that_nobody_else_joins(client: SamplerClient, prompts: Pr
     )
     with pytest.raises(Unavailable, match="did not meet"):
         await client.join_transfer_group(request)
-    for field, value in (("rank_offset", 0), ("rank_offset", 2), ("master_port", 0), ("timeout_s", 0.0), ("group_id", "")):
+    for field, value in (
+        ("rank_offset", 0),
+        ("rank_offset", 2),
+        ("master_port", 0),
+        ("timeout_s", 0.0),
+        ("group_id", ""),
+    ):
         bad = sampler_pb2.JoinTransferGroupRequest()
         bad.CopyFrom(request)
         setattr(bad, field, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tinyvlm.build import build
 from tinyvlm.recipe import Kind, Recipe
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
 from tinyvlm import ensure
 from tinyvlm.build import build
 from tinyvlm.recipe import Kind, Recipe
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 
 def _contents(directory: Path) -> dict[str, bytes]:

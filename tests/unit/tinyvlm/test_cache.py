@@ -6,6 +6,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+
 from tinyvlm.cache import cache_directory, ensure_recipe, fingerprint
 from tinyvlm.recipe import Recipe
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tinyvlm
 import torch
 from PIL import Image
+
+import tinyvlm
 from tinyvlm.curriculum import SIGN_QUESTION, draw_lessons
 from tinyvlm.patches import StillPatchEmbedding, patchify
 from tinyvlm.processor import image_processor

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
+
 from tinyvlm.recipe import Kind
 from tinyvlm.special_tokens import ADDITIONAL_SPECIAL_TOKENS, END_OF_TEXT, PLAIN_ADDED_TOKENS
-from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -88,6 +89,5 @@ def test_qwen2_5_vl_chat_format_adds_a_system_message(model_directories: dict[Ki
     processor = AutoProcessor.from_pretrained(model_directories["qwen2_5_vl"])
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]
     assert processor.apply_chat_template(messages) == (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-        f"<|im_start|>user\n{IMAGE}Hi<|im_end|>\n"
+        f"<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{IMAGE}Hi<|im_end|>\n"
     )

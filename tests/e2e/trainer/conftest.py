@@ -1,0 +1,157 @@
+"""One trainer process a model family for all tests of this folder, each with its own way of spreading the work."""
+
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinyvlm
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from fovea.api.v1 import trainer_pb2, weights_pb2
+from fovea.client import TrainerClient
+from tests.e2e.trainer.image_service import ImageService
+from tests.e2e.trainer.trainer_process import TrainerProcess
+
+ARGUMENTS = {
+    # Parameters stay gathered, all datums in one micro-batch a rank.
+    "qwen3_vl": [],
+    # Every block is gathered and freed in every micro-batch, of which there are many.
+    "qwen2_5_vl": ["--keep-gathered", "never", "--token-budget", "160", "--logit-chunk-mib", "1"],
+    "qwen3": ["--token-budget", "48"],
+}
+
+
+@dataclass
+class Bench:
+    """A running trainer and what a test needs around it."""
+
+    kind: str
+    model_dir: Path
+    client: TrainerClient
+    process: TrainerProcess
+    images: ImageService
+    reference: Any
+    scratch: Path
+    created: list[str] = field(default_factory=list)
+
+    async def adapter(self, rank: int = 8, seed: int = 7, vision: bool = False, **changes: Any) -> str:
+        """A new LoRA model; returns its id."""
+        settings: dict[str, Any] = {
+            "rank": rank,
+            "seed": seed,
+            "train_attention": True,
+            "train_mlp": True,
+            "train_unembedding": True,
+            "train_vision": vision,
+            **changes,
+        }
+        return await self.create(weights_pb2.LoraConfig(**settings))
+
+    async def create(self, lora: weights_pb2.LoraConfig | None) -> str:
+        """A new model; full parameters if `lora` is None."""
+        model_id = f"m{uuid.uuid4().hex[:8]}"
+        await self.client.create_model(model_id, lora)
+        self.created.append(model_id)
+        return model_id
+
+    async def clean(self) -> None:
+        """Deletes what the test created."""
+        while self.created:
+            await self.client.delete_model(self.created.pop())
+
+    async def weights(self, model_id: str) -> dict[str, torch.Tensor]:
+        """All trained tensors by their names in a PEFT adapter or a Hugging Face checkpoint."""
+        folder = self.scratch / uuid.uuid4().hex
+        await self.client.take_snapshot(model_id, f"{model_id}@{uuid.uuid4().hex}", str(folder))
+        found: dict[str, torch.Tensor] = {}
+        for path in folder.glob("*.safetensors"):
+            found |= load_file(path)
+        return found
+
+    async def descend(self, model_id: str) -> dict[str, torch.Tensor]:
+        """Minus the accumulated gradients: a step whose huge eps makes AdamW plain gradient descent of rate 1."""
+        before = await self.weights(model_id)
+        await self.client.optim_step(model_id, adam(learning_rate=1e10, eps=1e10))
+        after = await self.weights(model_id)
+        return {name: after[name] - before[name] for name in before}
+
+
+def adam(**changes: float) -> trainer_pb2.AdamParams:
+    """The SDK's defaults but for `changes`."""
+    defaults = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    return trainer_pb2.AdamParams(**{**defaults, **changes})
+
+
+async def start_bench(kind: tinyvlm.Kind, scratch: Path) -> Bench:
+    """A running trainer with its surroundings."""
+    model_dir = tinyvlm.ensure(kind)
+    process = TrainerProcess(model_dir, scratch / "trainer.log", *ARGUMENTS[kind])
+    loader = AutoModelForCausalLM if kind == "qwen3" else AutoModelForImageTextToText
+    reference = loader.from_pretrained(model_dir, dtype=torch.float32)
+    images = ImageService(model_dir, getattr(reference.model, "get_rope_index", None))
+    return Bench(kind, model_dir, await process.ready(), process, images, reference, scratch)
+
+
+async def stop_bench(bench: Bench) -> None:
+    """Ends the trainer, which must end well."""
+    await bench.client.close()
+    bench.images.close()
+    assert bench.process.stop() == 0, bench.process.log.read_text()
+
+
+@pytest.fixture(scope="session")
+async def benches(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[Callable[[tinyvlm.Kind], Awaitable[Bench]]]:
+    """Starts each family's trainer when it is first asked for."""
+    running: dict[tinyvlm.Kind, Bench] = {}
+
+    async def get(kind: tinyvlm.Kind) -> Bench:
+        if kind not in running:
+            running[kind] = await start_bench(kind, tmp_path_factory.mktemp(kind))
+        return running[kind]
+
+    yield get
+    for bench in running.values():
+        await stop_bench(bench)
+
+
+Benches = Callable[[tinyvlm.Kind], Awaitable[Bench]]
+
+
+@pytest.fixture(params=["qwen3_vl", "qwen2_5_vl"])
+async def vlm(request: pytest.FixtureRequest, benches: Benches) -> AsyncIterator[Bench]:
+    """Each vision-language family, without models of earlier tests."""
+    bench = await benches(request.param)
+    yield bench
+    await bench.clean()
+
+
+@pytest.fixture
+async def qwen3_vl(benches: Benches) -> AsyncIterator[Bench]:
+    """Qwen3-VL, without models of earlier tests."""
+    bench = await benches("qwen3_vl")
+    yield bench
+    await bench.clean()
+
+
+@pytest.fixture
+async def qwen3(benches: Benches) -> AsyncIterator[Bench]:
+    """The text-only family, without models of earlier tests."""
+    bench = await benches("qwen3")
+    yield bench
+    await bench.clean()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """References must not crowd out the trainer's ranks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
