@@ -1,7 +1,13 @@
-"""One build: from a recipe to a directory that transformers and vLLM load."""
+"""One build: from a recipe to a directory that transformers and vLLM load.
+
+`python -m tinyvlm.build RECIPE DIRECTORY` builds in a process of its own; RECIPE is JSON.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
 from pathlib import Path
 
 import torch
@@ -40,3 +46,8 @@ def build(recipe: Recipe, directory: Path) -> None:
     save_processor(recipe.kind, tokenizer, directory)
     for path in directory.iterdir():
         path.chmod(0o644)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    build(Recipe(**json.loads(sys.argv[1])), Path(sys.argv[2]))

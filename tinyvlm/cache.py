@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +44,9 @@ def ensure(kind: Kind = "qwen3_vl", seed: int = 0) -> Path:
     """The directory of the tiny model of `kind`; builds it on the first call, which takes up to a minute.
 
     Safe to call from several processes at once: one builds, the others wait for it.
+
+    Raises:
+        RuntimeError: The build failed; its output is on standard error.
     """
     return ensure_recipe(default_recipe(kind, seed))
 
@@ -61,13 +66,19 @@ def ensure_recipe(recipe: Recipe) -> Path:
 
 
 def _build_into(recipe: Recipe, directory: Path) -> None:
-    # torch and transformers take seconds to import: a cache hit should not pay for them.
-    from tinyvlm.build import build
-
     logger.info("building the tiny %s once, into %s", recipe.kind, directory)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    # A process of its own, for three reasons: threads that spin while they wait take minutes when other processes
+    # want the same cores, and only the environment at start-up stops that; the thread count and the random state of
+    # the caller stay as they are; and a caller that has never used OpenMP can still fork an engine.
+    waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": str(recipe.thread_count)}
+    source_root = str(Path(__file__).parent.parent)
+    python_path = os.pathsep.join([source_root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "tinyvlm.build", json.dumps(asdict(recipe)), str(unfinished)]
     try:
-        build(recipe, unfinished)
+        completed = subprocess.run(command, env=os.environ | waiting | {"PYTHONPATH": python_path}, check=False)
+        if completed.returncode != 0:
+            raise RuntimeError(f"building the tiny {recipe.kind} failed with exit status {completed.returncode}")
         unfinished.chmod(0o755)
         unfinished.rename(directory)
     finally:

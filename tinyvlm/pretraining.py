@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen3VLForConditionalGeneration
@@ -53,7 +54,9 @@ def pretrain(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokeni
     loss_average = math.nan
     model.train()
     columns = (TextColumn("pre-training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), transient=True) as progress:
+    with Progress(
+        *columns, TextColumn("loss {task.fields[loss]:.3f}"), console=Console(stderr=True), transient=True
+    ) as progress:
         task = progress.add_task("steps", total=recipe.step_count, loss=loss_average)
         for step in range(recipe.step_count):
             lessons = draw_lessons(alphabet, recipe.batch_size, rng)

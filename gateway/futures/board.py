@@ -44,6 +44,11 @@ class FutureBoard:
         self._is_closing = False
         self.start: Callable[[Pending], None] = _no_start
 
+    @property
+    def pending_count(self) -> int:
+        """Futures that have not ended."""
+        return len(self._pending)
+
     async def submit(self, pending: Pending) -> bool:
         """Accepts work; returns False if the same id was accepted before, which then is left alone."""
         known = self._pending.get(pending.future_id)

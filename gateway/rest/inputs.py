@@ -1,7 +1,6 @@
 """Tinker's chunks and tensors, as JSON or protobuf, into Fovea's. Whatever has no meaning here is refused by name."""
 
 import base64
-import binascii
 import math
 
 import numpy as np
@@ -40,7 +39,7 @@ def _json_chunk(chunk: bodies.Chunk, message: model_input_pb2.Chunk, field: str)
         case bodies.ImageChunk():
             try:
                 message.image.data = base64.b64decode(chunk.data, validate=True)
-            except binascii.Error as error:
+            except ValueError as error:
                 raise InvalidInput(f"{field}.data is not base64: {error}", field=f"{field}.data") from None
             message.image.format = image_format(chunk.format, f"{field}.format")
             if chunk.expected_tokens is not None:

@@ -55,7 +55,7 @@ async def serve(settings: SamplerSettings, engine: Engine, started: float) -> in
 
 async def _watch(engine: Engine, server: ServiceServer, service: SamplerService) -> None:
     """Ends the service once the engine is dead. Requests in flight have failed by then: vLLM tells each of them."""
-    while not engine.dead:
+    while not engine.dead:  # noqa: ASYNC110 - vLLM sets a flag and no event
         await asyncio.sleep(_WATCH_PERIOD_S)
     logger.critical("the engine has died; this process exits with code %d and is to be restarted", EXIT_ENGINE_DIED)
     service.set_ready(False)

@@ -1,7 +1,7 @@
 """What the service asks of an engine. `engine.engine.Engine` is the one over vLLM."""
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from fovea.api.v1 import weights_pb2
 from services.sampler.families.base import FeatureTensors
@@ -11,9 +11,11 @@ from services.sampler.requests import AdapterName, Event, SampleSpec
 class SampleEngine(Protocol):
     """Draws tokens."""
 
-    def sample(
-        self, spec: SampleSpec, index: int, images: Sequence[FeatureTensors], adapter: AdapterName | None
-    ) -> AsyncGenerator[Event]:
+    def prompt(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
+        """The prompt in the engine's own form, for all sequences of the request; `images` are those of each span."""
+        ...
+
+    def sample(self, spec: SampleSpec, index: int, prompt: Any, adapter: AdapterName | None) -> AsyncGenerator[Event]:
         """Events of sequence `index`: PromptFacts first, then Deltas. Closing it aborts the request.
 
         Only sequence 0 scores the prompt, if the request asks for that. Raises Unavailable if the engine is dead.
@@ -37,7 +39,7 @@ class WeightEngine(Protocol):
         world_size: int,
         timeout_s: float,
     ) -> None:
-        """Joins a transfer group, leaving one of the same name. Raises Unavailable if the members do not meet in time."""
+        """Joins a group, leaving one of the same name. Raises Unavailable if the members do not meet in time."""
         ...
 
     async def leave_group(self, group_id: str) -> None:

@@ -134,9 +134,7 @@ class SnapshotPushes:
         if snapshot.kind == _ADAPTER and held is None:
             self._snapshots.shelf.leaving_for(_size_bytes(manifest))  # refused now rather than after the broadcast
 
-    async def _load(
-        self, task_id: str, manifest: weights_pb2.SnapshotManifest, digest: str, deadline: float
-    ) -> Loaded:
+    async def _load(self, task_id: str, manifest: weights_pb2.SnapshotManifest, digest: str, deadline: float) -> Loaded:
         snapshot = manifest.snapshot
         if digest != snapshot.digest:
             raise Internal(

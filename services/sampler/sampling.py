@@ -1,12 +1,12 @@
 """How one sample request runs: weights held, images fetched, its sequences drawn side by side."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from fovea.wire.errors import ResourceExhausted
 from services.sampler import metrics
-from services.sampler.families.base import FeatureTensors
 from services.sampler.features import FeatureStore
 from services.sampler.ports import SampleEngine
 from services.sampler.requests import AdapterName, Delta, Event, PromptFacts, SampleSpec
@@ -25,9 +25,7 @@ class Sampling:
         max_requests: Requests in flight before further ones are refused.
     """
 
-    def __init__(
-        self, engine: SampleEngine, snapshots: Snapshots, features: FeatureStore, max_requests: int
-    ) -> None:
+    def __init__(self, engine: SampleEngine, snapshots: Snapshots, features: FeatureStore, max_requests: int) -> None:
         self._engine = engine
         self._snapshots = snapshots
         self._features = features
@@ -47,9 +45,10 @@ class Sampling:
             # Asked before the images are fetched, so that a push can begin at once; asked again when they are there.
             self._snapshots.require(spec.snapshot_id)
             images = await self._features.get(spec.spans)
-            async with self._snapshots.use(spec.snapshot_id) as adapter, aclosing(
-                self._draw_all(spec, images, adapter)
-            ) as events:
+            async with (
+                self._snapshots.use(spec.snapshot_id) as adapter,
+                aclosing(self._draw_all(spec, self._engine.prompt(spec, images), adapter)) as events,
+            ):
                 async for event in events:
                     _count(spec, event)
                     yield event
@@ -57,13 +56,11 @@ class Sampling:
             self._in_flight -= 1
             metrics.IN_FLIGHT.dec()
 
-    async def _draw_all(
-        self, spec: SampleSpec, images: Sequence[FeatureTensors], adapter: AdapterName | None
-    ) -> AsyncGenerator[Event]:
+    async def _draw_all(self, spec: SampleSpec, prompt: Any, adapter: AdapterName | None) -> AsyncGenerator[Event]:
         """Merges the sequences; whatever comes before the prompt's facts waits for them."""
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
         tasks = [
-            asyncio.create_task(self._draw_one(spec, index, images, adapter, queue))
+            asyncio.create_task(self._draw_one(spec, index, prompt, adapter, queue))
             for index in range(spec.sample_count)
         ]
         early: list[Event] | None = []
@@ -93,12 +90,12 @@ class Sampling:
         self,
         spec: SampleSpec,
         index: int,
-        images: Sequence[FeatureTensors],
+        prompt: Any,
         adapter: AdapterName | None,
         queue: asyncio.Queue[Event | BaseException | None],
     ) -> None:
         try:
-            async with aclosing(self._engine.sample(spec, index, images, adapter)) as events:
+            async with aclosing(self._engine.sample(spec, index, prompt, adapter)) as events:
                 async for event in events:
                     # The prompt is one; sequence 0 speaks for it.
                     if isinstance(event, Delta) or index == 0:

@@ -122,9 +122,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         self, request: sampler_pb2.ReceiveSnapshotRequest, context: Context
     ) -> AsyncIterator[sampler_pb2.ReceiveSnapshotResponse]:
         """See sampler.proto."""
-        async with aclosing(
-            self._pushes.receive(request.group_id, request.manifest, request.timeout_s)
-        ) as phases:
+        async with aclosing(self._pushes.receive(request.group_id, request.manifest, request.timeout_s)) as phases:
             async for phase in phases:
                 yield _encode_phase(phase)
 

@@ -17,18 +17,26 @@ class SamplerSettings(ServiceSettings):
     renderer: str = Field("", description="host:port to fetch vision tensors from when a request names no source.")
     device: Literal["auto", "cpu", "gpu"] = Field("auto", description="What runs the model; auto asks the vLLM build.")
     dtype: str = Field("auto", description="Element type of the weights; auto is float32 on CPU, the model's on GPU.")
-    max_context: int | None = Field(None, ge=2, description="The most tokens of prompt and completion; none asks the model.")
+    max_context: int | None = Field(
+        None, ge=2, description="The most tokens of prompt and completion; none asks the model."
+    )
     max_sequences: int = Field(64, ge=1, description="The most sequences in one batch.")
     max_batched_tokens: int = Field(2048, ge=32, description="The most tokens that one engine step computes.")
-    kv_cache_mib: int | None = Field(None, ge=16, description="KV cache in MiB; none is 512 on CPU, what is free on GPU.")
-    block_size: int | None = Field(None, ge=16, description="Tokens of one KV block; none is 32 on CPU, vLLM's own on GPU.")
+    kv_cache_mib: int | None = Field(
+        None, ge=16, description="KV cache in MiB; none is 512 on CPU, what is free on GPU."
+    )
+    block_size: int | None = Field(
+        None, ge=16, description="Tokens of one KV block; none is 32 on CPU, vLLM's own on GPU."
+    )
     gpu_memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that the engine may take.")
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model.")
     eager: bool = Field(False, description="No CUDA graphs. A CPU engine never has any.")
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(64, description="The largest rank of an adapter.")
     max_loras: int = Field(4, ge=1, description="The most adapters in one batch; requests of further ones wait.")
     max_cpu_loras: int | None = Field(None, ge=1, description="Adapters that vLLM keeps built; none is 4 * max-loras.")
-    max_adapters: int = Field(64, ge=1, description="The most adapters that are held; the least recently used one goes.")
+    max_adapters: int = Field(
+        64, ge=1, description="The most adapters that are held; the least recently used one goes."
+    )
     max_adapter_mib: int = Field(8192, ge=1, description="The most memory of all held adapters, in MiB.")
     feature_cache_mib: int = Field(1024, ge=0, description="Vision tensors kept for further requests, in MiB.")
     max_images: int = Field(32, ge=1, description="The most images of one prompt.")

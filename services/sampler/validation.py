@@ -21,7 +21,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def read_request(request: sampler_pb2.SampleRequest, limits: Limits, family: Family) -> SampleSpec:
-    """The request, checked. Raises InvalidInput naming the field, ContextOverflow if prompt and new tokens do not fit."""
+    """The request, checked. Raises InvalidInput naming the field, ContextOverflow if the new tokens do not fit."""
     ids = _read_tokens(request.prompt.tokens, limits)
     spans = _read_spans(request.prompt, ids, limits, family)
     _check_positions(request.prompt, len(ids))
@@ -111,9 +111,7 @@ def _check_span(
 def _check_feature(field: str, feature: model_input_pb2.VisionFeature, family: Family) -> None:
     for name, value in (("digest", feature.digest), ("tensors_sha256", feature.tensors_sha256)):
         if not _SHA256.fullmatch(value):
-            raise InvalidInput(
-                f"{field}.{name} must be 64 lower-case hexadecimal digits", field=f"{field}.{name}"
-            )
+            raise InvalidInput(f"{field}.{name} must be 64 lower-case hexadecimal digits", field=f"{field}.{name}")
     grid = list(feature.grid_thw)
     if problem := family.grid_problem(grid):
         raise InvalidInput(f"{field}.{problem}", field=f"{field}.grid_thw")

@@ -35,7 +35,7 @@ async def warm_up(engine: SampleEngine, family: Family, limits: Limits) -> None:
                 top_prompt_logprobs=min(2, limits.max_top_logprobs) if scored else 0,
                 top_sample_logprobs=min(2, limits.max_top_logprobs) if scored else 0,
             )
-            async with aclosing(engine.sample(spec, 0, images, None)) as events:
+            async with aclosing(engine.sample(spec, 0, engine.prompt(spec, images), None)) as events:
                 async for _ in events:
                     pass
 

@@ -42,7 +42,7 @@ class Engine:
         self._checkpoint = checkpoint
         self._task_numbers = itertools.count(1)
         self._paused = False
-        self._renderer = prompts.PromptMaker(llm)
+        self._prompts = prompts.PromptMaker(llm)
         self._eos_token_ids = _eos_token_ids(llm, checkpoint)
 
     async def prepare(self) -> None:
@@ -91,14 +91,18 @@ class Engine:
         """Ends the engine's processes."""
         self._llm.shutdown()
 
+    def prompt(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
+        """See SampleEngine.prompt."""
+        return self._prompts.make(spec, images)
+
     async def sample(
-        self, spec: SampleSpec, index: int, images: Sequence[FeatureTensors], adapter: AdapterName | None
+        self, spec: SampleSpec, index: int, prompt: Any, adapter: AdapterName | None
     ) -> AsyncGenerator[Event]:
         """See SampleEngine.sample."""
         scored = index == 0 and (spec.prompt_logprobs or spec.top_prompt_logprobs > 0)
         with _translated():
             generated = self._llm.generate(
-                self._renderer.make(spec, images),
+                prompt,
                 prompts.sampling_params(spec, index, self._eos_token_ids, scored),
                 f"{spec.request_id}/{index}",
                 lora_request=_lora_request(adapter),
@@ -164,7 +168,7 @@ class Engine:
         await self._command("fovea_forget_adapter", adapter.name)
 
     async def load_full(self, task_id: str, version: str) -> float:
-        """See WeightEngine.load_full. After a failure the engine stays paused: stepping a half-loaded model kills it."""
+        """See WeightEngine.load_full. After a failure the engine stays paused: a step of a half-loaded model kills it."""
         start = time.monotonic()
         timeout_s = self._settings.engine_timeout_s
         with _translated():
@@ -181,9 +185,7 @@ class Engine:
                 self._paused = False
         return time.monotonic() - start
 
-    def _read(
-        self, result: RequestOutput, spec: SampleSpec, index: int, first: bool, scored: bool
-    ) -> Iterator[Event]:
+    def _read(self, result: RequestOutput, spec: SampleSpec, index: int, first: bool, scored: bool) -> Iterator[Event]:
         if first:
             yield outputs.prompt_facts(result, spec, scored)
         yield from outputs.deltas(result, spec, index)

@@ -1,4 +1,4 @@
-"""Starts vLLM. To be called on the main thread before anything else has started threads: the engine is forked off it."""
+"""Starts vLLM: on the main thread, before anything else has started threads, since the engine is forked off it."""
 
 import importlib
 import importlib.metadata
@@ -51,14 +51,17 @@ def launch(settings: SamplerSettings) -> "AsyncLLM":
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from services.sampler.engine import transfer
+    from services.sampler.engine.platform import adapt_platform
 
+    adapt_platform()
     transfer.register()
     arguments = _common_arguments(settings)
     if not runs_on_cpu(settings):
         arguments |= _gpu_arguments(settings)
         return AsyncLLM.from_vllm_config(AsyncEngineArgs(**arguments).create_engine_config())
     arguments |= _cpu_arguments(settings)
-    _prepare_cpu_platform(settings)
+    for architecture in read_config(settings.model).get("architectures", []):
+        _register_eagerly(architecture)
     config = AsyncEngineArgs(**arguments).create_engine_config()
     # vLLM's CPU platform insists on spawn while it makes the config: a process that imports everything again.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
@@ -123,16 +126,6 @@ def _gpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
     if settings.kv_cache_mib is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_mib << 20
     return arguments
-
-
-def _prepare_cpu_platform(settings: SamplerSettings) -> None:
-    from vllm.platforms import current_platform
-
-    platform: Any = type(current_platform)
-    platform.simple_compile_backend = "eager"
-    platform.get_punica_wrapper = classmethod(lambda _: "services.sampler.engine.punica.RunwisePunicaWrapper")
-    for architecture in read_config(settings.model).get("architectures", []):
-        _register_eagerly(architecture)
 
 
 def _register_eagerly(architecture: str) -> None:

@@ -4,15 +4,13 @@ from typing import Any
 
 import torch
 
-from services.sampler.engine.punica import RunwisePunicaWrapper
-
 
 class TemperatureLogprobs(torch.nn.Module):
     """Reports logprobs after the temperature and before top-k and top-p.
 
-    With `logprobs_mode="processed_logprobs"` vLLM reports them after top-k and top-p: then the k alternatives hold -inf,
-    and a trainer, which knows the whole distribution only, cannot reproduce them. Here they are finite everywhere and
-    equal to log-softmax(logits / T) whatever was cut off.
+    With `logprobs_mode="processed_logprobs"` vLLM reports them after top-k and top-p: then alternatives hold -inf, and a
+    trainer, which knows the whole distribution only, cannot reproduce them. Here they are finite everywhere and equal to
+    log-softmax(logits / T) whatever was cut off.
     """
 
     def __init__(self, inner: torch.nn.Module) -> None:
@@ -69,11 +67,11 @@ def score_prompts_one_by_one(runner: Any) -> None:
     runner._get_prompt_logprobs_dict = score
 
 
-def _language_wrapper(manager: Any) -> RunwisePunicaWrapper:
+def _language_wrapper(manager: Any) -> Any:
     from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 
     key = manager.mm_mapping.language_model[0] if manager.supports_mm else DEFAULT_LANGUAGE_WRAPPER_KEY
     wrapper = manager.punica_wrapper_mapping[key]
-    if not isinstance(wrapper, RunwisePunicaWrapper):
-        raise TypeError(f"the engine uses {type(wrapper).__name__}, not RunwisePunicaWrapper")
+    if not hasattr(wrapper, "one_adapter_logits"):
+        raise TypeError(f"the engine applies adapters with {type(wrapper).__name__}, which cannot score prompts")
     return wrapper

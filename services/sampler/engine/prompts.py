@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import torch
 from transformers import BatchFeature
 from vllm import SamplingParams
@@ -38,16 +39,18 @@ class PromptMaker:
         )
 
     def _item(self, tensors: FeatureTensors) -> MultiModalKwargsItem:
-        # torch wants writable memory; the cached arrays are read-only views, and nobody writes to them.
-        features = BatchFeature({name: torch.from_numpy(array.copy()) for name, array in tensors.items()})
+        features = BatchFeature({name: _tensor(array) for name, array in tensors.items()})
         fields = self._processor._get_mm_fields_config(features, {})
         items: MultiModalKwargsItems = MultiModalKwargsItems.from_hf_inputs(features, fields)
         return items[_MODALITY][0]
 
 
-def sampling_params(
-    spec: SampleSpec, index: int, eos_token_ids: Sequence[int], scored: bool
-) -> SamplingParams:
+def _tensor(array: npt.NDArray) -> torch.Tensor:
+    # torch warns of memory that it could not write to, though nobody writes here.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def sampling_params(spec: SampleSpec, index: int, eos_token_ids: Sequence[int], scored: bool) -> SamplingParams:
     """How sequence `index` is drawn. `scored` asks for the prompt's logprobs too."""
     draw = spec.draw
     stops = draw.stop_token_ids if draw.ignore_eos else (*draw.stop_token_ids, *eos_token_ids)

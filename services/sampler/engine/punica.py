@@ -1,9 +1,10 @@
+# ruff: noqa: N803, N806
 """LoRA on CPU, by runs of rows with the same adapter.
 
-vLLM 0.32.0's PunicaWrapperCPU gathers one copy of the adapter a row (a 2,048-token prefill of rank 64 copies gigabytes),
-reads adapter slot -1 for rows without an adapter, and breaks in `add_lora_logits` when the number of rows is not the
-number of requests, which is every request with prompt logprobs. This wrapper multiplies each run of rows by the one
-adapter that it uses and leaves rows without an adapter alone.
+vLLM 0.32.0's PunicaWrapperCPU gathers one copy of the adapter a row (a 2,048-token prefill of rank 64 copies
+gigabytes), reads the last slot for rows without an adapter, and breaks in `add_lora_logits` when the number of rows is
+not the number of requests, as with prompt logprobs. This wrapper multiplies each run of rows by the one adapter that it
+uses and leaves rows without an adapter alone.
 
 Shape suffixes: N rows, I input width, O output width, R maximum rank, S adapter slots.
 """
@@ -22,12 +23,10 @@ Run = tuple[int, int, int]
 """First row, row after the last, adapter slot."""
 
 
-class RunwisePunicaWrapper(PunicaWrapperBase):
+class RunwisePunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
     """Applies adapters to runs of rows; takes the place of vLLM's PunicaWrapperCPU."""
 
-    def __init__(
-        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **_: object
-    ) -> None:
+    def __init__(self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **_: object) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device)
         self._token_runs: list[Run] = []
         self._logits_runs: list[Run] = []
@@ -43,7 +42,7 @@ class RunwisePunicaWrapper(PunicaWrapperBase):
         self._logits_runs = _runs(mapping.prompt_mapping, slots)
 
     @contextmanager
-    def one_adapter_logits(self, slot: int | None) -> Iterator[None]:
+    def one_adapter_logits(self, slot: int) -> Iterator[None]:
         """Within it, all rows given to `add_lora_logits` belong to the adapter in `slot`, or to none for -1."""
         before, self._logits_slot = self._logits_slot, slot
         try:
@@ -128,7 +127,6 @@ class RunwisePunicaWrapper(PunicaWrapperBase):
             raise RuntimeError(f"{x_NI.shape[0]} rows of logits, but adapters are known for {runs[-1][1]}")
         for start, end, slot in runs:
             _apply(y_NO[start:end], x_NI[start:end], lora_a_stacked, lora_b_stacked, slot, scale)
-
 
     def apply_lora_full_linear(self, *_: object, **__: object) -> None:
         """Raises NotImplementedError: Fovea serves no classification heads."""

@@ -77,7 +77,9 @@ class SnapshotReceiver:
 
         self._start(task_id, join)
 
-    def start_receive(self, task_id: str, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> None:
+    def start_receive(
+        self, task_id: str, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float
+    ) -> None:
         """Begins to take part in the broadcasts of one snapshot. Raises KeyError for a group that was not joined."""
         group = self._groups[group_id]
         deadline = time.monotonic() + timeout_s
@@ -90,7 +92,7 @@ class SnapshotReceiver:
                 offset = 0
                 for spec in specs:
                     end = offset + tensor_bytes(spec)
-                    digest.add(spec.name, spec.dtype, list(spec.shape), buffer[offset:end].numpy())
+                    digest.add(spec.name, spec.dtype, list(spec.shape), buffer[offset:end].numpy().data)
                     offset = end
                 arrival.buffers.append(buffer)
             arrival.digest = task.digest = digest.hexdigest()

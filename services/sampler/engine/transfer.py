@@ -16,18 +16,18 @@ BACKEND = "fovea"
 
 
 @dataclass
-class ArrivalInitInfo(WeightTransferInitInfo):
+class ArrivalInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Nothing: groups are joined by `SnapshotReceiver`."""
 
 
 @dataclass
-class ArrivalUpdateInfo(WeightTransferUpdateInfo):
+class ArrivalUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Which arrival to load."""
 
     task_id: str
 
 
-class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalUpdateInfo]):
+class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalUpdateInfo]):  # type: ignore[misc]
     """vLLM's weight-transfer engine over snapshots that are already in this worker's memory."""
 
     init_info_cls = ArrivalInitInfo

@@ -13,11 +13,13 @@ from services.sampler.engine import transfer
 from services.sampler.engine.adapters import AdapterBank
 from services.sampler.engine.logprobs import report_temperature_logprobs, score_prompts_one_by_one
 from services.sampler.engine.parentage import die_with_parent
+from services.sampler.engine.platform import adapt_platform
 from services.sampler.engine.receiving import SnapshotReceiver
 from services.sampler.engine.shapes import ManifestChecker, checkpoint_shapes
 
 die_with_parent()
 transfer.register()
+adapt_platform()
 
 
 class WorkerExtension:
@@ -58,15 +60,11 @@ class WorkerExtension:
         timeout_s: float,
     ) -> None:
         """Begins to join a group; `fovea_report` tells when it stands."""
-        self._receiver.start_join(
-            task_id, group_id, master_address, master_port, rank_offset, world_size, timeout_s
-        )
+        self._receiver.start_join(task_id, group_id, master_address, master_port, rank_offset, world_size, timeout_s)
 
     def fovea_receive(self, task_id: str, group_id: str, manifest: bytes, timeout_s: float) -> None:
         """Begins to receive a snapshot; `fovea_report` tells when it is whole."""
-        self._receiver.start_receive(
-            task_id, group_id, weights_pb2.SnapshotManifest.FromString(manifest), timeout_s
-        )
+        self._receiver.start_receive(task_id, group_id, weights_pb2.SnapshotManifest.FromString(manifest), timeout_s)
 
     def fovea_report(self, task_id: str) -> dict[str, str]:
         """How far a task is: phase, error, digest."""

@@ -13,9 +13,9 @@ import tinker
 
 from gateway.app import Gateway
 from gateway.settings import GatewaySettings
-from tests.contract.gateway.fakes import FakeRenderer, FakeSampler, FakeTrainer
+from tests.contract.gateway.fakes import MODEL, FakeRenderer, FakeSampler, FakeTrainer
+from tests.contract.gateway.requests import Rest
 
-MODEL = "fovea/fake-vl"
 KEY = "tml-local"
 
 
@@ -121,3 +121,12 @@ async def eventually(check: Callable[[], bool | Awaitable[bool]], timeout_s: flo
             if result if isinstance(result, bool) else await result:
                 return
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def rest(stand: Stand) -> AsyncIterator[Rest]:
+    """A bare client with a session."""
+    async with stand.http() as http:
+        client = Rest(http)
+        await client.open_session()
+        yield client

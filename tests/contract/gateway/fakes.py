@@ -31,6 +31,7 @@ from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.wire import tensors
 from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotFound, SnapshotNotLoaded
 
+MODEL = "fovea/fake-vl"
 VOCABULARY_SIZE = 1000
 MAX_CONTEXT = 2048
 IMAGE_PAD = 999

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.wire.manifest import DigestBuilder, buckets
-
 from tests.e2e.sampler.reference import ALPHA
 
 _BUCKET_BYTES = 1 << 20

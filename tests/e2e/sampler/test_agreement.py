@@ -31,7 +31,8 @@ async def test_prompt_logprobs_of_the_base_model(
     for prompt in several(prompts):
         answer = await ask(client, request_for(prompt.wire, prompt_logprobs=True, max_tokens=1, temperature=0.5))
         expected = reference.prompt_logprobs(prompt.tokens, prompt.images)
-        assert answer.prompt_logprobs is not None and np.isnan(answer.prompt_logprobs[0])
+        assert answer.prompt_logprobs is not None
+        assert np.isnan(answer.prompt_logprobs[0])
         assert np.abs(answer.prompt_logprobs - expected)[1:].max() < TOLERANCE
 
 
@@ -67,11 +68,13 @@ async def test_sampled_logprobs_follow_the_temperature_alone(
 async def test_top_prompt_logprobs(client: SamplerClient, prompts: PromptMaker, reference: Reference) -> None:
     prompt = several(prompts)[1]
     answer = await ask(client, request_for(prompt.wire, top_prompt_logprobs=20, max_tokens=1))
-    assert answer.prompt_logprobs is not None and not answer.prompt_logprobs.size
+    assert answer.prompt_logprobs is not None
+    assert not answer.prompt_logprobs.size
     assert answer.prompt_top is not None
     ids, logprobs = tensors.decode(answer.prompt_top.token_ids), tensors.decode(answer.prompt_top.logprobs)
     assert ids.shape == logprobs.shape == (len(prompt.tokens), 20)
-    assert not ids[0].any() and (logprobs[0] == FILLER).all()
+    assert not ids[0].any()
+    assert (logprobs[0] == FILLER).all()
     expected = np.sort(reference.table(prompt.tokens, prompt.images)[:-1], axis=-1)[:, ::-1][:, :20]
     assert np.abs(expected - logprobs[1:]).max() < TOLERANCE
 

@@ -201,7 +201,8 @@ async def test_it_is_refused_and_harms_nobody(
         await ask(client, bad)
     assert type(caught.value) is error or issubclass(type(caught.value), InvalidInput)
     after = (await ask(client, good)).sequences[0]
-    assert after.tokens == before.tokens and after.logprobs == before.logprobs
+    assert after.tokens == before.tokens
+    assert after.logprobs == before.logprobs
 
 
 async def test_an_empty_prompt(client: SamplerClient) -> None:

@@ -66,7 +66,8 @@ async def test_a_stop_token_ends_the_sequence_and_is_returned(client: SamplerCli
     stop = sampler_pb2.StopCondition(token_ids=[free[9]])
     drawn = (await ask(client, request_for(prompt, stop=stop, temperature=1.0, seed=5, max_tokens=30))).sequences[0]
     assert drawn.tokens == free[: free.index(free[9]) + 1]
-    assert drawn.finish == STOP and len(drawn.logprobs) == len(drawn.tokens)
+    assert drawn.finish == STOP
+    assert len(drawn.logprobs) == len(drawn.tokens)
 
 
 async def test_a_stop_string_ends_with_the_tokens_that_complete_it(
@@ -92,11 +93,14 @@ async def test_the_end_of_sequence_token_stops_unless_ignored(
     # Drawn hot, so that a model of any quality meets its end token soon.
     hot = {"temperature": 2.0, "seed": 1, "max_tokens": 4000}
     stopped = (await ask(client, request_for(prompt, **hot))).sequences[0]
-    assert stopped.finish == STOP and stopped.tokens[-1] in ends and not ends & set(stopped.tokens[:-1])
+    assert stopped.finish == STOP
+    assert stopped.tokens[-1] in ends
+    assert not ends & set(stopped.tokens[:-1])
     through = sampler_pb2.StopCondition(ignore_eos=True)
     length = len(stopped.tokens) + 10
     on = (await ask(client, request_for(prompt, stop=through, **{**hot, "max_tokens": length}))).sequences[0]
-    assert on.finish == LENGTH and len(on.tokens) == length
+    assert on.finish == LENGTH
+    assert len(on.tokens) == length
     assert on.tokens[: len(stopped.tokens)] == stopped.tokens
 
 
@@ -105,7 +109,8 @@ async def test_absent_max_tokens_is_the_rest_of_the_context(client: SamplerClien
     prompt = prompts.make("word " * (context + 1)).tokens[: context - 5].tolist()
     through = sampler_pb2.StopCondition(ignore_eos=True)
     answer = await ask(client, request_for(rendered([prompt]), stop=through))
-    assert len(answer.sequences[0].tokens) == 5 and answer.sequences[0].finish == LENGTH
+    assert len(answer.sequences[0].tokens) == 5
+    assert answer.sequences[0].finish == LENGTH
     with pytest.raises(ContextOverflow, match=rf"{context - 5} prompt tokens \+ 6 max_tokens > {context}"):
         await ask(client, request_for(rendered([prompt]), max_tokens=6))
 

@@ -52,9 +52,11 @@ async def test_a_full_push_and_back_to_the_base(
     base, tenant = await scored(client, prompt), await scored(client, prompt, "tenant@1")
     state = trained(reference)
     loaded = await sender.push("full@1", state)
-    assert loaded.digest == manifest_of("full@1", state).snapshot.digest and loaded.pause_s > 0
+    assert loaded.digest == manifest_of("full@1", state).snapshot.digest
+    assert loaded.pause_s > 0
     info = await client.info()
-    assert info.resident_snapshot_id == "full@1" and not info.adapter_snapshot_ids
+    assert info.resident_snapshot_id == "full@1"
+    assert not info.adapter_snapshot_ids
     for gone in ("", "tenant@1"):
         with pytest.raises(SnapshotNotLoaded):
             await scored(client, prompt, gone)

@@ -28,8 +28,9 @@ class ImageService(renderer_pb2_grpc.RendererServiceServicer):
     """
 
     def __init__(self, model_dir: Path, rope_index: Any) -> None:
-        self.processor = AutoImageProcessor.from_pretrained(model_dir)
         self.config = AutoConfig.from_pretrained(model_dir)
+        has_vision = hasattr(self.config, "vision_config")
+        self.processor = AutoImageProcessor.from_pretrained(model_dir) if has_vision else None
         self.features: dict[str, FeatureTensors] = {}
         self.fetched: list[str] = []
         self._rope_index = rope_index

@@ -1,0 +1,214 @@
+"""Samples: limits, retries, pushes of weights, many at once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from fovea.wire.errors import FeatureEvicted
+from tests.contract.gateway.conftest import KEY, Stand, eventually, running
+from tests.contract.gateway.fakes import MODEL, FakeSampler
+from tests.contract.gateway.requests import Rest, image_input
+
+IMAGE = {"type": "image", "data": "iVBORw0KGgo=", "format": "png"}
+
+
+@pytest.fixture
+async def two(tmp_path: Path) -> AsyncIterator[tuple[Stand, Rest]]:
+    """A stand with two samplers."""
+    async with running(Stand(tmp_path, sampler_count=2)) as stand, stand.http() as http:
+        rest = Rest(http)
+        await rest.open_session()
+        yield stand, rest
+
+
+async def base_session(rest: Rest, number: int = 0) -> str:
+    """A sampling session on the base model."""
+    answer = await rest.ok(
+        "create_sampling_session", session_id=rest.session_id, sampling_session_seq_id=number, base_model=MODEL
+    )
+    return str(answer["sampling_session_id"])
+
+
+async def test_context_overflow_is_400_in_the_known_words(stand: Stand) -> None:
+    def use(client: tinker.ServiceClient) -> str:
+        sampling = client.create_sampling_client(base_model=MODEL).result()
+        prompt = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1] * 2040), *image_input().chunks])
+        with pytest.raises(tinker.BadRequestError) as caught:
+            sampling.sample(prompt, 1, types.SamplingParams(max_tokens=16)).result()
+        return str(caught.value)
+
+    assert (
+        "Prompt length plus max_tokens exceeds the model's context window: 2048 prompt tokens + 16 max_tokens > 2048."
+        in await stand.sdk(use)
+    )
+
+
+async def test_bad_samples_fail_by_name_and_the_next_one_works(stand: Stand, rest: Rest) -> None:
+    sampling_id = await base_session(rest)
+    text = {"type": "encoded_text", "tokens": [1]}
+    bad = [
+        ({"num_samples": 1_000_000}, "num_samples is 1000000; it must be 1 .. 128"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"num_samples": 10**30}, "num_samples"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 1000]}]}}, "1000 at position 1"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2**40]}]}}, "prompt.chunks[0].tokens"),
+        ({"prompt": {"chunks": []}}, "prompt has no tokens"),
+        ({"prompt": {"chunks": [{"type": "dmel", "dmel": "AA=="}]}}, "dmel"),
+        ({"prompt": {"chunks": [{**IMAGE, "data": "//8="}]}}, "cannot be decoded"),
+        ({"prompt": {"chunks": [{**IMAGE, "data": "§"}]}}, "prompt.chunks[0].data is not base64"),
+        ({"prompt": {"chunks": [{**IMAGE, "format": "gif"}]}}, "'png' or 'jpeg'"),
+        ({"prompt": {"chunks": [{**IMAGE, "expected_tokens": 5}]}}, "expected 5 tokens, got 4"),
+        (
+            {"prompt": {"chunks": [{"type": "image_asset_pointer", "location": "http://x/y.png", "format": "png"}]}},
+            "host of http://x/y.png is not allowed",
+        ),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "target_prompt_logprobs"),
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+        ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n"),
+        ({"record_stability_info": True}, "record_stability_info"),
+        ({"topk_prompt_logprobs": 21}, "topk_prompt_logprobs is 21; it must be 0 .. 20"),
+        ({"sampling_params": {"max_tokens": 1, "min_p": 0.1}}, "sampling_params.min_p"),
+        ({"sampling_params": {"max_tokens": 1, "stop": [""]}}, "stop"),
+        ({"best_of": 2}, "best_of"),
+    ]
+    for seq_id, (more, words) in enumerate(bad):
+        response = await rest.sample(sampling_id, seq_id, **more)
+        assert response.status_code == 200, response.text
+        answer = await rest.result(response.json()["request_id"])
+        assert words in answer["error"]
+        assert answer["category"] == "user"
+        good = await rest.sample(sampling_id, 1000 + seq_id, prompt={"chunks": [text]})
+        assert "sequences" in await rest.result(good.json()["request_id"])
+    assert (await rest.sample("sess-none:sample:0", 0)).status_code == 404
+    assert (await rest.post("asample", num_samples=1)).status_code == 400
+
+
+async def test_snapshot_is_pushed_once_for_all_who_need_it_and_again_after_eviction(stand: Stand, rest: Rest) -> None:
+    sampling_id = await rest.snapshot(await rest.create_model(), 1)
+    stand.trainer.push_delay_s = 0.05
+    responses = await asyncio.gather(*(rest.sample(sampling_id, seq_id) for seq_id in range(20)))
+    for response in responses:
+        assert "sequences" in await rest.result(response.json()["request_id"])
+    assert len(stand.trainer.of("PushSnapshot")) == 1
+    stand.sampler.adapters.clear()
+    again = await rest.sample(sampling_id, 100)
+    assert "sequences" in await rest.result(again.json()["request_id"])
+    assert "NotLoaded" in stand.sampler.names()
+    assert len(stand.trainer.of("PushSnapshot")) == 2
+
+
+async def test_failed_push_is_tried_again(stand: Stand, rest: Rest) -> None:
+    stand.trainer.push_failures[stand.sampler.address] = 2
+    sampling_id = await rest.snapshot(await rest.create_model(), 1)
+    response = await rest.sample(sampling_id, 0)
+    assert "sequences" in await rest.result(response.json()["request_id"])
+    assert len(stand.trainer.of("PushSnapshot")) == 3
+
+
+async def test_killed_sampler_comes_back_and_the_samples_finish(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    sampling_id = await rest.snapshot(model_id, 1)
+    stand.sampler.open.clear()
+    ids = [(await rest.sample(sampling_id, seq_id)).json()["request_id"] for seq_id in range(3)]
+    await eventually(lambda: stand.sampler.running == 3)
+    await stand.sampler.stop()
+    step = await rest.result((await rest.optim_step(model_id, 2))["request_id"])
+    assert "metrics" in step, "training is not disturbed"
+    waiting = await rest.poll(ids[0])
+    assert waiting.status_code == 408
+    stand.sampler.restart()
+    stand.sampler.open.set()
+    await stand.sampler.start()
+    for request_id in ids:
+        assert "sequences" in await rest.result(request_id)
+    assert len(stand.trainer.of("PushSnapshot")) == 2, "the new engine got the snapshot again, once"
+
+
+async def test_sampler_that_stays_away_ends_in_a_clear_error(stand: Stand, rest: Rest) -> None:
+    await stand.stop()
+    await stand.start(retry_deadline_s=0.5)
+    sampling_id = await base_session(rest)
+    await stand.sampler.stop()
+    answer = await rest.result((await rest.sample(sampling_id, 0)).json()["request_id"])
+    assert answer["category"] == "server"
+    assert "gave up after" in answer["error"]
+    await stand.sampler.start()
+
+
+async def test_evicted_image_is_rendered_again(stand: Stand, rest: Rest) -> None:
+    sampling_id = await base_session(rest)
+    stand.sampler.failures["Sample"].append(FeatureEvicted("gone"))
+    response = await rest.sample(sampling_id, 0, prompt={"chunks": [{"type": "encoded_text", "tokens": [1]}, IMAGE]})
+    assert "sequences" in await rest.result(response.json()["request_id"])
+    assert len(stand.renderer.of("Render")) == 2
+
+
+async def test_full_weights_alternate_without_starving_anybody(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model(rank=0)
+    first, second = await rest.snapshot(model_id, 1, 0), await rest.snapshot(model_id, 2, 1)
+    base = await base_session(rest, 2)
+    stand.trainer.push_delay_s = 0.05
+    order = [(sampling_id, seq_id) for seq_id in range(30) for sampling_id in (first, second, base)]
+    ids = [(await rest.sample(sampling_id, seq_id)).json()["request_id"] for sampling_id, seq_id in order]
+    for request_id in ids:
+        assert "sequences" in await rest.result(request_id)
+    pushes = len(stand.trainer.of("PushSnapshot"))
+    assert 2 <= pushes < 60, "those who wait for the same weights are let in together"
+    sampled = {request.snapshot_id for request in stand.sampler.of("Sample")}
+    assert sampled == {"", f"{model_id}@1", f"{model_id}@2"}
+
+
+async def test_two_thousand_samples_pend_and_finish(stand: Stand, rest: Rest) -> None:
+    await stand.stop()
+    await stand.start(sampler_concurrency=64, poll_hold_s=30.0)
+
+    def use(client: tinker.ServiceClient) -> list[types.SampleResponse]:
+        sampling = client.create_sampling_client(base_model=MODEL).result()
+        params = types.SamplingParams(max_tokens=4)
+        futures = [sampling.sample(types.ModelInput.from_ints([1, 2]), 1, params) for _ in range(2000)]
+        return [future.result() for future in futures]
+
+    stand.sampler.open.clear()
+    work = asyncio.create_task(stand.sdk(use))
+    await eventually(lambda: stand.sampler.running == 64, 60)
+    assert stand.gateway is not None
+    board = stand.gateway.board
+    await eventually(lambda: board.pending_count >= 400, 60)
+    async with stand.http(KEY) as http:
+        assert (await http.get("get_server_capabilities")).status_code == 200
+    stand.sampler.open.set()
+    samples = await work
+    assert len(samples) == 2000
+    assert stand.sampler.most_running == 64
+
+
+async def test_work_spreads_over_samplers_and_moves_away_from_a_dead_one(two: tuple[Stand, Rest]) -> None:
+    stand, rest = two
+    sampling_id = await rest.snapshot(await rest.create_model(), 1)
+    for sampler in stand.samplers:
+        sampler.open.clear()
+    ids = [(await rest.sample(sampling_id, seq_id)).json()["request_id"] for seq_id in range(10)]
+    await eventually(lambda: sum(sampler.running for sampler in stand.samplers) == 10)
+    assert [sampler.running for sampler in stand.samplers] == [5, 5]
+    assert len(stand.trainer.of("PushSnapshot")) == 1, "one push brings the snapshot to both"
+    await stand.samplers[0].stop()
+    stand.samplers[1].open.set()
+    for request_id in ids:
+        assert "sequences" in await rest.result(request_id)
+    assert len([r for r in stand.samplers[1].of("Sample")]) == 10
+    await stand.samplers[0].start()
+
+
+async def test_sequences_differ_by_seed_only(stand: Stand, rest: Rest) -> None:
+    sampling_id = await base_session(rest)
+    results = []
+    for seq_id in range(2):
+        params = {"max_tokens": 4, "seed": 3}
+        response = await rest.sample(sampling_id, seq_id, num_samples=2, sampling_params=params)
+        results.append((await rest.result(response.json()["request_id"]))["sequences"])
+    assert results[0] == results[1]
+    assert results[0][0]["tokens"] == FakeSampler.tokens_of("", 3, 0, 4)

@@ -1,0 +1,92 @@
+"""A trainer that goes away: commands fail soon and say what was lost and how to go on."""
+
+import time
+
+from fovea.wire.errors import FeatureEvicted
+from tests.contract.gateway.conftest import Stand, eventually
+from tests.contract.gateway.requests import Rest, image_datum
+
+
+async def test_restarted_trainer_has_lost_its_models(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    saved = await rest.result((await rest.ok("save_weights", model_id=model_id, seq_id=1, path="a"))["request_id"])
+    named = await rest.ok("save_weights_for_sampler", model_id=model_id, seq_id=2, path="s")
+    path = (await rest.result(named["request_id"]))["path"]
+    unnamed_id = await rest.snapshot(model_id, 3)
+    stand.trainer.restart()
+    answer = await rest.result((await rest.forward_backward(model_id, 4)).json()["request_id"])
+    assert answer["category"] == "server" or "no model" in answer["error"]
+    gateway = stand.gateway
+    assert gateway is not None
+    instance_id = stand.trainer.instance_id
+    await eventually(lambda: gateway.trainer.info is not None and gateway.trainer.info.instance_id == instance_id)
+    answer = await rest.result((await rest.forward_backward(model_id, 5)).json()["request_id"])
+    assert answer["category"] == "server"
+    assert "restarted" in answer["error"]
+    assert f"create_training_client_from_state_with_optimizer('{saved['path']}')" in answer["error"]
+    run = (await rest.http.get(f"training_runs/{model_id}")).json()
+    assert run["corrupted"] is True
+    stand.sampler.restart()
+    await stand.sampler.stop()
+    await stand.sampler.start()
+    kept = await rest.ok(
+        "create_sampling_session", session_id=rest.session_id, sampling_session_seq_id=9, model_path=path
+    )
+    sample = await rest.sample(kept["sampling_session_id"], 0)
+    assert "sequences" in await rest.result(sample.json()["request_id"]), "named weights are loaded from storage"
+    gone = await rest.result((await rest.sample(unnamed_id, 0)).json()["request_id"])
+    assert "without a name" in gone["error"]
+    loaded = await rest.ok(
+        "load_weights", session_id=rest.session_id, model_seq_id=1, path=saved["path"], optimizer=True
+    )
+    assert (await rest.result(loaded["request_id"]))["path"] == saved["path"]
+
+
+async def test_dead_trainer_fails_commands_within_seconds(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    stand.trainer.open.clear()
+    running = (await rest.forward_backward(model_id, 1)).json()["request_id"]
+    queued = [(await rest.forward_backward(model_id, seq_id)).json()["request_id"] for seq_id in range(2, 22)]
+    await eventually(lambda: "ForwardBackward" in stand.trainer.names())
+    started = time.monotonic()
+    await stand.trainer.stop()
+    for request_id in (running, *queued):
+        answer = await rest.result(request_id)
+        assert answer["category"] == "server"
+        assert "the trainer at" in answer["error"]
+        assert "save_state" in answer["error"]
+    assert time.monotonic() - started < 20, "the queue is not drained one wait at a time"
+    stand.trainer.open.set()
+    await stand.trainer.start()
+
+
+async def test_trainer_that_comes_back_with_its_models_goes_on(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await stand.trainer.stop()
+    await stand.trainer.start()
+    answer = await rest.result((await rest.forward_backward(model_id, 1)).json()["request_id"])
+    if "error" in answer:
+        assert "unknown" in answer["error"]
+        assert "error" in await rest.result((await rest.optim_step(model_id, 2))["request_id"])
+        answer = await rest.result((await rest.forward_backward(model_id, 3)).json()["request_id"])
+    assert "error" not in answer
+
+
+async def test_evicted_features_are_rendered_again_once(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    stand.trainer.failures["ForwardBackward"].append(FeatureEvicted("gone"))
+    good = await rest.result((await rest.forward_backward(model_id, 1, data=[image_datum()])).json()["request_id"])
+    assert "error" not in good
+    assert len(stand.renderer.of("Render")) == 2
+    stand.trainer.failures["ForwardBackward"] += [FeatureEvicted("gone"), FeatureEvicted("gone")]
+    bad = await rest.result((await rest.forward_backward(model_id, 2, data=[image_datum()])).json()["request_id"])
+    assert bad["category"] == "server"
+
+
+async def test_renderer_that_is_away_for_a_moment_is_waited_for(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await stand.renderer.stop()
+    request_id = (await rest.forward_backward(model_id, 1, data=[image_datum()])).json()["request_id"]
+    assert (await rest.poll(request_id)).status_code == 408
+    await stand.renderer.start()
+    assert "error" not in await rest.result(request_id)
