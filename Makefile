@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
 # Bytecode is compiled at install; without it every process of the platform starts three times slower.
 unexport PYTHONDONTWRITEBYTECODE
+# Idle OpenMP threads must sleep: spinning on busy cores made a build take seven times the processor time.
+export OMP_WAIT_POLICY := passive
+export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help

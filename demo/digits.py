@@ -36,7 +36,7 @@ def load_scans(seed: int = 0) -> tuple[list[Scan], list[Scan]]:
 
 def encode_png(image: np.ndarray) -> bytes:
     """An 8 x 8 scan with values 0 to 16 as a PNG of the same size, white ink on black."""
-    pixels = np.clip(image * (255 / 16), 0, 255).astype(np.uint8)
+    pixels = np.round(image * (255 / 16)).astype(np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()

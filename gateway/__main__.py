@@ -4,6 +4,7 @@ import asyncio
 import resource
 
 from fovea.runtime import logs
+from fovea.wire.errors import FoveaError
 from gateway.app import Gateway
 from gateway.settings import GatewaySettings
 
@@ -21,7 +22,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     settings = GatewaySettings.from_command_line("python -m gateway")
     logs.configure("gateway", settings.log_level)
-    asyncio.run(_run(settings))
+    try:
+        asyncio.run(_run(settings))
+    except (FoveaError, OSError) as error:
+        raise SystemExit(f"gateway: {error}") from None
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Gateway:
         )
         self.sampling = Sampling(
             self.database, self.board, self.sessions, self.checkpoints, self.samplers, self.snapshots, sample_runner,
-            settings.model_name,
+            settings.model_name, settings.max_pending,
         )  # fmt: skip
         context = Context(
             self.models, self.checkpoints, self.renderers, self.trainer, self.sampling, settings.command_timeout_s

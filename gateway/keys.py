@@ -28,7 +28,7 @@ class KeyRing:
         for key_hash, owner in self._owners.items():
             row = {"owner": owner, "key_hash": key_hash, "created_at": time.time()}
             await self._database.write(lambda connection, row=row: insert_new(connection, api_keys, row))  # type: ignore[misc]
-        rows = await self._database.read(lambda connection: connection.execute(sa.select(api_keys)))
+        rows = await self._database.read(lambda connection: connection.execute(sa.select(api_keys)).all())
         self._owners |= {row.key_hash: row.owner for row in rows}
 
     def identify(self, key: str | None) -> Caller:

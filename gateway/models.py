@@ -65,8 +65,8 @@ class Models:
         """A write of the model as it is now."""
         row = rows.frozen(model)
 
-        async def job(connection: Any) -> None:
-            await rows.save(connection, row)
+        def job(connection: Any) -> None:
+            rows.save(connection, row)
 
         return job
 

@@ -41,9 +41,11 @@ class Sampling:
         snapshots: Snapshots,
         runner: SampleRunner,
         model_name: str,
+        max_pending: int,
     ) -> None:
         self._database, self._board, self._sessions, self._checkpoints = database, board, sessions, checkpoints
         self._samplers, self._snapshots, self._runner, self._model_name = samplers, snapshots, runner, model_name
+        self._max_pending = max_pending
         self._known: dict[str, SamplingSession] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -76,8 +78,8 @@ class Sampling:
         sampling = self._make(model.session_id, model.owner, self._take_number(session), snapshot_id)
         self._known[sampling.sampling_session_id] = sampling
 
-        async def job(connection: Any) -> None:
-            await _insert(connection, session, sampling)
+        def job(connection: Any) -> None:
+            _insert(connection, session, sampling)
 
         return sampling, job
 
@@ -108,8 +110,8 @@ class Sampling:
     ) -> tuple[str, list[str]]:
         """Accepts a sample; returns the future's id and the ids of the sequences to come.
 
-        Content that is wrong fails the future. Raises NotFound, SessionEnded, and ContextOverflow, which clients
-        expect at once.
+        Content that is wrong fails the future. Raises NotFound, SessionEnded, ResourceExhausted, after which clients
+        send the same again, and ContextOverflow, which they expect at once.
         """
         sampling = await self.get(caller, sampling_session_id)
         await self._sessions.require(caller, sampling.session_id)
@@ -117,6 +119,8 @@ class Sampling:
         rejection = rejection or self._rejection(request)
         if isinstance(rejection, ContextOverflow):
             raise rejection
+        if self._board.pending_count >= self._max_pending:
+            raise ResourceExhausted(f"{self._max_pending} requests are unfinished; send this one again later")
         pending = Pending(
             future_id, Kind.SAMPLE, caller.owner, sampling.session_id, sampling_session_id, seq_id,
             request=request.SerializeToString(), rejection=rejection,
@@ -207,7 +211,7 @@ class Sampling:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _insert(connection: Any, session: rows.Session, sampling: SamplingSession) -> bool:
-    is_new = await rows.insert_sampling_session(connection, sampling)
-    await rows.update_session(connection, session.session_id, next_sampling_number=session.next_sampling_number)
+def _insert(connection: Any, session: rows.Session, sampling: SamplingSession) -> bool:
+    is_new = rows.insert_sampling_session(connection, sampling)
+    rows.update_session(connection, session.session_id, next_sampling_number=session.next_sampling_number)
     return is_new

@@ -30,7 +30,7 @@ class GatewaySettings(ServiceSettings):
     max_body_bytes: int = Field(128 * 2**20, gt=0, description="The largest request body, before and after zstd.")
     poll_hold_s: float = Field(30.0, gt=0, le=40, description="Seconds that a poll of an unfinished future is held.")
     result_ttl_s: float = Field(24 * 3600.0, gt=0, description="Seconds that a result can be fetched again.")
-    session_ttl_s: float = Field(1800.0, gt=120, description="Seconds without heartbeat after which a session ends.")
+    session_ttl_s: float = Field(600.0, gt=120, description="Seconds without heartbeat after which a session ends.")
     gap_timeout_s: float = Field(600.0, gt=0, description="Seconds that later commands wait for a missing seq_id.")
     command_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one trainer command.")
     push_timeout_s: float = Field(120.0, gt=0, description="Deadline of one push of weights to samplers.")
@@ -38,6 +38,7 @@ class GatewaySettings(ServiceSettings):
     retry_deadline_s: float = Field(120.0, ge=0, description="How long samples wait for a sampler to come back.")
     trainer_wait_s: float = Field(5.0, ge=0, description="How long a command waits for an unreachable trainer.")
     sampler_concurrency: int = Field(256, gt=0, description="Requests in one sampler at once; the rest queue here.")
+    max_pending: int = Field(20_000, gt=0, description="Unfinished requests above which new samples are told to wait.")
     renderer_concurrency: int = Field(32, gt=0, description="Render calls in flight at once.")
     default_lora_alpha: float = Field(32.0, gt=0, description="LoRA alpha of models created over REST.")
     train_vision: bool = Field(False, description="Whether REST-created LoRA models also adapt the vision tower.")
@@ -51,7 +52,7 @@ class GatewaySettings(ServiceSettings):
     @property
     def store_url(self) -> str:
         """SQLAlchemy URL of the database."""
-        return self.database_url or f"sqlite+aiosqlite:///{(self.state_dir / 'gateway.db').absolute()}"
+        return self.database_url or f"sqlite:///{(self.state_dir / 'gateway.db').absolute()}"
 
     @property
     def checkpoint_root(self) -> str:

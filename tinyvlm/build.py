@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from transformers import GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
 from tinyvlm.architecture import random_model
 from tinyvlm.curriculum import lesson_texts
@@ -50,4 +51,5 @@ def build(recipe: Recipe, directory: Path) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    disable_progress_bar()
     build(Recipe(**json.loads(sys.argv[1])), Path(sys.argv[2]))

@@ -83,6 +83,12 @@ def pretrain(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokeni
     )
 
 
+def _progress() -> Progress:
+    columns = (TextColumn("pre-training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    loss = TextColumn("loss {task.fields[loss]:.3f}")
+    return Progress(*columns, loss, console=Console(stderr=True), transient=True)
+
+
 def _schedule(step: int, step_count: int) -> float:
     warm_up = min(1.0, (step + 1) / (_WARM_UP_SHARE * step_count))
     return warm_up * 0.5 * (1.0 + math.cos(math.pi * step / step_count))

@@ -162,7 +162,14 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
     """The processes of one embedded Fovea, with ports that stay the same over restarts."""
     renderer, sampler, trainer, gateway, *metrics = free_ports(8)
     gateway = options.grpc_port or gateway
-    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        # Idle OpenMP threads must sleep: spinning on busy cores costs several times the processor time.
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     if pathlib.Path(options.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
 

@@ -88,10 +88,10 @@ class FutureBoard:
         """Notes, durably and together with the effects in `also`, that work began which must not be done twice."""
         pending.state, effects = State.RUNNING, list(also)
 
-        async def job(connection: Any) -> None:
+        def job(connection: Any) -> None:
             for effect in effects:
-                await effect(connection)
-            await rows.set_running(connection, pending.future_id)
+                effect(connection)
+            rows.set_running(connection, pending.future_id)
 
         await self._database.write(job)
 
@@ -99,10 +99,10 @@ class FutureBoard:
         """Keeps the outcome, together with the effects in `also`, in one transaction, then wakes whoever waits."""
         finished_at, effects = time.time(), list(also)
 
-        async def job(connection: Any) -> None:
+        def job(connection: Any) -> None:
             for effect in effects:
-                await effect(connection)
-            await rows.finish(connection, pending.future_id, outcome, finished_at)
+                effect(connection)
+            rows.finish(connection, pending.future_id, outcome, finished_at)
 
         if pending.is_finishing:  # a cancel and a result may meet: the first one counts
             return

@@ -1,9 +1,10 @@
 """What every REST handler gets around it: who calls, a request id, errors as answers, a count."""
 
+import itertools
 import json
 import logging
+import os
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Request, Caller], Awaitable[Response]]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 _UNTIMED = "retrieve_future"
+_PROCESS = os.urandom(3).hex()
+_NUMBERS = itertools.count(1)
 
 
 class Json(Response):
@@ -76,7 +79,7 @@ class Endpoints:
         return Route(f"{self._prefix}/api/v1/{path}", endpoint, methods=["GET"])
 
     async def _answer(self, request: Request, route: str, handler: Handler) -> Response:
-        REQUEST_ID.set(uuid.uuid4().hex[:12])
+        REQUEST_ID.set(f"{_PROCESS}-{next(_NUMBERS)}")
         started = time.perf_counter()
         try:
             response = await handler(request, self._keys.identify(request.headers.get("x-api-key")))

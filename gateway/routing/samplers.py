@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from fovea.api.v1 import sampler_pb2
 from fovea.client import SamplerClient
-from fovea.wire.errors import FoveaError, Unavailable
+from fovea.wire.errors import DeadlineExceeded, FoveaError, Unavailable
 from gateway.discovery.discovery import Discovery
 from gateway.routing.residency import Residency
 
@@ -39,6 +39,10 @@ class Sampler:
         """Asks the sampler what it holds."""
         try:
             info = await self.client.info(timeout_s=5.0)
+        except DeadlineExceeded:
+            # Busy is not dead: a peer that is gone breaks the connection, which keepalive notices.
+            logger.warning("sampler %s is slow to answer", self.address)
+            return
         except FoveaError as error:
             self.mark_down(str(error))
             return

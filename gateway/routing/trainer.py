@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from fovea.api.v1 import trainer_pb2
 from fovea.client import TrainerClient
-from fovea.wire.errors import FoveaError, Unavailable
+from fovea.wire.errors import DeadlineExceeded, FoveaError, Unavailable
 from gateway.discovery.discovery import Discovery
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,10 @@ class TrainerLink:
     async def _refresh(self) -> None:
         try:
             info = await self.client.info(timeout_s=5.0)
+        except DeadlineExceeded:
+            # Busy is not dead: a peer that is gone breaks the connection, which keepalive notices.
+            logger.warning("trainer %s is slow to answer", self.address)
+            return
         except FoveaError as error:
             if self._up.is_set() or self._info is None:
                 logger.warning("trainer %s does not answer: %s", self.address, error)

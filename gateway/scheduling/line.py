@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from fovea.wire.errors import FoveaError
-from gateway.futures.future import Pending, QueueState
+from gateway.futures.future import Pending
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ class Line:
         """Takes a command; returns at once."""
         self._waiting[pending.seq_id] = pending
         self._arrived.set()
-        if pending.seq_id != self._next:
-            pending.wait_on(f"waiting for request {self._next} of this model", QueueState.ACTIVE)
+        self._tell()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name=f"line {self._model_id}")
 
@@ -77,10 +76,17 @@ class Line:
                 for pending in sorted(self._waiting.values(), key=lambda pending: pending.seq_id):
                     await self._refuse(self._waiting.pop(pending.seq_id), self._closed_by)
             elif self._next in self._waiting:
+                self._tell()
                 await self._execute(self._waiting.pop(self._next))
                 self._next += 1
             elif self._waiting:
                 await self._wait_for_missing()
+
+    def _tell(self) -> None:
+        """Says, to whoever polls, what the rest waits for."""
+        for seq_id, pending in self._waiting.items():
+            if seq_id != self._next:
+                pending.wait_on(f"waiting for request {self._next} of this model")
 
     async def _wait_for_missing(self) -> None:
         self._arrived.clear()

@@ -64,14 +64,14 @@ def _describe(checkpoint: Checkpoint, user_metadata: dict[str, str], expires_at:
 
 
 def _putting(checkpoint: Checkpoint) -> Job[None]:
-    async def job(connection: Any) -> None:
-        await rows.put(connection, checkpoint)
+    def job(connection: Any) -> None:
+        rows.put(connection, checkpoint)
 
     return job
 
 
 def _putting_snapshot(kept: KeptSnapshot) -> Job[None]:
-    async def job(connection: Any) -> None:
-        await rows.put_snapshot(connection, kept)
+    def job(connection: Any) -> None:
+        rows.put_snapshot(connection, kept)
 
     return job

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fovea.api.v1 import weights_pb2
 from gateway.store.database import insert_new
@@ -51,51 +50,51 @@ def _to_snapshot(row: Any) -> KeptSnapshot:
     return KeptSnapshot(identity, row["uri"], row["trainer_instance"], row["created_at"])
 
 
-async def put(connection: AsyncConnection, checkpoint: Checkpoint) -> None:
+def put(connection: sa.Connection, checkpoint: Checkpoint) -> None:
     """Keeps a checkpoint in place of any of the same path."""
-    await delete(connection, checkpoint.path)
+    delete(connection, checkpoint.path)
     row = {**vars(checkpoint), "lora": checkpoint.lora.SerializeToString()}
-    await connection.execute(sa.insert(checkpoints).values(**row))
+    connection.execute(sa.insert(checkpoints).values(**row))
 
 
-async def get(connection: AsyncConnection, path: str) -> Checkpoint | None:
+def get(connection: sa.Connection, path: str) -> Checkpoint | None:
     """A checkpoint by its `tinker://` path."""
-    row = (await connection.execute(sa.select(checkpoints).where(checkpoints.c.path == path))).mappings().first()
+    row = (connection.execute(sa.select(checkpoints).where(checkpoints.c.path == path))).mappings().first()
     return _to_checkpoint(row) if row else None
 
 
-async def delete(connection: AsyncConnection, path: str) -> None:
+def delete(connection: sa.Connection, path: str) -> None:
     """Forgets a checkpoint."""
-    await connection.execute(sa.delete(checkpoints).where(checkpoints.c.path == path))
+    connection.execute(sa.delete(checkpoints).where(checkpoints.c.path == path))
 
 
-async def set_expiry(connection: AsyncConnection, path: str, expires_at: float | None) -> None:
+def set_expiry(connection: sa.Connection, path: str, expires_at: float | None) -> None:
     """Sets or removes when a checkpoint expires."""
-    await connection.execute(sa.update(checkpoints).where(checkpoints.c.path == path).values(expires_at=expires_at))
+    connection.execute(sa.update(checkpoints).where(checkpoints.c.path == path).values(expires_at=expires_at))
 
 
-async def of_model(connection: AsyncConnection, model_id: str) -> list[Checkpoint]:
+def of_model(connection: sa.Connection, model_id: str) -> list[Checkpoint]:
     """A model's checkpoints, newest first."""
     query = sa.select(checkpoints).where(checkpoints.c.model_id == model_id).order_by(checkpoints.c.created_at.desc())
-    return [_to_checkpoint(row) for row in (await connection.execute(query)).mappings()]
+    return [_to_checkpoint(row) for row in (connection.execute(query)).mappings()]
 
 
-async def of_owner(connection: AsyncConnection, owner: str, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
+def of_owner(connection: sa.Connection, owner: str, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
     """A page of an owner's checkpoints, newest first, and how many there are in all."""
     where = checkpoints.c.owner == owner
     query = sa.select(checkpoints).where(where).order_by(checkpoints.c.created_at.desc()).limit(limit).offset(offset)
-    page = [_to_checkpoint(row) for row in (await connection.execute(query)).mappings()]
+    page = [_to_checkpoint(row) for row in (connection.execute(query)).mappings()]
     counting = sa.select(sa.func.count()).select_from(checkpoints).where(where)
-    return page, (await connection.execute(counting)).scalar_one()
+    return page, (connection.execute(counting)).scalar_one()
 
 
-async def expired(connection: AsyncConnection, now: float) -> list[Checkpoint]:
+def expired(connection: sa.Connection, now: float) -> list[Checkpoint]:
     """Checkpoints past their time."""
     query = sa.select(checkpoints).where(checkpoints.c.expires_at < now)
-    return [_to_checkpoint(row) for row in (await connection.execute(query)).mappings()]
+    return [_to_checkpoint(row) for row in (connection.execute(query)).mappings()]
 
 
-async def put_snapshot(connection: AsyncConnection, kept: KeptSnapshot) -> None:
+def put_snapshot(connection: sa.Connection, kept: KeptSnapshot) -> None:
     """Keeps a new snapshot."""
     row = {
         "snapshot_id": kept.identity.snapshot_id,
@@ -105,17 +104,17 @@ async def put_snapshot(connection: AsyncConnection, kept: KeptSnapshot) -> None:
         "trainer_instance": kept.trainer_instance,
         "created_at": kept.created_at,
     }
-    await insert_new(connection, snapshots, row)
+    insert_new(connection, snapshots, row)
 
 
-async def get_snapshot(connection: AsyncConnection, snapshot_id: str) -> KeptSnapshot | None:
+def get_snapshot(connection: sa.Connection, snapshot_id: str) -> KeptSnapshot | None:
     """A snapshot by id."""
     query = sa.select(snapshots).where(snapshots.c.snapshot_id == snapshot_id)
-    row = (await connection.execute(query)).mappings().first()
+    row = (connection.execute(query)).mappings().first()
     return _to_snapshot(row) if row else None
 
 
-async def unnamed_snapshots(connection: AsyncConnection, model_ids: list[str]) -> list[str]:
+def unnamed_snapshots(connection: sa.Connection, model_ids: list[str]) -> list[str]:
     """Ids of the snapshots of models that are in memory only."""
     where = snapshots.c.model_id.in_(model_ids) & (snapshots.c.uri == "")
-    return [row.snapshot_id for row in await connection.execute(sa.select(snapshots.c.snapshot_id).where(where))]
+    return [row.snapshot_id for row in connection.execute(sa.select(snapshots.c.snapshot_id).where(where))]

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.futures.future import UNFINISHED, Kind, Outcome, Pending, State, error_from_blob
 from gateway.store.database import insert_new
@@ -18,7 +17,7 @@ class StoredFuture(NamedTuple):
     outcome: Outcome | None
 
 
-async def insert(connection: AsyncConnection, pending: Pending, request: bytes) -> bool:
+def insert(connection: sa.Connection, pending: Pending, request: bytes) -> bool:
     """Keeps a submission; returns False if the id is taken, which leaves everything as it was."""
     row = {
         "future_id": pending.future_id,
@@ -30,67 +29,67 @@ async def insert(connection: AsyncConnection, pending: Pending, request: bytes) 
         "state": pending.state.value,
         "created_at": pending.created_at,
     }
-    if not await insert_new(connection, futures, row):
+    if not insert_new(connection, futures, row):
         return False
-    await connection.execute(sa.insert(future_requests).values(future_id=pending.future_id, request=request))
+    connection.execute(sa.insert(future_requests).values(future_id=pending.future_id, request=request))
     return True
 
 
-async def set_running(connection: AsyncConnection, future_id: str) -> None:
+def set_running(connection: sa.Connection, future_id: str) -> None:
     """Notes that work began whose effect cannot be undone by running it again."""
     where = futures.c.future_id == future_id
-    await connection.execute(sa.update(futures).where(where).values(state=State.RUNNING.value))
+    connection.execute(sa.update(futures).where(where).values(state=State.RUNNING.value))
 
 
-async def finish(connection: AsyncConnection, future_id: str, outcome: Outcome, finished_at: float) -> None:
+def finish(connection: sa.Connection, future_id: str, outcome: Outcome, finished_at: float) -> None:
     """Keeps an outcome and drops the request."""
     values = {"state": outcome.state.value, "finished_at": finished_at}
-    await connection.execute(sa.update(futures).where(futures.c.future_id == future_id).values(**values))
-    await insert_new(connection, future_results, {"future_id": future_id, "result": outcome.to_blob()})
-    await connection.execute(sa.delete(future_requests).where(future_requests.c.future_id == future_id))
+    connection.execute(sa.update(futures).where(futures.c.future_id == future_id).values(**values))
+    insert_new(connection, future_results, {"future_id": future_id, "result": outcome.to_blob()})
+    connection.execute(sa.delete(future_requests).where(future_requests.c.future_id == future_id))
 
 
-async def get(connection: AsyncConnection, future_id: str) -> StoredFuture | None:
+def get(connection: sa.Connection, future_id: str) -> StoredFuture | None:
     """A finished or unfinished future by id."""
-    row = (await connection.execute(sa.select(futures).where(futures.c.future_id == future_id))).first()
+    row = (connection.execute(sa.select(futures).where(futures.c.future_id == future_id))).first()
     if row is None:
         return None
     state = State(row.state)
     if state in UNFINISHED:
         return StoredFuture(row.owner, state, None)
     query = sa.select(future_results.c.result).where(future_results.c.future_id == future_id)
-    blob = (await connection.execute(query)).scalar()
+    blob = (connection.execute(query)).scalar()
     outcome = None if blob is None else Outcome.from_blob(Kind(row.kind), state, blob)
     return StoredFuture(row.owner, state, outcome)
 
 
-async def get_request(connection: AsyncConnection, future_id: str) -> bytes:
+def get_request(connection: sa.Connection, future_id: str) -> bytes:
     """The request of an unfinished future."""
     query = sa.select(future_requests.c.request).where(future_requests.c.future_id == future_id)
-    blob: bytes = (await connection.execute(query)).scalar_one()
+    blob: bytes = (connection.execute(query)).scalar_one()
     return blob
 
 
-async def unfinished(connection: AsyncConnection) -> list[Pending]:
+def unfinished(connection: sa.Connection) -> list[Pending]:
     """Everything that has not ended, oldest first, requests left in the database."""
     states = [state.value for state in UNFINISHED]
     query = sa.select(futures).where(futures.c.state.in_(states)).order_by(futures.c.created_at)
     pendings = []
-    for row in await connection.execute(query):
+    for row in connection.execute(query):
         state = State(row.state)
-        rejection = error_from_blob(await get_request(connection, row.future_id)) if state is State.REJECTED else None
+        rejection = error_from_blob(get_request(connection, row.future_id)) if state is State.REJECTED else None
         identity = (row.future_id, Kind(row.kind), row.owner, row.session_id, row.scope, row.seq_id)
         pendings.append(Pending(*identity, request=None, rejection=rejection, state=state, created_at=row.created_at))
     return pendings
 
 
-async def drop_results(connection: AsyncConnection, finished_before: float) -> int:
+def drop_results(connection: sa.Connection, finished_before: float) -> int:
     """Drops old results, so that fetching them answers 'expired'; returns how many."""
     old = sa.select(futures.c.future_id).where(futures.c.finished_at < finished_before)
-    deleted = await connection.execute(sa.delete(future_results).where(future_results.c.future_id.in_(old)))
+    deleted = connection.execute(sa.delete(future_results).where(future_results.c.future_id.in_(old)))
     return deleted.rowcount
 
 
-async def drop_rows(connection: AsyncConnection, finished_before: float) -> None:
+def drop_rows(connection: sa.Connection, finished_before: float) -> None:
     """Forgets that futures ever were."""
-    await connection.execute(sa.delete(futures).where(futures.c.finished_at < finished_before))
+    connection.execute(sa.delete(futures).where(futures.c.finished_at < finished_before))

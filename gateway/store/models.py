@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fovea.api.v1 import weights_pb2
 from gateway.store.database import insert_new
@@ -62,14 +61,14 @@ def _from_row(row: Any) -> Model:
     return Model(**{**row, "lora": lora, "state": ModelState(row["state"])})
 
 
-async def insert(connection: AsyncConnection, model: Model) -> bool:
+def insert(connection: sa.Connection, model: Model) -> bool:
     """Keeps a new model; False if its id is taken."""
-    return await insert_new(connection, models, _to_row(model))
+    return insert_new(connection, models, _to_row(model))
 
 
-async def save(connection: AsyncConnection, row: dict[str, Any]) -> None:
+def save(connection: sa.Connection, row: dict[str, Any]) -> None:
     """Writes a row made by `frozen`."""
-    await connection.execute(sa.update(models).where(models.c.model_id == row["model_id"]).values(**row))
+    connection.execute(sa.update(models).where(models.c.model_id == row["model_id"]).values(**row))
 
 
 def frozen(model: Model) -> dict[str, Any]:
@@ -77,28 +76,28 @@ def frozen(model: Model) -> dict[str, Any]:
     return _to_row(model)
 
 
-async def get(connection: AsyncConnection, model_id: str) -> Model | None:
+def get(connection: sa.Connection, model_id: str) -> Model | None:
     """A model by id."""
-    row = (await connection.execute(sa.select(models).where(models.c.model_id == model_id))).mappings().first()
+    row = (connection.execute(sa.select(models).where(models.c.model_id == model_id))).mappings().first()
     return _from_row(row) if row else None
 
 
-async def living(connection: AsyncConnection) -> list[Model]:
+def living(connection: sa.Connection) -> list[Model]:
     """Models that are being made or trained."""
     states = [ModelState.CREATING.value, ModelState.READY.value]
     query = sa.select(models).where(models.c.state.in_(states))
-    return [_from_row(row) for row in (await connection.execute(query)).mappings()]
+    return [_from_row(row) for row in (connection.execute(query)).mappings()]
 
 
-async def of_session(connection: AsyncConnection, session_id: str) -> list[str]:
+def of_session(connection: sa.Connection, session_id: str) -> list[str]:
     """Ids of a session's models."""
     query = sa.select(models.c.model_id).where(models.c.session_id == session_id).order_by(models.c.created_at)
-    return [row.model_id for row in await connection.execute(query)]
+    return [row.model_id for row in connection.execute(query)]
 
 
-async def of_owner(connection: AsyncConnection, owner: str, limit: int, offset: int) -> tuple[list[Model], int]:
+def of_owner(connection: sa.Connection, owner: str, limit: int, offset: int) -> tuple[list[Model], int]:
     """A page of an owner's models, latest request first, and how many there are in all."""
     query = sa.select(models).where(models.c.owner == owner).order_by(models.c.last_request_at.desc())
-    page = [_from_row(row) for row in (await connection.execute(query.limit(limit).offset(offset))).mappings()]
+    page = [_from_row(row) for row in (connection.execute(query.limit(limit).offset(offset))).mappings()]
     counting = sa.select(sa.func.count()).select_from(models).where(models.c.owner == owner)
-    return page, (await connection.execute(counting)).scalar_one()
+    return page, (connection.execute(counting)).scalar_one()

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.store.database import insert_new
 from gateway.store.schema import sampling_sessions, sessions
@@ -42,65 +41,63 @@ class SamplingSession:
     created_at: float = field(default_factory=time.time)
 
 
-async def insert_session(connection: AsyncConnection, session: Session) -> bool:
+def insert_session(connection: sa.Connection, session: Session) -> bool:
     """Keeps a new session; False if its request key is taken."""
-    return await insert_new(connection, sessions, vars(session))
+    return insert_new(connection, sessions, vars(session))
 
 
-async def find_session(connection: AsyncConnection, owner: str, request_key: str) -> Session | None:
+def find_session(connection: sa.Connection, owner: str, request_key: str) -> Session | None:
     """The session that an earlier request with the same key opened."""
     where = (sessions.c.owner == owner) & (sessions.c.request_key == request_key)
-    row = (await connection.execute(sa.select(sessions).where(where))).mappings().first()
+    row = (connection.execute(sa.select(sessions).where(where))).mappings().first()
     return Session(**row) if row else None
 
 
-async def get_session(connection: AsyncConnection, session_id: str) -> Session | None:
+def get_session(connection: sa.Connection, session_id: str) -> Session | None:
     """A session by id."""
     query = sa.select(sessions).where(sessions.c.session_id == session_id)
-    row = (await connection.execute(query)).mappings().first()
+    row = (connection.execute(query)).mappings().first()
     return Session(**row) if row else None
 
 
-async def open_sessions(connection: AsyncConnection) -> list[Session]:
+def open_sessions(connection: sa.Connection) -> list[Session]:
     """Sessions that have not ended."""
     query = sa.select(sessions).where(sessions.c.ended_at.is_(None))
-    return [Session(**row) for row in (await connection.execute(query)).mappings()]
+    return [Session(**row) for row in (connection.execute(query)).mappings()]
 
 
-async def list_sessions(connection: AsyncConnection, owner: str, limit: int, offset: int) -> list[str]:
+def list_sessions(connection: sa.Connection, owner: str, limit: int, offset: int) -> list[str]:
     """Ids of an owner's sessions, newest first."""
     query = sa.select(sessions.c.session_id).where(sessions.c.owner == owner)
     query = query.order_by(sessions.c.created_at.desc()).limit(limit).offset(offset)
-    return [row.session_id for row in await connection.execute(query)]
+    return [row.session_id for row in connection.execute(query)]
 
 
-async def update_session(connection: AsyncConnection, session_id: str, **values: Any) -> None:
+def update_session(connection: sa.Connection, session_id: str, **values: Any) -> None:
     """Writes columns of one session."""
-    await connection.execute(sa.update(sessions).where(sessions.c.session_id == session_id).values(**values))
+    connection.execute(sa.update(sessions).where(sessions.c.session_id == session_id).values(**values))
 
 
-async def insert_sampling_session(connection: AsyncConnection, sampling: SamplingSession) -> bool:
+def insert_sampling_session(connection: sa.Connection, sampling: SamplingSession) -> bool:
     """Keeps a new sampling session; False if its (session, request_seq_id) is taken."""
-    return await insert_new(connection, sampling_sessions, vars(sampling))
+    return insert_new(connection, sampling_sessions, vars(sampling))
 
 
-async def get_sampling_session(connection: AsyncConnection, sampling_session_id: str) -> SamplingSession | None:
+def get_sampling_session(connection: sa.Connection, sampling_session_id: str) -> SamplingSession | None:
     """A sampling session by id."""
     query = sa.select(sampling_sessions).where(sampling_sessions.c.sampling_session_id == sampling_session_id)
-    row = (await connection.execute(query)).mappings().first()
+    row = (connection.execute(query)).mappings().first()
     return SamplingSession(**row) if row else None
 
 
-async def find_sampling_session(
-    connection: AsyncConnection, session_id: str, request_seq_id: int
-) -> SamplingSession | None:
+def find_sampling_session(connection: sa.Connection, session_id: str, request_seq_id: int) -> SamplingSession | None:
     """The sampling session that an earlier request with the same number opened."""
     where = (sampling_sessions.c.session_id == session_id) & (sampling_sessions.c.request_seq_id == request_seq_id)
-    row = (await connection.execute(sa.select(sampling_sessions).where(where))).mappings().first()
+    row = (connection.execute(sa.select(sampling_sessions).where(where))).mappings().first()
     return SamplingSession(**row) if row else None
 
 
-async def list_sampling_sessions(connection: AsyncConnection, session_id: str) -> list[str]:
+def list_sampling_sessions(connection: sa.Connection, session_id: str) -> list[str]:
     """Ids of a session's sampling sessions."""
     query = sa.select(sampling_sessions.c.sampling_session_id).where(sampling_sessions.c.session_id == session_id)
-    return [row.sampling_session_id for row in await connection.execute(query)]
+    return [row.sampling_session_id for row in connection.execute(query)]

@@ -16,8 +16,13 @@ def main() -> int:
     configure("sampler", settings.log_level)
     # The order matters: the environment before torch is imported, the engine before gRPC starts threads.
     from services.sampler.engine import launch
+    from services.sampler.families import family_of
 
     launch.prepare_environment(settings)
+    try:
+        family_of(launch.read_config(settings.model))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"services.sampler: {error}") from None
     llm = launch.launch(settings)
     try:
         from services.sampler.app import serve

@@ -9,7 +9,7 @@ import grpc
 from fovea.api.v1 import model_input_pb2
 from fovea.client.features import check_feature
 from fovea.client.renderer import RendererClient
-from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound
+from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, InvalidInput, NotFound, Unavailable
 from fovea.wire.features import FeatureTensors, size_bytes
 from services.sampler import metrics
 from services.sampler.families.base import Family
@@ -41,8 +41,8 @@ class FeatureStore:
     async def get(self, spans: Sequence[ImageSpan]) -> list[FeatureTensors]:
         """The tensors of each span, in order.
 
-        Raises FeatureEvicted if the renderer no longer holds one, InvalidInput if what it holds is not what the request
-        promises, Unavailable if it is down.
+        Raises FeatureEvicted if the renderer no longer holds one or does not answer, InvalidInput if what it holds does
+        not fit the request, Internal if it is not what the request promises.
         """
         return list(await asyncio.gather(*(self._get_one(span.feature) for span in spans)))
 
@@ -84,9 +84,10 @@ class FeatureStore:
             )
         try:
             fetched = await self._client(source).fetch_features([feature.digest], self._timeout_s)
-        except NotFound as error:
+        except (NotFound, Unavailable, DeadlineExceeded) as error:
+            # A renderer that is gone has lost its images too. UNAVAILABLE would blame this sampler.
             raise FeatureEvicted(
-                f"the renderer at {source} no longer holds image {feature.digest}; render it again",
+                f"image {feature.digest} cannot be had from the renderer at {source}; render it again: {error.message}",
                 digest=feature.digest,
             ) from error
         tensors = fetched.get(feature.digest)

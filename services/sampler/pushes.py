@@ -97,10 +97,10 @@ class SnapshotPushes:
                 await lock.acquire()
             try:
                 async for phase in self._receive_alone(group_id, manifest, deadline):
+                    outcome = "loaded" if isinstance(phase, Loaded) else outcome
                     yield phase
             finally:
                 lock.release()
-            outcome = "loaded"
         finally:
             metrics.SNAPSHOTS.labels(kind, outcome).inc()
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from fovea.api.v1 import model_input_pb2, sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
+from fovea.wire.limits import MESSAGE_BYTES
 from services.sampler.families.base import Family
 from services.sampler.requests import Draw, ImageSpan, Limits, SampleSpec
 
@@ -17,6 +18,7 @@ _MIN_TEMPERATURE = 0.01  # vLLM would silently raise a smaller one to this
 _MAX_TEMPERATURE = 2.0  # vLLM's own bound
 _MAX_STOPS = 64
 _MAX_STOP_STRING = 1000
+_MESSAGE_MARGIN_BYTES = 4096
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -27,6 +29,7 @@ def read_request(request: sampler_pb2.SampleRequest, limits: Limits, family: Fam
     _check_positions(request.prompt, len(ids))
     _check_range("sample_count", request.sample_count, 1, limits.max_sample_count)
     _check_range("top_prompt_logprobs", request.top_prompt_logprobs, 0, limits.max_top_logprobs)
+    _check_prompt_result(request, len(ids))
     _check_range("top_sample_logprobs", request.top_sample_logprobs, 0, limits.max_top_logprobs)
     return SampleSpec(
         request_id=request.request_id,
@@ -218,6 +221,18 @@ def _read_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
                 f"{field}[{number}] has {len(text)} characters, must have 1 to {_MAX_STOP_STRING}", field=field
             )
     return tuple(strings)
+
+
+def _check_prompt_result(request: sampler_pb2.SampleRequest, prompt_length: int) -> None:
+    """The prompt's facts travel as one message: float32 logprobs, and int32 and float32 of each alternative."""
+    k = request.top_prompt_logprobs
+    room = MESSAGE_BYTES - _MESSAGE_MARGIN_BYTES - 4 * prompt_length
+    if 8 * k * prompt_length > room:
+        raise InvalidInput(
+            f"top_prompt_logprobs is {k}; of {prompt_length} prompt tokens one message carries at most "
+            f"{room // (8 * prompt_length)}",
+            field="top_prompt_logprobs",
+        )
 
 
 def _check_range(field: str, value: int, low: int, high: int) -> None:

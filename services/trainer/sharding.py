@@ -37,6 +37,8 @@ class ShardedModel:
         for part in self._parts:
             # Losses are sums over all datums of all ranks: gradients add up, they are not averaged.
             part.set_gradient_divide_factor(1.0)
+            # Without it a factor means PREMUL_SUM, which gloo does not have.
+            part.set_force_sum_reduction_for_comms(True)
         self._root.set_reshard_after_backward(not keep_gathered)
 
     @property

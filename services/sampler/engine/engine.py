@@ -168,7 +168,7 @@ class Engine:
         await self._command("fovea_forget_adapter", adapter.name)
 
     async def load_full(self, task_id: str, version: str) -> float:
-        """See WeightEngine.load_full. After a failure the engine stays paused: a step of a half-loaded model kills it."""
+        """See WeightEngine.load_full. After a failure it stays paused: a step of a half-loaded model is fatal."""
         start = time.monotonic()
         timeout_s = self._settings.engine_timeout_s
         with _translated():

@@ -68,7 +68,5 @@ def _open(store: Any, rank: int, world_size: int, timeout: timedelta, device: to
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    group = dist.ProcessGroupNCCL(store, rank, world_size, options)
-    # NCCL meets at the first collective, not in the constructor.
-    group.barrier().wait(timeout)
-    return group
+    # NCCL members meet at the first broadcast, not here.
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)

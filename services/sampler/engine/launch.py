@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import secrets
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,9 @@ def prepare_environment(settings: SamplerSettings) -> None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    # What vLLM says while it is imported, before it has read the level above.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    warnings.filterwarnings("ignore", module="vllm")
 
 
 def launch(settings: SamplerSettings) -> "AsyncLLM":
@@ -94,6 +98,7 @@ def _common_arguments(settings: SamplerSettings) -> dict[str, Any]:
         "mm_processor_cache_gb": 0,  # requests carry their tensors; services.sampler.features caches them
         "disable_log_stats": False,
         "enable_log_requests": False,
+        "use_tqdm_on_load": False,
     }
     if "vision_config" in read_config(settings.model):
         arguments["limit_mm_per_prompt"] = {"image": settings.max_images, "video": 0}
@@ -139,9 +144,11 @@ def _register_eagerly(architecture: str) -> None:
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """The checkpoint's `config.json`, from its directory or from the hub's cache."""
+    """The checkpoint's `config.json`, from its directory or from the hub's cache. Raises OSError if there is none."""
     path = Path(model) / "config.json"
     if not path.is_file():
+        if Path(model).is_dir() or model.startswith((".", "/", "~")):
+            raise FileNotFoundError(f"{path} does not exist; --model names a checkpoint directory or a hub name")
         from huggingface_hub import hf_hub_download
 
         path = Path(hf_hub_download(model, "config.json"))

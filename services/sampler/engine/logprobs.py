@@ -8,8 +8,8 @@ import torch
 class TemperatureLogprobs(torch.nn.Module):
     """Reports logprobs after the temperature and before top-k and top-p.
 
-    With `logprobs_mode="processed_logprobs"` vLLM reports them after top-k and top-p: then alternatives hold -inf, and a
-    trainer, which knows the whole distribution only, cannot reproduce them. Here they are finite everywhere and equal to
+    With `logprobs_mode="processed_logprobs"` vLLM reports them after top-k and top-p: then alternatives hold -inf, and
+    a trainer, which knows the whole distribution only, cannot reproduce them. Here they are finite everywhere, equal to
     log-softmax(logits / T) whatever was cut off.
     """
 

@@ -15,6 +15,7 @@ from services.sampler.engine.logprobs import report_temperature_logprobs, score_
 from services.sampler.engine.parentage import die_with_parent
 from services.sampler.engine.platform import adapt_platform
 from services.sampler.engine.receiving import SnapshotReceiver
+from services.sampler.engine.seeding import rewind_draws_on_cpu
 from services.sampler.engine.shapes import ManifestChecker, checkpoint_shapes
 
 die_with_parent()
@@ -42,6 +43,7 @@ class WorkerExtension:
             manager.lora_config.max_lora_rank,
         )
         self.weight_transfer_engine.find_arrival = self._receiver.arrival
+        rewind_draws_on_cpu(self.model_runner)
         report_temperature_logprobs(self.model_runner)
         score_prompts_one_by_one(self.model_runner)
 

@@ -55,10 +55,10 @@ async def test_expired_checkpoint_no_longer_loads(stand: Stand, rest: Rest) -> N
     path = (await rest.result(saved["request_id"]))["path"]
     assert stand.gateway is not None
 
-    async def expire(connection: object) -> None:
+    def expire(connection: object) -> None:
         from gateway.store import checkpoints
 
-        await checkpoints.set_expiry(connection, path, 1.0)  # type: ignore[arg-type]
+        checkpoints.set_expiry(connection, path, 1.0)  # type: ignore[arg-type]
 
     await stand.gateway.database.write(expire)
     loaded = await rest.ok("load_weights", session_id=rest.session_id, model_seq_id=1, path=path, optimizer=False)

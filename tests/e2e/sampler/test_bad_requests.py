@@ -9,7 +9,7 @@ import pytest
 from fovea.api.v1 import sampler_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.wire import tensors
-from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, SnapshotNotLoaded, Unavailable
+from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, SnapshotNotLoaded
 from fovea.wire.features import size_bytes, tensors_sha256
 from tests.e2e.sampler.asking import ask, request_for
 from tests.e2e.sampler.conftest import PromptMaker, picture
@@ -142,8 +142,8 @@ CASES: dict[str, tuple[Spoil, type[FoveaError], str]] = {
     "evicted image": (evicted, FeatureEvicted, "render it again"),
     "no renderer there": (
         set_feature(source="127.0.0.1:9", digest=hashlib.sha256(b"elsewhere").hexdigest()),
-        Unavailable,
-        "connect",
+        FeatureEvicted,
+        "cannot be had from",
     ),
     "claimed grid": (set_grid(1, 8, 10), InvalidInput, "token_count"),
     "odd grid": (set_grid(1, 7, 9), InvalidInput, "multiples of 2"),

@@ -17,6 +17,8 @@ from tests.e2e.sampler.process import SamplerProcess
 
 STOP, LENGTH = sampler_pb2.FINISH_REASON_STOP, sampler_pb2.FINISH_REASON_LENGTH
 CALM_S = 20
+THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
+HOT = {"temperature": 2.0}  # whatever the model has learnt, draws differ
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -29,9 +31,9 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 async def test_sequence_i_draws_with_seed_plus_i(client: SamplerClient, prompts: PromptMaker) -> None:
     prompt = prompts.make("Once ", picture(4), " upon a time")
-    together = await ask(client, request_for(prompt.wire, sample_count=4, seed=100, max_tokens=20))
+    together = await ask(client, request_for(prompt.wire, sample_count=4, seed=100, max_tokens=20, stop=THROUGH, **HOT))
     alone = await asyncio.gather(
-        *(ask(client, request_for(prompt.wire, seed=100 + i, max_tokens=20)) for i in range(4))
+        *(ask(client, request_for(prompt.wire, seed=100 + i, max_tokens=20, stop=THROUGH, **HOT)) for i in range(4))
     )
     assert [drawn.tokens for drawn in together.sequences] == [answer.sequences[0].tokens for answer in alone]
     assert len({tuple(drawn.tokens) for drawn in together.sequences}) == 4
@@ -40,31 +42,33 @@ async def test_sequence_i_draws_with_seed_plus_i(client: SamplerClient, prompts:
 
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1])
 async def test_any_64_bit_seed_is_repeatable(client: SamplerClient, prompts: PromptMaker, seed: int) -> None:
-    request = request_for(prompts.make("Any seed").wire, sample_count=2, seed=seed, max_tokens=12)
+    request = request_for(prompts.make("Any seed").wire, sample_count=2, seed=seed, max_tokens=12, stop=THROUGH, **HOT)
     first, second = await ask(client, request), await ask(client, request)
     assert [d.tokens for d in first.sequences] == [d.tokens for d in second.sequences]
     assert first.sequences[0].tokens != first.sequences[1].tokens
 
 
 async def test_without_a_seed_draws_differ(client: SamplerClient, prompts: PromptMaker) -> None:
-    answer = await ask(client, request_for(prompts.make("No seed").wire, sample_count=8, max_tokens=16))
+    answer = await ask(
+        client, request_for(prompts.make("No seed").wire, sample_count=8, max_tokens=16, stop=THROUGH, **HOT)
+    )
     assert len({tuple(drawn.tokens) for drawn in answer.sequences}) == 8
 
 
 async def test_top_k_1_and_a_tiny_top_p_are_greedy(client: SamplerClient, prompts: PromptMaker) -> None:
     prompt = prompts.make("Greedy ", picture(5)).wire
-    greedy = await ask(client, request_for(prompt, temperature=0.0, max_tokens=12))
+    greedy = await ask(client, request_for(prompt, temperature=0.0, max_tokens=12, stop=THROUGH))
     for params in ({"top_k": 1}, {"top_p": 1e-6}):
-        assert (await ask(client, request_for(prompt, max_tokens=12, **params))).sequences[0].tokens == (
+        assert (await ask(client, request_for(prompt, max_tokens=12, stop=THROUGH, **params))).sequences[0].tokens == (
             greedy.sequences[0].tokens
         )
 
 
 async def test_a_stop_token_ends_the_sequence_and_is_returned(client: SamplerClient, prompts: PromptMaker) -> None:
     prompt = prompts.make("Stop at a token").wire
-    free = (await ask(client, request_for(prompt, temperature=1.0, seed=5, max_tokens=30))).sequences[0].tokens
-    stop = sampler_pb2.StopCondition(token_ids=[free[9]])
-    drawn = (await ask(client, request_for(prompt, stop=stop, temperature=1.0, seed=5, max_tokens=30))).sequences[0]
+    free = (await ask(client, request_for(prompt, seed=5, max_tokens=30, stop=THROUGH, **HOT))).sequences[0].tokens
+    stop = sampler_pb2.StopCondition(token_ids=[free[9]], ignore_eos=True)
+    drawn = (await ask(client, request_for(prompt, stop=stop, seed=5, max_tokens=30, **HOT))).sequences[0]
     assert drawn.tokens == free[: free.index(free[9]) + 1]
     assert drawn.finish == STOP
     assert len(drawn.logprobs) == len(drawn.tokens)
@@ -74,11 +78,11 @@ async def test_a_stop_string_ends_with_the_tokens_that_complete_it(
     client: SamplerClient, prompts: PromptMaker, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     prompt = prompts.make("Stop at a string").wire
-    free = (await ask(client, request_for(prompt, seed=6, max_tokens=40))).sequences[0].tokens
+    free = (await ask(client, request_for(prompt, seed=6, max_tokens=40, stop=THROUGH, **HOT))).sequences[0].tokens
     text = tokenizer.decode(free)
     wanted = text[len(text) // 2 : len(text) // 2 + 4]
-    stop = sampler_pb2.StopCondition(strings=["never in the text", wanted])
-    drawn = (await ask(client, request_for(prompt, stop=stop, seed=6, max_tokens=40))).sequences[0]
+    stop = sampler_pb2.StopCondition(strings=["never in the text", wanted], ignore_eos=True)
+    drawn = (await ask(client, request_for(prompt, stop=stop, seed=6, max_tokens=40, **HOT))).sequences[0]
     assert drawn.finish == STOP
     assert drawn.tokens == free[: len(drawn.tokens)]
     assert wanted in tokenizer.decode(drawn.tokens)
@@ -91,14 +95,13 @@ async def test_the_end_of_sequence_token_stops_unless_ignored(
     prompt = prompts.make("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHello").wire
     ends = {tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")}
     # Drawn hot, so that a model of any quality meets its end token soon.
-    hot = {"temperature": 2.0, "seed": 1, "max_tokens": 4000}
+    hot = {"seed": 1, "max_tokens": 4000} | HOT
     stopped = (await ask(client, request_for(prompt, **hot))).sequences[0]
     assert stopped.finish == STOP
     assert stopped.tokens[-1] in ends
     assert not ends & set(stopped.tokens[:-1])
-    through = sampler_pb2.StopCondition(ignore_eos=True)
     length = len(stopped.tokens) + 10
-    on = (await ask(client, request_for(prompt, stop=through, **{**hot, "max_tokens": length}))).sequences[0]
+    on = (await ask(client, request_for(prompt, stop=THROUGH, **{**hot, "max_tokens": length}))).sequences[0]
     assert on.finish == LENGTH
     assert len(on.tokens) == length
     assert on.tokens[: len(stopped.tokens)] == stopped.tokens
@@ -107,8 +110,7 @@ async def test_the_end_of_sequence_token_stops_unless_ignored(
 async def test_absent_max_tokens_is_the_rest_of_the_context(client: SamplerClient, prompts: PromptMaker) -> None:
     context = (await client.info()).max_context_length
     prompt = prompts.make("word " * (context + 1)).tokens[: context - 5].tolist()
-    through = sampler_pb2.StopCondition(ignore_eos=True)
-    answer = await ask(client, request_for(rendered([prompt]), stop=through))
+    answer = await ask(client, request_for(rendered([prompt]), stop=THROUGH))
     assert len(answer.sequences[0].tokens) == 5
     assert answer.sequences[0].finish == LENGTH
     with pytest.raises(ContextOverflow, match=rf"{context - 5} prompt tokens \+ 6 max_tokens > {context}"):
@@ -125,8 +127,7 @@ async def test_a_repeated_prompt_comes_from_the_cache(client: SamplerClient, pro
 async def test_cancelling_frees_the_engine(
     client: SamplerClient, prompts: PromptMaker, sampler: SamplerProcess
 ) -> None:
-    through = sampler_pb2.StopCondition(ignore_eos=True)
-    request = request_for(prompts.make("Endless ", picture(7)).wire, stop=through, sample_count=4)
+    request = request_for(prompts.make("Endless ", picture(7)).wire, stop=THROUGH, sample_count=4)
     drawn_before = sampler.metric("vllm:generation_tokens_total")
     async with aclosing(client.sample(request)) as events:
         async for event in events:
@@ -137,4 +138,7 @@ async def test_cancelling_frees_the_engine(
     await eventually(lambda: sampler.metric("fovea_sampler_requests_in_flight") == 0)
     context = (await client.info()).max_context_length
     assert sampler.metric("vllm:generation_tokens_total") - drawn_before < 2 * context, "it ran to its end"
-    assert len((await ask(client, request_for(prompts.make("Next").wire, max_tokens=3))).sequences[0].tokens) == 3
+    assert (
+        len((await ask(client, request_for(prompts.make("Next").wire, max_tokens=3, stop=THROUGH))).sequences[0].tokens)
+        == 3
+    )

@@ -148,11 +148,14 @@ async def test_importance_sampling(qwen3: Bench) -> None:
 
 
 async def _disturb(bench: Bench, model_id: str) -> None:
-    """Some steps, so that B is not zero and every part of the adapter counts."""
+    """Some steps, so that B is not zero and every part of the adapter counts; then a fresh optimizer."""
     datums = datums_of(bench.images, "mixed")
     for _ in range(2):
         await bench.client.forward_backward(header(model_id, len(datums)), datums)
         await bench.client.optim_step(model_id, adam(learning_rate=1e-2))
+    folder = str(bench.scratch / f"{model_id}-disturbed")
+    await bench.client.save_state(model_id, folder)
+    await bench.client.load_state(model_id, folder, optimizer=False)
 
 
 def _fresh(bench: Bench) -> torch.nn.Module:

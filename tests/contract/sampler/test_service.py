@@ -1,0 +1,213 @@
+"""The servicer behind a real gRPC server, over an engine without a model."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+import pytest
+
+from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc, sampler_pb2, sampler_pb2_grpc, weights_pb2
+from fovea.client.sampler import SamplerClient
+from fovea.runtime.interceptors import ErrorInterceptor
+from fovea.wire import tensors
+from fovea.wire.errors import FeatureEvicted, InvalidInput, ResourceExhausted, SnapshotNotLoaded, Unavailable
+from fovea.wire.features import iter_pieces, size_bytes, tensors_sha256
+from services.sampler.adapters import AdapterShelf
+from services.sampler.families import family_of
+from services.sampler.features import FeatureStore
+from services.sampler.pushes import SnapshotPushes
+from services.sampler.requests import Limits
+from services.sampler.sampling import Sampling
+from services.sampler.service import EngineFacts, SamplerService
+from services.sampler.snapshots import Snapshots
+from tests.unit.sampler.memory_engine import MemoryEngine, eventually
+from tests.unit.sampler.test_validation import CONFIG, IMAGE
+
+MAX_REQUESTS = 3
+
+
+class OneImage(renderer_pb2_grpc.RendererServiceServicer):
+    """Holds one image; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        grid = np.asarray([[1, 4, 4]], dtype=np.int64)
+        self.tensors = {"pixel_values": np.arange(384, dtype=np.uint8).reshape(16, 24), "image_grid_thw": grid}
+        self.digest = hashlib.sha256(b"one").hexdigest()
+        self.fetch_count = 0
+
+    async def FetchFeatures(  # noqa: N802
+        self, request: renderer_pb2.FetchFeaturesRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[renderer_pb2.FetchFeaturesResponse]:
+        """See renderer.proto."""
+        self.fetch_count += 1
+        if list(request.digests) != [self.digest]:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "not held")
+        for piece in iter_pieces(self.digest, self.tensors):
+            yield piece
+
+    def feature(self, source: str) -> model_input_pb2.VisionFeature:
+        """The image."""
+        return model_input_pb2.VisionFeature(
+            digest=self.digest,
+            grid_thw=[1, 4, 4],
+            token_count=4,
+            size_bytes=size_bytes(self.tensors),
+            source=source,
+            tensors_sha256=tensors_sha256(self.tensors),
+        )
+
+
+@dataclass
+class Served:
+    """A served sampler."""
+
+    engine: MemoryEngine
+    service: SamplerService
+    client: SamplerClient
+    renderer: OneImage
+    address: str
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    """A sampler and a renderer on one free port."""
+    engine, renderer = MemoryEngine(), OneImage()
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    features = FeatureStore(family_of(CONFIG), 1 << 20, default_source=address)
+    snapshots = Snapshots(engine, AdapterShelf(2, 1000))
+    limits = Limits(100, 50, 4, 5, 2, 8)
+    facts = EngineFacts("model", "instance", "float32", 64, "gloo", 1, limits)
+    sampling = Sampling(engine, snapshots, features, MAX_REQUESTS)
+    service = SamplerService(facts, family_of(CONFIG), sampling, snapshots, SnapshotPushes(engine, snapshots))
+    service.set_ready(True)
+    sampler_pb2_grpc.add_SamplerServiceServicer_to_server(service, server)
+    renderer_pb2_grpc.add_RendererServiceServicer_to_server(renderer, server)
+    await server.start()
+    async with SamplerClient(address) as client:
+        yield Served(engine, service, client, renderer, address)
+    await features.close()
+    await server.stop(None)
+
+
+def request(max_tokens: int = 3, sample_count: int = 1, snapshot_id: str = "") -> sampler_pb2.SampleRequest:
+    """A text."""
+    result = sampler_pb2.SampleRequest(request_id="r", sample_count=sample_count, snapshot_id=snapshot_id)
+    result.prompt.tokens = tensors.encode_tokens([10, 20])
+    result.params.max_tokens = max_tokens
+    return result
+
+
+def image_request(feature: model_input_pb2.VisionFeature) -> sampler_pb2.SampleRequest:
+    """An image."""
+    result = request()
+    result.prompt.tokens = tensors.encode_tokens([10, IMAGE, IMAGE, IMAGE, IMAGE])
+    result.prompt.spans.add(offset=1, length=4, feature=feature)
+    return result
+
+
+async def events(served: Served, wanted: sampler_pb2.SampleRequest) -> list[sampler_pb2.SampleResponse]:
+    """The whole stream."""
+    return [event async for event in served.client.sample(wanted, timeout_s=20)]
+
+
+async def test_events(served: Served) -> None:
+    first, *deltas = await events(served, request(sample_count=2))
+    assert np.isnan(tensors.decode_floats(first.prompt.logprobs)).all()
+    for index in range(2):
+        mine = [event.delta for event in deltas if event.delta.index == index]
+        assert [tensors.decode_tokens(delta.tokens)[0] for delta in mine] == [10 + index, 20 + index, 10 + index]
+        assert [delta.finish_reason for delta in mine] == [0, 0, sampler_pb2.FINISH_REASON_LENGTH]
+
+
+async def test_info(served: Served) -> None:
+    info = await served.client.info()
+    assert (info.model, info.instance_id, info.max_context_length) == ("model", "instance", 50)
+    assert info.transfer_backend == "gloo"
+
+
+async def test_before_it_is_ready(served: Served) -> None:
+    served.service.set_ready(False)
+    with pytest.raises(Unavailable, match="not serving"):
+        await events(served, request())
+    assert (await served.client.info()).instance_id == "instance"
+
+
+async def test_errors_keep_their_class_and_field(served: Served) -> None:
+    with pytest.raises(InvalidInput) as invalid:
+        await events(served, request(sample_count=9))
+    assert invalid.value.field == "sample_count"
+    with pytest.raises(SnapshotNotLoaded) as missing:
+        await events(served, request(snapshot_id="m@1"))
+    assert missing.value.metadata["snapshot_id"] == "m@1"
+
+
+async def test_cancelling_closes_the_engines_generators(served: Served) -> None:
+    async with aclosing(served.client.sample(request(max_tokens=40, sample_count=4))) as stream:
+        await anext(stream)
+        served.engine.step.clear()
+        assert served.engine.running == 4
+    await eventually(lambda: not served.engine.running)
+    served.engine.step.set()
+    assert len(await events(served, request())) == 4
+
+
+async def test_too_many_requests(served: Served) -> None:
+    served.engine.step.clear()
+    waiting = [asyncio.create_task(events(served, request())) for _ in range(MAX_REQUESTS)]
+    await eventually(lambda: served.engine.running == MAX_REQUESTS)
+    with pytest.raises(ResourceExhausted):
+        await events(served, request())
+    served.engine.step.set()
+    assert all(len(answer) == 4 for answer in await asyncio.gather(*waiting))
+    await events(served, request())
+
+
+async def test_images_are_fetched_once_by_many_at_once(served: Served) -> None:
+    wanted = image_request(served.renderer.feature(""))  # no source: the default renderer
+    await asyncio.gather(*(events(served, wanted) for _ in range(MAX_REQUESTS)))
+    assert served.renderer.fetch_count == 1
+
+
+async def test_an_evicted_image(served: Served) -> None:
+    feature = served.renderer.feature(served.address)
+    feature.digest = "f" * 64
+    with pytest.raises(FeatureEvicted, match="render it again"):
+        await events(served, image_request(feature))
+    await events(served, image_request(served.renderer.feature(served.address)))
+
+
+async def test_a_known_image_with_other_tensors(served: Served) -> None:
+    """A cached image must not answer for a request that promises other tensors."""
+    await events(served, image_request(served.renderer.feature(served.address)))
+    feature = served.renderer.feature(served.address)
+    feature.tensors_sha256 = "f" * 64
+    with pytest.raises(Exception, match="digest"):
+        await events(served, image_request(feature))
+
+
+async def test_a_push_over_the_wire(served: Served) -> None:
+    join = sampler_pb2.JoinTransferGroupRequest(
+        group_id="g", master_address="h", master_port=5, rank_offset=1, world_size=2, timeout_s=5
+    )
+    assert await served.client.join_transfer_group(join) == "instance"
+    manifest = weights_pb2.SnapshotManifest(bucket_bytes=9)
+    manifest.snapshot.CopyFrom(
+        weights_pb2.Snapshot(snapshot_id="m@1", digest="d", kind=weights_pb2.SNAPSHOT_KIND_ADAPTER)
+    )
+    manifest.tensors.add(name="t", dtype="float32", shape=[2])
+    push = sampler_pb2.ReceiveSnapshotRequest(group_id="g", manifest=manifest, timeout_s=5)
+    phases = [phase async for phase in served.client.receive_snapshot(push)]
+    assert [phase.WhichOneof("phase") for phase in phases] == ["ready", "loaded"]
+    assert phases[1].loaded.digest == "d"
+    _, *deltas = await events(served, request(snapshot_id="m@1"))
+    assert {event.delta.snapshot_id for event in deltas} == {"m@1"}
+    assert list((await served.client.info()).adapter_snapshot_ids) == ["m@1"]
+    await served.client.drop_snapshot("m@1")
+    await served.client.leave_transfer_group("g")
+    assert not served.engine.adapters
+    assert not served.engine.groups

@@ -1,0 +1,172 @@
+"""Snapshots arrive in samplers over gloo, whole and identical; samplers that fail do not take the others with them."""
+
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fovea.api.v1 import weights_pb2
+from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, Unavailable
+from tests.e2e.trainer.conftest import Bench, adam
+from tests.e2e.trainer.examples import datums_of, header
+from tests.e2e.trainer.receiving_sampler import ReceivingSampler
+
+
+@pytest.fixture
+async def sampler() -> AsyncIterator[ReceivingSampler]:
+    started = ReceivingSampler()
+    await started.start()
+    yield started
+    await started.stop()
+
+
+@pytest.fixture
+async def second_sampler() -> AsyncIterator[ReceivingSampler]:
+    started = ReceivingSampler()
+    await started.start()
+    yield started
+    await started.stop()
+
+
+async def test_adapters_go_from_memory_to_memory(qwen3_vl: Bench, sampler: ReceivingSampler) -> None:
+    model_id = await qwen3_vl.adapter(vision=True, alpha=16.0)
+    first = await qwen3_vl.client.take_snapshot(model_id, f"{model_id}@1")
+    await _train(qwen3_vl, model_id)
+    folder = qwen3_vl.scratch / f"{model_id}-2"
+    second = await qwen3_vl.client.take_snapshot(model_id, f"{model_id}@2", str(folder))
+    for snapshot in (second, first):
+        response = await qwen3_vl.client.push_snapshot(snapshot.snapshot_id, [sampler.address])
+        assert response.snapshot == snapshot
+        assert [(r.sampler, r.error, r.pause_s) for r in response.results] == [(sampler.address, "", 0.5)]
+    assert (first.step, second.step) == (0, 1)
+    assert first.digest != second.digest
+    assert len(sampler.joined) == 1, "the group is kept"
+    _assert_equal(sampler.received[second.snapshot_id], load_file(folder / "adapter_model.safetensors"))
+    lora = sampler.manifests[first.snapshot_id].lora
+    assert (lora.rank, lora.alpha, lora.train_vision) == (8, 16.0, True)
+
+
+async def test_snapshot_that_a_sampler_holds_is_not_sent_again(qwen3: Bench, sampler: ReceivingSampler) -> None:
+    model_id = await qwen3.adapter()
+    await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
+    await qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address])
+    sampler.received.clear()
+    response = await qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address])
+    assert response.results[0].error == ""
+    assert not sampler.received
+
+
+async def test_full_parameters_and_the_base(vlm: Bench, sampler: ReceivingSampler, second_sampler: ReceivingSampler) -> None:
+    """Several samplers at once; the base can be pushed also while a full-parameter model is trained."""
+    model_id = await vlm.create(None)
+    await _train(vlm, model_id)
+    folder = vlm.scratch / f"{model_id}-full"
+    snapshot = await vlm.client.take_snapshot(model_id, f"{model_id}@1", str(folder))
+    assert snapshot.kind == weights_pb2.SNAPSHOT_KIND_FULL
+    addresses = [sampler.address, second_sampler.address]
+    response = await vlm.client.push_snapshot(snapshot.snapshot_id, addresses)
+    assert [result.error for result in response.results] == ["", ""]
+    written = _checkpoint(folder)
+    for receiver in (sampler, second_sampler):
+        _assert_equal(receiver.received[snapshot.snapshot_id], written)
+    base = {name: parameter.detach() for name, parameter in vlm.reference.named_parameters()}
+    await vlm.client.push_snapshot("", addresses)
+    _assert_equal(sampler.received[""], base)
+    assert any(not torch.equal(base[name], written[name]) for name in base)
+    reloaded = type(vlm.reference).from_pretrained(folder, dtype=torch.float32)
+    _assert_equal({n: p.detach() for n, p in reloaded.named_parameters()}, written)
+
+
+async def test_forgotten_snapshot_is_read_back_from_storage(vlm: Bench, sampler: ReceivingSampler) -> None:
+    for lora in (weights_pb2.LoraConfig(rank=4, train_mlp=True), None):
+        model_id = await vlm.create(lora)
+        folder = str(vlm.scratch / f"{model_id}-stored")
+        snapshot = await vlm.client.take_snapshot(model_id, f"{model_id}@1", folder)
+        await vlm.client.forget_snapshot(snapshot.snapshot_id)
+        with pytest.raises(NotFound, match="no longer in memory"):
+            await vlm.client.push_snapshot(snapshot.snapshot_id, [sampler.address])
+        response = await vlm.client.push_snapshot(snapshot.snapshot_id, [sampler.address], uri=folder)
+        assert response.snapshot == snapshot
+        await vlm.clean()
+        with pytest.raises(InvalidInput, match="holds snapshot"):
+            await vlm.client.push_snapshot("other@1", [sampler.address], uri=folder)
+
+
+async def test_dead_sampler_is_reported_and_the_others_served(
+    qwen3: Bench, sampler: ReceivingSampler, second_sampler: ReceivingSampler
+) -> None:
+    model_id = await qwen3.adapter()
+    addresses = [second_sampler.address, sampler.address]
+    await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
+    await qwen3.client.push_snapshot(f"{model_id}@1", addresses)
+    await second_sampler.stop()
+    await _train(qwen3, model_id)
+    await qwen3.client.take_snapshot(model_id, f"{model_id}@2")
+    response = await qwen3.client.push_snapshot(f"{model_id}@2", addresses, timeout_s=30)
+    assert "does not answer" in response.results[0].error
+    assert response.results[1].error == ""
+    assert f"{model_id}@2" in sampler.received
+    with pytest.raises(Unavailable, match="no sampler received"):
+        await qwen3.client.push_snapshot(f"{model_id}@2", [second_sampler.address])
+    await _train(qwen3, model_id)
+
+
+async def test_sampler_that_refuses_or_differs_is_reported(
+    qwen3: Bench, sampler: ReceivingSampler, second_sampler: ReceivingSampler
+) -> None:
+    model_id = await qwen3.adapter()
+    await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
+    second_sampler.refuse_manifest = True
+    response = await qwen3.client.push_snapshot(
+        f"{model_id}@1", [sampler.address, second_sampler.address], timeout_s=30
+    )
+    assert [result.error for result in response.results] == ["", "manifest: no room"]
+    second_sampler.refuse_manifest = False
+    second_sampler.lie_about_digest = True
+    with pytest.raises(Unavailable, match="received digest 0000"):
+        await qwen3.client.push_snapshot(f"{model_id}@1", [second_sampler.address])
+    second_sampler.lie_about_digest = False
+    second_sampler.manifests.clear()
+    await qwen3.client.push_snapshot(f"{model_id}@1", [second_sampler.address])
+
+
+async def test_sampler_that_was_restarted_joins_anew(qwen3: Bench, sampler: ReceivingSampler) -> None:
+    model_id = await qwen3.adapter()
+    await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
+    await qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address])
+    sampler.instance_id = uuid.uuid4().hex
+    sampler.manifests.clear()
+    await qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address])
+    assert len(sampler.joined) == 2
+
+
+async def test_snapshot_id_never_names_other_weights(qwen3: Bench) -> None:
+    model_id = await qwen3.adapter()
+    first = await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
+    assert await qwen3.client.take_snapshot(model_id, f"{model_id}@1") == first
+    await _train(qwen3, model_id)
+    with pytest.raises(AlreadyExists, match="never changes"):
+        await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
+    await qwen3.client.take_snapshot(model_id, f"{model_id}@2")
+
+
+async def _train(bench: Bench, model_id: str) -> None:
+    datums = datums_of(bench.images, "text" if bench.kind == "qwen3" else "mixed")
+    await bench.client.forward_backward(header(model_id, len(datums)), datums)
+    await bench.client.optim_step(model_id, adam(learning_rate=1e-2))
+
+
+def _checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name

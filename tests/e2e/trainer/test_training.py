@@ -1,0 +1,258 @@
+"""Models side by side, gradients, steps, and the rules of who may exist with whom."""
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.api.v1 import weights_pb2
+from fovea.wire.errors import AlreadyExists, FailedPrecondition, InvalidInput, NotFound
+from tests.e2e.trainer.conftest import Bench, adam
+from tests.e2e.trainer.examples import chunk_lists, datum, datums_of, header, logprobs_of, text
+from tests.e2e.trainer.trainer_process import TrainerProcess
+
+
+async def test_info(qwen3_vl: Bench) -> None:
+    model_id = await qwen3_vl.adapter()
+    info = await qwen3_vl.client.info()
+    assert (info.family, info.world_size, info.dtype) == ("qwen3_vl", 2, "float32")
+    assert list(info.model_ids) == [model_id]
+    assert set(info.loss_functions) >= {"cross_entropy", "importance_sampling"}
+    assert info.supports_vision_lora and info.max_lora_rank == 64
+
+
+async def test_fresh_adapter_is_the_base_whatever_its_shape(qwen3_vl: Bench) -> None:
+    datums = datums_of(qwen3_vl.images, "mixed")
+    answers = []
+    for changes in ({"rank": 1}, {"rank": 64, "vision": True, "alpha": 3.0}, {"train_mlp": False, "seed": 1}):
+        model_id = await qwen3_vl.adapter(**changes)
+        result = await qwen3_vl.client.forward_backward(header(model_id, len(datums), backward=False), datums)
+        answers.append(np.concatenate([logprobs_of(output) for output in result.outputs]))
+    np.testing.assert_array_equal(answers[0], answers[1])
+    np.testing.assert_array_equal(answers[0], answers[2])
+
+
+async def test_settings_choose_the_modules(qwen3_vl: Bench) -> None:
+    async def modules(**changes: bool) -> set[str]:
+        off = {"train_attention": False, "train_mlp": False, "train_unembedding": False}
+        weights = await qwen3_vl.weights(await qwen3_vl.adapter(**{**off, **changes}))
+        return {name.removesuffix(".weight").rsplit(".", 2)[1] for name in weights}
+
+    assert await modules(train_attention=True) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert await modules(train_mlp=True) == {"gate_proj", "up_proj", "down_proj"}
+    assert await modules(train_unembedding=True) == {"lm_head"}
+    with_vision = await modules(train_attention=True, vision=True)
+    assert with_vision == {"q_proj", "k_proj", "v_proj", "o_proj", "qkv", "proj"}
+
+
+async def test_seed_fixes_the_start(qwen3: Bench) -> None:
+    same = [await qwen3.weights(await qwen3.adapter(seed=11)) for _ in range(2)]
+    other = await qwen3.weights(await qwen3.adapter(seed=12))
+    alone = await qwen3.weights(await qwen3.adapter(seed=11, train_attention=False, train_unembedding=False))
+    for name, tensor in same[0].items():
+        assert torch.equal(tensor, same[1][name])
+        assert torch.equal(tensor, other[name]) == name.endswith("lora_B.weight")
+    for name, tensor in alone.items():
+        assert torch.equal(tensor, same[0][name])
+        bound = 1 / np.sqrt(tensor.shape[1])
+        assert not name.endswith("lora_A.weight") or 0.9 * bound < tensor.abs().max() <= bound
+
+
+async def test_adapters_do_not_touch_each_other(qwen3_vl: Bench) -> None:
+    """Interleaved training of two adapters of different shape gives what training each alone gives."""
+    datums = datums_of(qwen3_vl.images, "mixed")
+
+    async def train(model_id: str) -> None:
+        await qwen3_vl.client.forward_backward(header(model_id, len(datums)), datums)
+        await qwen3_vl.client.optim_step(model_id, adam())
+
+    shapes = [{"rank": 4, "vision": True}, {"rank": 16, "train_mlp": False}]
+    alone = []
+    for shape in shapes:
+        model_id = await qwen3_vl.adapter(**shape)
+        for _ in range(2):
+            await train(model_id)
+        alone.append(await qwen3_vl.weights(model_id))
+    together = [await qwen3_vl.adapter(**shape) for shape in shapes]
+    first, second = together
+    for model_id in (first, second, second, first):
+        await train(model_id)
+    for model_id, expected in zip(together, alone, strict=True):
+        found = await qwen3_vl.weights(model_id)
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+
+
+async def test_gradients_add_up_until_the_step(qwen3: Bench) -> None:
+    datums = datums_of(qwen3.images, "text")
+    once, twice = await qwen3.adapter(), await qwen3.adapter()
+    await qwen3.client.forward_backward(header(once, len(datums)), datums)
+    for part in (datums[:2], datums[2:]):
+        await qwen3.client.forward_backward(header(twice, len(part)), part)
+        await qwen3.client.forward_backward(header(twice, len(part), backward=False), part)
+    first, second = await qwen3.descend(once), await qwen3.descend(twice)
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=1e-4, atol=1e-4)
+    assert max(tensor.abs().max() for tensor in first.values()) > 0.1
+
+
+async def test_forward_changes_nothing_and_gradients_can_be_dropped(qwen3: Bench) -> None:
+    datums = datums_of(qwen3.images, "text")
+    model_id = await qwen3.adapter()
+    await qwen3.client.forward_backward(header(model_id, len(datums), backward=False), datums)
+    await qwen3.client.forward_backward(header(model_id, len(datums)), datums)
+    await qwen3.client.clear_gradients(model_id)
+    response = await qwen3.client.optim_step(model_id, adam())
+    assert response.metrics.values["grad_norm:mean"] == 0
+    assert response.step == 1
+    weights, fresh = await qwen3.weights(model_id), await qwen3.weights(await qwen3.adapter())
+    for name, tensor in fresh.items():
+        assert torch.equal(weights[name], tensor), name
+
+
+async def test_step_without_gradient_decays_and_keeps_momentum(qwen3: Bench) -> None:
+    model_id = await qwen3.adapter()
+    before = await qwen3.weights(model_id)
+    await qwen3.client.optim_step(model_id, adam(learning_rate=0.1, weight_decay=0.5))
+    after = await qwen3.weights(model_id)
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor * (1 - 0.1 * 0.5), rtol=1e-6, atol=1e-8)
+
+
+async def test_clipping_bounds_the_accumulated_gradient(qwen3: Bench) -> None:
+    datums = datums_of(qwen3.images, "text")
+    model_id = await qwen3.adapter()
+    for _ in range(2):
+        await qwen3.client.forward_backward(header(model_id, len(datums)), datums)
+    response = await qwen3.client.optim_step(model_id, adam(learning_rate=1e10, eps=1e10, grad_clip_norm=0.25))
+    weights, fresh = await qwen3.weights(model_id), await qwen3.weights(await qwen3.adapter())
+    moved = torch.stack([(weights[name] - fresh[name]).norm() for name in fresh]).norm()
+    assert response.metrics.values["grad_norm:mean"] > 1
+    assert moved == pytest.approx(0.25, rel=1e-3)
+
+
+async def test_infinite_gradients_are_dropped_not_applied(qwen3: Bench) -> None:
+    model_id = await qwen3.adapter()
+    rendered = qwen3.images.render([text(4, 1)])
+    huge = datum(rendered, 0, weights=np.full(4, 3e38, np.float32))
+    await qwen3.client.forward_backward(header(model_id, 1), [huge])
+    with pytest.raises(FailedPrecondition, match="it was dropped"):
+        await qwen3.client.optim_step(model_id, adam())
+    await qwen3.client.forward_backward(header(model_id, 1), [datum(rendered, 0)])
+    assert (await qwen3.client.optim_step(model_id, adam())).step == 1
+
+
+async def test_full_parameters_want_the_trainer_alone(qwen3: Bench) -> None:
+    adapter = await qwen3.adapter()
+    with pytest.raises(FailedPrecondition, match="needs the trainer for itself"):
+        await qwen3.create(None)
+    await qwen3.client.delete_model(adapter)
+    full = await qwen3.create(None)
+    with pytest.raises(FailedPrecondition, match="has this trainer for itself"):
+        await qwen3.adapter()
+    await qwen3.client.delete_model(full)
+    await qwen3.client.delete_model(full)
+    await qwen3.adapter()
+
+
+async def test_creation_is_repeatable_but_not_with_other_settings(qwen3: Bench) -> None:
+    lora = weights_pb2.LoraConfig(rank=2, train_mlp=True)
+    model_id = await qwen3.create(lora)
+    first = await qwen3.client.create_model(model_id, lora)
+    assert first > 0
+    with pytest.raises(AlreadyExists):
+        await qwen3.client.create_model(model_id, weights_pb2.LoraConfig(rank=3, train_mlp=True))
+
+
+@pytest.mark.parametrize(
+    ("lora", "field"),
+    [
+        (weights_pb2.LoraConfig(rank=0, train_mlp=True), "lora.rank"),
+        (weights_pb2.LoraConfig(rank=65, train_mlp=True), "lora.rank"),
+        (weights_pb2.LoraConfig(rank=4), "lora.train_attention"),
+        (weights_pb2.LoraConfig(rank=4, train_mlp=True, train_vision=True), "lora.train_vision"),
+        (weights_pb2.LoraConfig(rank=4, train_mlp=True, alpha=-1), "lora.alpha"),
+    ],
+)
+async def test_impossible_adapters_are_refused(qwen3: Bench, lora: weights_pb2.LoraConfig, field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        await qwen3.create(lora)
+    assert caught.value.field == field
+    await qwen3.adapter()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"learning_rate": float("nan")}, "adam.learning_rate"),
+        ({"beta1": 1.0}, "adam.beta1"),
+        ({"beta2": -0.1}, "adam.beta2"),
+        ({"eps": -1e-8}, "adam.eps"),
+        ({"grad_clip_norm": -1.0}, "adam.grad_clip_norm"),
+        ({"weight_decay": float("inf")}, "adam.weight_decay"),
+    ],
+)
+async def test_impossible_steps_are_refused(qwen3: Bench, change: dict[str, float], field: str) -> None:
+    model_id = await qwen3.adapter()
+    with pytest.raises(InvalidInput) as caught:
+        await qwen3.client.optim_step(model_id, adam(**change))
+    assert caught.value.field == field
+    assert (await qwen3.client.optim_step(model_id, adam())).step == 1
+
+
+async def test_unknown_models_are_not_found(qwen3: Bench) -> None:
+    datums = datums_of(qwen3.images, "text")
+    for call in (
+        qwen3.client.optim_step("nobody", adam()),
+        qwen3.client.forward_backward(header("nobody", len(datums)), datums),
+        qwen3.client.take_snapshot("nobody", "nobody@1"),
+        qwen3.client.save_state("nobody", "/tmp/nobody"),
+    ):
+        with pytest.raises(NotFound, match="nobody"):
+            await call
+
+
+async def test_two_ranks_equal_one(qwen3_vl: Bench) -> None:
+    """The number of ranks changes neither losses, nor log-probabilities, nor where training leads."""
+    datums = datums_of(qwen3_vl.images, "mixed")
+    process = TrainerProcess(qwen3_vl.model_dir, qwen3_vl.scratch / "one-rank.log", ranks=1)
+    alone = Bench("qwen3_vl", qwen3_vl.model_dir, await process.ready(), process, qwen3_vl.images, None, qwen3_vl.scratch)
+    try:
+        answers = []
+        for bench in (alone, qwen3_vl):
+            model_id = await bench.adapter(vision=True)
+            losses = []
+            for _ in range(3):
+                result = await bench.client.forward_backward(header(model_id, len(datums)), datums)
+                losses.append(result.metrics["loss:sum"])
+                await bench.client.optim_step(model_id, adam())
+            answers.append((losses, [logprobs_of(output) for output in result.outputs]))
+    finally:
+        await alone.client.close()
+        assert process.stop() == 0
+    np.testing.assert_allclose(answers[0][0], answers[1][0], rtol=1e-4)
+    for one, two in zip(answers[0][1], answers[1][1], strict=True):
+        np.testing.assert_allclose(one, two, atol=2e-4)
+
+
+async def test_a_rank_without_datum_or_image_joins_in(vlm: Bench) -> None:
+    """One datum for two ranks; an image beside text only; both with the vision tower trained."""
+    model_id = await vlm.adapter(vision=True)
+    image = datums_of(vlm.images, "image")[0]
+    words = datums_of(vlm.images, "text")[0]
+    for batch in ([words], [image], [image, words], [words, words, image]):
+        result = await vlm.client.forward_backward(header(model_id, len(batch)), batch)
+        assert np.isfinite(result.metrics["loss:sum"])
+    assert (await vlm.client.optim_step(model_id, adam())).step == 1
+
+
+async def test_images_are_seen(qwen3_vl: Bench) -> None:
+    """The same words after another picture have other log-probabilities."""
+    model_id = await qwen3_vl.adapter()
+    chunks = chunk_lists("image")[0]
+    other = [chunks[0], chunks[1].rotate(180), chunks[2]]  # type: ignore[union-attr]
+    datums = [datum(qwen3_vl.images.render(given), 0) for given in (chunks, other)]
+    result = await qwen3_vl.client.forward_backward(header(model_id, 2, backward=False), datums)
+    first, second = (logprobs_of(output)[-5:] for output in result.outputs)
+    assert np.abs(first - second).max() > 1e-4
+
+

@@ -1,0 +1,59 @@
+"""The single writer."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from fovea.wire.errors import Internal
+from gateway.store import schema
+from gateway.store.database import Database, insert_new
+
+
+def keep(owner: str) -> object:
+    row = {"owner": owner, "key_hash": owner, "created_at": 0.0}
+    return lambda connection: connection.execute(sa.insert(schema.api_keys).values(**row)).rowcount
+
+
+async def test_one_bad_job_does_not_fail_its_neighbours(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'x.db'}")
+    await database.open()
+    await database.write(keep("taken"))  # type: ignore[arg-type]
+    jobs = [keep(f"o{i}") if i != 5 else keep("taken") for i in range(10)]
+    results = await asyncio.gather(*(database.write(job) for job in jobs), return_exceptions=True)  # type: ignore[arg-type]
+    assert [isinstance(result, sa.exc.IntegrityError) for result in results] == [i == 5 for i in range(10)]
+    count = await database.read(lambda c: c.execute(sa.select(sa.func.count()).select_from(schema.api_keys)).scalar())
+    assert count == 10
+    await database.close()
+
+
+async def test_readers_and_hundreds_of_writers_never_lock_each_other_out(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'x.db'}")
+    await database.open()
+    counting = sa.select(sa.func.count()).select_from(schema.api_keys)
+    reads = [database.read(lambda c: c.execute(counting).scalar()) for _ in range(100)]
+    await asyncio.gather(*(database.write(keep(f"o{i}")) for i in range(500)), *reads)  # type: ignore[arg-type]
+    assert await database.read(lambda c: c.execute(counting).scalar()) == 500
+    await database.close()
+
+
+async def test_insert_new_tells_new_from_known(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'x.db'}")
+    await database.open()
+    row = {"owner": "a", "key_hash": "h", "created_at": 0.0}
+    assert await database.write(lambda c: insert_new(c, schema.api_keys, row)) is True
+    assert await database.write(lambda c: insert_new(c, schema.api_keys, row)) is False
+    await database.close()
+
+
+async def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    database = Database(url)
+    await database.open()
+    await database.write(lambda c: c.execute(sa.update(schema.schema_version).values(version=99)))
+    await database.close()
+    other = Database(url)
+    with pytest.raises(Internal, match="schema 99"):
+        await other.open()
+    await other.close()

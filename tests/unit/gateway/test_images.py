@@ -1,0 +1,52 @@
+"""The shelf of uploaded images."""
+
+import hashlib
+
+import pytest
+
+from fovea.api.v1 import model_input_pb2
+from fovea.wire.errors import InvalidInput, NotFound
+from gateway.images import ImageShelf
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def reference(data: bytes) -> model_input_pb2.ModelInput:
+    image = model_input_pb2.ImageReference(
+        sha256=sha(data), format=model_input_pb2.IMAGE_FORMAT_PNG, expected_token_count=7
+    )
+    return model_input_pb2.ModelInput(chunks=[model_input_pb2.Chunk(image_reference=image)])
+
+
+def test_references_become_images() -> None:
+    shelf = ImageShelf()
+    shelf.put(sha(b"one"), b"one")
+    image = shelf.inline(reference(b"one"), "prompt").chunks[0].image
+    assert (image.data, image.format, image.expected_token_count) == (b"one", model_input_pb2.IMAGE_FORMAT_PNG, 7)
+
+
+def test_addresses_are_left_for_the_renderer() -> None:
+    chunk = model_input_pb2.Chunk(image_reference=model_input_pb2.ImageReference(uri="http://x"))
+    whole = model_input_pb2.ModelInput(chunks=[chunk])
+    assert ImageShelf().inline(whole, "prompt") == whole
+
+
+def test_wrong_digests_and_unknown_images_are_refused() -> None:
+    shelf = ImageShelf()
+    with pytest.raises(InvalidInput, match="does not have SHA-256"):
+        shelf.put(sha(b"one"), b"two")
+    with pytest.raises(NotFound, match=r"prompt.chunks\[0\].image_reference.sha256"):
+        shelf.inline(reference(b"one"), "prompt")
+
+
+def test_the_oldest_goes_first() -> None:
+    shelf = ImageShelf(capacity_bytes=8)
+    for data in (b"aaaa", b"bbbb"):
+        shelf.put(sha(data), data)
+    shelf.put(sha(b"aaaa"), b"aaaa")
+    shelf.put(sha(b"cccc"), b"cccc")
+    assert shelf.inline(reference(b"aaaa"), "p").chunks[0].image.data == b"aaaa"
+    with pytest.raises(NotFound):
+        shelf.inline(reference(b"bbbb"), "p")

@@ -1,0 +1,59 @@
+"""Deltas put together."""
+
+import numpy as np
+import pytest
+
+from fovea.api.v1 import sampler_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import ContextOverflow, Internal, InvalidInput
+from gateway.scheduling import sequences
+from gateway.scheduling.samples import check_context, check_limits
+
+
+def delta(index: int, ids: list[int], finish: int = 0, top: int = 0) -> sampler_pb2.SampleResponse:
+    message = sampler_pb2.SequenceDelta(
+        index=index, tokens=tensors.encode_tokens(ids), logprobs=tensors.encode_floats([-1.0] * len(ids)),
+        finish_reason=finish, snapshot_id="s",
+    )  # fmt: skip
+    if top:
+        message.top_logprobs.token_ids.CopyFrom(tensors.encode(np.full((len(ids), top), index, np.int32)))
+        message.top_logprobs.logprobs.CopyFrom(tensors.encode(np.zeros((len(ids), top), np.float32)))
+    return sampler_pb2.SampleResponse(delta=message)
+
+
+def test_interleaved_deltas_come_back_in_order() -> None:
+    prompt = sampler_pb2.SampleResponse(prompt=sampler_pb2.PromptResult(cached_token_count=2))
+    events = [prompt, delta(1, [10], top=2), delta(0, [1, 2]), delta(1, [11, 12], 2, top=2), delta(0, [3], 1)]
+    first, *rest = sequences.gather(events, 2)
+    assert first.prompt.cached_token_count == 2
+    assert [tensors.decode_tokens(record.delta.tokens).tolist() for record in rest] == [[1, 2, 3], [10, 11, 12]]
+    assert [record.delta.finish_reason for record in rest] == [1, 2]
+    assert tensors.decode(rest[1].delta.top_logprobs.token_ids).shape == (3, 2)
+    assert not rest[0].delta.HasField("top_logprobs")
+
+
+@pytest.mark.parametrize("events", [[], [delta(0, [1])], [delta(0, [1], 1), delta(5, [1], 1)]])
+def test_half_an_answer_is_never_a_whole_one(events: list[sampler_pb2.SampleResponse]) -> None:
+    with pytest.raises(Internal):
+        sequences.gather(events, 1)
+
+
+def test_context_check_uses_the_known_words() -> None:
+    check_context(10, 6, 16)
+    with pytest.raises(ContextOverflow) as caught:
+        check_context(67984, 4096, 65536)
+    assert caught.value.message == (
+        "Prompt length plus max_tokens exceeds the model's context window: "
+        "67984 prompt tokens + 4096 max_tokens > 65536."
+    )
+
+
+def test_limits_name_the_field() -> None:
+    from fovea.api.v1 import gateway_pb2
+
+    info = sampler_pb2.GetSamplerInfoResponse(max_sample_count=4, max_top_logprobs=2)
+    check_limits(gateway_pb2.SampleTokensRequest(sample_count=4, top_prompt_logprobs=2), info)
+    with pytest.raises(InvalidInput, match=r"num_samples is 5; it must be 1 \.\. 4"):
+        check_limits(gateway_pb2.SampleTokensRequest(sample_count=5), info)
+    with pytest.raises(InvalidInput, match="topk_sample_logprobs is 3"):
+        check_limits(gateway_pb2.SampleTokensRequest(sample_count=1, top_sample_logprobs=3), info)

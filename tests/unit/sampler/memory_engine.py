@@ -1,0 +1,122 @@
+"""An engine without a model: draws known tokens and keeps the names of weights. For tests of what surrounds it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fovea.api.v1 import weights_pb2
+from fovea.wire.errors import Unavailable
+from services.sampler.families.base import FeatureTensors
+from services.sampler.requests import AdapterName, Delta, Event, PromptFacts, SampleSpec
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits until something holds, ten seconds at most."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - conditions are of any kind
+            await asyncio.sleep(0)
+
+
+class MemoryEngine:
+    """Sequence i of a prompt draws the prompt's tokens plus i, one a step, until `max_tokens`."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, str] = {}
+        self.used_names: list[str] = []
+        self.groups: set[str] = set()
+        self.tasks: dict[str, weights_pb2.SnapshotManifest] = {}
+        self.digests: dict[str, str] = {}
+        self.full = "base"
+        self.running = 0
+        self.fail_loading = False
+        self.step = asyncio.Event()
+        self.step.set()
+        self.arrived = asyncio.Event()
+        self.arrived.set()
+
+    def prompt(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
+        """The images' sizes, to be seen by tests."""
+        return [image["pixel_values"].shape for image in images]
+
+    async def sample(
+        self, spec: SampleSpec, index: int, prompt: Any, adapter: AdapterName | None
+    ) -> AsyncGenerator[Event]:
+        """Draws."""
+        if adapter is not None:
+            self.used_names.append(adapter.name)
+            if adapter.name not in self.adapters:
+                raise Unavailable(f"adapter {adapter.name} is gone")
+        self.running += 1
+        try:
+            yield PromptFacts(np.full(len(spec.tokens), np.nan, np.float32), None, 0)
+            for number in range(spec.draw.max_tokens):
+                await self.step.wait()
+                await asyncio.sleep(0)
+                token = np.asarray([spec.tokens[number % len(spec.tokens)] + index], dtype=np.int32)
+                last = number + 1 == spec.draw.max_tokens
+                yield Delta(index, token, np.asarray([-1.0], np.float32), None, "length" if last else None)
+        finally:
+            self.running -= 1
+
+    async def manifest_problem(self, manifest: weights_pb2.SnapshotManifest) -> str:
+        """Manifests without tensors are refused."""
+        return "" if manifest.tensors else "the manifest lists no tensors"
+
+    async def join_group(
+        self,
+        group_id: str,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        timeout_s: float,
+    ) -> None:
+        """Nobody listens on port 1."""
+        if master_port == 1:
+            raise Unavailable("did not meet")
+        self.groups.add(group_id)
+
+    async def leave_group(self, group_id: str) -> None:
+        """Leaves."""
+        self.groups.discard(group_id)
+
+    async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
+        """Begins."""
+        task_id = f"task-{len(self.digests)}"
+        self.tasks[task_id] = manifest
+        self.digests[task_id] = manifest.snapshot.digest
+        return task_id
+
+    async def wait_received(self, task_id: str, timeout_s: float) -> str:
+        """Waits for `arrived`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.arrived.wait()
+        except TimeoutError:
+            raise Unavailable("the snapshot did not arrive") from None
+        return self.digests[task_id]
+
+    async def forget_task(self, task_id: str) -> None:
+        """Forgets."""
+        self.tasks.pop(task_id, None)
+
+    async def keep_adapter(self, task_id: str, adapter: AdapterName) -> None:
+        """Keeps."""
+        assert adapter.name not in self.adapters, "a name was used twice"
+        self.adapters[adapter.name] = self.tasks[task_id].snapshot.digest
+
+    async def forget_adapter(self, adapter: AdapterName) -> None:
+        """Forgets."""
+        self.adapters.pop(adapter.name, None)
+
+    async def load_full(self, task_id: str, version: str) -> float:
+        """Loads, in two steps."""
+        assert not self.running, "weights changed under a request"
+        if self.fail_loading:
+            raise Unavailable("half-loaded")
+        self.full = "?"
+        await asyncio.sleep(0.01)
+        self.full = self.tasks[task_id].snapshot.snapshot_id
+        return 0.25

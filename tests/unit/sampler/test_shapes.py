@@ -1,0 +1,101 @@
+"""Manifests are checked against the checkpoint before anything is sent."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fovea.api.v1 import weights_pb2
+from services.sampler.engine.shapes import ManifestChecker, checkpoint_shapes
+
+SHAPES = {"model.embed_tokens.weight": (10, 4), "model.up.weight": (6, 4), "model.norm.weight": (4,)}
+PREFIX = "base_model.model."
+
+
+def checker() -> ManifestChecker:
+    """vLLM puts `vllm.` before every name and can adapt two modules."""
+    return ManifestChecker(SHAPES, lambda name: f"vllm.{name}", {"vllm.model.up", "vllm.lm_head"}, max_rank=8)
+
+
+def full(**changes: tuple[int, ...] | None) -> weights_pb2.SnapshotManifest:
+    """All parameters, some changed or left out."""
+    shapes = {name: shape for name, shape in (SHAPES | changes).items() if shape is not None}
+    return manifest(weights_pb2.SNAPSHOT_KIND_FULL, shapes)
+
+
+def adapter(shapes: dict[str, tuple[int, ...]], rank: int = 2, alpha: float = 32) -> weights_pb2.SnapshotManifest:
+    """An adapter."""
+    result = manifest(weights_pb2.SNAPSHOT_KIND_ADAPTER, shapes)
+    result.lora.rank, result.lora.alpha = rank, alpha
+    return result
+
+
+def manifest(kind: int, shapes: dict[str, tuple[int, ...]]) -> weights_pb2.SnapshotManifest:
+    """A manifest."""
+    result = weights_pb2.SnapshotManifest(bucket_bytes=64)
+    result.snapshot.kind = kind  # type: ignore[assignment]
+    for name, shape in shapes.items():
+        result.tensors.add(name=name, dtype="float32", shape=shape)
+    return result
+
+
+def pair(module: str, out_width: int, in_width: int, rank: int = 2) -> dict[str, tuple[int, ...]]:
+    """Both halves of a module's adapter."""
+    return {
+        f"{PREFIX}{module}.lora_A.weight": (rank, in_width),
+        f"{PREFIX}{module}.lora_B.weight": (out_width, rank),
+    }
+
+
+def test_what_fits() -> None:
+    assert checker().problem(full()) == ""
+    assert checker().problem(full(**{"lm_head.weight": (10, 4)})) == "", "a tied unembedding may be sent"
+    assert checker().problem(adapter(pair("model.up", 6, 4) | pair("lm_head", 10, 4))) == ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (full(**{"model.up.weight": None}), "1 parameters of the model are missing, among them vllm.model.up.weight"),
+        (full(**{"model.up.weight": (4, 6)}), "has shape [4, 6], the model's is [6, 4]"),
+        (full(**{"model.down.weight": (4, 6)}), "has no parameter model.down.weight"),
+        (adapter(pair("model.up", 6, 4), rank=9), "lora.rank is 9"),
+        (adapter(pair("model.up", 6, 4), rank=0), "lora.rank is 0"),
+        (adapter(pair("model.up", 6, 4), alpha=0), "lora.alpha"),
+        (adapter(pair("model.up", 6, 4), alpha=float("inf")), "lora.alpha"),
+        (adapter(pair("model.up", 6, 5)), "must be [2, 4]"),
+        (adapter(pair("model.up", 5, 4)), "must be [6, 2]"),
+        (adapter(pair("model.side", 6, 4)), "has no module model.side"),
+        (adapter(pair("model.embed_tokens", 10, 4)), "cannot adapt model.embed_tokens"),
+        (adapter({f"{PREFIX}model.up.lora_A.weight": (2, 4)}), "has lora_A only"),
+        (adapter({"model.up.lora_A.weight": (2, 4)}), "no PEFT name"),
+        (adapter({f"{PREFIX}model.up.weight": (6, 4)}), "no PEFT name"),
+        (adapter({}), "lists no tensors"),
+        (manifest(0, SHAPES), "kind 0"),
+    ],
+)
+def test_what_does_not_fit(wrong: weights_pb2.SnapshotManifest, problem: str) -> None:
+    assert problem in checker().problem(wrong)
+
+
+def test_dtypes_buckets_and_repeats() -> None:
+    wrong = full()
+    wrong.tensors[0].dtype = "int64"
+    assert "dtype 'int64'" in checker().problem(wrong)
+    wrong = full()
+    wrong.bucket_bytes = 0
+    assert "bucket_bytes" in checker().problem(wrong)
+    wrong = full()
+    wrong.tensors.append(wrong.tensors[0])
+    assert "listed twice" in checker().problem(wrong)
+
+
+def test_shapes_come_from_the_files_headers(tmp_path: Path) -> None:
+    for number, (name, shape) in enumerate(SHAPES.items()):
+        header = json.dumps(
+            {"__metadata__": {"format": "pt"}, name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
+        ).encode()
+        (tmp_path / f"model-{number}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert checkpoint_shapes(tmp_path) == SHAPES
+    with pytest.raises(FileNotFoundError, match="holds no"):
+        checkpoint_shapes(tmp_path / "empty")

@@ -1,0 +1,229 @@
+"""What a request may hold. The end-to-end tests show that the engine survives the rest; here is the whole table."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fovea.api.v1 import sampler_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import ContextOverflow, InvalidInput
+from services.sampler.families import family_of
+from services.sampler.requests import Draw, Limits
+from services.sampler.validation import read_request
+
+IMAGE, VIDEO = 90, 91
+CONFIG = {
+    "model_type": "qwen3_vl",
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_config": {"patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3},
+}
+FAMILY = family_of(CONFIG)
+LIMITS = Limits(
+    vocabulary_size=100, max_context=50, max_sample_count=4, max_top_logprobs=5, max_images=2, max_image_tokens=8
+)
+GRID = [1, 4, 4]
+SHA = "0" * 64
+
+
+def request(image_count: int = 1) -> sampler_pb2.SampleRequest:
+    """Two tokens, then images of four tokens with a token after each."""
+    result = sampler_pb2.SampleRequest(request_id="r", sample_count=1)
+    ids = [1, 2]
+    for _ in range(image_count):
+        span = result.prompt.spans.add(offset=len(ids), length=4)
+        span.feature.CopyFrom(
+            type(span.feature)(digest=SHA, grid_thw=GRID, token_count=4, size_bytes=16 * 24 + 24, tensors_sha256=SHA)
+        )
+        ids += [IMAGE] * 4 + [3]
+    result.prompt.tokens = tensors.encode_tokens(ids)
+    return result
+
+
+def test_a_good_request() -> None:
+    wanted = request(2)
+    wanted.params.seed = -3
+    spec = read_request(wanted, LIMITS, FAMILY)
+    assert spec.tokens.tolist() == [1, 2, 90, 90, 90, 90, 3, 90, 90, 90, 90, 3]
+    assert [(span.offset, span.length) for span in spec.spans] == [(2, 4), (7, 4)]
+    assert spec.draw == Draw(max_tokens=38, seed=-3)
+
+
+@pytest.mark.parametrize(("length", "max_tokens"), [(50, None), (51, None), (49, 2), (1, 50), (1, 2**31 - 1)])
+def test_the_context(length: int, max_tokens: int | None) -> None:
+    wanted = sampler_pb2.SampleRequest(sample_count=1)
+    wanted.prompt.tokens = tensors.encode_tokens([1] * length)
+    if max_tokens is not None:
+        wanted.params.max_tokens = max_tokens
+    asked = 1 if max_tokens is None else max_tokens
+    pattern = rf"^Prompt length plus max_tokens exceeds the context: {length} prompt tokens \+ {asked} max_tokens > 50$"
+    with pytest.raises(ContextOverflow, match=pattern):
+        read_request(wanted, LIMITS, FAMILY)
+
+
+def test_the_context_may_be_filled() -> None:
+    wanted = sampler_pb2.SampleRequest(sample_count=1)
+    wanted.prompt.tokens = tensors.encode_tokens([1] * 49)
+    assert read_request(wanted, LIMITS, FAMILY).draw.max_tokens == 1
+
+
+@pytest.mark.parametrize("video", [IMAGE, VIDEO])
+@pytest.mark.parametrize("place", [0, 1, 6])
+def test_placeholders_without_an_image(place: int, video: int) -> None:
+    wanted = request()
+    ids = tensors.decode_tokens(wanted.prompt.tokens).copy()
+    ids[place] = video
+    wanted.prompt.tokens = tensors.encode_tokens(ids)
+    with pytest.raises(InvalidInput, match=rf"tokens\[{place}\] is the placeholder {video}"):
+        read_request(wanted, LIMITS, FAMILY)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("digest", "0" * 63, "digest"),
+        ("digest", "A" * 64, "digest"),
+        ("digest", SHA + "\n", "digest"),
+        ("tensors_sha256", "", "tensors_sha256"),
+        ("token_count", 5, "token_count"),
+        ("token_count", -4, "token_count"),
+        ("size_bytes", 0, "size_bytes"),
+        ("grid_thw", [], "3 extents"),
+        ("grid_thw", [1, 4, 4, 1], "3 extents"),
+        ("grid_thw", [0, 4, 4], "positive"),
+        ("grid_thw", [-1, -4, 4], "positive"),
+        ("grid_thw", [2, 4, 4], "2 frames"),
+        ("grid_thw", [1, 3, 4], "multiples of 2"),
+        ("grid_thw", [1, 2**62, 2**62], "at most"),
+        ("grid_thw", [1, 8, 4], "token_count"),
+    ],
+)
+def test_features(field: str, value: object, message: str) -> None:
+    wanted = request()
+    feature = wanted.prompt.spans[0].feature
+    if field == "grid_thw":
+        feature.grid_thw[:] = value
+    else:
+        setattr(feature, field, value)
+    with pytest.raises(InvalidInput, match=message) as caught:
+        read_request(wanted, LIMITS, FAMILY)
+    assert caught.value.field
+    assert caught.value.field.startswith("prompt.spans[0].feature")
+
+
+def test_an_image_above_the_engines_budget() -> None:
+    wanted = sampler_pb2.SampleRequest(sample_count=1)
+    wanted.prompt.tokens = tensors.encode_tokens([IMAGE] * 16)
+    span = wanted.prompt.spans.add(offset=0, length=16)
+    feature = request().prompt.spans[0].feature
+    feature.grid_thw[:] = [1, 8, 8]
+    feature.token_count, feature.size_bytes = 16, 64 * 24 + 24
+    span.feature.CopyFrom(feature)
+    with pytest.raises(InvalidInput, match="takes 8 of one image"):
+        read_request(wanted, LIMITS, FAMILY)
+
+
+@given(offset=st.integers(-(2**31), 2**31 - 1), length=st.integers(-(2**31), 2**31 - 1))
+def test_only_the_right_span_passes(offset: int, length: int) -> None:
+    wanted = request()
+    wanted.prompt.spans[0].offset, wanted.prompt.spans[0].length = offset, length
+    if (offset, length) == (2, 4):
+        read_request(wanted, LIMITS, FAMILY)
+    else:
+        with pytest.raises(InvalidInput):
+            read_request(wanted, LIMITS, FAMILY)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20))
+def test_ids_lie_in_the_vocabulary(ids: list[int]) -> None:
+    wanted = sampler_pb2.SampleRequest(sample_count=1)
+    wanted.prompt.tokens = tensors.encode_tokens(ids)
+    if all(0 <= token < 100 and token not in (IMAGE, VIDEO) for token in ids):
+        assert read_request(wanted, LIMITS, FAMILY).tokens.tolist() == ids
+    else:
+        with pytest.raises(InvalidInput):
+            read_request(wanted, LIMITS, FAMILY)
+
+
+@given(st.floats(width=32))
+def test_temperatures(temperature: float) -> None:
+    wanted = request()
+    wanted.params.temperature = temperature
+    if temperature == 0 or 0.0099999 < temperature <= 2:
+        assert read_request(wanted, LIMITS, FAMILY).draw.temperature == temperature
+    else:
+        with pytest.raises(InvalidInput, match="temperature"):
+            read_request(wanted, LIMITS, FAMILY)
+
+
+@given(st.floats(width=32))
+def test_top_p(top_p: float) -> None:
+    wanted = request()
+    wanted.params.top_p = top_p
+    if not math.isnan(top_p) and 0 < top_p <= 1:
+        assert read_request(wanted, LIMITS, FAMILY).draw.top_p == top_p
+    else:
+        with pytest.raises(InvalidInput, match="top_p"):
+            read_request(wanted, LIMITS, FAMILY)
+
+
+@given(seed=st.integers(-(2**63), 2**63 - 1), index=st.integers(0, 1000))
+def test_seeds_stay_within_63_bits(seed: int, index: int) -> None:
+    draw = Draw(max_tokens=1, seed=seed)
+    drawn = draw.seed_of(index)
+    assert drawn is not None
+    assert 0 <= drawn < 2**63
+    assert (drawn - seed - index) % 2**63 == 0
+    assert Draw(max_tokens=1).seed_of(index) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda r: setattr(r, "sample_count", 0), "sample_count"),
+        (lambda r: setattr(r, "sample_count", 5), "sample_count"),
+        (lambda r: setattr(r, "top_prompt_logprobs", 6), "top_prompt_logprobs"),
+        (lambda r: setattr(r, "top_sample_logprobs", -1), "top_sample_logprobs"),
+        (lambda r: setattr(r.params, "max_tokens", 0), "params.max_tokens"),
+        (lambda r: setattr(r.params, "max_tokens", -1), "params.max_tokens"),
+        (lambda r: setattr(r.params, "top_k", 0), "params.top_k"),
+        (lambda r: setattr(r.params, "top_k", -2), "params.top_k"),
+        (lambda r: r.params.stop.token_ids.append(100), "params.stop.token_ids"),
+        (lambda r: r.params.stop.token_ids.append(-1), "params.stop.token_ids"),
+        (lambda r: r.params.stop.token_ids.extend([1] * 65), "params.stop.token_ids"),
+        (lambda r: r.params.stop.strings.append(""), "params.stop.strings"),
+        (lambda r: r.params.stop.strings.append("x" * 1001), "params.stop.strings"),
+        (lambda r: r.params.stop.strings.extend(["x"] * 65), "params.stop.strings"),
+        (lambda r: r.prompt.spans.add().CopyFrom(r.prompt.spans[0]), "prompt.spans[1]"),
+        (lambda r: r.prompt.spans.extend([r.prompt.spans[0]] * 2), "prompt.spans"),
+        (lambda r: r.prompt.positions.CopyFrom(tensors.encode(np.zeros((3, 6), np.int32))), "prompt.positions"),
+        (lambda r: r.prompt.positions.CopyFrom(tensors.encode(np.zeros((3, 7), np.int64))), "prompt.positions"),
+        (lambda r: setattr(r.prompt, "tokens", b"abc"), "prompt.tokens"),
+        (lambda r: setattr(r.prompt, "tokens", b""), "prompt.tokens"),
+    ],
+)
+def test_the_field_is_named(change: object, field: str) -> None:
+    wanted = request()
+    change(wanted)  # type: ignore[operator]
+    with pytest.raises(InvalidInput) as caught:
+        read_request(wanted, LIMITS, FAMILY)
+    assert caught.value.field == field
+
+
+def test_the_prompts_facts_must_fit_into_a_message() -> None:
+    limits = Limits(100, 100_000, 1, 64, 0, 0)
+    wanted = sampler_pb2.SampleRequest(sample_count=1, top_prompt_logprobs=20)
+    wanted.prompt.tokens = tensors.encode_tokens([1] * 30_000)
+    with pytest.raises(InvalidInput, match="at most 16") as caught:
+        read_request(wanted, limits, FAMILY)
+    assert caught.value.field == "top_prompt_logprobs"
+    wanted.top_prompt_logprobs = 16
+    read_request(wanted, limits, FAMILY)
+
+
+def test_a_text_model_takes_no_images() -> None:
+    with pytest.raises(InvalidInput, match="takes no images"):
+        read_request(request(), LIMITS, family_of({"model_type": "qwen3"}))
