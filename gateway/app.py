@@ -29,6 +29,7 @@ from gateway.routing.samplers import Sampler, Samplers
 from gateway.routing.snapshots import Snapshots
 from gateway.routing.trainer import TrainerLink
 from gateway.sampling import Sampling
+from gateway.scheduling.batches import Batches
 from gateway.scheduling.commands import CommandRunner
 from gateway.scheduling.context import Context
 from gateway.scheduling.samples import SampleRunner
@@ -66,11 +67,14 @@ class Gateway:
             self.database, self.board, self.sessions, self.checkpoints, self.samplers, self.snapshots, sample_runner,
             settings.model_name, settings.max_pending,
         )  # fmt: skip
+        batches = Batches(self.board, self.renderers)
         context = Context(
-            self.models, self.checkpoints, self.renderers, self.trainer, self.sampling, settings.command_timeout_s
+            self.models, self.checkpoints, batches, self.trainer, self.sampling, settings.command_timeout_s
         )
         runner = CommandRunner(self.board, context)
-        self.training = Training(self.board, self.sessions, self.models, runner, self.trainer, settings.gap_timeout_s)
+        self.training = Training(
+            self.board, self.sessions, self.models, batches, runner, self.trainer, settings.gap_timeout_s
+        )
         self.keys = KeyRing(self.database, settings.api_keys)
         self.capabilities = Capabilities(settings.model_name, self.renderers, self.samplers, self.trainer)
         self.board.start = self._start_future
@@ -171,6 +175,8 @@ class Gateway:
         error = SessionEnded(f"session {session.session_id} is over ({session.end_reason})")
         await self.board.cancel_session(session.session_id, error)
         await self.training.end_session(session, error)
+        self.sampling.forget(session.session_id)
+        self.sessions.forget(session.session_id)
         await self.snapshots.forget(await self.models.of_session(session.session_id), self.samplers.up)
 
     async def _watch_services(self) -> None:
@@ -235,7 +241,9 @@ class _RestServer(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off for sockets that say TCP only: else every answer waits 40 ms for an ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     return listener

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fovea.api.v1 import gateway_pb2, sampler_pb2
-from fovea.wire.errors import ContextOverflow, FoveaError, Internal, InvalidInput, NotFound
+from fovea.wire.errors import ContextOverflow, FoveaError, Internal, InvalidInput, NotFound, ResourceExhausted
 from gateway import identity
 from gateway.checkpoints import Checkpoints
 from gateway.futures import records
@@ -149,6 +149,10 @@ class Sampling:
         """Raises NotFound for a model that is not served here."""
         if base_model != self._model_name:
             raise NotFound(f"base_model {base_model!r} is not served; this is {self._model_name!r}", field="base_model")
+
+    def forget(self, session_id: str) -> None:
+        """Drops what is in memory of a session that is over."""
+        self._known = {key: known for key, known in self._known.items() if known.session_id != session_id}
 
     async def stop(self) -> None:
         """Stops all work, for the end of the process: it stays in the database and runs after a restart."""

@@ -90,6 +90,10 @@ class Sessions:
         )
         return model_ids, sampler_ids
 
+    def forget(self, session_id: str) -> None:
+        """Drops from memory a session that is over."""
+        self._sessions.pop(session_id, None)
+
     async def restore(self) -> None:
         """Reads open sessions after a restart; each gets its full time again, since it could not heartbeat."""
         for session in await self._database.read(rows.open_sessions):

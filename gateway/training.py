@@ -15,6 +15,7 @@ from gateway.futures.future import Kind, Pending
 from gateway.identity import Caller
 from gateway.models import Models
 from gateway.routing.trainer import TrainerLink
+from gateway.scheduling.batches import Batches
 from gateway.scheduling.commands import CommandRunner
 from gateway.scheduling.line import Line
 from gateway.sessions import Sessions
@@ -36,12 +37,14 @@ class Training:
         board: FutureBoard,
         sessions: Sessions,
         models: Models,
+        batches: Batches,
         runner: CommandRunner,
         trainer: TrainerLink,
         gap_timeout_s: float,
     ) -> None:
         self._board, self._sessions, self._models = board, sessions, models
-        self._runner, self._trainer, self._gap_timeout_s = runner, trainer, gap_timeout_s
+        self._batches, self._runner, self._trainer = batches, runner, trainer
+        self._gap_timeout_s = gap_timeout_s
         self._lines: dict[str, Line] = {}
 
     async def submit_create(
@@ -128,6 +131,7 @@ class Training:
         line = self._lines.get(model.model_id)
         if line is None:
             line = self._lines[model.model_id] = self._new_line(model)
+        self._batches.begin(pending)
         line.add(pending)
 
     async def end_session(self, session: Session, error: SessionEnded) -> None:

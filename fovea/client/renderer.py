@@ -15,7 +15,9 @@ class RendererClient(ServiceClient):
     """Typed calls to one renderer. All of them may be repeated, so gRPC does so on UNAVAILABLE."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address, retryable=[(SERVICE, name) for name in ("GetRendererInfo", "Render", "FetchFeatures")])
+        super().__init__(
+            address, retryable=[(SERVICE, name) for name in ("GetRendererInfo", "Render", "FetchFeatures")]
+        )
         self._stub = renderer_pb2_grpc.RendererServiceStub(self.channel)
 
     async def info(self, timeout_s: float = 10.0) -> renderer_pb2.GetRendererInfoResponse:

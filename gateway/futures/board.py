@@ -69,10 +69,11 @@ class FutureBoard:
         if not is_new:
             del self._pending[pending.future_id]
             return False
-        self._held_bytes += len(blob)
-        if self._held_bytes > _HELD_REQUEST_BYTES:
-            self._held_bytes -= len(blob)
+        size_bytes = len(pending.request or b"")
+        if self._held_bytes + size_bytes > _HELD_REQUEST_BYTES:
             pending.request = None
+        else:
+            self._held_bytes += size_bytes
         metrics.SUBMITTED.labels(pending.kind.value).inc()
         metrics.PENDING.set(len(self._pending))
         self.start(pending)

@@ -40,10 +40,6 @@ class CommandRunner:
             done = await self._run(model, pending)
         except FoveaError as failure:
             error = failure
-        except ExceptionGroup as failures:
-            error = next((e for e in failures.exceptions if isinstance(e, FoveaError)), None) or _unforeseen(
-                pending, failures
-            )
         except Exception as failure:
             error = _unforeseen(pending, failure)
         await self._end(model, pending, done, error)
@@ -107,6 +103,7 @@ class CommandRunner:
                 model.state, model.state_reason = ModelState.FAILED, error.message
         else:
             logger.info("%s of %s done in %.2f s", pending.kind, pending.future_id, time.time() - pending.created_at)
+        self._context.batches.drop(pending)
         model.next_seq_id = max(model.next_seq_id, pending.seq_id + 1)
         outcome = Outcome(pending.kind, records.join(done.result), error)
         try:

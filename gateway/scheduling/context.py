@@ -9,9 +9,9 @@ from google.protobuf.message import Message
 from gateway.checkpoints import Checkpoints
 from gateway.futures.future import Pending
 from gateway.models import Models
-from gateway.routing.renderers import Renderers
 from gateway.routing.trainer import TrainerLink
 from gateway.sampling import Sampling
+from gateway.scheduling.batches import Batches
 from gateway.store.database import Job
 from gateway.store.models import Model
 
@@ -22,7 +22,7 @@ class Context:
 
     models: Models
     checkpoints: Checkpoints
-    renderers: Renderers
+    batches: Batches
     trainer: TrainerLink
     sampling: Sampling
     timeout_s: float

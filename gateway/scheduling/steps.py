@@ -1,62 +1,30 @@
 """Commands that compute: forward, forward_backward, optim_step."""
 
-import asyncio
-
-from fovea.api.v1 import gateway_pb2, model_input_pb2, trainer_pb2
-from fovea.wire.errors import FailedPrecondition, FeatureEvicted, InvalidInput
-from fovea.wire.limits import MESSAGE_BYTES
-from gateway.futures import records
+from fovea.api.v1 import gateway_pb2, trainer_pb2
+from fovea.client import ForwardBackwardResult
+from fovea.wire.errors import FailedPrecondition, FeatureEvicted
 from gateway.futures.future import Pending
+from gateway.scheduling.batches import Batch
 from gateway.scheduling.context import Context, Done
 from gateway.store.models import Model
 
 
 async def forward_backward(context: Context, model: Model, pending: Pending, blob: bytes) -> Done:
     """Renders the datums and has their loss computed, with gradients or without."""
-    first, *rest = records.split(gateway_pb2.SubmitForwardBackwardRequest, blob)
-    header = trainer_pb2.ForwardBackwardHeader(
-        model_id=model.model_id,
-        loss_function=first.header.loss_function,
-        loss_config=first.header.loss_config,
-        backward=first.header.backward,
-        datum_count=len(rest),
-    )
-    if not rest:
-        raise InvalidInput("data is empty; send at least one datum", field="data")
+    pending.wait_on("rendering")
+    batch = await context.batches.take(pending)
     try:
-        answer = await _compute(context, header, [record.datum for record in rest], pending)
+        answer = await _compute(context, batch, pending)
     except FeatureEvicted:  # the trainer fetches before it computes: nothing was added yet
-        answer = await _compute(context, header, [record.datum for record in rest], pending)
-    outputs = [gateway_pb2.WaitFutureResponse(output=output) for output in answer[0]]
-    metrics = trainer_pb2.Metrics(values=answer[1])
+        answer = await _compute(context, await context.batches.prepare(pending), pending)
+    outputs = [gateway_pb2.WaitFutureResponse(output=output) for output in answer.outputs]
+    metrics = trainer_pb2.Metrics(values=answer.metrics)
     return Done([*outputs, gateway_pb2.WaitFutureResponse(metrics=metrics)])
 
 
-async def _compute(
-    context: Context,
-    header: trainer_pb2.ForwardBackwardHeader,
-    data: list[gateway_pb2.InputDatum],
-    pending: Pending,
-) -> tuple[list[trainer_pb2.DatumOutput], dict[str, float]]:
-    pending.wait_on("rendering")
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(context.renderers.render(datum.input, f"data[{index}].model_input"))
-            for index, datum in enumerate(data)
-        ]
-    datums = [_datum(index, task.result(), data[index]) for index, task in enumerate(tasks)]
+async def _compute(context: Context, batch: Batch, pending: Pending) -> ForwardBackwardResult:
     pending.wait_on("computing, or waiting for the trainer")
-    return await context.trainer.client.forward_backward(header, datums, context.timeout_s)
-
-
-def _datum(index: int, rendered: model_input_pb2.RenderedInput, datum: gateway_pb2.InputDatum) -> trainer_pb2.Datum:
-    whole = trainer_pb2.Datum(input=rendered, loss_inputs=datum.loss_inputs)
-    if (size_bytes := whole.ByteSize()) > MESSAGE_BYTES - 1024:
-        raise InvalidInput(
-            f"data[{index}] takes {size_bytes} bytes without its images; at most {MESSAGE_BYTES - 1024} fit",
-            field=f"data[{index}]",
-        )
-    return whole
+    return await context.trainer.client.forward_backward(batch.header, batch.datums, context.timeout_s)
 
 
 async def optim_step(context: Context, model: Model, pending: Pending, blob: bytes) -> Done:

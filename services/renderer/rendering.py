@@ -84,9 +84,13 @@ class Renderer:
         Raises InvalidInput naming the chunk and the fix (ContextOverflow for one that is too long), NotFound for an
         image that is not held, ResourceExhausted when workers or memory do not suffice.
         """
+        previous_id = -1
         for index, chunk in enumerate(chunks):
-            if not isinstance(chunk, ImageChunk):
-                self._check_text(index, chunk)
+            if isinstance(chunk, ImageChunk):
+                previous_id = -1
+            elif chunk.size:
+                self._check_text(index, chunk, previous_id)
+                previous_id = int(chunk[-1])
         images = await _first_error(
             [self._check_image(index, chunk) for index, chunk in enumerate(chunks) if isinstance(chunk, ImageChunk)]
         )
@@ -95,8 +99,12 @@ class Renderer:
         self._check_room(features)
         return self._splice(chunks, features)
 
-    def _check_text(self, index: int, ids: TokenIds) -> None:
-        """Raises InvalidInput for the first id that is none, or that only the renderer may write."""
+    def _check_text(self, index: int, ids: TokenIds, previous_id: int) -> None:
+        """Raises InvalidInput for the first id that is none, or that stands for an image nobody sent.
+
+        A placeholder alone is a token like any other, since a model may sample one; after the token that opens an image
+        it is an image that got lost on the way.
+        """
         outside = np.flatnonzero((ids < 0) | (ids >= self.model.vocabulary_size))
         if outside.size:
             at = int(outside[0])
@@ -107,9 +115,10 @@ class Renderer:
                 ),
                 index,
             )
-        reserved = np.flatnonzero(np.isin(ids, self._reserved_ids))
-        if reserved.size:
-            at = int(reserved[0])
+        opened = np.concatenate(([previous_id], ids[:-1])) == self.model.family.image_opener_id
+        missing = np.flatnonzero(opened & np.isin(ids, self._reserved_ids))
+        if missing.size:
+            at = int(missing[0])
             name = self.model.family.reserved_ids[int(ids[at])]
             raise invalid_input(
                 Refusal(

@@ -6,13 +6,14 @@ Registered with transformers under `PACKED_ATTENTION`. The name holds the word "
 towers then hand over the packed tensors whole with `cu_seq_lens_q`, instead of one call an image.
 """
 
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
+
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
-
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -120,7 +121,7 @@ def _take(packed_1HTD: Tensor, group: LengthGroup) -> Tensor:
         picked = heads_HTD.narrow(1, group.start, group.count * group.length)
     else:
         picked = heads_HTD.index_select(1, group.index.to(heads_HTD.device))
-    return picked.unflatten(1, (group.count, group.length)).transpose(0, 1)
+    return picked.reshape(picked.shape[0], group.count, group.length, -1).transpose(0, 1)
 
 
 def _varlen(

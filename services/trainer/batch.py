@@ -3,6 +3,8 @@
 Shapes: T packed tokens, K most targets a position, P patches, W bytes of a patch, I images, M placeholder tokens.
 """
 
+# ruff: noqa: N803, N815 -- the suffix of a tensor's name is its shape
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -120,7 +122,9 @@ class BatchLayout:
             return datum.positions
         return np.broadcast_to(np.arange(len(datum.tokens), dtype=np.int64), (rows, len(datum.tokens)))
 
-    def _images(self, datums: Sequence[Datum], bounds: npt.NDArray[np.int32], patches: Mapping[str, Patches]) -> ImageBatch:
+    def _images(
+        self, datums: Sequence[Datum], bounds: npt.NDArray[np.int32], patches: Mapping[str, Patches]
+    ) -> ImageBatch:
         pixels, grids, index = [], [], []
         for datum, start in zip(datums, bounds, strict=False):
             for span in datum.spans:

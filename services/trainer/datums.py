@@ -146,7 +146,7 @@ def _spans(
         if span.length != expected or span.feature.token_count != expected:
             raise _invalid(
                 f"{place}.length",
-                f"is {span.length} and token_count {span.feature.token_count}, but grid {list(grid)} makes {expected} tokens",
+                f"is {span.length} and token_count {span.feature.token_count}, but grid {list(grid)} makes {expected}",
             )
         if span.offset < end or span.offset + span.length > token_count:
             raise _invalid(

@@ -4,7 +4,10 @@ Nothing can fail on one rank alone between the first collective and the last: ev
 other services is done and agreed on before.
 """
 
+# ruff: noqa: N806 -- the suffix of a tensor's name is its shape
+
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +28,7 @@ from services.trainer.trained import TrainedModel
 Logprobs = dict[int, npt.NDArray[np.float32]]
 Metrics = dict[str, float]
 
-_REDUCTIONS = {"sum": sum, "max": max, "min": min}
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Full parameters seen whole: gathered tensor by tensor, written as a Hugging Face checkpoint, read back into shards."""
+"""Full parameters seen whole: gathered one by one, written as a Hugging Face checkpoint, read back into shards."""
 
 import json
 import tempfile

@@ -7,6 +7,8 @@ product in the weights' own type, as the sampler computes it. The backward pass 
 skips positions whose gradient is zero, which for supervised training are most.
 """
 
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +36,8 @@ def target_logprobs(
 ) -> Tensor:
     """float32 [T, K], differentiable in the hidden states, the weight and the adapter."""
     a, b, scale = (lora.a, lora.b, lora.scale) if lora else (None, None, 0.0)
-    result: Tensor = _TargetLogprobs.apply(hidden_TD, weight_VD, a, b, scale, targets_TK, chunk_positions)
+    apply: Any = _TargetLogprobs.apply
+    result: Tensor = apply(hidden_TD, weight_VD, a, b, scale, targets_TK, chunk_positions)
     return result
 
 
@@ -78,7 +81,7 @@ class _TargetLogprobs(torch.autograd.Function):
         d_a = torch.zeros_like(a) if need_a else None
         d_b = torch.zeros_like(b) if need_b else None
         positions = grad_TK.abs().sum(dim=1).nonzero().squeeze(1)
-        for rows in positions.split(ctx.chunk_positions):
+        for rows in torch.split(positions, ctx.chunk_positions):
             hidden_CD, grad_CK = hidden_TD[rows], grad_TK[rows]
             logits_CV = _logits(hidden_CD, weight_VD, a, b, ctx.scale)
             d_logits_CV = torch.exp(logits_CV - normalizers_T[rows, None]) * -grad_CK.sum(dim=1, keepdim=True)

@@ -11,7 +11,6 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-
 from torch import Tensor, nn
 
 from fovea.wire.errors import InvalidInput

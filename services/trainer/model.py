@@ -3,6 +3,8 @@
 Shapes: T packed tokens, K targets a position, D hidden size, M placeholder tokens.
 """
 
+# ruff: noqa: N806 -- the suffix of a tensor's name is its shape
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +67,8 @@ class PackedModel(nn.Module):
         return self.family.run_language(self.hf, embeddings_TD, batch.positions, batch.documents, vision, index_M)
 
     def _vision(self, batch: Batch, train_vision: bool) -> VisionOutput:
-        assert batch.images is not None and self._normalizer is not None
+        assert batch.images is not None
+        assert self._normalizer is not None
         pixels_PW = self._normalizer(batch.images.patches_PW, self.hf.dtype)
         with torch.set_grad_enabled(train_vision and torch.is_grad_enabled()):
             return self.family.run_vision(self.hf, pixels_PW, batch.images.grids_I3)

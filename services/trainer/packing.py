@@ -83,7 +83,9 @@ def _cut(
     room: list[tuple[int, int]] = []
     for index in share:
         size = sizes[index]
-        fits = (i for i, (tokens, patches) in enumerate(room) if size.token_count <= tokens and size.patch_count <= patches)
+        fits = (
+            i for i, (tokens, patches) in enumerate(room) if size.token_count <= tokens and size.patch_count <= patches
+        )
         place = next(fits, len(batches))
         if place == len(batches):
             batches.append([])

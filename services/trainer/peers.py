@@ -34,7 +34,7 @@ class PeerWatch:
                 control.broadcast(listener.getsockname()[1])
                 self._sockets = dict(_accept(listener) for _ in range(control.world_size - 1))
         else:
-            port = control.broadcast(None)
+            port: int = control.broadcast(None)
             connection = socket.create_connection((host, port), timeout=60)
             connection.sendall(control.rank.to_bytes(4, "little"))
             self._sockets = {0: connection}

@@ -45,9 +45,10 @@ def peft_files(tensors: Iterable[tuple[str, Tensor]], rank: int, alpha: float, b
 def read_tensors(data: bytes, what: str) -> dict[str, Tensor]:
     """Tensors by name. Raises InvalidInput if the bytes are no safetensors file."""
     try:
-        return load_safetensors(data)
+        tensors: dict[str, Tensor] = load_safetensors(data)
     except (SafetensorError, ValueError) as error:
         raise InvalidInput(f"{what} is damaged: {error}", field="uri") from None
+    return tensors
 
 
 def copy_into(targets: Iterable[tuple[str, Tensor]], source: dict[str, Tensor], what: str) -> None:

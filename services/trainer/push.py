@@ -256,9 +256,7 @@ class Pusher:
         self, payload: Payload, group_id: str, members: list[Member], deadline: float, tally: Tally
     ) -> None:
         timeout_s = max(1.0, deadline - time.monotonic())
-        request = sampler_pb2.ReceiveSnapshotRequest(
-            group_id=group_id, manifest=payload.manifest, timeout_s=timeout_s
-        )
+        request = sampler_pb2.ReceiveSnapshotRequest(group_id=group_id, manifest=payload.manifest, timeout_s=timeout_s)
         streams = {member.address: self._client(member.address).receive_snapshot(request) for member in members}
         try:
             ready = await self._phase(streams, "ready", deadline, tally)

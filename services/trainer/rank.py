@@ -1,4 +1,4 @@
-"""One rank of the trainer: joins the others, loads its share of the model, and executes commands until told to leave."""
+"""One rank of the trainer: joins the others, loads its share of the model, executes commands until told to leave."""
 
 import ctypes
 import logging

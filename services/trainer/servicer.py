@@ -1,5 +1,7 @@
 """The gRPC face of the trainer: each method decodes and checks, submits one command, and encodes the answer."""
 
+# ruff: noqa: N802 -- methods are named by the proto
+
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
@@ -95,9 +97,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Context) -> trainer_pb2.OptimStepResponse:
         given = request.adam
-        adam = Adam(
-            given.learning_rate, given.beta1, given.beta2, given.eps, given.weight_decay, given.grad_clip_norm
-        )
+        adam = Adam(given.learning_rate, given.beta1, given.beta2, given.eps, given.weight_decay, given.grad_clip_norm)
         adam.check()
         metrics, step = await self._queue.submit(commands.OptimStep(request.model_id, adam))
         return trainer_pb2.OptimStepResponse(metrics=trainer_pb2.Metrics(values=metrics), step=step)
@@ -161,7 +161,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             elif header is not None and len(datums) < header.datum_count:
                 datums.append(request.datum)
             else:
-                raise InvalidInput(f"datum_count is {header.datum_count if header else 0}, more came", field="datum_count")
+                raise InvalidInput(
+                    f"datum_count is {header.datum_count if header else 0}, more came", field="datum_count"
+                )
         if header is None:
             raise InvalidInput("header is missing: the stream was empty", field="header")
         if len(datums) != header.datum_count:

@@ -16,7 +16,9 @@ class TrainerSettings(ServiceSettings):
     model: str = Field(description="Directory or hub name of the base model.")
     renderer: str = Field("", description="host:port of a renderer, for images that name no source of their tensors.")
     ranks: int = Field(2, ge=1, le=64, description="Processes on this machine when not started by torchrun.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute; auto takes GPUs if there are any.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where to compute; auto takes GPUs if there are any."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Type of the base weights; auto is float32 on CPU, bfloat16 on GPU."
     )
@@ -27,7 +29,9 @@ class TrainerSettings(ServiceSettings):
     max_datums: int = Field(4096, ge=1, description="The most datums of one call.")
     token_budget: int = Field(16384, ge=1, description="The most tokens of one micro-batch of one rank.")
     patch_budget: int = Field(65536, ge=1, description="The most vision patches of one micro-batch of one rank.")
-    logit_chunk_mib: int = Field(256, ge=1, description="Memory for logits: positions are computed in chunks of this size.")
+    logit_chunk_mib: int = Field(
+        256, ge=1, description="Memory for logits: positions are computed in chunks of this size."
+    )
     keep_gathered: Literal["auto", "always", "never"] = Field(
         "auto", description="Whether ranks keep whole parameters between micro-batches; auto does so below 1 GiB."
     )
@@ -35,7 +39,8 @@ class TrainerSettings(ServiceSettings):
     fetch_timeout_s: float = Field(60.0, gt=0, description="Deadline for fetching vision tensors from one renderer.")
     snapshot_memory_mib: int = Field(4096, ge=0, description="Snapshots held in memory; the newest of a model stays.")
     transfer_address: str = Field(
-        "", description="Address under which samplers reach this machine; empty takes --host, or the host name for 0.0.0.0."
+        "",
+        description="Address at which samplers reach this machine; empty takes --host, or the host name for 0.0.0.0.",
     )
     transfer_bucket_mib: int = Field(64, ge=1, description="Size of one broadcast of weights.")
     transfer_timeout_s: float = Field(120.0, gt=0, description="Deadline of one broadcast, and default of a push.")

@@ -75,7 +75,12 @@ def local_of(shard: DTensor) -> Tensor:
 def full_of(local: Tensor, like: DTensor) -> Tensor:
     """The whole tensor of which every rank holds a part laid out as `like`. Collective."""
     shard = DTensor.from_local(
-        local.to(like.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
     return shard.full_tensor()
 

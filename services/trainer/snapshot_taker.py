@@ -47,7 +47,7 @@ class SnapshotTaker:
         self._base_identity: weights_pb2.Snapshot | None = None
 
     def take(self, command: TakeSnapshot, model: TrainedModel) -> weights_pb2.Snapshot:
-        """Freezes a model; writes it to storage too if asked. Raises AlreadyExists for a name held for other weights."""
+        """Freezes a model, in storage too if asked. Raises AlreadyExists for a name that other weights have."""
         identity = weights_pb2.Snapshot(snapshot_id=command.snapshot_id, model_id=command.model_id, step=model.step)
         if isinstance(model, AdapterModel):
             return self._control.on_first(lambda: self._take_adapter(identity, model, command.uri))
@@ -134,7 +134,12 @@ class SnapshotTaker:
         target, draft = self._control.on_first(lambda: (found := Folder.at(uri), found.begin()))
         tensors = full_weights.gathered(copies, model.shards)
         full_weights.write_checkpoint(tensors, draft, self._model_dir, self._control)
-        self._control.on_first(lambda: (draft.write(IDENTITY, _identity_json(identity)), target.commit(draft)))
+
+        def finish() -> None:
+            draft.write(IDENTITY, _identity_json(identity))
+            target.commit(draft)
+
+        self._control.on_first(finish)
 
 
 def model_lora(model: AdapterModel) -> weights_pb2.LoraConfig:
@@ -184,4 +189,3 @@ def _read_adapter(folder: Folder, identity: weights_pb2.Snapshot) -> HeldSnapsho
     lora = json_format.Parse(folder.read(LORA), weights_pb2.LoraConfig())
     specs = [spec_of(name, tensor.dtype, tensor.shape) for name, tensor in named.items()]
     return HeldSnapshot(identity, named, specs, lora)
-

@@ -9,12 +9,13 @@ import logging
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.tensor import DTensor
 
 from fovea.wire.errors import FoveaError, Internal, InvalidInput
@@ -89,7 +90,7 @@ class StateStore:
         target, draft = self._control.on_first(lambda: (found := Folder.at(uri), found.begin()))
         try:
             writer = FsspecWriter(draft.url(DCP))
-            dcp.save(_full_state(model), storage_writer=writer, process_group=self._control.group)
+            save_checkpoint(_full_state(model), storage_writer=writer, process_group=self._control.group)
         except CheckpointException as error:
             self._control.on_first(draft.discard)
             raise _checkpoint_failure(error, uri) from None
@@ -103,16 +104,13 @@ class StateStore:
             state = {"weights": state["weights"]}
         self._control.on_first(lambda: _check_shapes(reader, state, uri))
         try:
-            dcp.load(state, storage_reader=reader, process_group=self._control.group)
+            load_checkpoint(state, storage_reader=reader, process_group=self._control.group)
         except CheckpointException as error:
             raise _checkpoint_failure(error, uri) from None
         for name, local in model.locals.items():
             local.copy_(state["weights"][name].to_local())
         moments: list[dict[str, Tensor]] = [
-            {
-                key: state[key][name].to_local() if optimizer else torch.zeros_like(local)
-                for key in MOMENTS
-            }
+            {key: state[key][name].to_local() if optimizer else torch.zeros_like(local) for key in MOMENTS}
             for name, local in model.locals.items()
         ]
         model.optimizer.load(moments, step)
@@ -132,7 +130,9 @@ def _parse_adapter(model: AdapterModel, files: dict[str, bytes], uri: str) -> tu
     moments = {key: torch.zeros_like(flat) for key in MOMENTS}
     if OPTIMIZER in files:
         saved = peft_format.read_tensors(files[OPTIMIZER], uri)
-        parts = [(f"{key}.{name}", part) for key, buffer in moments.items() for name, part in model.weights.named(buffer)]
+        parts = [
+            (f"{key}.{name}", part) for key, buffer in moments.items() for name, part in model.weights.named(buffer)
+        ]
         peft_format.copy_into(parts, saved, uri)
     return flat, moments
 

@@ -44,8 +44,9 @@ class TrainedModel(ABC):
     def zero_gradients(self) -> None:
         """Drops accumulated gradients."""
 
+    @abstractmethod
     def weights_changed(self) -> None:
-        """Called after weights were written."""
+        """To be called after weights were written."""
 
     def optim_step(self, adam: Adam) -> dict[str, float]:
         """Steps and clears the gradients; returns metrics. Collective.
@@ -56,7 +57,7 @@ class TrainedModel(ABC):
         if not math.isfinite(norm):
             self.zero_gradients()
             raise FailedPrecondition(
-                f"the accumulated gradient has norm {norm}: it was dropped and no step was taken. Check the loss inputs."
+                f"the accumulated gradient has norm {norm}: it was dropped and no step was taken; check the inputs"
             )
         factor = clip_factor(norm, adam.grad_clip_norm)
         if factor != 1.0:
@@ -75,7 +76,9 @@ class TrainedModel(ABC):
 class AdapterModel(TrainedModel):
     """A LoRA adapter. Gradients stay on the rank that made them until the step."""
 
-    def __init__(self, settings: LoraSettings, targets: Sequence[LoraTarget], injector: LoraInjector, device: torch.device):
+    def __init__(
+        self, settings: LoraSettings, targets: Sequence[LoraTarget], injector: LoraInjector, device: torch.device
+    ):
         self.settings = settings
         self.weights = LoraWeights(settings, targets, device)
         self.optimizer = AdamW([self.weights.flat])
@@ -97,6 +100,9 @@ class AdapterModel(TrainedModel):
 
     def zero_gradients(self) -> None:
         self.weights.flat_grad.zero_()
+
+    def weights_changed(self) -> None:
+        """Nothing is derived from an adapter's weights."""
 
 
 class FullModel(TrainedModel):

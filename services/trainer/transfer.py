@@ -6,10 +6,12 @@ The sender is rank 0; sampler worker i is rank_offset + i. The rendezvous store 
 import logging
 import threading
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, Store, TCPStore  # type: ignore[attr-defined]
 
 from fovea.wire.errors import FailedPrecondition
 
@@ -33,27 +35,29 @@ class TransferGroup:
     def __init__(
         self,
         group_id: str,
-        store: dist.Store,
+        store: Store,
         world_size: int,
         backend: str,
         join_timeout_s: float,
         timeout_s: float,
     ) -> None:
         self.group_id = group_id
-        prefixed = dist.PrefixStore(group_id, store)
+        prefixed = PrefixStore(group_id, store)
         join = timedelta(seconds=join_timeout_s)
-        self._group: dist.ProcessGroup
+        self._group: ProcessGroup
         if backend == "gloo":
             self._device = torch.device("cpu")
-            self._group = dist.ProcessGroupGloo(prefixed, 0, world_size, join)
-            self._group._set_default_timeout(timedelta(seconds=timeout_s))
+            gloo: Any = ProcessGroupGloo(prefixed, 0, world_size, join)
+            gloo._set_default_timeout(timedelta(seconds=timeout_s))
+            self._group = gloo
         elif backend == "nccl":
             if not torch.cuda.is_available():
                 raise FailedPrecondition("the samplers receive over nccl, but this trainer has no GPU")
             self._device = torch.device("cuda", torch.cuda.current_device())
-            options = dist.ProcessGroupNCCL.Options()
+            options = ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=timeout_s)
-            self._group = dist.ProcessGroupNCCL(prefixed, 0, world_size, options)
+            nccl: Any = ProcessGroupNCCL(prefixed, 0, world_size, options)
+            self._group = nccl
         else:
             raise FailedPrecondition(f"transfer backend {backend!r} is not supported, only gloo and nccl")
 
@@ -83,7 +87,7 @@ class TransferGroups:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._store = dist.TCPStore("0.0.0.0", 0, None, True, timedelta(minutes=5), wait_for_workers=False)
+        self._store = TCPStore("0.0.0.0", 0, None, True, timedelta(minutes=5), wait_for_workers=False)
         self._open: dict[str, TransferGroup] = {}
         self._lock = threading.Lock()
 

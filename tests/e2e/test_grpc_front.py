@@ -99,7 +99,7 @@ async def prompt_length(
 
 async def test_errors_keep_their_class(stack: Stack) -> None:
     async with GatewayClient(stack.address("gateway"), "tml-wrong") as stranger:
-        with pytest.raises(Unauthenticated, match="x-api-key"):
+        with pytest.raises(Unauthenticated, match="API key"):
             await stranger.capabilities()
     async with GatewayClient(stack.address("gateway"), API_KEY) as client:
         with pytest.raises(NotFound, match="nobody"):

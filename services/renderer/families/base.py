@@ -36,7 +36,10 @@ class Family(Protocol):
     supports_images: ClassVar[bool]
 
     reserved_ids: Mapping[int, str]
-    """Ids that text may not contain, with their names: each stands for a piece of an image that text does not carry."""
+    """Ids that stand for a piece of an image, with their names."""
+
+    image_opener_id: int | None
+    """The id that an image follows. Text may not carry one of `reserved_ids` right after it."""
 
     def __init__(self, checkpoint: Checkpoint, processor: ProcessorSettings) -> None:
         """Binds the family to a checkpoint. Raises ValueError, naming the setting, if the two do not fit."""

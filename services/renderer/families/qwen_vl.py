@@ -28,6 +28,7 @@ class QwenVL:
             raise ValueError("the image processor has do_resize=false; Qwen-VL grids need resized images")
         self.image_token_id = int(checkpoint.require("image_token_id"))
         self.reserved_ids: Mapping[int, str] = self._reserved_ids(checkpoint)
+        self.image_opener_id: int | None = checkpoint.special_ids.get("<|vision_start|>")
         self.patch_size = int(processor["patch_size"])
         self.merge_size = int(processor["merge_size"])
         self.min_pixels = int(processor["size"]["shortest_edge"])

@@ -16,6 +16,7 @@ class TextOnly:
     def __init__(self, checkpoint: Checkpoint, processor: ProcessorSettings) -> None:
         del checkpoint, processor
         self.reserved_ids: Mapping[int, str] = {}
+        self.image_opener_id: int | None = None
 
     def token_count(self, width: int, height: int) -> NoReturn:
         """No image has a place here; asking is a mistake of the renderer."""

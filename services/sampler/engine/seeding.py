@@ -18,11 +18,12 @@ class RewindableGenerator(torch.Generator):
         """Means nothing on CPU."""
         return 0
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> torch.Generator:
         """Takes the last draw back."""
         if self.before_draw is not None:
             self.set_state(self.before_draw)
             self.before_draw = None
+        return self
 
 
 class RememberDraws(torch.nn.Module):

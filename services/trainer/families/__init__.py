@@ -5,6 +5,8 @@ from services.trainer.families.qwen2_5_vl import Qwen25Vl
 from services.trainer.families.qwen3 import Qwen3
 from services.trainer.families.qwen3_vl import Qwen3Vl
 
+__all__ = ["FAMILIES", "Family", "family_of"]
+
 FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (Qwen3Vl, Qwen25Vl, Qwen3)}
 
 

@@ -3,6 +3,8 @@
 Shapes: T packed tokens, P patches of all images, W bytes of one patch, M placeholder tokens of all images, D hidden.
 """
 
+# ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
+
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -117,7 +119,9 @@ class Family(ABC):
         text = config.get_text_config()
         kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
-            raise ValueError(f"layer types {sorted(kinds)} of {config.model_type} are not supported, only full_attention")
+            raise ValueError(
+                f"layer types {sorted(kinds)} of {config.model_type} are not supported, only full_attention"
+            )
         if getattr(text, "attention_dropout", 0.0):
             raise ValueError("attention_dropout must be 0")
 

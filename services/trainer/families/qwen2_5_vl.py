@@ -1,5 +1,7 @@
 """Qwen2.5-VL: a tower with window attention, one merger."""
 
+from typing import ClassVar
+
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from services.trainer.families.base import Role
@@ -12,7 +14,7 @@ class Qwen25Vl(QwenVl):
     model_type = "qwen2_5_vl"
     architecture = Qwen2_5_VLForConditionalGeneration
     # The merger is a Sequential: its linears are called 0 and 2.
-    vision_roles = {
+    vision_roles: ClassVar[dict[str, Role]] = {
         "qkv": Role.ATTENTION,
         "proj": Role.ATTENTION,
         "gate_proj": Role.MLP,

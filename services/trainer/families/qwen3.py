@@ -1,5 +1,7 @@
 """Qwen3: text only."""
 
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
+
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Qwen3-VL: deepstack features from several tower layers, interleaved MRoPE."""
 
+from typing import ClassVar
+
 from transformers import Qwen3VLForConditionalGeneration
 
 from services.trainer.families.base import Role
@@ -12,7 +14,7 @@ class Qwen3Vl(QwenVl):
     model_type = "qwen3_vl"
     architecture = Qwen3VLForConditionalGeneration
     # linear_fc1 and linear_fc2 name the linears of the blocks, of the merger and of the deepstack mergers alike.
-    vision_roles = {
+    vision_roles: ClassVar[dict[str, Role]] = {
         "qkv": Role.ATTENTION,
         "proj": Role.ATTENTION,
         "linear_fc1": Role.MLP,

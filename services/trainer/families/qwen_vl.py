@@ -1,5 +1,7 @@
 """What the Qwen vision-language families have in common: a tower, mergers, and a language model with MRoPE."""
 
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
+
 from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
@@ -10,7 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from services.trainer.families.base import LANGUAGE_ROLES, Documents, Family, LoraTarget, Role, VisionOutput, named_linears
+from services.trainer.families.base import (
+    LANGUAGE_ROLES,
+    Documents,
+    Family,
+    LoraTarget,
+    Role,
+    VisionOutput,
+    named_linears,
+)
 
 
 class QwenVl(Family):

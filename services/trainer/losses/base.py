@@ -3,6 +3,8 @@
 Shapes: T packed positions, K targets a position.
 """
 
+# ruff: noqa: N803 -- the suffix of a tensor's name is its shape
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

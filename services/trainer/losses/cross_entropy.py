@@ -1,5 +1,7 @@
 """Weighted negative log-likelihood."""
 
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
+
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -1,5 +1,7 @@
 """Policy gradient with importance weights."""
 
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
+
 from collections.abc import Mapping
 
 import torch

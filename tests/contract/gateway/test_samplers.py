@@ -205,7 +205,7 @@ async def test_work_spreads_over_samplers_and_moves_away_from_a_dead_one(two: tu
     await stand.samplers[0].start()
 
 
-async def test_too_many_pending_samples_make_the_client_wait_and_finish(stand: Stand) -> None:
+async def test_too_many_pending_samples_make_the_client_wait_and_finish(stand: Stand, rest: Rest) -> None:
     await stand.stop()
     await stand.start(max_pending=3)
 
@@ -218,6 +218,8 @@ async def test_too_many_pending_samples_make_the_client_wait_and_finish(stand: S
     stand.sampler.open.clear()
     work = asyncio.create_task(stand.sdk(use))
     await eventually(lambda: stand.sampler.running == 3)
+    refused = await rest.sample(await base_session(rest), 0)
+    assert (refused.status_code, refused.json()["reason"]) == (429, "RESOURCE_EXHAUSTED")
     stand.sampler.open.set()
     assert len(await work) == 8
     ids = [request.request_id for request in stand.sampler.of("Sample")]

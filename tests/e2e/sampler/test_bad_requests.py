@@ -98,6 +98,13 @@ def no_images(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
     del request.prompt.spans[:]
 
 
+def stray(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+    """A placeholder where no image is."""
+    ids = tensors.decode_tokens(request.prompt.tokens).copy()
+    ids[0] = ids[request.prompt.spans[0].offset]
+    request.prompt.tokens = tensors.encode_tokens(ids)
+
+
 def twice(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
     """Two spans over the same tokens."""
     request.prompt.spans.add().CopyFrom(request.prompt.spans[0])
@@ -163,7 +170,7 @@ CASES: dict[str, tuple[Spoil, type[FoveaError], str]] = {
     "overlapping spans": (twice, InvalidInput, "inside or before"),
     "too many images": (many, InvalidInput, "at most"),
     "placeholder without image": (no_images, InvalidInput, "no image span covers"),
-    "stray placeholder": (set_token(0, 1266), InvalidInput, "no image span covers"),
+    "stray placeholder": (stray, InvalidInput, "no image span covers"),
     "token above the vocabulary": (set_token(0, 10**6), InvalidInput, "ids lie in"),
     "negative token": (set_token(-1, -5), InvalidInput, "ids lie in"),
     "positions": (positions, InvalidInput, "prompt.positions"),

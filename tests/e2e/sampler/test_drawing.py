@@ -48,6 +48,17 @@ async def test_any_64_bit_seed_is_repeatable(client: SamplerClient, prompts: Pro
     assert first.sequences[0].tokens != first.sequences[1].tokens
 
 
+async def test_a_seed_holds_whether_the_prompt_takes_one_step_or_several(
+    client: SamplerClient, prompts: PromptMaker
+) -> None:
+    """The second request finds its prompt in the cache. vLLM's CPU engine dies of the first if nobody helps it."""
+    tokens = prompts.make("A prompt of several steps. " * 1200).tokens[:5000].tolist()
+    request = request_for(rendered([tokens]), sample_count=2, seed=11, max_tokens=10, stop=THROUGH, **HOT)
+    first, second = await ask(client, request), await ask(client, request)
+    assert first.cached_token_count < second.cached_token_count
+    assert [d.tokens for d in first.sequences] == [d.tokens for d in second.sequences]
+
+
 async def test_without_a_seed_draws_differ(client: SamplerClient, prompts: PromptMaker) -> None:
     answer = await ask(
         client, request_for(prompts.make("No seed").wire, sample_count=8, max_tokens=16, stop=THROUGH, **HOT)

@@ -38,6 +38,7 @@ def text_sampler() -> Iterator[tuple[Path, SamplerProcess]]:
 
 async def test_a_text_model(text_sampler: tuple[Path, SamplerProcess]) -> None:
     model, sampler = text_sampler
+    assert sampler.serving()
     reference = Reference(model)
     prompt = rendered([AutoTokenizer.from_pretrained(model)("A model of text alone.")["input_ids"]])
     ids = tensors.decode_tokens(prompt.tokens)

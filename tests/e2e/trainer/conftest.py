@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tinyvlm
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+import tinyvlm
 from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.client import TrainerClient
 from tests.e2e.trainer.image_service import ImageService

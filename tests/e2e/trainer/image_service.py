@@ -1,4 +1,4 @@
-"""A real renderer in the test's process: the Hugging Face image processor behind gRPC, and what the trainer sends to it."""
+"""A real renderer in the test's process: the Hugging Face image processor behind gRPC."""
 
 import hashlib
 from concurrent import futures

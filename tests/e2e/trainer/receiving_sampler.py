@@ -1,5 +1,7 @@
 """A sampler that only receives: a real gRPC servicer with a gloo process group of its own, in the test's process."""
 
+# ruff: noqa: N802 -- methods are named by the proto
+
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
@@ -42,7 +44,7 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
         """Stops at once."""
         await self._server.stop(None)
 
-    async def GetSamplerInfo(self, request: Any, context: Any) -> sampler_pb2.GetSamplerInfoResponse:  # noqa: N802
+    async def GetSamplerInfo(self, request: Any, context: Any) -> sampler_pb2.GetSamplerInfoResponse:
         return sampler_pb2.GetSamplerInfoResponse(
             instance_id=self.instance_id,
             transfer_backend="gloo",
@@ -50,7 +52,7 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
             adapter_snapshot_ids=[name for name, manifest in self.manifests.items() if manifest.HasField("lora")],
         )
 
-    async def JoinTransferGroup(  # noqa: N802
+    async def JoinTransferGroup(
         self, request: sampler_pb2.JoinTransferGroupRequest, context: Any
     ) -> sampler_pb2.JoinTransferGroupResponse:
         self._groups[request.group_id] = await asyncio.to_thread(self._join, request)
@@ -67,22 +69,22 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
             dist.PrefixStore(request.group_id, store), request.rank_offset, request.world_size, timeout
         )
 
-    async def LeaveTransferGroup(  # noqa: N802
+    async def LeaveTransferGroup(
         self, request: sampler_pb2.LeaveTransferGroupRequest, context: Any
     ) -> sampler_pb2.LeaveTransferGroupResponse:
         self._groups.pop(request.group_id, None)
         self.left.append(request.group_id)
         return sampler_pb2.LeaveTransferGroupResponse()
 
-    async def ReceiveSnapshot(  # noqa: N802
-        self, request: sampler_pb2.ReceiveSnapshotRequest, context: Any
-    ) -> AsyncIterator[Event]:
+    async def ReceiveSnapshot(self, request: sampler_pb2.ReceiveSnapshotRequest, context: Any) -> AsyncIterator[Event]:
         if self.refuse_manifest:
             error = to_status(InvalidInput("manifest: no room"))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         yield Event(ready=sampler_pb2.SnapshotReady())
         digest = await asyncio.to_thread(self._receive, self._groups[request.group_id], request.manifest)
-        yield Event(loaded=sampler_pb2.SnapshotLoaded(digest="0" * 64 if self.lie_about_digest else digest, pause_s=0.5))
+        yield Event(
+            loaded=sampler_pb2.SnapshotLoaded(digest="0" * 64 if self.lie_about_digest else digest, pause_s=0.5)
+        )
 
     def _receive(self, group: dist.ProcessGroupGloo, manifest: weights_pb2.SnapshotManifest) -> str:
         builder = DigestBuilder()

@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-import tinyvlm
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+import tinyvlm
 from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.client import TrainerClient
 from fovea.wire.errors import Unavailable

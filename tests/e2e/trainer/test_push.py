@@ -59,7 +59,9 @@ async def test_snapshot_that_a_sampler_holds_is_not_sent_again(qwen3: Bench, sam
     assert not sampler.received
 
 
-async def test_full_parameters_and_the_base(vlm: Bench, sampler: ReceivingSampler, second_sampler: ReceivingSampler) -> None:
+async def test_full_parameters_and_the_base(
+    vlm: Bench, sampler: ReceivingSampler, second_sampler: ReceivingSampler
+) -> None:
     """Several samplers at once; the base can be pushed also while a full-parameter model is trained."""
     model_id = await vlm.create(None)
     await _train(vlm, model_id)

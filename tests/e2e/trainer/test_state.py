@@ -20,7 +20,7 @@ async def test_resumes_bit_close(vlm: Bench, kind: str) -> None:
     await _train(vlm, model_id, 2)
     saved = await vlm.client.save_state(model_id, folder)
     assert saved.step == 2
-    assert saved.size_bytes == sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+    assert saved.size_bytes == _size_bytes(Path(folder))
     await _train(vlm, model_id, 2)
     uninterrupted = await vlm.weights(model_id)
     await vlm.clean()
@@ -91,6 +91,10 @@ async def test_full_state_of_another_model_is_refused(qwen3: Bench, qwen3_vl: Be
     with pytest.raises(InvalidInput, match="saved from another model"):
         await qwen3_vl.client.load_state(model_id, folder, optimizer=True)
     await _train(qwen3_vl, model_id, 1)
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 async def _train(bench: Bench, model_id: str, steps: int) -> None:

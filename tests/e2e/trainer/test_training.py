@@ -17,7 +17,8 @@ async def test_info(qwen3_vl: Bench) -> None:
     assert (info.family, info.world_size, info.dtype) == ("qwen3_vl", 2, "float32")
     assert list(info.model_ids) == [model_id]
     assert set(info.loss_functions) >= {"cross_entropy", "importance_sampling"}
-    assert info.supports_vision_lora and info.max_lora_rank == 64
+    assert info.supports_vision_lora
+    assert info.max_lora_rank == 64
 
 
 async def test_fresh_adapter_is_the_base_whatever_its_shape(qwen3_vl: Bench) -> None:
@@ -215,7 +216,9 @@ async def test_two_ranks_equal_one(qwen3_vl: Bench) -> None:
     """The number of ranks changes neither losses, nor log-probabilities, nor where training leads."""
     datums = datums_of(qwen3_vl.images, "mixed")
     process = TrainerProcess(qwen3_vl.model_dir, qwen3_vl.scratch / "one-rank.log", ranks=1)
-    alone = Bench("qwen3_vl", qwen3_vl.model_dir, await process.ready(), process, qwen3_vl.images, None, qwen3_vl.scratch)
+    alone = Bench(
+        "qwen3_vl", qwen3_vl.model_dir, await process.ready(), process, qwen3_vl.images, None, qwen3_vl.scratch
+    )
     try:
         answers = []
         for bench in (alone, qwen3_vl):
@@ -254,5 +257,3 @@ async def test_images_are_seen(qwen3_vl: Bench) -> None:
     result = await qwen3_vl.client.forward_backward(header(model_id, 2, backward=False), datums)
     first, second = (logprobs_of(output)[-5:] for output in result.outputs)
     assert np.abs(first - second).max() > 1e-4
-
-

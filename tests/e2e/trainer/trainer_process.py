@@ -1,5 +1,6 @@
 """A real trainer: torchrun, its ranks, and a client."""
 
+import asyncio
 import os
 import re
 import signal
@@ -40,7 +41,7 @@ class TrainerProcess:
         while not await client.is_serving("fovea.api.v1.TrainerService"):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"the trainer did not start:\n{self.log.read_text()}")
-            time.sleep(0.2)
+            await asyncio.sleep(0.2)
         return client
 
     def rank_pids(self) -> list[int]:

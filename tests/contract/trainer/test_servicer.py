@@ -1,0 +1,177 @@
+"""The servicer behind a real gRPC server: what each call asks of the ranks, and what it makes of their answer."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fovea.api.v1 import model_input_pb2, trainer_pb2, trainer_pb2_grpc, weights_pb2
+from fovea.client import TrainerClient
+from fovea.runtime.server import ServiceServer
+from fovea.wire import tensors
+from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
+from services.trainer import commands
+from services.trainer.command_queue import CommandQueue, settle
+from services.trainer.datums import InputLimits
+from services.trainer.families import family_of
+from services.trainer.forward_backward import Outcome
+from services.trainer.lora import LoraSettings
+from services.trainer.optimizer import Adam
+from services.trainer.packing import DatumSize
+from services.trainer.servicer import SERVICE, TrainerServicer
+from services.trainer.settings import TrainerSettings
+
+ADAM = trainer_pb2.AdamParams(learning_rate=0.1, beta1=0.2, beta2=0.3, eps=0.4, weight_decay=0.5, grad_clip_norm=0.6)
+
+
+class RecordingRank:
+    """Stands where rank 0's thread stands: takes commands off the real queue and answers from a list."""
+
+    def __init__(self, queue: CommandQueue) -> None:
+        self.commands: list[commands.Command] = []
+        self.answers: list[Any] = []
+        self._queue = queue
+        self.engine = self
+        self.family = family_of("qwen3_vl")
+        self.limits = InputLimits(100, 16, 2, True)
+        self.models = {"m": None}
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def model(self, model_id: str) -> None:
+        """Every model is known."""
+
+    def _run(self) -> None:
+        while not isinstance((job := self._queue.next()).command, commands.Shutdown):
+            self.commands.append(job.command)
+            answer = self.answers.pop(0) if self.answers else None
+            error = answer if isinstance(answer, Exception) else None
+            settle(job.result, answer, error)
+
+
+class Trainer:
+    """A served trainer with a recording rank."""
+
+    def __init__(self, queue: CommandQueue, rank: RecordingRank, client: TrainerClient) -> None:
+        self.queue, self.rank, self.client = queue, rank, client
+
+    async def asked(self, call: Any, answer: Any = None) -> tuple[Any, commands.Command]:
+        """The call's result and the one command that it made."""
+        self.rank.answers[:] = [answer]
+        self.rank.commands.clear()
+        result = await call
+        (command,) = self.rank.commands
+        return result, command
+
+
+@pytest.fixture
+async def trainer() -> AsyncIterator[Trainer]:
+    settings = TrainerSettings(model="/nowhere", port=0, drain_s=0)
+    queue = CommandQueue(60)
+    queue.open()
+    rank = RecordingRank(queue)
+    server = ServiceServer(settings, [SERVICE])
+    servicer = TrainerServicer(settings, queue, rank, None)  # type: ignore[arg-type]
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
+    await server.start()
+    async with TrainerClient(server.address) as client:
+        yield Trainer(queue, rank, client)
+    queue.shut_down()
+    await server.grpc.stop(None)
+
+
+async def test_create_and_delete(trainer: Trainer) -> None:
+    lora = weights_pb2.LoraConfig(rank=4, seed=9, train_mlp=True, train_vision=True)
+    count, command = await trainer.asked(trainer.client.create_model("m", lora), 123)
+    assert count == 123
+    assert command == commands.CreateModel("m", LoraSettings(4, 32.0, 9, False, True, False, True))
+    _, command = await trainer.asked(trainer.client.create_model("m", None), 5)
+    assert command == commands.CreateModel("m", None)
+    _, command = await trainer.asked(trainer.client.delete_model("m"))
+    assert command == commands.DeleteModel("m")
+
+
+async def test_forward_backward(trainer: Trainer) -> None:
+    datums = [_datum(3), _datum(5)]
+    header = trainer_pb2.ForwardBackwardHeader(
+        model_id="m", loss_function="cross_entropy", backward=True, datum_count=2
+    )
+    outcome = Outcome({1: np.arange(5, dtype=np.float32), 0: np.zeros(3, np.float32)}, {"loss:sum": 2.5}, 0.9)
+    result, command = await trainer.asked(trainer.client.forward_backward(header, datums), outcome)
+    assert isinstance(command, commands.ForwardBackward)
+    assert command.sizes == [DatumSize(3, 0), DatumSize(5, 0)]
+    assert [trainer_pb2.Datum.FromString(data) for data in command.datums] == datums
+    assert (command.backward, command.config) == (True, {})
+    assert [tensors.decode(output.tensors["logprobs"]).shape for output in result.outputs] == [(3,), (5,)]
+    assert result.metrics == {"loss:sum": 2.5}
+
+
+async def test_optim_step_carries_every_field(trainer: Trainer) -> None:
+    response, command = await trainer.asked(trainer.client.optim_step("m", ADAM), ({"grad_norm:mean": 1.5}, 7))
+    assert command == commands.OptimStep("m", Adam(0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
+    assert response.step == 7
+    assert dict(response.metrics.values) == {"grad_norm:mean": 1.5}
+    _, command = await trainer.asked(trainer.client.clear_gradients("m"))
+    assert command == commands.ClearGradients("m")
+
+
+async def test_state_and_snapshots(trainer: Trainer) -> None:
+    saved, command = await trainer.asked(trainer.client.save_state("m", "/x"), (99, 3))
+    assert command == commands.SaveState("m", "/x")
+    assert (saved.size_bytes, saved.step) == (99, 3)
+    step, command = await trainer.asked(trainer.client.load_state("m", "/x", optimizer=True), 3)
+    assert (step, command) == (3, commands.LoadState("m", "/x", True))
+    identity = weights_pb2.Snapshot(snapshot_id="m@1", model_id="m", step=3)
+    snapshot, command = await trainer.asked(trainer.client.take_snapshot("m", "m@1", "/y"), identity)
+    assert (snapshot, command) == (identity, commands.TakeSnapshot("m", "m@1", "/y"))
+    _, command = await trainer.asked(trainer.client.forget_snapshot("m@1"))
+    assert command == commands.ForgetSnapshot("m@1")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.create_model("", weights_pb2.LoraConfig(rank=4, train_mlp=True)),
+        lambda client: client.create_model("m", weights_pb2.LoraConfig(rank=65, train_mlp=True)),
+        lambda client: client.optim_step("m", trainer_pb2.AdamParams(learning_rate=-1)),
+        lambda client: client.take_snapshot("m", ""),
+    ],
+)
+async def test_what_is_wrong_never_reaches_the_ranks(trainer: Trainer, call: Callable[[TrainerClient], Any]) -> None:
+    with pytest.raises(InvalidInput):
+        await call(trainer.client)
+    assert not trainer.rank.commands
+
+
+@pytest.mark.parametrize("error", [FeatureEvicted("gone"), Unavailable("rank 1 died")])
+async def test_errors_of_the_ranks_reach_the_caller(trainer: Trainer, error: FoveaError) -> None:
+    trainer.rank.answers[:] = [error]
+    with pytest.raises(type(error), match=error.message):
+        await trainer.client.clear_gradients("m")
+
+
+async def test_unmapped_errors_say_nothing(trainer: Trainer) -> None:
+    trainer.rank.answers[:] = [ValueError("secret path")]
+    with pytest.raises(Internal) as caught:
+        await trainer.client.clear_gradients("m")
+    assert "secret" not in caught.value.message
+
+
+async def test_a_broken_trainer_answers_at_once(trainer: Trainer) -> None:
+    trainer.queue.break_down(Unavailable("rank 1 of the trainer died"))
+    async with asyncio.timeout(10):
+        with pytest.raises(Unavailable, match="rank 1"):
+            await trainer.client.clear_gradients("m")
+    assert not trainer.rank.commands
+
+
+def _datum(count: int) -> trainer_pb2.Datum:
+    return trainer_pb2.Datum(
+        input=model_input_pb2.RenderedInput(tokens=tensors.encode_tokens([1] * count)),
+        loss_inputs={
+            "target_tokens": tensors.encode(np.zeros(count, np.int64)),
+            "weights": tensors.encode(np.ones(count, np.float32)),
+        },
+    )

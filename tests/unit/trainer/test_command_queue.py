@@ -1,0 +1,76 @@
+"""Commands in order, results back, and nothing that waits for ever."""
+
+import asyncio
+import threading
+
+import pytest
+
+from fovea.wire.errors import InvalidInput, Unavailable
+from services.trainer.command_queue import CommandQueue, settle
+from services.trainer.commands import ClearGradients, Heartbeat, Shutdown
+
+
+def _serve(queue: CommandQueue, seen: list[str], gate: threading.Event) -> threading.Thread:
+    def run() -> None:
+        while not isinstance((job := queue.next()).command, Shutdown):
+            gate.wait()
+            if isinstance(job.command, ClearGradients):
+                seen.append(job.command.model_id)
+                wrong = job.command.model_id == "bad"
+                settle(job.result, job.command.model_id, InvalidInput("bad") if wrong else None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+async def test_results_and_errors_come_back_in_order() -> None:
+    queue, seen, gate = CommandQueue(60), [], threading.Event()
+    queue.open()
+    thread = _serve(queue, seen, gate)
+    calls = [asyncio.create_task(queue.submit(ClearGradients(name))) for name in ("a", "bad", "c")]
+    await asyncio.sleep(0)
+    gate.set()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    queue.shut_down()
+    await asyncio.to_thread(thread.join)
+    assert seen == ["a", "bad", "c"]
+    assert results[0] == "a"
+    assert isinstance(results[1], InvalidInput)
+    assert results[2] == "c"
+
+
+async def test_a_caller_that_left_is_passed_over() -> None:
+    queue, seen, gate = CommandQueue(60), [], threading.Event()
+    queue.open()
+    thread = _serve(queue, seen, gate)
+    calls = [asyncio.create_task(queue.submit(ClearGradients(name))) for name in ("a", "b", "c")]
+    await asyncio.sleep(0.05)
+    calls[1].cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    assert await calls[2] == "c"
+    queue.shut_down()
+    await asyncio.to_thread(thread.join)
+    assert seen == ["a", "c"]
+
+
+async def test_a_broken_trainer_fails_everything_at_once() -> None:
+    queue = CommandQueue(60)
+    with pytest.raises(Unavailable, match="still loading"):
+        await queue.submit(ClearGradients("a"))
+    queue.open()
+    calls = [asyncio.create_task(queue.submit(ClearGradients(name))) for name in ("a", "b")]
+    await asyncio.sleep(0)
+    running = queue.next()
+    await asyncio.to_thread(queue.break_down, Unavailable("rank 1 died"))
+    for call in calls:
+        with pytest.raises(Unavailable, match="rank 1 died"):
+            await call
+    with pytest.raises(Unavailable, match="rank 1 died"):
+        await queue.submit(ClearGradients("c"))
+    settle(running.result, "too late")
+
+
+def test_idleness_makes_heartbeats() -> None:
+    assert isinstance(CommandQueue(0.01).next().command, Heartbeat)

@@ -1,0 +1,108 @@
+"""What a datum may be, and what it is after decoding."""
+
+import numpy as np
+import pytest
+
+from fovea.api.v1 import model_input_pb2, trainer_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import InvalidInput
+from services.trainer.datums import InputLimits, decode_datum
+from services.trainer.losses import LOSSES
+from services.trainer.packing import DatumSize
+
+LIMITS = InputLimits(vocabulary_size=100, max_context_length=16, merge_size=2, uses_mrope=True)
+TEXT_ONLY = InputLimits(vocabulary_size=100, max_context_length=16, merge_size=0, uses_mrope=False)
+CROSS_ENTROPY, IMPORTANCE = LOSSES["cross_entropy"], LOSSES["importance_sampling"]
+
+
+def _datum(tokens: list[int], **inputs: np.ndarray) -> trainer_pb2.Datum:
+    return trainer_pb2.Datum(
+        input=model_input_pb2.RenderedInput(tokens=tensors.encode_tokens(tokens)),
+        loss_inputs={name: tensors.encode(value) for name, value in inputs.items()},
+    )
+
+
+def _with_image(tokens: int, offset: int = 2, grid: tuple[int, ...] = (1, 4, 4), length: int = 4) -> trainer_pb2.Datum:
+    datum = _datum([1] * tokens, target_tokens=np.zeros(tokens, np.int64), weights=np.zeros(tokens, np.float32))
+    feature = model_input_pb2.VisionFeature(digest="d", grid_thw=grid, token_count=length)
+    datum.input.spans.add(offset=offset, length=length, feature=feature)
+    datum.input.positions.CopyFrom(tensors.encode(np.ones((3, tokens), np.int32)))
+    return datum
+
+
+def test_flat_targets_become_one_column() -> None:
+    given = _datum([1, 2, 3], target_tokens=np.array([4, 5, 6]), weights=np.array([1, 2, 3]))
+    datum = decode_datum(given, 0, CROSS_ENTROPY, LIMITS)
+    assert datum.flat_targets
+    np.testing.assert_array_equal(datum.targets, [[4], [5], [6]])
+    np.testing.assert_array_equal(datum.inputs["weights"], np.array([[1], [2], [3]], np.float32))
+    assert datum.inputs["weights"].dtype == np.float32
+    assert datum.size == DatumSize(3, 0)
+
+
+def test_missing_optional_input_is_ones() -> None:
+    given = _datum(
+        [1, 2], target_tokens=np.array([4, 5]), logprobs=np.zeros(2, np.float32), advantages=np.ones(2, np.float32)
+    )
+    datum = decode_datum(given, 0, IMPORTANCE, LIMITS)
+    np.testing.assert_array_equal(datum.inputs["weights"], np.ones((2, 1)))
+
+
+def test_image_is_counted() -> None:
+    datum = decode_datum(_with_image(9), 0, CROSS_ENTROPY, LIMITS)
+    assert datum.size == DatumSize(9, 16)
+    assert datum.spans[0].grid_thw == (1, 4, 4)
+    assert datum.positions is not None
+    assert datum.positions.shape == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("datum", "field"),
+    [
+        (_with_image(9, offset=6), "input.spans[0].offset"),
+        (_with_image(9, offset=-1), "input.spans[0].offset"),
+        (_with_image(9, grid=(1, 4)), "input.spans[0].feature.grid_thw"),
+        (_with_image(9, grid=(1, 0, 4)), "input.spans[0].feature.grid_thw"),
+        (_with_image(9, grid=(1, 3, 4)), "input.spans[0].feature.grid_thw"),
+        (_with_image(9, length=3), "input.spans[0].length"),
+        (_with_image(17), "input.tokens"),
+    ],
+)
+def test_bad_images_are_named(datum: trainer_pb2.Datum, field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        decode_datum(datum, 7, CROSS_ENTROPY, LIMITS)
+    assert caught.value.field == f"datum[7].{field}"
+    assert caught.value.message.startswith(f"datum[7].{field} ")
+
+
+def test_overlapping_images_are_refused() -> None:
+    datum = _with_image(12)
+    datum.input.spans.add().CopyFrom(datum.input.spans[0])
+    datum.input.spans[1].offset = 5
+    with pytest.raises(InvalidInput, match="rise from 6"):
+        decode_datum(datum, 0, CROSS_ENTROPY, LIMITS)
+
+
+def test_image_without_positions_is_refused() -> None:
+    datum = _with_image(9)
+    datum.input.ClearField("positions")
+    with pytest.raises(InvalidInput, match="positions is missing"):
+        decode_datum(datum, 0, CROSS_ENTROPY, LIMITS)
+
+
+def test_text_model_takes_neither_images_nor_positions() -> None:
+    datum = _with_image(9)
+    with pytest.raises(InvalidInput, match="takes text only"):
+        decode_datum(datum, 0, CROSS_ENTROPY, TEXT_ONLY)
+    del datum.input.spans[:]
+    with pytest.raises(InvalidInput, match="no multimodal RoPE"):
+        decode_datum(datum, 0, CROSS_ENTROPY, TEXT_ONLY)
+
+
+def test_many_targets_only_where_the_loss_takes_them() -> None:
+    many = {"target_tokens": np.zeros((2, 3), np.int64)}
+    soft = decode_datum(_datum([1, 2], **many, weights=np.ones((2, 3), np.float32)), 0, CROSS_ENTROPY, LIMITS)
+    assert soft.targets.shape == (2, 3)
+    assert not soft.flat_targets
+    with pytest.raises(InvalidInput, match=r"importance_sampling takes \[N\]"):
+        decode_datum(_datum([1, 2], **many), 0, IMPORTANCE, LIMITS)

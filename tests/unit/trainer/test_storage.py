@@ -1,0 +1,42 @@
+"""Folders appear whole or not at all, on a disk and elsewhere."""
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from fovea.wire.errors import InvalidInput, NotFound
+from services.trainer.storage import Folder, write_folder
+
+
+def _fail() -> bytes:
+    raise OSError("disk full")
+
+
+@pytest.mark.parametrize("protocol", ["path", "file", "memory"])
+def test_written_replaced_and_read(tmp_path: Path, protocol: str) -> None:
+    prefix = {"path": str(tmp_path), "file": f"file://{tmp_path}", "memory": f"memory://{uuid.uuid4().hex}"}[protocol]
+    uri = f"{prefix}/deep/folder"
+    assert write_folder(uri, {"one": b"123", "two": b"45"}) == 5
+    assert write_folder(uri, {"one": b"6789"}) == 4
+    folder = Folder.at(uri)
+    assert folder.read("one") == b"6789"
+    assert not folder.exists("two")
+    with pytest.raises(NotFound):
+        folder.read("two")
+    assert len(folder.files.ls(folder.path.rsplit("/", 1)[0])) == 1
+
+
+def test_failure_leaves_what_was_there(tmp_path: Path) -> None:
+    uri = str(tmp_path / "folder")
+    write_folder(uri, {"one": b"old"})
+    with pytest.raises(OSError, match="disk full"):
+        write_folder(uri, {"one": b"new", "two": _fail})
+    assert Folder.at(uri).read("one") == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("uri", ["", "  ", "nosuch://x"])
+def test_impossible_places_are_refused(uri: str) -> None:
+    with pytest.raises(InvalidInput, match="uri"):
+        Folder.at(uri)
