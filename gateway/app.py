@@ -75,7 +75,7 @@ class Gateway:
         self.training = Training(
             self.board, self.sessions, self.models, batches, runner, self.trainer, settings.gap_timeout_s
         )
-        self.keys = KeyRing(self.database, settings.api_keys)
+        self.keys = KeyRing(self.database, settings.api_key)
         self.capabilities = Capabilities(settings.model_name, self.renderers, self.samplers, self.trainer)
         self.board.start = self._start_future
         self.sessions.on_end = self._end_session

@@ -25,7 +25,7 @@ class GatewaySettings(ServiceSettings):
     state_dir: Path = Field(Path("fovea-state"), description="Folder of the database and, by default, of checkpoints.")
     database_url: str = Field("", description="SQLAlchemy URL; SQLite in the state folder by default.")
     checkpoint_dir: str = Field("", description="Folder or fsspec URL of checkpoints, as the trainer sees it.")
-    api_keys: list[str] = Field(["tml-local"], description="Keys that clients may use; they must start with `tml-`.")
+    api_key: list[str] = Field(["tml-local"], description="Keys that clients may use; they must start with `tml-`.")
 
     max_body_bytes: int = Field(128 * 2**20, gt=0, description="The largest request body, before and after zstd.")
     poll_hold_s: float = Field(30.0, gt=0, le=40, description="Seconds that a poll of an unfinished future is held.")

@@ -65,7 +65,7 @@ async def test_unknown_is_404_expired_is_410_and_a_stranger_sees_nothing(stand: 
     request_id = (await rest.forward_backward(model_id, 1)).json()["request_id"]
     await rest.result(request_id)
     await stand.stop()
-    await stand.start(result_ttl_s=1.0, api_keys=["tml-local", "tml-other"])
+    await stand.start(result_ttl_s=1.0, api_key=["tml-local", "tml-other"])
     async with stand.http("tml-other") as http:
         other = Rest(http)
         assert (await other.poll(request_id)).status_code == 404
