@@ -69,7 +69,13 @@ class Gateway:
         )  # fmt: skip
         batches = Batches(self.board, self.renderers)
         context = Context(
-            self.models, self.checkpoints, batches, self.trainer, self.sampling, settings.command_timeout_s
+            self.models,
+            self.checkpoints,
+            batches,
+            self.trainer,
+            self.sampling,
+            settings.command_timeout_s,
+            settings.retry_deadline_s,
         )
         runner = CommandRunner(self.board, context)
         self.training = Training(

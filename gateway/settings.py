@@ -35,7 +35,9 @@ class GatewaySettings(ServiceSettings):
     command_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one trainer command.")
     push_timeout_s: float = Field(120.0, gt=0, description="Deadline of one push of weights to samplers.")
     sample_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one sample request in a sampler.")
-    retry_deadline_s: float = Field(120.0, ge=0, description="How long samples wait for a sampler to come back.")
+    retry_deadline_s: float = Field(
+        120.0, ge=0, description="How long samples wait for a sampler, and new models for a trainer."
+    )
     trainer_wait_s: float = Field(5.0, ge=0, description="How long a command waits for an unreachable trainer.")
     sampler_concurrency: int = Field(256, gt=0, description="Requests in one sampler at once; the rest queue here.")
     max_pending: int = Field(20_000, gt=0, description="Unfinished requests above which new samples are told to wait.")

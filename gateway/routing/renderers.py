@@ -57,17 +57,25 @@ class Renderers:
         return self._info
 
     async def render(self, model_input: model_input_pb2.ModelInput, field: str) -> model_input_pb2.RenderedInput:
-        """Splices an input. Text needs no call.
+        """Splices an input. Text needs no call, unless it holds an id that stands for an image.
 
         Raises InvalidInput naming `field` and what is wrong, ContextOverflow for an input above the context,
         Unavailable if no renderer answers in time.
         """
-        if all(chunk.WhichOneof("kind") == "tokens" for chunk in model_input.chunks):
-            rendered = model_input_pb2.RenderedInput(tokens=b"".join(c.tokens.tokens for c in model_input.chunks))
-        else:
-            rendered = await self._render_remotely(model_input, field)
+        rendered = await self._splice_text(model_input, field) or await self._render_remotely(model_input, field)
         await self._check(rendered, field)
         return rendered
+
+    async def _splice_text(
+        self, model_input: model_input_pb2.ModelInput, field: str
+    ) -> model_input_pb2.RenderedInput | None:
+        if any(chunk.WhichOneof("kind") != "tokens" for chunk in model_input.chunks):
+            return None
+        tokens = b"".join(chunk.tokens.tokens for chunk in model_input.chunks)
+        reserved = (await self.info()).reserved_token_ids
+        if np.isin(tensors.decode_tokens(tokens, field), reserved).any():
+            return None
+        return model_input_pb2.RenderedInput(tokens=tokens)
 
     async def _check(self, rendered: model_input_pb2.RenderedInput, field: str) -> None:
         info = await self.info()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from fovea.api.v1 import sampler_pb2
 from fovea.client import SamplerClient
@@ -25,7 +26,14 @@ class Sampler:
         slots: Bounds the requests inside.
     """
 
-    def __init__(self, address: str, concurrency: int, change: Callable[["Sampler", str], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        address: str,
+        concurrency: int,
+        change: Callable[["Sampler", str], Awaitable[None]],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._on_change = on_change
         self.address = address
         self.client = SamplerClient(address)
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
@@ -55,12 +63,14 @@ class Sampler:
         elif not self.up.is_set():
             logger.info("sampler %s is up again, same instance", self.address)
         self.up.set()
+        self._on_change()
 
     def mark_down(self, reason: str) -> None:
         """Notes that calls fail; it is asked again soon."""
         if self.up.is_set() or self.info is None:
             logger.warning("sampler %s does not answer: %s", self.address, reason)
         self.up.clear()
+        self._on_change()
 
 
 class Samplers:
@@ -80,11 +90,12 @@ class Samplers:
         self._change = change
         self._samplers: dict[str, Sampler] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._any_up = asyncio.Event()
 
     async def start(self) -> None:
         """Begins to watch every sampler."""
         for address in await self._discovery.samplers():
-            sampler = self._samplers[address] = Sampler(address, self._concurrency, self._change)
+            sampler = self._samplers[address] = Sampler(address, self._concurrency, self._change, self._note)
             self._watches[address] = asyncio.create_task(_watch_forever(sampler), name=f"watch {address}")
         await asyncio.gather(*(sampler.refresh() for sampler in self._samplers.values()))
 
@@ -105,6 +116,11 @@ class Samplers:
         """What a sampler serves: they are all alike. None before one was ever seen."""
         return next((sampler.info for sampler in self._samplers.values() if sampler.info is not None), None)
 
+    async def wait_up(self, timeout_s: float) -> None:
+        """Returns once a sampler answers, or after `timeout_s`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._any_up.wait(), max(timeout_s, 0.0))
+
     def pick(self, snapshot_id: str) -> Sampler:
         """The least busy sampler, one that holds the snapshot if possible. Raises Unavailable if none is up."""
         if not self.up:
@@ -114,6 +130,12 @@ class Samplers:
         best = min(holders, key=lambda sampler: sampler.queued, default=others)
         # A holder is preferred until it is much busier: then loading the snapshot elsewhere pays.
         return best if best.queued <= 2 * others.queued + 8 else others
+
+    def _note(self) -> None:
+        if self.up:
+            self._any_up.set()
+        else:
+            self._any_up.clear()
 
 
 async def _watch_forever(sampler: Sampler) -> None:

@@ -60,11 +60,11 @@ class TrainerLink:
         """Whether it answered when last asked."""
         return self._up.is_set()
 
-    async def require(self) -> trainer_pb2.GetTrainerInfoResponse:
-        """What the trainer serves, once it is up. Raises Unavailable after a short wait."""
+    async def require(self, patience_s: float = 0.0) -> trainer_pb2.GetTrainerInfoResponse:
+        """What the trainer serves, once it is up. Raises Unavailable after a short wait, or after `patience_s`."""
         down_s = asyncio.get_running_loop().time() - self._down_since
         with suppress(TimeoutError):  # who comes long after it went away need not wait to learn it
-            await asyncio.wait_for(self._up.wait(), max(self._wait_s - down_s, 0.01))
+            await asyncio.wait_for(self._up.wait(), max(self._wait_s - down_s, patience_s, 0.01))
         if not self._up.is_set() or self._info is None:
             raise Unavailable(f"the trainer at {self.address} does not answer")
         return self._info

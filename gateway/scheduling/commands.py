@@ -24,6 +24,9 @@ COMMANDS: dict[Kind, Command] = {
     Kind.SAVE_FOR_SAMPLER: saves.save_for_sampler,
 }
 
+UNREPEATABLE = (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
+"""Commands that must not run twice. The others may: nothing of their model runs between the two times."""
+
 
 class CommandRunner:
     """What a Line calls for each command in turn."""
@@ -57,7 +60,7 @@ class CommandRunner:
     async def _run(self, model: Model, pending: Pending) -> Done:
         if pending.rejection is not None:
             raise pending.rejection
-        if pending.state is State.RUNNING:
+        if pending.state is State.RUNNING and pending.kind in UNREPEATABLE:
             raise Unavailable(f"the gateway restarted while this {pending.kind} ran; whether it took effect is unknown")
         if pending.kind is not Kind.CREATE_MODEL:
             await self._context.models.check_ready(model)

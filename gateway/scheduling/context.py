@@ -18,7 +18,12 @@ from gateway.store.models import Model
 
 @dataclass(frozen=True)
 class Context:
-    """Handed to every command."""
+    """Handed to every command.
+
+    Attributes:
+        timeout_s: Deadline of one call to the trainer.
+        patience_s: How long a command that loses nothing by it waits for a trainer that restarts.
+    """
 
     models: Models
     checkpoints: Checkpoints
@@ -26,6 +31,7 @@ class Context:
     trainer: TrainerLink
     sampling: Sampling
     timeout_s: float
+    patience_s: float
 
 
 @dataclass

@@ -1,20 +1,22 @@
 """Commands that make a model or load one."""
 
+import asyncio
+
 from fovea.api.v1 import gateway_pb2, weights_pb2
-from fovea.wire.errors import FoveaError, InvalidInput
-from gateway.futures.future import Pending
+from fovea.wire.errors import FoveaError, InvalidInput, Unavailable
+from gateway.futures.future import Pending, QueueState
 from gateway.identity import Caller
 from gateway.scheduling.context import Context, Done
 from gateway.store.models import Model, ModelState
+
+_RETRY_S = 0.5
 
 
 async def create_model(context: Context, model: Model, pending: Pending, blob: bytes) -> Done:
     """Makes a fresh model, or one from a checkpoint. Either way the model's state says how it went."""
     request = gateway_pb2.SubmitCreateModelRequest.FromString(blob)
     try:
-        info = await context.trainer.require()
-        model.trainer_instance = info.instance_id
-        step = await _create(context, model, request, info.max_lora_rank)
+        step = await _create_patiently(context, model, pending, request)
     except FoveaError as error:
         model.state, model.state_reason = ModelState.FAILED, error.message
         raise
@@ -24,6 +26,26 @@ async def create_model(context: Context, model: Model, pending: Pending, blob: b
         loaded = gateway_pb2.StateLoaded(step=step, path=request.from_path)
         result.append(gateway_pb2.WaitFutureResponse(state_loaded=loaded))
     return Done([*result])
+
+
+async def _create_patiently(
+    context: Context, model: Model, pending: Pending, request: gateway_pb2.SubmitCreateModelRequest
+) -> int:
+    """Creating loses nothing and may be repeated, so it waits for a trainer that restarts."""
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + context.patience_s
+    while True:
+        pending.wait_on("waiting for the trainer", QueueState.PAUSED)
+        info = await context.trainer.require(give_up_at - loop.time())
+        model.trainer_instance = info.instance_id
+        pending.wait_on("creating, or waiting for the trainer")
+        try:
+            return await _create(context, model, request, info.max_lora_rank)
+        except Unavailable:
+            if loop.time() > give_up_at:
+                raise
+            await context.trainer.look_again()
+            await asyncio.sleep(_RETRY_S)
 
 
 async def _create(

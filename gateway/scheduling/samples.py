@@ -165,17 +165,20 @@ class SampleRunner:
             if isinstance(error, FeatureEvicted):
                 work.rendered = None
         elif isinstance(error, Unavailable) and not isinstance(error, ModelLost):
-            work.down_since = work.down_since or now
+            if work.down_since is None:
+                work.down_since = now
+                logger.info("sample %s waits: %s", work.request_id, error)
             if now - work.down_since > self._retry_deadline_s:
                 raise Unavailable(
                     f"gave up after {self._retry_deadline_s:.0f} s: {error.message}. Send the request again"
                 ) from None
             work.wait_on(error.message, QueueState.PAUSED)
             await asyncio.sleep(_RETRY_S)
+            await self._samplers.wait_up(work.down_since + self._retry_deadline_s - now)
         else:
             raise error
         metrics.SAMPLE_RETRIES.labels(error.reason).inc()
-        logger.info("sample %s is tried again: %s", work.request_id, error)
+        logger.debug("sample %s is tried again: %s", work.request_id, error)
 
     def _check(self, work: SampleWork) -> None:
         info = self._samplers.info

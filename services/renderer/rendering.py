@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from fovea.wire.errors import ContextOverflow, Internal, InvalidInput, ResourceExhausted
+from fovea.wire.placeholders import find_lost_image
 from services.renderer import image_header, metrics
 from services.renderer.chunks import Chunk, HeldImage, ImageChunk, PlacedImage, RemoteImage, Rendered
 from services.renderer.families.base import Family, ImageSpan, TokenIds
@@ -76,7 +77,6 @@ class Renderer:
         self.images = images
         self._fetcher = fetcher
         self._process = process
-        self._reserved_ids = np.array(sorted(model.family.reserved_ids), dtype=np.int32)
 
     async def render(self, chunks: Sequence[Chunk]) -> Rendered:
         """Splices one input.
@@ -100,11 +100,7 @@ class Renderer:
         return self._splice(chunks, features)
 
     def _check_text(self, index: int, ids: TokenIds, previous_id: int) -> None:
-        """Raises InvalidInput for the first id that is none, or that stands for an image nobody sent.
-
-        A placeholder alone is a token like any other, since a model may sample one; after the token that opens an image
-        it is an image that got lost on the way.
-        """
+        """Raises InvalidInput for the first id that is none, or that stands for an image nobody sent."""
         outside = np.flatnonzero((ids < 0) | (ids >= self.model.vocabulary_size))
         if outside.size:
             at = int(outside[0])
@@ -115,15 +111,14 @@ class Renderer:
                 ),
                 index,
             )
-        opened = np.concatenate(([previous_id], ids[:-1])) == self.model.family.image_opener_id
-        missing = np.flatnonzero(opened & np.isin(ids, self._reserved_ids))
-        if missing.size:
-            at = int(missing[0])
-            name = self.model.family.reserved_ids[int(ids[at])]
+        family = self.model.family
+        lost = find_lost_image(ids, family.image_opener_id, family.reserved_ids, previous_id)
+        if lost is not None:
+            name = family.reserved_ids[int(ids[lost])]
             raise invalid_input(
                 Refusal(
                     "reserved_token",
-                    f"token {at} is {ids[at]} ({name}), which stands for an image that text does not carry;"
+                    f"token {lost} is {ids[lost]} ({name}), which stands for an image that text does not carry;"
                     " leave it out and send the image as a chunk of its own",
                 ),
                 index,

@@ -45,6 +45,7 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
             processor_fingerprint=model.processor_fingerprint,
             vocabulary_size=model.vocabulary_size,
             max_context_length=model.max_context_length,
+            reserved_token_ids=sorted(model.family.reserved_ids),
             version=fovea.__version__,
         )
 

@@ -11,6 +11,7 @@ from fovea.api.v1 import model_input_pb2, sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
 from fovea.wire.limits import MESSAGE_BYTES
+from fovea.wire.placeholders import find_lost_image
 from services.sampler.families.base import Family
 from services.sampler.requests import Draw, ImageSpan, Limits, SampleSpec
 
@@ -65,15 +66,13 @@ def _read_spans(
         raise InvalidInput("the model takes no images", field="prompt.spans")
     if len(prompt.spans) > limits.max_images:
         raise InvalidInput(f"{len(prompt.spans)} images; at most {limits.max_images} are taken", field="prompt.spans")
-    outside = np.ones(len(ids), dtype=bool)
+    outside = ids.copy()
     end = 0
     for number, span in enumerate(prompt.spans):
         _check_span(f"prompt.spans[{number}]", span, ids, end, limits, family)
         end = span.offset + span.length
-        outside[span.offset : end] = False
-    stray = np.flatnonzero(outside & np.isin(ids, list(family.reserved_token_ids)))
-    if stray.size:
-        place = int(stray[0])
+        outside[span.offset : end] = -1
+    if (place := find_lost_image(outside, family.image_opener_id, family.reserved_token_ids)) is not None:
         raise InvalidInput(
             f"prompt.tokens[{place}] is the placeholder {ids[place]}, but no image span covers it",
             field="prompt.tokens",

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from fovea.api.v1 import model_input_pb2, tensor_pb2, trainer_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
+from fovea.wire.placeholders import find_lost_image
 from services.trainer.losses import TARGETS, Loss
 from services.trainer.packing import DatumSize
 
@@ -28,12 +29,16 @@ class InputLimits:
         max_context_length: The most tokens of a datum.
         merge_size: Patches along each side of the square that becomes one token; 0 for a text model.
         uses_mrope: Whether an input with images must bring positions [3, N].
+        reserved_ids: Token ids that stand for a piece of an image.
+        image_opener_id: The token id that an image follows, if there is one.
     """
 
     vocabulary_size: int
     max_context_length: int
     merge_size: int
     uses_mrope: bool
+    reserved_ids: frozenset[int] = frozenset()
+    image_opener_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: Input
     path = f"datum[{index}]"
     tokens = _tokens(datum.input, limits, f"{path}.input.tokens")
     spans = _spans(datum.input, len(tokens), limits, f"{path}.input.spans")
+    _check_no_image_is_lost(tokens, spans, limits, f"{path}.input.tokens")
     positions = _positions(datum.input, len(tokens), bool(spans), limits, f"{path}.input.positions")
     known = {TARGETS, *(given.name for given in loss.inputs)}
     for name in datum.loss_inputs:
@@ -156,6 +162,14 @@ def _spans(
         end = span.offset + span.length
         spans.append(Span(span.offset, span.length, grid, span.feature))
     return tuple(spans)
+
+
+def _check_no_image_is_lost(tokens: IntArray, spans: tuple[Span, ...], limits: InputLimits, field: str) -> None:
+    outside = tokens.copy()
+    for span in spans:
+        outside[span.offset : span.offset + span.length] = -1
+    if (place := find_lost_image(outside, limits.image_opener_id, limits.reserved_ids)) is not None:
+        raise _invalid(field, f"has the image placeholder {tokens[place]} at [{place}], but no image is there")
 
 
 def _positions(

@@ -85,6 +85,8 @@ class Engine:
             min(settings.max_context_length or text.max_position_embeddings, text.max_position_embeddings),
             merge_size,
             self.family.uses_mrope,
+            self.family.reserved_ids(config),
+            self.family.image_opener_id(config),
         )
         layout = BatchLayout(self.family.uses_mrope, patch_bytes, merge_size, self._device)
         features = FeatureCache(

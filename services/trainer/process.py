@@ -24,6 +24,9 @@ from services.trainer.transfer import TransferGroups
 
 logger = logging.getLogger(__name__)
 
+LINGER_S = 1.0
+"""How long a broken trainer tells callers what has happened before it ends."""
+
 LEAVE_S = 8.0
 """How long the ranks get to leave together after the last call has ended; torchrun kills after 30 s."""
 
@@ -80,6 +83,8 @@ class _Leader:
         servicer = TrainerServicer(self._settings, self._queue, self._rank, pusher)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, self._server.grpc)
         await self._server.start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._asked_to_stop)
         threading.Thread(target=self._rank_thread, name="rank-0", daemon=True).start()
         serving = asyncio.create_task(self._serve_when_loaded())
         await self._server.run_until_stopped()
@@ -118,7 +123,12 @@ class _Leader:
     def _break_down(self, message: str) -> None:
         self._status = 1
         self._queue.break_down(Unavailable(message))
-        self._loop.call_soon_threadsafe(self._server.request_stop)
+        self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, self._server.request_stop)
+
+    def _asked_to_stop(self) -> None:
+        # torchrun sends the signal too when a rank has died: callers are being told, and the stop is near.
+        if not self._status:
+            self._server.request_stop()
 
 
 def _transfer_address(settings: TrainerSettings) -> str:

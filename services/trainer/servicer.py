@@ -5,6 +5,7 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import grpc
 
@@ -27,6 +28,9 @@ from services.trainer.sharding import dtype_name
 
 SERVICE = "fovea.api.v1.TrainerService"
 Context = grpc.aio.ServicerContext
+
+REFUSED_STREAM_S = 10.0
+"""How long a client may go on sending a stream that was refused."""
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -77,7 +81,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ForwardBackward(
         self, request_iterator: AsyncIterator[trainer_pb2.ForwardBackwardRequest], context: Context
     ) -> AsyncIterator[trainer_pb2.ForwardBackwardResponse]:
-        header, datums = await self._receive(request_iterator)
+        header, datums = await self._receive_all(request_iterator)
         command = await asyncio.to_thread(self._checked, header, datums)
         outcome: Outcome = await self._queue.submit(command)
         backward = str(header.backward).lower()
@@ -146,6 +150,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         )
         settings.check(self._settings.max_lora_rank, self._engine().family.has_vision)
         return settings
+
+    async def _receive_all(
+        self, requests: AsyncIterator[trainer_pb2.ForwardBackwardRequest]
+    ) -> tuple[trainer_pb2.ForwardBackwardHeader, list[trainer_pb2.Datum]]:
+        try:
+            return await self._receive(requests)
+        except InvalidInput:
+            # gRPC breaks the stream of a client that is still sending when the status comes: let it finish first.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REFUSED_STREAM_S):
+                    async for _ in requests:
+                        pass
+            raise
 
     async def _receive(
         self, requests: AsyncIterator[trainer_pb2.ForwardBackwardRequest]

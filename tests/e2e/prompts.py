@@ -84,6 +84,7 @@ class PromptBuilder:
             "two images": self.build(start, small, "<|vision_end|> and <|vision_start|>", wide, end),
             "image first": self.build(wide, end),
             "image last": self.build("Look here: <|vision_start|>", small),
+            "sampled placeholder": self.build(start, small, "<|vision_end|>one <|image_pad|> two"),
             "150x224": self.build(start, wide, end),
         }
 

@@ -13,7 +13,7 @@ class GetRendererInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetRendererInfoResponse(_message.Message):
-    __slots__ = ("model", "family", "supports_images", "processor_fingerprint", "vocabulary_size", "max_context_length", "version")
+    __slots__ = ("model", "family", "supports_images", "processor_fingerprint", "vocabulary_size", "max_context_length", "version", "reserved_token_ids")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_IMAGES_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class GetRendererInfoResponse(_message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     model: str
     family: str
     supports_images: bool
@@ -28,7 +29,8 @@ class GetRendererInfoResponse(_message.Message):
     vocabulary_size: int
     max_context_length: int
     version: str
-    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., supports_images: bool = ..., processor_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_length: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    reserved_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., supports_images: bool = ..., processor_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_length: _Optional[int] = ..., version: _Optional[str] = ..., reserved_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenderRequest(_message.Message):
     __slots__ = ("input",)

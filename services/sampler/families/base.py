@@ -30,7 +30,12 @@ class Family(ABC):
     @property
     @abstractmethod
     def reserved_token_ids(self) -> frozenset[int]:
-        """Ids that a prompt may not hold outside the spans of images."""
+        """Ids that stand for a piece of an image."""
+
+    @property
+    @abstractmethod
+    def image_opener_id(self) -> int | None:
+        """The id that an image follows, or None."""
 
     @abstractmethod
     def grid_problem(self, grid: Sequence[int]) -> str:

@@ -24,6 +24,11 @@ class QwenVisionFamily(Family):
         """Placeholders of images and of videos, which Fovea does not take."""
         return frozenset(int(self.config[name]) for name in ("image_token_id", "video_token_id") if name in self.config)
 
+    @property
+    def image_opener_id(self) -> int | None:
+        """The id of `<|vision_start|>`."""
+        return self.config.get("vision_start_token_id")
+
     def grid_problem(self, grid: Sequence[int]) -> str:
         """A grid is (1, height, width) in patches, both multiples of the merge size."""
         if len(grid) != 3:

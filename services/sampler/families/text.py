@@ -24,6 +24,11 @@ class TextFamily(Family):
         """All ids are text."""
         return frozenset()
 
+    @property
+    def image_opener_id(self) -> None:
+        """There is none."""
+        return None
+
     def grid_problem(self, grid: Sequence[int]) -> str:
         """No grid is right."""
         return "the model takes no images"

@@ -164,6 +164,15 @@ class Family(ABC):
         """Runs the tower on normalised patches. Raises ValueError for a family without one."""
         raise ValueError(f"{self.model_type} has no vision tower")
 
+    def reserved_ids(self, config: PretrainedConfig) -> frozenset[int]:
+        """Token ids that stand for a piece of an image."""
+        names = ("image_token_id", "video_token_id")
+        return frozenset(getattr(config, name) for name in names if getattr(config, name, None) is not None)
+
+    def image_opener_id(self, config: PretrainedConfig) -> int | None:
+        """The token id that an image follows, if there is one."""
+        return getattr(config, "vision_start_token_id", None)
+
     def patch_bytes(self, config: PretrainedConfig) -> int:
         """W: uint8 values of one patch."""
         vision: Any = config.vision_config

@@ -263,9 +263,25 @@ async def test_missing_request_is_given_up_and_the_step_behind_it_refused(stand:
     assert "metrics" in await rest.result((await rest.optim_step(model_id, 5))["request_id"])
 
 
+async def test_running_command_that_may_run_twice_does_so_after_a_restart(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    stand.trainer.open.clear()
+    saved = await rest.ok("save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=0)
+    await eventually(lambda: "TakeSnapshot" in stand.trainer.names())
+    await stand.stop()
+    stand.trainer.open.set()
+    await stand.start()
+    answer = await rest.result(saved["request_id"])
+    sample = await rest.sample(answer["sampling_session_id"], 0)
+    assert "sequences" in await rest.result(sample.json()["request_id"])
+    names = [request.snapshot_id for request in stand.trainer.of("TakeSnapshot")]
+    assert names == [f"{model_id}@1", f"{model_id}@2"], "a name is never given twice"
+
+
 async def test_queued_and_running_requests_survive_a_restart(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     sampling_id = await rest.snapshot(model_id, 1)
+    await eventually(lambda: f"{model_id}@1" in stand.sampler.adapters)
     stand.trainer.open.clear()
     stand.sampler.open.clear()
     running = (await rest.forward_backward(model_id, 2)).json()["request_id"]

@@ -4,6 +4,7 @@ import time
 
 from fovea.wire.errors import FeatureEvicted
 from tests.contract.gateway.conftest import Stand, eventually
+from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest, image_datum
 
 
@@ -58,6 +59,22 @@ async def test_dead_trainer_fails_commands_within_seconds(stand: Stand, rest: Re
     assert time.monotonic() - started < 20, "the queue is not drained one wait at a time"
     stand.trainer.open.set()
     await stand.trainer.start()
+
+
+async def test_creating_a_model_waits_for_a_trainer_that_restarts(stand: Stand, rest: Rest) -> None:
+    await stand.trainer.stop()
+    body = {"session_id": rest.session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 8}}
+    request_id = (await rest.ok("create_model", **body))["request_id"]
+
+    async def is_paused() -> bool:
+        waiting = (await rest.poll(request_id)).json()
+        return (waiting["queue_state"], waiting["queue_state_reason"]) == ("paused_capacity", "waiting for the trainer")
+
+    await eventually(is_paused)
+    stand.trainer.restart()
+    await stand.trainer.start()
+    model_id = (await rest.result(request_id))["model_id"]
+    assert "error" not in await rest.result((await rest.forward_backward(model_id, 1)).json()["request_id"])
 
 
 async def test_trainer_that_comes_back_with_its_models_goes_on(stand: Stand, rest: Rest) -> None:

@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoConfig, AutoImageProcessor
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
 from fovea.wire.features import FeatureTensors, iter_pieces, size_bytes, tensors_sha256
@@ -28,6 +28,7 @@ class TinyRenderer(renderer_pb2_grpc.RendererServiceServicer):
 
     def __post_init__(self) -> None:
         self._processor = AutoImageProcessor.from_pretrained(self.model)
+        self.image_opener_id: int = AutoConfig.from_pretrained(self.model).vision_start_token_id
 
     def render(self, pixels: npt.NDArray[np.uint8]) -> model_input_pb2.VisionFeature:
         """Renders an RGB image, uint8 [height, width, 3]."""

@@ -93,16 +93,23 @@ def set_params(**fields: float) -> Spoil:
     return spoil
 
 
-def no_images(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+def set_ids(request: sampler_pb2.SampleRequest, start: int, *new: int) -> None:
+    """Overwrites tokens of the prompt."""
+    ids = tensors.decode_tokens(request.prompt.tokens).copy()
+    ids[start : start + len(new)] = new
+    request.prompt.tokens = tensors.encode_tokens(ids)
+
+
+def no_images(request: sampler_pb2.SampleRequest, renderer: TinyRenderer) -> None:
     """Placeholders stay, spans go."""
+    set_ids(request, request.prompt.spans[0].offset - 1, renderer.image_opener_id)
     del request.prompt.spans[:]
 
 
-def stray(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
-    """A placeholder where no image is."""
-    ids = tensors.decode_tokens(request.prompt.tokens).copy()
-    ids[0] = ids[request.prompt.spans[0].offset]
-    request.prompt.tokens = tensors.encode_tokens(ids)
+def stray(request: sampler_pb2.SampleRequest, renderer: TinyRenderer) -> None:
+    """A placeholder in the place of an image, where no image is."""
+    placeholder = tensors.decode_tokens(request.prompt.tokens)[request.prompt.spans[0].offset]
+    set_ids(request, 0, renderer.image_opener_id, int(placeholder))
 
 
 def twice(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:

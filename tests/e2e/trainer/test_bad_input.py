@@ -137,7 +137,7 @@ async def test_feature_of_another_grid(qwen3_vl: Bench, model: str) -> None:
 
 async def test_renderer_that_is_not_there(qwen3_vl: Bench, model: str) -> None:
     change = _feature(digest="d" * 64, source="127.0.0.1:1")
-    await _refused(qwen3_vl, model, "image", change, "", "", Unavailable)
+    await _refused(qwen3_vl, model, "image", change, "", "127.0.0.1:1", Unavailable)
 
 
 async def test_image_without_source(qwen3_vl: Bench, model: str) -> None:

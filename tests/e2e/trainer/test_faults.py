@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -93,35 +95,30 @@ async def test_torchrun_killed_leaves_no_rank(victim: Victim) -> None:
 
 
 async def test_sigterm_ends_what_runs_first(victim: Victim) -> None:
-    """Health and info answer while a command runs; a stop waits for it."""
-    running = asyncio.create_task(victim.client.forward_backward(header("m", 128), victim.work(128)))
-    await asyncio.sleep(0.5)
+    """Health, info, reflection and metrics answer while a command runs; a stop waits for it."""
+    running = asyncio.create_task(victim.client.forward_backward(header("m", 24), victim.work(24)))
+    await asyncio.sleep(0.2)
     assert (await victim.client.info(timeout_s=SECONDS)).world_size == 2
     assert await victim.client.is_serving("fovea.api.v1.TrainerService", SECONDS)
+    assert {"fovea.api.v1.TrainerService", "grpc.health.v1.Health"} <= await _reflected(victim.process.address)
+    page = await asyncio.to_thread(_metrics, victim.process.log)
+    assert 'fovea_trainer_commands_total{command="CreateModel",outcome="OK"} 1.0' in page
     assert not running.done()
     victim.process.process.terminate()
-    assert len((await running).outputs) == 128
+    assert len((await running).outputs) == 24
     assert await asyncio.to_thread(victim.process.process.wait, 40) == 0
     assert not survivors(victim.processes, SECONDS)
 
 
-async def test_reflection_and_metrics_answer(victim: Victim) -> None:
-    async with grpc.aio.insecure_channel(victim.process.address) as channel:
+async def _reflected(address: str) -> set[str]:
+    async with grpc.aio.insecure_channel(address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
-    names = {service.name for service in answers[0].list_services_response.service}
-    assert {"fovea.api.v1.TrainerService", "grpc.health.v1.Health"} <= names
-    await victim.client.forward_backward(header("m", 2), victim.work(2))
-    page = await asyncio.to_thread(_metrics, victim.process.log)
-    assert 'fovea_trainer_tokens_total{backward="true"} 1024.0' in page
-    assert 'fovea_trainer_commands_total{command="ForwardBackward",outcome="OK"} 1.0' in page
+    return {service.name for service in answers[0].list_services_response.service}
 
 
 def _metrics(log: Path) -> str:
-    import re
-    import urllib.request
-
     found = re.search(r"metrics on (\S+)", log.read_text())
     assert found
     with urllib.request.urlopen(f"http://{found.group(1)}/metrics") as page:

@@ -1,6 +1,7 @@
 """What a request may hold. The end-to-end tests show that the engine survives the rest; here is the whole table."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from services.sampler.families import family_of
 from services.sampler.requests import Draw, Limits
 from services.sampler.validation import read_request
 
-IMAGE, VIDEO = 90, 91
+START, IMAGE, VIDEO = 89, 90, 91
 CONFIG = {
     "model_type": "qwen3_vl",
+    "vision_start_token_id": START,
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
     "vision_config": {"patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3},
@@ -71,14 +73,22 @@ def test_the_context_may_be_filled() -> None:
 
 
 @pytest.mark.parametrize("video", [IMAGE, VIDEO])
-@pytest.mark.parametrize("place", [0, 1, 6])
-def test_placeholders_without_an_image(place: int, video: int) -> None:
+def test_a_placeholder_in_the_place_of_an_image(video: int) -> None:
     wanted = request()
     ids = tensors.decode_tokens(wanted.prompt.tokens).copy()
-    ids[place] = video
+    ids[:2] = START, video
     wanted.prompt.tokens = tensors.encode_tokens(ids)
-    with pytest.raises(InvalidInput, match=rf"tokens\[{place}\] is the placeholder {video}"):
+    with pytest.raises(InvalidInput, match=rf"tokens\[1\] is the placeholder {video}"):
         read_request(wanted, LIMITS, FAMILY)
+
+
+@pytest.mark.parametrize("place", [0, 1, 6])
+def test_a_placeholder_that_a_model_sampled(place: int) -> None:
+    wanted = request()
+    ids = tensors.decode_tokens(wanted.prompt.tokens).copy()
+    ids[place] = IMAGE
+    wanted.prompt.tokens = tensors.encode_tokens(ids)
+    assert read_request(wanted, LIMITS, FAMILY).tokens.tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +151,8 @@ def test_only_the_right_span_passes(offset: int, length: int) -> None:
 def test_ids_lie_in_the_vocabulary(ids: list[int]) -> None:
     wanted = sampler_pb2.SampleRequest(sample_count=1)
     wanted.prompt.tokens = tensors.encode_tokens(ids)
-    if all(0 <= token < 100 and token not in (IMAGE, VIDEO) for token in ids):
+    lost = any(pair in [(START, IMAGE), (START, VIDEO)] for pair in pairwise(ids))
+    if all(0 <= token < 100 for token in ids) and not lost:
         assert read_request(wanted, LIMITS, FAMILY).tokens.tolist() == ids
     else:
         with pytest.raises(InvalidInput):

@@ -1,5 +1,7 @@
 """What a datum may be, and what it is after decoding."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -46,6 +48,15 @@ def test_missing_optional_input_is_ones() -> None:
     )
     datum = decode_datum(given, 0, IMPORTANCE, LIMITS)
     np.testing.assert_array_equal(datum.inputs["weights"], np.ones((2, 1)))
+
+
+def test_a_placeholder_in_the_place_of_an_image_is_refused() -> None:
+    limits = replace(LIMITS, reserved_ids=frozenset({90}), image_opener_id=89)
+    inputs = {"target_tokens": np.zeros(3, np.int64), "weights": np.zeros(3, np.float32)}
+    with pytest.raises(InvalidInput, match=r"datum\[0\].input.tokens has the image placeholder 90 at \[2\]"):
+        decode_datum(_datum([1, 89, 90], **inputs), 0, CROSS_ENTROPY, limits)
+    sampled = decode_datum(_datum([89, 1, 90], **inputs), 0, CROSS_ENTROPY, limits)
+    assert sampled.tokens.tolist() == [89, 1, 90]
 
 
 def test_image_is_counted() -> None:
