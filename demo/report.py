@@ -35,10 +35,9 @@ def write_report(path: pathlib.Path, history: History, held_out: list[Scan], res
         (f"{result['ready_s']:.0f} s", "until all services were ready"),
         (f"{result['total_s']:.0f} s", "start to report"),
     ]
-    cells = "".join(
-        _cell(scan, first, last)
-        for scan, first, last in list(zip(held_out, history.first_answers, history.answers, strict=True))[:GRID_COUNT]
-    )
+    told = list(zip(held_out, history.first_answers, history.answers, strict=True))
+    wrong_first = sorted(told, key=lambda row: row[2] == str(row[0].digit))
+    cells = "".join(_cell(*row) for row in wrong_first[:GRID_COUNT])
     boxes = "".join(f'<div class="figure"><b>{value}</b><span>{name}</span></div>' for value, name in figures)
     path.write_text(
         f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Fovea: the main job</title>
@@ -49,7 +48,7 @@ def write_report(path: pathlib.Path, history: History, held_out: list[Scan], res
 <div class="figures">{boxes}</div>
 <img class="plot" alt="loss and accuracy over steps" src="data:image/svg+xml;base64,{_plot(history)}">
 <h2>What it says of scans it never saw</h2>
-<p class="sub">Its answer now, and struck through its answer before training. Red where it is wrong.</p>
+<p class="sub">Its answer now, and struck through its answer before training. The wrong ones come first, in red.</p>
 <div class="grid">{cells}</div></html>
 """
     )

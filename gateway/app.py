@@ -74,6 +74,7 @@ class Gateway:
             batches,
             self.trainer,
             self.sampling,
+            self._freed,
             settings.command_timeout_s,
             settings.retry_deadline_s,
         )
@@ -86,6 +87,7 @@ class Gateway:
         self.board.start = self._start_future
         self.sessions.on_end = self._end_session
         self._background: set[asyncio.Task[Any]] = set()
+        self._freeing: set[asyncio.Task[Any]] = set()
         self._lock: IO[str] | None = None
         self.rest_port = 0
         self.grpc = ServiceServer(settings.model_copy(update={"port": settings.grpc_port}), [SERVICE])
@@ -175,7 +177,13 @@ class Gateway:
         await self.snapshots.put_resident(sampler, snapshot_id)
 
     async def _end_session(self, session: Session) -> None:
-        self._spawn(self._free_session(session), f"end {session.session_id}")
+        self._freeing.add(task := self._spawn(self._free_session(session), f"end {session.session_id}"))
+        task.add_done_callback(self._freeing.discard)
+
+    async def _freed(self) -> None:
+        # Only what has begun: an ending session waits for its running command, which may wait here for earlier ones.
+        if self._freeing:
+            await asyncio.wait(set(self._freeing))
 
     async def _free_session(self, session: Session) -> None:
         error = SessionEnded(f"session {session.session_id} is over ({session.end_reason})")
@@ -208,10 +216,11 @@ class Gateway:
             except Exception:
                 logger.exception("a sweep failed; the next one tries again")
 
-    def _spawn(self, work: Any, name: str) -> None:
+    def _spawn(self, work: Any, name: str) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.create_task(work, name=name)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     def _rest_config(self) -> uvicorn.Config:
         api = build_api(

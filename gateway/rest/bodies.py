@@ -125,6 +125,17 @@ class SaveWeightsForSampler(Body):
     type: str = ""
 
 
+class SaveWeightsExternal(Body):
+    """POST save_weights_external."""
+
+    model_id: str
+    seq_id: int
+    path: str
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+    type: str = ""
+
+
 class LoadWeights(Body):
     """POST load_weights: form A makes a model (session_id, model_seq_id), form B loads into one (model_id, seq_id)."""
 

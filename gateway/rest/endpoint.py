@@ -85,7 +85,8 @@ class Endpoints:
             response = await handler(request, self._keys.identify(request.headers.get("x-api-key")))
         except FoveaError as error:
             response = error_response(error)
-            logger.info("%s %s: %d %s: %s", request.method, request.url.path, error.http_status, error.reason, error)
+            words = (REQUEST_ID.get(), request.method, request.url.path, error.http_status, error.reason, error)
+            logger.info("request %s, %s %s: %d %s: %s", *words)
         except ClientDisconnect:
             response = Response(status_code=499)
         except Exception:

@@ -50,6 +50,7 @@ class TrainingRoutes:
             "save_weights": self.save_weights,
             "save_weights_for_sampler": self.save_weights_for_sampler,
             "load_weights": self.load_weights,
+            "save_weights_external": self.save_weights_external,
         }
         return [endpoints.route("POST", path, handler) for path, handler in handlers.items()]
 
@@ -171,6 +172,13 @@ class TrainingRoutes:
         future_id, model_id = await self._training.submit_create(caller, message, rejection)
         return Json({"request_id": future_id, "model_id": model_id})
 
+    async def save_weights_external(self, request: Request, caller: Caller) -> Response:
+        """Not supported yet: accepted and failed, so that what comes after it does not wait for its seq_id."""
+        return await self._submit(
+            request, caller, bodies.SaveWeightsExternal, gateway_pb2.SubmitSaveStateRequest, _refuse_external,
+            self._training.submit_save_state,
+        )  # fmt: skip
+
     async def _submit(
         self,
         request: Request,
@@ -237,6 +245,10 @@ def _optim_step(body: bodies.OptimStep, message: gateway_pb2.SubmitOptimStepRequ
 def _save_weights(body: bodies.SaveWeights, message: gateway_pb2.SubmitSaveStateRequest) -> None:
     message.name, message.overwrite, message.ttl_s = body.path or "", body.overwrite, _ttl(body.ttl_seconds)
     message.user_metadata.update(body.user_metadata or {})
+
+
+def _refuse_external(body: bodies.SaveWeightsExternal, message: gateway_pb2.SubmitSaveStateRequest) -> None:
+    raise Unimplemented("save_weights_external is not supported; a named save_weights_for_sampler keeps a PEFT adapter")
 
 
 def _save_for_sampler(body: bodies.SaveWeightsForSampler, message: gateway_pb2.SubmitSaveForSamplerRequest) -> None:

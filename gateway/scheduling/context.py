@@ -21,6 +21,7 @@ class Context:
     """Handed to every command.
 
     Attributes:
+        freed: Waits until the models of sessions that ended before now are freed.
         timeout_s: Deadline of one call to the trainer.
         patience_s: How long a command that loses nothing by it waits for a trainer that restarts.
     """
@@ -30,6 +31,7 @@ class Context:
     batches: Batches
     trainer: TrainerLink
     sampling: Sampling
+    freed: Callable[[], Awaitable[None]]
     timeout_s: float
     patience_s: float
 

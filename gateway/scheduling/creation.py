@@ -32,6 +32,8 @@ async def _create_patiently(
     context: Context, model: Model, pending: Pending, request: gateway_pb2.SubmitCreateModelRequest
 ) -> int:
     """Creating loses nothing and may be repeated, so it waits for a trainer that restarts."""
+    # A client that closes one session and opens the next expects the room of the first one's models.
+    await context.freed()
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + context.patience_s
     while True:

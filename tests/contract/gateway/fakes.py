@@ -114,7 +114,8 @@ class FakeRenderer(Fake, renderer_pb2_grpc.RendererServiceServicer):
                 raise InvalidInput(f"chunks[{index}].image cannot be decoded", field=f"chunks[{index}].image")
             if image.HasField("expected_token_count") and image.expected_token_count != IMAGE_TOKENS:
                 raise InvalidInput(f"expected {image.expected_token_count} tokens, got {IMAGE_TOKENS} from image")
-            digest = hashlib.sha256(chunk.image.data or image.sha256.encode()).hexdigest()
+            key = chunk.image.data or chunk.image_reference.sha256.encode()
+            digest = hashlib.sha256(key).hexdigest()
             feature = model_input_pb2.VisionFeature(
                 digest=digest, grid_thw=[1, 4, 4], token_count=IMAGE_TOKENS, source=self.address
             )
@@ -195,7 +196,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
                 delta = sampler_pb2.SequenceDelta(
                     index=index, tokens=tensors.encode_tokens(part),
                     logprobs=tensors.encode_floats([-0.25] * len(part)),
-                    finish_reason=sampler_pb2.FINISH_REASON_LENGTH if is_last else 0, snapshot_id=request.snapshot_id,
+                    finish_reason=sampler_pb2.FINISH_REASON_LENGTH if is_last else None, snapshot_id=request.snapshot_id,
                 )  # fmt: skip
                 if request.top_sample_logprobs:
                     delta.top_logprobs.CopyFrom(_top(len(part), request.top_sample_logprobs, is_prompt=False))

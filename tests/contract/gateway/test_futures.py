@@ -162,7 +162,7 @@ async def test_sessions_expire_without_heartbeat(stand: Stand, rest: Rest) -> No
 
 
 async def test_create_session_is_idempotent_by_key(stand: Stand, rest: Rest) -> None:
-    body = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
+    body: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
     headers = {"X-Idempotency-Key": "abc"}
     answers = [(await rest.http.post("create_session", json=body, headers=headers)).json() for _ in range(2)]
     assert answers[0] == answers[1]

@@ -152,6 +152,16 @@ async def test_rank_zero_trains_all_parameters(stand: Stand) -> None:
     )
 
 
+async def test_full_model_right_after_another_session_was_closed(stand: Stand) -> None:
+    def use(client: tinker.ServiceClient) -> str:
+        return client.create_lora_training_client(base_model=MODEL, rank=0).result().model_id
+
+    ids = [await stand.sdk(use) for _ in range(4)]
+    assert len(set(ids)) == 4
+    names = [name for name in stand.trainer.names() if name in ("CreateModel", "DeleteModel")]
+    assert names[:7] == ["CreateModel", "DeleteModel"] * 3 + ["CreateModel"]
+
+
 async def test_all_sampling_options_arrive(stand: Stand) -> None:
     def use(client: tinker.ServiceClient) -> types.SampleResponse:
         sampling = client.create_sampling_client(base_model=MODEL).result()

@@ -205,13 +205,14 @@ async def test_undecodable_and_unknown_are_4xx(stand: Stand, rest: Rest) -> None
 
 async def test_wrong_fields_fail_the_future_by_name(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
-    bodies = [
+    bodies: list[tuple[str, dict[str, Any], str | None]] = [
         ("optim_step", {"adam_params": {"learning_rate": 1e-3, "momentum": 0.9}}, "adam_params.momentum"),
         ("optim_step", {"optimizer_params": {"type": "dimuon", "learning_rate": 1e-3}}, "dimuon"),
         ("optim_step", {}, "adam_params"),
         ("save_weights", {"path": "../up"}, "'../up' is not a name"),
         ("save_weights", {"path": "ok", "ttl_seconds": 60}, "ttl_seconds is 60"),
         ("save_weights_for_sampler", {"path": "a", "kind": "inflight"}, "inflight"),
+        ("save_weights_external", {"path": "a"}, "save_weights_external is not supported"),
         ("save_weights_for_sampler", {}, "path or sampling_session_seq_id"),
         ("load_weights", {"path": "tinker://nowhere/weights/x", "optimizer": True}, "no checkpoint tinker://nowhere"),
         ("load_weights", {"path": "s3://x", "optimizer": True}, "is not a checkpoint"),

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
@@ -50,7 +51,7 @@ async def test_context_overflow_is_400_in_the_known_words(stand: Stand) -> None:
 async def test_bad_samples_fail_by_name_and_the_next_one_works(stand: Stand, rest: Rest) -> None:
     sampling_id = await base_session(rest)
     text = {"type": "encoded_text", "tokens": [1]}
-    bad = [
+    bad: list[tuple[dict[str, Any], str]] = [
         ({"num_samples": 1_000_000}, "num_samples is 1000000; it must be 1 .. 128"),
         ({"num_samples": 0}, "num_samples"),
         ({"num_samples": 10**30}, "num_samples"),

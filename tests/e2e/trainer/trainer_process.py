@@ -24,7 +24,7 @@ class TrainerProcess:
             self.port = free.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
         self.log = log
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-m", "services.trainer", "--model", str(model_dir), "--port", str(self.port)]
         self.process = subprocess.Popen(

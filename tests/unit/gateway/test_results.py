@@ -62,7 +62,7 @@ def test_samples_reach_the_sdk(
         ids, logprobs = zip(*sequence, strict=True)
         delta = sampler_pb2.SequenceDelta(
             index=index, tokens=tensors.encode_tokens(ids), logprobs=tensors.encode_floats(logprobs),
-            finish_reason=1 + index % 2,
+            finish_reason=("FINISH_REASON_STOP", "FINISH_REASON_LENGTH")[index % 2],
         )  # fmt: skip
         messages.append(gateway_pb2.SampleTokensResponse(delta=delta))
     outcome = Outcome(Kind.SAMPLE, records.join(messages))

@@ -13,7 +13,7 @@ from gateway.scheduling.samples import check_context, check_limits
 def delta(index: int, ids: list[int], finish: int = 0, top: int = 0) -> sampler_pb2.SampleResponse:
     message = sampler_pb2.SequenceDelta(
         index=index, tokens=tensors.encode_tokens(ids), logprobs=tensors.encode_floats([-1.0] * len(ids)),
-        finish_reason=finish, snapshot_id="s",
+        finish_reason=sampler_pb2.FinishReason.Name(finish), snapshot_id="s",
     )  # fmt: skip
     if top:
         message.top_logprobs.token_ids.CopyFrom(tensors.encode(np.full((len(ids), top), index, np.int32)))

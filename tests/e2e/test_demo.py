@@ -1,0 +1,30 @@
+"""The main job: held-out accuracy by sampling through vLLM, before and after fine-tuning through the official SDK."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from demo.digits import HELD_OUT_COUNT, load_scans
+from tests.e2e.stack import Stack
+
+
+@pytest.mark.slow
+def test_the_demo_learns_to_read_digits(stack: Stack, tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "demo", "--out", tmp_path, "--base-url", stack.base_url]
+    result = subprocess.run([*command, "--base-model", stack.model_name], capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout + result.stderr
+    figures = json.loads((tmp_path / "result.json").read_text())
+    assert figures["accuracy_before"] <= 0.25
+    assert figures["accuracy_after"] >= 0.90
+    report = (tmp_path / "report.html").read_text()
+    assert report.count("data:image/png;base64,") == 60
+    assert "data:image/svg+xml;base64," in report
+
+
+def test_no_scan_is_in_both_sets() -> None:
+    train, held_out = load_scans()
+    assert (len(train), len(held_out)) == (1797 - HELD_OUT_COUNT, HELD_OUT_COUNT)
+    assert not {scan.png for scan in train} & {scan.png for scan in held_out}
