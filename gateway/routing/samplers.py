@@ -38,6 +38,7 @@ class Sampler:
         self.client = SamplerClient(address)
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         self.up = asyncio.Event()
+        self._is_reported_down = False
         self.adapters: set[str] = set()
         self.slots = asyncio.Semaphore(concurrency)
         self.queued = 0
@@ -62,13 +63,15 @@ class Sampler:
             self.residency.reset(info.resident_snapshot_id)
         elif not self.up.is_set():
             logger.info("sampler %s is up again, same instance", self.address)
+        self._is_reported_down = False
         self.up.set()
         self._on_change()
 
     def mark_down(self, reason: str) -> None:
         """Notes that calls fail; it is asked again soon."""
-        if self.up.is_set() or self.info is None:
+        if not self._is_reported_down:
             logger.warning("sampler %s does not answer: %s", self.address, reason)
+        self._is_reported_down = True
         self.up.clear()
         self._on_change()
 

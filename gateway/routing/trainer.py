@@ -26,6 +26,7 @@ class TrainerLink:
         self._up = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self._down_since = 0.0
+        self._is_reported_down = False
         self.address = ""
 
     async def start(self) -> None:
@@ -82,8 +83,9 @@ class TrainerLink:
             logger.warning("trainer %s is slow to answer", self.address)
             return
         except FoveaError as error:
-            if self._up.is_set() or self._info is None:
+            if not self._is_reported_down:
                 logger.warning("trainer %s does not answer: %s", self.address, error)
+            self._is_reported_down = True
             if self._up.is_set():
                 self._down_since = asyncio.get_running_loop().time()
             self._up.clear()
@@ -93,6 +95,7 @@ class TrainerLink:
         elif not self._up.is_set():
             logger.info("trainer %s is up, instance %s", self.address, info.instance_id)
         self._info = info
+        self._is_reported_down = False
         self._up.set()
 
     async def _watch_forever(self) -> None:

@@ -10,6 +10,7 @@ towers then hand over the packed tensors whole with `cu_seq_lens_q`, instead of 
 
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -130,6 +131,11 @@ def _varlen(
     """torch's variable-length flash attention."""
     from torch.nn.attention.varlen import varlen_attn
 
+    groups = query.shape[1] // key.shape[1]
+    # torch 2.11, which GPU hosts may have, knows no grouped queries here.
+    grouped = {"enable_gqa": True} if groups > 1 and "enable_gqa" in signature(varlen_attn).parameters else {}
+    if groups > 1 and not grouped:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     q_THD, k_THD, v_THD = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
     out_THD = varlen_attn(
         q_THD,
@@ -141,7 +147,7 @@ def _varlen(
         longest,
         scale=scaling,
         window_size=(-1, 0) if causal else (-1, -1),
-        enable_gqa=q_THD.shape[1] != k_THD.shape[1],
+        **grouped,
     )
     assert isinstance(out_THD, Tensor)
     return out_THD.unsqueeze(0)

@@ -5,7 +5,7 @@ Shapes: T packed tokens, K most targets a position, P patches, W bytes of a patc
 
 # ruff: noqa: N803, N815 -- the suffix of a tensor's name is its shape
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,23 +16,37 @@ from torch import Tensor
 from services.trainer.datums import Datum
 from services.trainer.families.base import Documents
 from services.trainer.losses import Loss
+from services.trainer.vision_memory import Grid
 
 Patches = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class ImageBatch:
-    """The images of a micro-batch.
+class TowerInput:
+    """What the vision tower is run on.
 
     Args:
         patches_PW: uint8.
         grids_I3: int64, time, height, width in patches.
-        index_M: int64, packed positions of the placeholder tokens; None for a filler image that stands nowhere.
+        images: Digest and grid of each image, in order; empty for a filler, which only joins the collectives.
     """
 
     patches_PW: Tensor
     grids_I3: Tensor
-    index_M: Tensor | None
+    images: tuple[tuple[str, Grid], ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where images stand.
+
+    Args:
+        digests: Of all images of the micro-batch, in packed order.
+        index_M: int64, packed positions of their placeholder tokens.
+    """
+
+    digests: tuple[str, ...]
+    index_M: Tensor
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,8 @@ class Batch:
         positions: int64 [3, T] for multimodal RoPE, else [1, T].
         targets_TK: int64, 0 where a datum has fewer targets than K.
         inputs_TK: float32 by name, 0 there.
-        images: None if no rank has an image in this step.
+        tower: None if no rank runs the vision tower in this step.
+        placement: None if no image stands here.
         datums: What is packed, in order; empty for a filler.
     """
 
@@ -53,7 +68,8 @@ class Batch:
     documents: Documents
     targets_TK: Tensor
     inputs_TK: dict[str, Tensor]
-    images: ImageBatch | None
+    tower: TowerInput | None
+    placement: Placement | None
     datums: tuple[Datum, ...]
 
     def split_logprobs(self, logprobs_TK: Tensor) -> dict[int, npt.NDArray[np.float32]]:
@@ -84,13 +100,27 @@ class BatchLayout:
     merge_size: int
     device: torch.device
 
-    def pack(self, datums: Sequence[Datum], loss: Loss, patches: Mapping[str, Patches], has_vision: bool) -> Batch:
-        """Packs datums; an empty list makes a filler of one token. `patches` has uint8 [P, W] by digest."""
+    def pack(
+        self,
+        datums: Sequence[Datum],
+        loss: Loss,
+        patches: Mapping[str, Patches],
+        run_tower: bool,
+        seen: Container[str] | None,
+    ) -> Batch:
+        """Packs datums; an empty list makes a filler of one token.
+
+        Args:
+            patches: uint8 [P, W] by digest.
+            run_tower: Whether the ranks run the vision tower in this step.
+            seen: Digests of images whose output is known; None if the tower is trained and every image is run.
+        """
         lengths = [len(datum.tokens) for datum in datums] or [1]
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         width = max((datum.targets.shape[1] for datum in datums), default=1)
+        tower = self._tower(datums, patches, seen) if run_tower else None
         if not datums:
-            return self._filler(loss, bounds, has_vision)
+            return self._filler(loss, bounds, tower)
         return Batch(
             self._move(np.concatenate([datum.tokens for datum in datums])),
             self._move(np.concatenate([self._positions(datum) for datum in datums], axis=1)),
@@ -100,11 +130,12 @@ class BatchLayout:
                 given.name: self._move(np.concatenate([_widen(datum.inputs[given.name], width) for datum in datums]))
                 for given in loss.inputs
             },
-            self._images(datums, bounds, patches) if has_vision else None,
+            tower,
+            self._placement(datums, bounds),
             tuple(datums),
         )
 
-    def _filler(self, loss: Loss, bounds: npt.NDArray[np.int32], has_vision: bool) -> Batch:
+    def _filler(self, loss: Loss, bounds: npt.NDArray[np.int32], tower: TowerInput | None) -> Batch:
         zero_11 = torch.zeros(1, 1, device=self.device)
         return Batch(
             zero_11.long().squeeze(0),
@@ -112,7 +143,8 @@ class BatchLayout:
             Documents(self._move(bounds), 1),
             zero_11.long(),
             {given.name: zero_11 for given in loss.inputs},
-            self._filler_image() if has_vision else None,
+            tower,
+            None,
             (),
         )
 
@@ -122,33 +154,38 @@ class BatchLayout:
             return datum.positions
         return np.broadcast_to(np.arange(len(datum.tokens), dtype=np.int64), (rows, len(datum.tokens)))
 
-    def _images(
-        self, datums: Sequence[Datum], bounds: npt.NDArray[np.int32], patches: Mapping[str, Patches]
-    ) -> ImageBatch:
-        pixels, grids, index = [], [], []
-        for datum, start in zip(datums, bounds, strict=False):
-            for span in datum.spans:
-                pixels.append(patches[span.feature.digest])
-                grids.append(span.grid_thw)
-                index.append(np.arange(start + span.offset, start + span.offset + span.length, dtype=np.int64))
-        if not pixels:
-            return self._filler_image()
-        return ImageBatch(
-            self._move(np.concatenate(pixels)),
-            self._move(np.array(grids, dtype=np.int64)),
-            self._move(np.concatenate(index)),
+    def _tower(
+        self, datums: Sequence[Datum], patches: Mapping[str, Patches], seen: Container[str] | None
+    ) -> TowerInput:
+        images = wanted_images(datums, seen)
+        if not images:
+            side = self.merge_size
+            filler = torch.zeros(side * side, self.patch_bytes, dtype=torch.uint8, device=self.device)
+            return TowerInput(filler, torch.tensor([[1, side, side]], device=self.device), ())
+        return TowerInput(
+            self._move(np.concatenate([patches[digest] for digest, _ in images])),
+            self._move(np.array([grid for _, grid in images], dtype=np.int64)),
+            tuple(images),
         )
 
-    def _filler_image(self) -> ImageBatch:
-        side = self.merge_size
-        return ImageBatch(
-            torch.zeros(side * side, self.patch_bytes, dtype=torch.uint8, device=self.device),
-            torch.tensor([[1, side, side]], device=self.device),
-            None,
-        )
+    def _placement(self, datums: Sequence[Datum], bounds: npt.NDArray[np.int32]) -> Placement | None:
+        digests, index = [], []
+        for datum, start in zip(datums, bounds, strict=False):
+            for span in datum.spans:
+                digests.append(span.feature.digest)
+                index.append(np.arange(start + span.offset, start + span.offset + span.length, dtype=np.int64))
+        return Placement(tuple(digests), self._move(np.concatenate(index))) if index else None
 
     def _move(self, array: npt.NDArray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def wanted_images(datums: Iterable[Datum], seen: Container[str] | None) -> list[tuple[str, Grid]]:
+    """Digest and grid of the images that the tower must be run on: all, or each that was not seen once."""
+    images = [(span.feature.digest, span.grid_thw) for datum in datums for span in datum.spans]
+    if seen is None:
+        return images
+    return [(digest, grid) for digest, grid in dict(images).items() if digest not in seen]
 
 
 def _widen(rows: npt.NDArray, width: int) -> npt.NDArray:

@@ -71,6 +71,12 @@ class ControlGroup:
         result = self.agree(action if self.rank == 0 else lambda: cast(T, None))
         return self.broadcast(result)
 
+    def any_of_each(self, flags: list[bool]) -> list[bool]:
+        """For each place, whether any rank's flag is set. All ranks must give as many."""
+        counts = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.group)
+        return [bool(count) for count in counts.tolist()]
+
     def _any(self, flag: bool) -> bool:
         self._flag.fill_(int(flag))
         dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self.group)

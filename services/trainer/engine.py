@@ -27,6 +27,7 @@ from services.trainer.snapshots import SnapshotMemory
 from services.trainer.state import StateStore
 from services.trainer.trained import AdapterModel, FullModel, TrainedModel
 from services.trainer.transfer import TransferGroups
+from services.trainer.vision_memory import VisionMemory
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class Engine:
             settings.feature_cache_mib * MIB, patch_bytes, settings.fetch_timeout_s, settings.renderer
         )
         budgets = Budgets(settings.token_budget, settings.patch_budget)
-        self._losses = LossComputer(module, self._control, features, layout, self.limits, budgets)
+        vision = VisionMemory(settings.vision_memory_mib * MIB)
+        self._losses = LossComputer(module, self._control, features, layout, vision, self.limits, budgets)
         self._layout = layout
         logger.info(
             "%s with %.1f M parameters in %s on %s, %s between micro-batches",
@@ -110,8 +112,8 @@ class Engine:
         scratch = AdapterModel(settings, self._targets, self._injector, self._device)
         scratch.activate()
         loss = LOSSES["cross_entropy"]
-        batch = self._layout.pack([], loss, {}, self.family.has_vision)
-        value, _, _ = self._sharded.module(batch, loss, {}, scratch.unembedding, scratch.trains_vision)
+        batch = self._layout.pack([], loss, {}, self.family.has_vision, None)
+        value, _, _ = self._sharded.module(batch, loss, {}, scratch.unembedding, None)
         value.backward()
         scratch.reduce_gradients()
         self._injector.activate(None)

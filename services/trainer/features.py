@@ -1,7 +1,7 @@
 """Vision tensors of this rank's datums: fetched from renderers by digest, checked, and kept for the next epoch."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import numpy as np
 
@@ -32,8 +32,8 @@ class FeatureCache:
         self._kept: OrderedDict[str, Patches] = OrderedDict()
         self._kept_bytes = 0
 
-    def patches_of(self, datums: Iterable[Datum]) -> dict[str, Patches]:
-        """uint8 [P, W] by digest for all images of the datums.
+    def patches_of(self, datums: Iterable[Datum], spare: Container[str]) -> dict[str, Patches]:
+        """uint8 [P, W] by digest for all images of the datums but those in `spare`.
 
         Raises FeatureEvicted if a renderer no longer holds one, InvalidInput naming `datum[i]...feature` for tensors
         that do not fit their grid, Unavailable if a renderer cannot be reached.
@@ -42,6 +42,7 @@ class FeatureCache:
             span.feature.digest: (span, f"datum[{datum.index}].input.spans[{number}].feature")
             for datum in datums
             for number, span in enumerate(datum.spans)
+            if span.feature.digest not in spare
         }
         held = {digest: self._touch(digest) for digest in spans if digest in self._kept}
         missing = {digest: place for digest, place in spans.items() if digest not in held}

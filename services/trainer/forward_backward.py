@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from fovea.api.v1 import trainer_pb2
-from services.trainer.batch import BatchLayout, Patches
+from services.trainer.batch import BatchLayout, Patches, wanted_images
 from services.trainer.commands import ForwardBackward
 from services.trainer.control import ControlGroup
 from services.trainer.datums import Datum, InputLimits, decode_datum
@@ -24,6 +24,7 @@ from services.trainer.losses import loss_of
 from services.trainer.model import PackedModel
 from services.trainer.packing import Plan, plan
 from services.trainer.trained import TrainedModel
+from services.trainer.vision_memory import SeenImage, VisionMemory
 
 Logprobs = dict[int, npt.NDArray[np.float32]]
 Metrics = dict[str, float]
@@ -38,6 +39,21 @@ class Outcome:
     logprobs: Logprobs
     metrics: Metrics
     packing_efficiency: float
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What this rank computes with.
+
+    Args:
+        datums: Its datums by index.
+        patches: Of the images that the tower may have to be run on, by digest.
+        seen: Outputs of the frozen tower that are known; None if the tower is trained.
+    """
+
+    datums: dict[int, Datum]
+    patches: dict[str, Patches]
+    seen: dict[str, SeenImage] | None
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,7 @@ class LossComputer:
         control: ControlGroup,
         features: FeatureCache,
         layout: BatchLayout,
+        vision: VisionMemory,
         limits: InputLimits,
         budgets: Budgets,
     ) -> None:
@@ -64,6 +81,7 @@ class LossComputer:
         self._control = control
         self._features = features
         self._layout = layout
+        self._vision = vision
         self._limits = limits
         self._budgets = budgets
 
@@ -73,9 +91,11 @@ class LossComputer:
         Raises, on all ranks and with nothing changed: what `FeatureCache.patches_of` raises.
         """
         schedule = plan(command.sizes, self._control.world_size, self._budgets.tokens, self._budgets.patches)
-        datums, patches = self._control.agree(lambda: self._prepare(command, schedule))
+        prepared = self._control.agree(lambda: self._prepare(command, model, schedule))
+        towers = self._tower_steps(prepared, schedule)
         model.activate()
-        own = self._compute(command, model, schedule, datums, patches)
+        own = self._compute(command, model, schedule, towers, prepared)
+        self._vision.remember(prepared.seen or {})
         gathered = self._control.gather(own)
         if not gathered:
             return Outcome(*own, schedule.efficiency)
@@ -84,32 +104,47 @@ class LossComputer:
         metrics |= {"tokens:sum": float(sum(size.token_count for size in command.sizes))}
         return Outcome(logprobs, metrics, schedule.efficiency)
 
-    def _prepare(self, command: ForwardBackward, schedule: Plan) -> tuple[dict[int, Datum], dict[str, Patches]]:
+    def _prepare(self, command: ForwardBackward, model: TrainedModel, schedule: Plan) -> Prepared:
         loss = loss_of(command.loss)
         datums = {
             index: decode_datum(trainer_pb2.Datum.FromString(command.datums[index]), index, loss, self._limits)
             for index in schedule.datums_of(self._control.rank)
         }
-        return datums, self._features.patches_of(datums.values())
+        seen = None
+        if not model.trains_vision:
+            grids = {span.feature.digest: span.grid_thw for datum in datums.values() for span in datum.spans}
+            seen = self._vision.recall(grids)
+        return Prepared(datums, self._features.patches_of(datums.values(), seen or {}), seen)
+
+    def _tower_steps(self, prepared: Prepared, schedule: Plan) -> list[bool]:
+        """For each step, whether the ranks run the vision tower: the same on all of them. Collective."""
+        if prepared.seen is None or not any(step.has_vision for step in schedule.steps):
+            return [step.has_vision for step in schedule.steps]
+        seen = set(prepared.seen)
+        needs = []
+        for step in schedule.steps:
+            own = (prepared.datums[index] for index in step.datums[self._control.rank])
+            wanted = wanted_images(own, seen)
+            needs.append(bool(wanted))
+            seen |= {digest for digest, _ in wanted}
+        return self._control.any_of_each(needs)
 
     def _compute(
         self,
         command: ForwardBackward,
         model: TrainedModel,
         schedule: Plan,
-        datums: dict[int, Datum],
-        patches: dict[str, Patches],
+        towers: list[bool],
+        prepared: Prepared,
     ) -> tuple[Logprobs, Metrics]:
         loss = loss_of(command.loss)
         logprobs: Logprobs = {}
         metrics = []
-        for step in schedule.steps:
-            own = [datums[index] for index in step.datums[self._control.rank]]
-            batch = self._layout.pack(own, loss, patches, step.has_vision)
+        for step, run_tower in zip(schedule.steps, towers, strict=True):
+            own = [prepared.datums[index] for index in step.datums[self._control.rank]]
+            batch = self._layout.pack(own, loss, prepared.patches, run_tower, prepared.seen)
             with torch.set_grad_enabled(command.backward):
-                value, logprobs_TK, extra = self._module(
-                    batch, loss, command.config, model.unembedding, model.trains_vision
-                )
+                value, logprobs_TK, extra = self._module(batch, loss, command.config, model.unembedding, prepared.seen)
             if command.backward:
                 value.backward()
             logprobs |= batch.split_logprobs(logprobs_TK)

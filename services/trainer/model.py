@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer.batch import Batch
+from services.trainer.batch import Batch, TowerInput
 from services.trainer.families import Family
 from services.trainer.families.base import PatchNormalizer, VisionOutput
 from services.trainer.logprobs import LoraPair, target_logprobs
 from services.trainer.losses import Loss, LossValue
+from services.trainer.vision_memory import SeenImage, join_outputs, split_output
 
 HF_PREFIX = "hf."
 
@@ -40,10 +41,14 @@ class PackedModel(nn.Module):
         loss: Loss,
         config: Mapping[str, float],
         unembedding: LoraPair | None,
-        train_vision: bool,
+        seen: dict[str, SeenImage] | None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Loss (float32 scalar with gradient), log-probabilities float32 [T, K] without, and metrics."""
-        hidden_TD = self._hidden(batch, train_vision)
+        """Loss (float32 scalar with gradient), log-probabilities float32 [T, K] without, and metrics.
+
+        Args:
+            seen: What a frozen tower made of images so far, by digest; new ones are added. None if it is trained.
+        """
+        hidden_TD = self._hidden(batch, seen)
         logprobs_TK = target_logprobs(
             hidden_TD, self.hf.lm_head.weight, unembedding, batch.targets_TK, self._chunk_positions
         )
@@ -53,22 +58,32 @@ class PackedModel(nn.Module):
             value = LossValue(logprobs_TK.sum() * 0.0, {})
         return value.loss, logprobs_TK.detach(), {name: metric.detach() for name, metric in value.metrics.items()}
 
-    def _hidden(self, batch: Batch, train_vision: bool) -> Tensor:
+    def _hidden(self, batch: Batch, seen: dict[str, SeenImage] | None) -> Tensor:
         embeddings_TD = self.family.embed(self.hf, batch.tokens_T)
-        vision: VisionOutput | None = None
-        index_M = batch.images.index_M if batch.images else None
-        if batch.images is not None:
-            vision = self._vision(batch, train_vision)
-            if index_M is None:
-                embeddings_TD = embeddings_TD + vision.anchored()
-                vision = None
-            else:
-                embeddings_TD = embeddings_TD.index_copy(0, index_M, vision.embeddings.to(embeddings_TD.dtype))
+        vision = self._vision(batch, seen)
+        index_M = None
+        if batch.placement is not None and vision is not None:
+            index_M = batch.placement.index_M
+            embeddings_TD = embeddings_TD.index_copy(0, index_M, vision.embeddings.to(embeddings_TD.dtype))
+        elif vision is not None:
+            embeddings_TD = embeddings_TD + vision.anchored()
+            vision = None
         return self.family.run_language(self.hf, embeddings_TD, batch.positions, batch.documents, vision, index_M)
 
-    def _vision(self, batch: Batch, train_vision: bool) -> VisionOutput:
-        assert batch.images is not None
+    def _vision(self, batch: Batch, seen: dict[str, SeenImage] | None) -> VisionOutput | None:
+        """The output for all images of the micro-batch, or for a filler."""
+        if seen is None:
+            return self._run_tower(batch.tower) if batch.tower else None
+        if batch.tower is not None:
+            with torch.no_grad():
+                output = self._run_tower(batch.tower)
+            if batch.tower.images:
+                grids = [grid for _, grid in batch.tower.images]
+                images = split_output(output, grids, self.family.merge_size(self.hf.config))
+                seen |= {digest: image for (digest, _), image in zip(batch.tower.images, images, strict=True)}
+        return join_outputs(seen[digest] for digest in batch.placement.digests) if batch.placement else None
+
+    def _run_tower(self, tower: TowerInput) -> VisionOutput:
         assert self._normalizer is not None
-        pixels_PW = self._normalizer(batch.images.patches_PW, self.hf.dtype)
-        with torch.set_grad_enabled(train_vision and torch.is_grad_enabled()):
-            return self.family.run_vision(self.hf, pixels_PW, batch.images.grids_I3)
+        pixels_PW = self._normalizer(tower.patches_PW, self.hf.dtype)
+        return self.family.run_vision(self.hf, pixels_PW, tower.grids_I3)

@@ -36,6 +36,9 @@ class TrainerSettings(ServiceSettings):
         "auto", description="Whether ranks keep whole parameters between micro-batches; auto does so below 1 GiB."
     )
     feature_cache_mib: int = Field(1024, ge=0, description="Vision tensors that each rank keeps.")
+    vision_memory_mib: int = Field(
+        512, ge=0, description="Outputs of the frozen vision tower that each rank keeps on its device; 0 keeps none."
+    )
     fetch_timeout_s: float = Field(60.0, gt=0, description="Deadline for fetching vision tensors from one renderer.")
     snapshot_memory_mib: int = Field(4096, ge=0, description="Snapshots held in memory; the newest of a model stays.")
     transfer_address: str = Field(

@@ -196,7 +196,8 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
                 delta = sampler_pb2.SequenceDelta(
                     index=index, tokens=tensors.encode_tokens(part),
                     logprobs=tensors.encode_floats([-0.25] * len(part)),
-                    finish_reason=sampler_pb2.FINISH_REASON_LENGTH if is_last else None, snapshot_id=request.snapshot_id,
+                    finish_reason=sampler_pb2.FINISH_REASON_LENGTH if is_last else None,
+                    snapshot_id=request.snapshot_id,
                 )  # fmt: skip
                 if request.top_sample_logprobs:
                     delta.top_logprobs.CopyFrom(_top(len(part), request.top_sample_logprobs, is_prompt=False))

@@ -215,7 +215,7 @@ async def test_base_path_and_flags(stand: Stand) -> None:
 
 async def test_wrong_key_is_refused_at_once(stand: Stand) -> None:
     with pytest.raises(tinker.AuthenticationError, match="API key is not known"):
-        await stand.sdk(lambda client: client.get_server_capabilities(), key="tml-wrong")
+        await stand.sdk(lambda client: client.create_sampling_client(base_model=MODEL).result(), key="tml-wrong")
     async with stand.http(key=None) as http:
         response = await http.post("create_session", json={})
     assert response.status_code == 401
@@ -223,6 +223,9 @@ async def test_wrong_key_is_refused_at_once(stand: Stand) -> None:
 
 
 async def test_capabilities(stand: Stand) -> None:
-    capabilities = await stand.sdk(lambda client: client.get_server_capabilities())
+    def use(client: tinker.ServiceClient) -> types.GetServerCapabilitiesResponse:
+        return tinker.RestClient(base_url=stand.url, api_key=KEY).get_server_capabilities().result()
+
+    capabilities = await stand.sdk(use)
     model = capabilities.supported_models[0]
     assert (model.model_name, model.max_context_length, model.trainable, model.sampleable) == (MODEL, 2048, True, True)

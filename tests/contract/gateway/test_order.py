@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 import tinker
 import zstandard
 from tinker import types
@@ -174,6 +175,26 @@ async def test_body_above_the_limit_is_413_and_uses_up_its_seq_id(stand: Stand, 
     assert "error" in await rest.result((await rest.optim_step(model_id, 4))["request_id"])
     good = await rest.forward_backward(model_id, 5)
     assert "error" not in await rest.result(good.json()["request_id"])
+
+
+@pytest.mark.parametrize("pyqwest", [True, False])
+async def test_sdk_raises_413_at_once_and_goes_on(stand: Stand, pyqwest: bool) -> None:
+    await stand.stop()
+    await stand.start(max_body_bytes=2**20, sdk_flags={"use_pyqwest_transport": pyqwest})
+
+    def use(client: tinker.ServiceClient) -> tuple[str, float]:
+        training = client.create_lora_training_client(base_model=MODEL).result()
+        large = image_datum(None, b"\x89PNG" + b"x" * 2**23)
+        with pytest.raises(tinker.APIStatusError) as caught:
+            training.forward_backward([large], "cross_entropy").result()
+        with pytest.raises(tinker.RequestFailedError, match="request 1 before it failed"):
+            training.optim_step(ADAM).result()
+        training.forward_backward([text_datum()], "cross_entropy").result()
+        return str(caught.value), (training.optim_step(ADAM).result().metrics or {})["gradients:sum"]
+
+    error, gradients = await stand.sdk(use)
+    assert "413" in error
+    assert gradients == 1
 
 
 async def test_zstd_body_decodes_as_plain(stand: Stand, rest: Rest) -> None:

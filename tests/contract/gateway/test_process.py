@@ -94,7 +94,7 @@ async def test_sigterm_lets_the_running_command_end_and_keeps_the_queue(process:
             assert "error" not in await rest.result(request_id)
         assert len(trainer.of("ForwardBackward")) == 2
         metrics = (await http.get(f"http://127.0.0.1:{process.metrics_port}/metrics")).text
-    assert 'fovea_futures_finished_total{kind="forward_backward",reason="OK"} 1.0' in metrics
+    assert 'fovea_gateway_futures_finished_total{kind="forward_backward",reason="OK"} 1.0' in metrics
 
 
 async def test_sigkill_loses_nothing_that_was_accepted(process: Process) -> None:
