@@ -133,7 +133,7 @@ def _varlen(
 
     groups = query.shape[1] // key.shape[1]
     # torch 2.11, which GPU hosts may have, knows no grouped queries here.
-    grouped = {"enable_gqa": True} if groups > 1 and "enable_gqa" in signature(varlen_attn).parameters else {}
+    grouped: Any = {"enable_gqa": True} if groups > 1 and "enable_gqa" in signature(varlen_attn).parameters else {}
     if groups > 1 and not grouped:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     q_THD, k_THD, v_THD = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))

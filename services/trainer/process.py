@@ -123,6 +123,7 @@ class _Leader:
     def _break_down(self, message: str) -> None:
         self._status = 1
         self._queue.break_down(Unavailable(message))
+        asyncio.run_coroutine_threadsafe(self._server.set_serving(False), self._loop)
         self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, self._server.request_stop)
 
     def _asked_to_stop(self) -> None:

@@ -209,6 +209,10 @@ class Pusher:
             await self._abandon(key, members)
             self._blame(members, error, tally, known)
             return
+        except asyncio.CancelledError:
+            # The broadcast may be half done: nobody can use the group again.
+            self._groups.close(self._open.pop(key, ""))
+            raise
         if any(member.address in tally.failed for member in members):
             await self._abandon(key, members)
 

@@ -57,8 +57,8 @@ class ShardedModel:
         self.module.requires_grad_(trainable)
         for part in self._parts:
             part.unshard()
-        self.module.requires_grad_(trainable)
-        self.release()
+            self.module.requires_grad_(trainable)
+            part.reshard()
 
     def named_shards(self) -> Iterator[tuple[str, DTensor]]:
         """Parameters by Hugging Face name, in the model's own order; tied ones once."""

@@ -103,7 +103,7 @@ class SnapshotTaker:
         return {name: local_of(shard) for name, shard in self._sharded.named_shards()}
 
     def _take_adapter(self, identity: weights_pb2.Snapshot, model: AdapterModel, uri: str) -> weights_pb2.Snapshot:
-        flat = model.weights.flat.detach().cpu().clone()
+        flat = model.weights.flat.detach().to("cpu", copy=True)
         tensors = dict(model.weights.named(flat))
         identity.kind = weights_pb2.SNAPSHOT_KIND_ADAPTER
         identity.digest, identity.size_bytes = digest_of(tensors.items())
@@ -118,7 +118,7 @@ class SnapshotTaker:
         return identity
 
     def _take_full(self, identity: weights_pb2.Snapshot, model: FullModel, uri: str) -> weights_pb2.Snapshot:
-        copies = {name: local.cpu().clone() for name, local in model.locals.items()}
+        copies = {name: local.to("cpu", copy=True) for name, local in model.locals.items()}
         identity.kind = weights_pb2.SNAPSHOT_KIND_FULL
         identity.digest, identity.size_bytes = digest_of(full_weights.gathered(copies, model.shards))
         _refuse_reuse(self._full.get(identity.snapshot_id), identity)

@@ -117,7 +117,7 @@ class FullModel(TrainedModel):
         sharded.set_trainable(True)
         self.shards = dict(sharded.named_shards())
         self.locals = {name: local_of(shard) for name, shard in self.shards.items()}
-        self.base = {name: local.clone() for name, local in self.locals.items()}
+        self.base = {name: local.to("cpu", copy=True) for name, local in self.locals.items()}
         self.optimizer = AdamW(list(self.locals.values()))
         self.trainable_parameter_count = sum(shard.numel() for shard in self.shards.values())
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from services.trainer.families.base import VisionOutput
 
@@ -61,8 +60,8 @@ class VisionMemory:
 def split_output(output: VisionOutput, grids: Sequence[Grid], merge_size: int) -> list[SeenImage]:
     """One entry an image, in order; copies, so that dropping one frees its memory."""
     counts = [time * height * width // merge_size**2 for time, height, width in grids]
-    embeddings = output.embeddings.split(counts)
-    deepstack = [feature.split(counts) for feature in output.deepstack]
+    embeddings = torch.split(output.embeddings, counts)
+    deepstack = [torch.split(feature, counts) for feature in output.deepstack]
     return [
         SeenImage(grid, VisionOutput(embeddings[i].clone(), tuple(level[i].clone() for level in deepstack)))
         for i, grid in enumerate(grids)

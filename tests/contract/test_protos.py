@@ -22,5 +22,6 @@ def test_committed_stubs_are_current(tmp_path: pathlib.Path) -> None:
 
 
 def test_protos_pass_lint() -> None:
-    result = subprocess.run(["buf", "lint"], cwd=ROOT, capture_output=True, text=True, check=False)
+    buf = pathlib.Path(sys.executable).parent / "buf"
+    result = subprocess.run([buf, "lint"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -15,7 +15,9 @@ from tests.e2e.prompts import picture
 from tests.e2e.stack import API_KEY, Stack
 
 ADAM = trainer_pb2.AdamParams(learning_rate=5e-3, beta1=0.9, beta2=0.95, eps=1e-8)
-LORA = weights_pb2.LoraConfig(rank=8, seed=1, train_attention=True, train_mlp=True, train_unembedding=True)
+LORA = weights_pb2.LoraConfig(
+    rank=8, seed=1, train_attention=True, train_mlp=True, train_unembedding=True, train_vision=True
+)
 
 
 def image_input(model: pathlib.Path, data: bytes, *texts: str) -> model_input_pb2.ModelInput:

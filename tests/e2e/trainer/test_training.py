@@ -8,6 +8,7 @@ from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import AlreadyExists, FailedPrecondition, InvalidInput, NotFound
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import chunk_lists, datum, datums_of, header, logprobs_of, text
+from tests.e2e.trainer.image_service import picture
 from tests.e2e.trainer.trainer_process import TrainerProcess
 
 
@@ -246,6 +247,21 @@ async def test_a_rank_without_datum_or_image_joins_in(vlm: Bench) -> None:
         result = await vlm.client.forward_backward(header(model_id, len(batch)), batch)
         assert np.isfinite(result.metrics["loss:sum"])
     assert (await vlm.client.optim_step(model_id, adam())).step == 1
+
+
+async def test_known_images_beside_new_ones(vlm: Bench) -> None:
+    """One rank remembers an image, the other has a new one: no hang, no second fetch, the same answers."""
+    model_id = await vlm.adapter()
+    pictures = [picture(140, 140, 1000 + number) for number in range(3)]
+    datums = [datum(vlm.images.render([text(3, 1), one, text(5, 2)]), 9) for one in pictures]
+    vlm.images.fetched.clear()
+    alone = [await vlm.client.forward_backward(header(model_id, 1), [one]) for one in datums[:2]]
+    for batch in (datums[:2], datums, [datums[0]] * 6, [*datums, *datums_of(vlm.images, "text")]):
+        result = await vlm.client.forward_backward(header(model_id, len(batch)), batch)
+        np.testing.assert_allclose(logprobs_of(result.outputs[0]), logprobs_of(alone[0].outputs[0]), atol=1e-5)
+    digests = [one.input.spans[0].feature.digest for one in datums]
+    # Each rank keeps its own, so an image may be asked for once by each.
+    assert all(1 <= vlm.images.fetched.count(digest) <= 2 for digest in digests)
 
 
 async def test_images_are_seen(qwen3_vl: Bench) -> None:
