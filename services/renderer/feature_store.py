@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from fovea.runtime.byte_lru import ByteLru
 from fovea.wire.errors import FeatureEvicted, ResourceExhausted
 from fovea.wire.features import FeatureTensors, size_bytes
 from services.renderer import metrics
-from services.renderer.byte_lru import ByteLru
 from services.renderer.families.base import Grid
 from services.renderer.worker_process import ProcessedImage
 

@@ -5,10 +5,10 @@ import hashlib
 import re
 from collections.abc import AsyncIterator
 
+from fovea.runtime.byte_lru import ByteLru
 from fovea.wire.errors import InvalidInput, NotFound, ResourceExhausted
 from fovea.wire.limits import MAX_IMAGE_BYTES
 from services.renderer import metrics
-from services.renderer.byte_lru import ByteLru
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

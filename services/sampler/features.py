@@ -1,7 +1,6 @@
 """Vision tensors by digest: fetched once from the renderer that made them, checked, and kept for further requests."""
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import grpc
@@ -9,6 +8,7 @@ import grpc
 from fovea.api.v1 import model_input_pb2
 from fovea.client.features import check_feature
 from fovea.client.renderer import RendererClient
+from fovea.runtime.byte_lru import ByteLru
 from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, InvalidInput, NotFound, Unavailable
 from fovea.wire.features import FeatureTensors, size_bytes
 from services.sampler import metrics
@@ -30,11 +30,9 @@ class FeatureStore:
 
     def __init__(self, family: Family, limit_bytes: int, default_source: str, timeout_s: float = 60.0) -> None:
         self._family = family
-        self._limit_bytes = limit_bytes
         self._default_source = default_source
         self._timeout_s = timeout_s
-        self._kept: OrderedDict[tuple[str, str], FeatureTensors] = OrderedDict()
-        self._kept_bytes = 0
+        self._kept: ByteLru[FeatureTensors] = ByteLru(limit_bytes)
         self._under_way: dict[tuple[str, str], asyncio.Task[FeatureTensors]] = {}
         self._clients: dict[str, RendererClient] = {}
 
@@ -58,7 +56,6 @@ class FeatureStore:
         key = (feature.digest, feature.tensors_sha256)
         kept = self._kept.get(key)
         if kept is not None:
-            self._kept.move_to_end(key)
             metrics.FEATURES.labels("hit").inc()
         else:
             metrics.FEATURES.labels("miss").inc()
@@ -97,14 +94,9 @@ class FeatureStore:
         return tensors
 
     def _keep(self, key: tuple[str, str], tensors: FeatureTensors) -> None:
-        if size_bytes(tensors) > self._limit_bytes:
-            return
-        self._kept[key] = tensors
-        self._kept_bytes += size_bytes(tensors)
-        while self._kept_bytes > self._limit_bytes:
-            _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= size_bytes(oldest)
-        metrics.FEATURE_BYTES.set(self._kept_bytes)
+        if size_bytes(tensors) <= self._kept.limit_bytes:
+            self._kept.put(key, tensors, size_bytes(tensors))
+            metrics.FEATURE_BYTES.set(self._kept.used_bytes)
 
     def _client(self, source: str) -> RendererClient:
         if source not in self._clients:

@@ -176,14 +176,29 @@ class Pusher:
         members = [member for member in found if isinstance(member, Member) and not member.holds]
         for backend in sorted({member.backend for member in members}):
             rest = [member for member in members if member.backend == backend]
-            # Each round takes at least one sampler off the list.
+            # Each round takes at least one sampler off the list, or splits it.
             while rest:
                 if time.monotonic() >= deadline:
                     tally.failed |= {member.address: "the push ran out of time" for member in rest}
                     break
-                await self._attempt(payload, rest, deadline, tally)
-                rest = [m for m in rest if m.address not in tally.loaded and m.address not in tally.failed]
+                error = await self._attempt(payload, rest, deadline, tally)
+                left = [m for m in rest if m.address not in tally.loaded and m.address not in tally.failed]
+                if left == rest and error is not None:
+                    await self._one_by_one(payload, rest, deadline, tally, error)
+                    break
+                rest = left
         return tally
+
+    async def _one_by_one(
+        self, payload: Payload, members: list[Member], deadline: float, tally: Tally, error: str
+    ) -> None:
+        """For when a group failed and nobody in it says why: a member that cannot be met must not cost the others."""
+        for member in members:
+            reason: str | None = error
+            if len(members) > 1 and time.monotonic() < deadline:
+                reason = await self._attempt(payload, [member], deadline, tally)
+            if member.address not in tally.loaded:
+                tally.failed.setdefault(member.address, reason or error)
 
     async def _present(self, address: str, snapshot_id: str) -> Member | str:
         try:
@@ -198,28 +213,22 @@ class Pusher:
             snapshot_id in info.adapter_snapshot_ids,
         )
 
-    async def _attempt(self, payload: Payload, members: list[Member], deadline: float, tally: Tally) -> None:
-        """One try with all of `members`; puts at least one of them into `tally`."""
+    async def _attempt(self, payload: Payload, members: list[Member], deadline: float, tally: Tally) -> str | None:
+        """One try with all of `members`: puts those whose fate is known into `tally`, returns what went wrong."""
         key = frozenset((member.address, member.instance_id) for member in members)
-        known = len(tally.loaded) + len(tally.failed)
         try:
             group_id = self._open.get(key) or await self._meet(key, members, deadline)
             await self._transfer(payload, group_id, members, deadline, tally)
         except (FoveaError, RuntimeError, TimeoutError) as error:
             await self._abandon(key, members)
-            self._blame(members, error, tally, known)
-            return
+            return error.message if isinstance(error, FoveaError) else str(error) or type(error).__name__
         except asyncio.CancelledError:
             # The broadcast may be half done: nobody can use the group again.
             self._groups.close(self._open.pop(key, ""))
             raise
         if any(member.address in tally.failed for member in members):
             await self._abandon(key, members)
-
-    def _blame(self, members: list[Member], error: Exception, tally: Tally, known: int) -> None:
-        if len(tally.loaded) + len(tally.failed) == known:
-            message = error.message if isinstance(error, FoveaError) else str(error) or type(error).__name__
-            tally.failed |= {member.address: message for member in members}
+        return None
 
     async def _meet(self, key: frozenset[tuple[str, str]], members: list[Member], deadline: float) -> str:
         group_id = f"push-{uuid.uuid4().hex[:12]}"
@@ -268,12 +277,12 @@ class Pusher:
                 return
             await asyncio.wait_for(payload.send(group_id), timeout_s)
             loaded = await self._phase(streams, "loaded", deadline, tally)
-            for address, response in loaded.items():
-                self._settle(address, response.loaded, payload.manifest.snapshot, tally)
-        except (RuntimeError, TimeoutError) as error:
+            self._settle(loaded, payload.manifest.snapshot, tally)
+        except (RuntimeError, TimeoutError):
             # Whoever has broken off says so on its stream; the others are innocent and are tried again.
-            await self._phase(streams, "loaded", time.monotonic() + 1.0, tally, report_waiting=False)
-            raise error
+            loaded = await self._phase(streams, "loaded", time.monotonic() + 1.0, tally, report_waiting=False)
+            self._settle(loaded, payload.manifest.snapshot, tally)
+            raise
         finally:
             await asyncio.gather(*(stream.aclose() for stream in streams.values()), return_exceptions=True)  # type: ignore[attr-defined]
 
@@ -307,12 +316,16 @@ class Pusher:
         return {address: answer for address, answer in zip(streams, answers, strict=True) if answer is not None}
 
     def _settle(
-        self, address: str, loaded: sampler_pb2.SnapshotLoaded, snapshot: weights_pb2.Snapshot, tally: Tally
+        self,
+        responses: dict[str, sampler_pb2.ReceiveSnapshotResponse],
+        snapshot: weights_pb2.Snapshot,
+        tally: Tally,
     ) -> None:
-        if loaded.digest == snapshot.digest:
-            tally.loaded[address] = loaded.pause_s
-        else:
-            tally.failed[address] = f"it received digest {loaded.digest}, sent was {snapshot.digest}"
+        for address, response in responses.items():
+            if response.loaded.digest == snapshot.digest:
+                tally.loaded[address] = response.loaded.pause_s
+            else:
+                tally.failed[address] = f"it received digest {response.loaded.digest}, sent was {snapshot.digest}"
 
     async def _abandon(self, key: frozenset[tuple[str, str]], members: list[Member]) -> None:
         group_id = self._open.pop(key, None)

@@ -150,7 +150,7 @@ async def test_cancelling_closes_the_engines_generators(served: Served) -> None:
     async with aclosing(served.client.sample(request(max_tokens=40, sample_count=4))) as stream:
         await anext(stream)
         served.engine.step.clear()
-        assert served.engine.running == 4
+        await eventually(lambda: served.engine.running == 4)
     await eventually(lambda: not served.engine.running)
     served.engine.step.set()
     assert len(await events(served, request())) == 4

@@ -22,7 +22,7 @@ ARGUMENTS = {
     "qwen3_vl": [],
     # Every block is gathered and freed in every micro-batch, of which there are many.
     "qwen2_5_vl": ["--keep-gathered", "never", "--token-budget", "160", "--logit-chunk-mib", "1"],
-    "qwen3": ["--token-budget", "48"],
+    "qwen3": ["--token-budget", "48", "--join-timeout-s", "4"],
 }
 
 

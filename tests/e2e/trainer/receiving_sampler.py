@@ -28,7 +28,9 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
         self.manifests: dict[str, weights_pb2.SnapshotManifest] = {}
         self.joined: list[str] = []
         self.left: list[str] = []
+        self.refuse_join = False
         self.refuse_manifest = False
+        self.break_off = False
         self.lie_about_digest = False
         self._groups: dict[str, dist.ProcessGroupGloo] = {}
         self._stores: list[dist.Store] = []
@@ -55,6 +57,8 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
     async def JoinTransferGroup(
         self, request: sampler_pb2.JoinTransferGroupRequest, context: Any
     ) -> sampler_pb2.JoinTransferGroupResponse:
+        if self.refuse_join:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no route to the store")
         self._groups[request.group_id] = await asyncio.to_thread(self._join, request)
         self.joined.append(request.group_id)
         return sampler_pb2.JoinTransferGroupResponse(instance_id=self.instance_id)
@@ -81,6 +85,8 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
             error = to_status(InvalidInput("manifest: no room"))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         yield Event(ready=sampler_pb2.SnapshotReady())
+        if self.break_off:
+            await context.abort(grpc.StatusCode.INTERNAL, "the engine died")
         digest = await asyncio.to_thread(self._receive, self._groups[request.group_id], request.manifest)
         yield Event(
             loaded=sampler_pb2.SnapshotLoaded(digest="0" * 64 if self.lie_about_digest else digest, pause_s=0.5)

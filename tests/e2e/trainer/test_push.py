@@ -135,6 +135,23 @@ async def test_sampler_that_refuses_or_differs_is_reported(
     await qwen3.client.push_snapshot(f"{model_id}@1", [second_sampler.address])
 
 
+@pytest.mark.parametrize("weakness", ["refuse_join", "break_off"])
+async def test_sampler_that_fails_on_the_way_does_not_cost_the_others(
+    qwen3: Bench, sampler: ReceivingSampler, second_sampler: ReceivingSampler, weakness: str
+) -> None:
+    setattr(second_sampler, weakness, True)
+    for lora in (weights_pb2.LoraConfig(rank=2, train_mlp=True), None):
+        model_id = await qwen3.create(lora)
+        await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
+        response = await qwen3.client.push_snapshot(
+            f"{model_id}@1", [second_sampler.address, sampler.address], timeout_s=60
+        )
+        assert response.results[0].error in ("no route to the store", "the engine died")
+        assert response.results[1].error == ""
+        assert f"{model_id}@1" in sampler.received
+        await qwen3.clean()
+
+
 async def test_sampler_that_was_restarted_joins_anew(qwen3: Bench, sampler: ReceivingSampler) -> None:
     model_id = await qwen3.adapter()
     await qwen3.client.take_snapshot(model_id, f"{model_id}@1")

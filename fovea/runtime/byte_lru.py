@@ -1,23 +1,27 @@
 """A mapping that forgets what was used longest ago when its values pass a number of bytes."""
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
 
 
 class ByteLru(Generic[Value]):
-    """Values by key, `limit_bytes` at most in all. Not safe across threads: the event loop alone uses it."""
+    """Values by key, `limit_bytes` at most in all. Not safe across threads."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self._entries: OrderedDict[str, tuple[Value, int]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: str) -> Value | None:
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def get(self, key: Hashable) -> Value | None:
         """The value, which is now the one used last, or None."""
         entry = self._entries.get(key)
         if entry is None:
@@ -25,7 +29,7 @@ class ByteLru(Generic[Value]):
         self._entries.move_to_end(key)
         return entry[0]
 
-    def put(self, key: str, value: Value, size_bytes: int) -> None:
+    def put(self, key: Hashable, value: Value, size_bytes: int) -> None:
         """Holds a value, in place of others if needed.
 
         Raises ValueError if the value alone passes the limit: then nothing is forgotten for it.

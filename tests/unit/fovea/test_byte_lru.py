@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.renderer.byte_lru import ByteLru
+from fovea.runtime.byte_lru import ByteLru
 
 LIMIT = 10
 KEYS = st.sampled_from("abcde")
