@@ -107,6 +107,7 @@ class BroadcastFull:
     snapshot_id: str
     group_id: str
     bucket_bytes: int
+    timeout_s: float
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ class Engine:
             tensors = [next(whole)[1] for _ in bucket]
             if self._groups is not None and not error:
                 try:
-                    self._groups.get(command.group_id).send(tensors)
+                    self._groups.get(command.group_id).send(tensors, command.timeout_s)
                 except (RuntimeError, KeyError) as failure:
                     logger.warning("broadcast over %s failed: %s", command.group_id, failure)
                     error = f"the broadcast failed: {failure}"

@@ -32,10 +32,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Payload:
-    """What is pushed, and how it is broadcast: `send` takes the id of an open group."""
+    """What is pushed, and how it is broadcast: `send` takes the id of an open group and a deadline in seconds."""
 
     manifest: weights_pb2.SnapshotManifest
-    send: Callable[[str], Awaitable[None]]
+    send: Callable[[str, float], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ class Pusher:
         assert held.lora is not None
         manifest.lora.CopyFrom(held.lora)
 
-        def send(group_id: str) -> None:
+        def send(group_id: str, timeout_s: float) -> None:
             group = self._groups.get(group_id)
             for bucket in buckets(held.specs, manifest.bucket_bytes):
-                group.send([held.tensors[spec.name] for spec in bucket])
+                group.send([held.tensors[spec.name] for spec in bucket], timeout_s)
 
-        async def in_thread(group_id: str) -> None:
-            await asyncio.get_running_loop().run_in_executor(self._threads, send, group_id)
+        async def in_thread(group_id: str, timeout_s: float) -> None:
+            await asyncio.get_running_loop().run_in_executor(self._threads, send, group_id, timeout_s)
 
         return Payload(manifest, in_thread)
 
@@ -150,8 +150,9 @@ class Pusher:
         identity, specs = await self._queue.submit(commands.DescribeFull(snapshot_id))
         manifest = self._manifest(identity, specs)
 
-        async def on_all_ranks(group_id: str) -> None:
-            error = await self._queue.submit(commands.BroadcastFull(snapshot_id, group_id, manifest.bucket_bytes))
+        async def on_all_ranks(group_id: str, timeout_s: float) -> None:
+            command = commands.BroadcastFull(snapshot_id, group_id, manifest.bucket_bytes, timeout_s)
+            error = await self._queue.submit(command)
             if error:
                 raise RuntimeError(error)
 
@@ -242,7 +243,6 @@ class Pusher:
             world_size,
             members[0].backend,
             timeout_s,
-            self._settings.transfer_timeout_s,
         )
         joins = []
         offset = 1
@@ -275,7 +275,7 @@ class Pusher:
             ready = await self._phase(streams, "ready", deadline, tally)
             if len(ready) < len(streams):
                 return
-            await asyncio.wait_for(payload.send(group_id), timeout_s)
+            await asyncio.wait_for(payload.send(group_id, timeout_s), timeout_s + 5.0)
             loaded = await self._phase(streams, "loaded", deadline, tally)
             self._settle(loaded, payload.manifest.snapshot, tally)
         except (RuntimeError, TimeoutError):

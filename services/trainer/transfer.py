@@ -27,7 +27,6 @@ class TransferGroup:
         world_size: Members, the sender included.
         backend: `gloo` or `nccl`.
         join_timeout_s: Deadline of the meeting.
-        timeout_s: Deadline of each broadcast.
 
     Blocks until all members have met. Raises RuntimeError if they do not.
     """
@@ -39,7 +38,6 @@ class TransferGroup:
         world_size: int,
         backend: str,
         join_timeout_s: float,
-        timeout_s: float,
     ) -> None:
         self.group_id = group_id
         prefixed = PrefixStore(group_id, store)
@@ -48,26 +46,26 @@ class TransferGroup:
         if backend == "gloo":
             self._device = torch.device("cpu")
             gloo: Any = ProcessGroupGloo(prefixed, 0, world_size, join)
-            gloo._set_default_timeout(timedelta(seconds=timeout_s))
             self._group = gloo
         elif backend == "nccl":
             if not torch.cuda.is_available():
                 raise FailedPrecondition("the samplers receive over nccl, but this trainer has no GPU")
             self._device = torch.device("cuda", torch.cuda.current_device())
             options = ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=timeout_s)
+            options._timeout = join
             nccl: Any = ProcessGroupNCCL(prefixed, 0, world_size, options)
             self._group = nccl
         else:
             raise FailedPrecondition(f"transfer backend {backend!r} is not supported, only gloo and nccl")
 
-    def send(self, tensors: list[Tensor]) -> None:
+    def send(self, tensors: list[Tensor], timeout_s: float) -> None:
         """Broadcasts tensors as one run of bytes and waits until it has left. Raises RuntimeError on any failure."""
         parts = [tensor.detach().to(self._device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
         buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([buffer], options).wait()
+        options.timeout = timedelta(seconds=timeout_s)
+        self._group.broadcast([buffer], options).wait(timedelta(seconds=timeout_s))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -96,11 +94,12 @@ class TransferGroups:
         """Port of the store."""
         return int(self._store.port)
 
-    def open(
-        self, group_id: str, world_size: int, backend: str, join_timeout_s: float, timeout_s: float
-    ) -> TransferGroup:
+    def open(self, group_id: str, world_size: int, backend: str, join_timeout_s: float) -> TransferGroup:
         """Meets the other members; blocks. Raises RuntimeError if they do not come in time."""
-        group = TransferGroup(group_id, self._store, world_size, backend, join_timeout_s, timeout_s)
+        # A client of its own: one that waits holds its connection, and other groups would wait with it.
+        timeout = timedelta(seconds=join_timeout_s)
+        store = TCPStore("127.0.0.1", self.port, None, False, timeout, wait_for_workers=False)
+        group = TransferGroup(group_id, store, world_size, backend, join_timeout_s)
         with self._lock:
             self._open[group_id] = group
         return group

@@ -86,6 +86,8 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         yield Event(ready=sampler_pb2.SnapshotReady())
         if self.break_off:
+            # As the contract has it: a receiver that fails leaves the group.
+            del self._groups[request.group_id]
             await context.abort(grpc.StatusCode.INTERNAL, "the engine died")
         digest = await asyncio.to_thread(self._receive, self._groups[request.group_id], request.manifest)
         yield Event(
