@@ -38,6 +38,8 @@ def up(
     api_key: Annotated[list[str] | None, typer.Option(help="Accepted key, tml-...; may be repeated.")] = None,
     ready_timeout_s: Annotated[float, typer.Option(help="Seconds that the services may take to come up.")] = 300.0,
     drain_s: Annotated[float, typer.Option(help="Seconds that work in flight gets at a stop.")] = 20.0,
+    trainer_gpus: Annotated[str, typer.Option(help="Devices of the trainer, as in 0,1; default: all it sees.")] = "",
+    sampler_gpus: Annotated[str, typer.Option(help="Devices of the sampler.")] = "",
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
     """Start renderer, sampler, trainer and gateway on this machine, and stop them with Ctrl-C."""
@@ -55,6 +57,8 @@ def up(
         api_keys=tuple(api_key or ()),
         ready_timeout_s=ready_timeout_s,
         drain_s=drain_s,
+        trainer_gpus=tuple(filter(None, trainer_gpus.split(","))),
+        sampler_gpus=tuple(filter(None, sampler_gpus.split(","))),
         log_level=log_level,
     )
     raise typer.Exit(asyncio.run(_run(options, console)))

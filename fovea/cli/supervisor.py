@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +36,8 @@ class UpOptions:
         api_keys: Accepted keys; empty keeps the gateway's default local key.
         ready_timeout_s: How long the services may take to come up.
         drain_s: How long a stop waits for work in flight.
-        extra: More arguments by service name.
+        trainer_gpus: Devices that the trainer sees, as CUDA numbers them; empty leaves the environment as it is.
+        sampler_gpus: The same for the sampler.
     """
 
     model: str
@@ -50,7 +51,13 @@ class UpOptions:
     ready_timeout_s: float = 300.0
     drain_s: float = 20.0
     log_level: str = "INFO"
-    extra: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    trainer_gpus: tuple[str, ...] = ()
+    sampler_gpus: tuple[str, ...] = ()
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether trainer and sampler were given a common device, over which NCCL cannot send."""
+        return bool(set(self.trainer_gpus) & set(self.sampler_gpus))
 
 
 class Supervisor:
@@ -173,20 +180,25 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
     if pathlib.Path(options.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
 
+    devices = {"trainer": options.trainer_gpus, "sampler": options.sampler_gpus}
+
     def spec(name: str, module: str, service: str, port: int, port_flag: str, *arguments: str) -> ServiceSpec:
         common = (port_flag, str(port), "--metrics-port", str(metrics.pop()), "--drain-s", str(options.drain_s))
         model = ("--model", options.model, "--log-level", options.log_level)
-        command = ("-m", module, *model, *common, *arguments, *options.extra.get(name, ()))
-        host = "127.0.0.1"
-        return ServiceSpec(
-            name, command, f"{host}:{port}", f"fovea.api.v1.{service}", int(common[3]), environment=environment
-        )
+        command = ("-m", module, *model, *common, *arguments)
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices[name])} if devices.get(name) else {}
+        address, service_name = f"127.0.0.1:{port}", f"fovea.api.v1.{service}"
+        return ServiceSpec(name, command, address, service_name, int(common[3]), environment | visible)
 
     to = "127.0.0.1:"
     keys = tuple(part for key in options.api_keys for part in ("--api-key", key))
+    transfer = ("--transfer", "gloo") if options.shares_gpu else ()
     return [
         spec("renderer", "services.renderer", "RendererService", renderer, "--port"),
-        spec("sampler", "services.sampler", "SamplerService", sampler, "--port", "--renderer", f"{to}{renderer}"),
+        spec(
+            "sampler", "services.sampler", "SamplerService", sampler, "--port",
+            "--renderer", f"{to}{renderer}", *transfer,
+        ),
         spec(
             "trainer", "services.trainer", "TrainerService", trainer, "--port",
             "--renderer", f"{to}{renderer}", "--ranks", str(options.ranks),

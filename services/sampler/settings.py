@@ -29,6 +29,10 @@ class SamplerSettings(ServiceSettings):
         None, ge=16, description="Tokens of one KV block; none is 32 on CPU, vLLM's own on GPU."
     )
     gpu_memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that the engine may take.")
+    transfer: Literal["auto", "gloo", "nccl"] = Field(
+        "auto",
+        description="What carries weights; auto is nccl on GPU. A GPU shared with the trainer needs gloo.",
+    )
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model.")
     eager: bool = Field(False, description="No CUDA graphs. A CPU engine never has any.")
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(64, description="The largest rank of an adapter.")

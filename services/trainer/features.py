@@ -1,12 +1,12 @@
 """Vision tensors of this rank's datums: fetched from renderers by digest, checked, and kept for the next epoch."""
 
-from collections import OrderedDict
 from collections.abc import Container, Iterable
 
 import numpy as np
 
 from fovea.api.v1 import model_input_pb2
 from fovea.client import FeatureFetcher
+from fovea.runtime.byte_lru import ByteLru
 from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound
 from fovea.wire.features import FeatureTensors
 from services.trainer.batch import Patches
@@ -24,13 +24,11 @@ class FeatureCache:
     """
 
     def __init__(self, max_bytes: int, patch_bytes: int, fetch_timeout_s: float, default_source: str) -> None:
-        self._max_bytes = max_bytes
         self._patch_bytes = patch_bytes
         self._timeout_s = fetch_timeout_s
         self._default_source = default_source
         self._fetcher = FeatureFetcher()
-        self._kept: OrderedDict[str, Patches] = OrderedDict()
-        self._kept_bytes = 0
+        self._kept: ByteLru[Patches] = ByteLru(max_bytes)
 
     def patches_of(self, datums: Iterable[Datum], spare: Container[str]) -> dict[str, Patches]:
         """uint8 [P, W] by digest for all images of the datums but those in `spare`.
@@ -44,7 +42,7 @@ class FeatureCache:
             for number, span in enumerate(datum.spans)
             if span.feature.digest not in spare
         }
-        held = {digest: self._touch(digest) for digest in spans if digest in self._kept}
+        held = {digest: patches for digest in spans if (patches := self._kept.get(digest)) is not None}
         missing = {digest: place for digest, place in spans.items() if digest not in held}
         if missing:
             held |= self._fetch(missing)
@@ -52,10 +50,6 @@ class FeatureCache:
             # A digest names one grid; a datum that says another would read past its patches.
             _check_rows(held[digest], span, self._patch_bytes, field)
         return held
-
-    def _touch(self, digest: str) -> Patches:
-        self._kept.move_to_end(digest)
-        return self._kept[digest]
 
     def _fetch(self, missing: dict[str, tuple[Span, str]]) -> dict[str, Patches]:
         wanted = [self._sourced(span.feature, field) for span, field in missing.values()]
@@ -66,7 +60,8 @@ class FeatureCache:
         patches = {}
         for digest, (span, field) in missing.items():
             patches[digest] = _checked(fetched[digest], span, field)
-            self._keep(digest, patches[digest])
+            if patches[digest].nbytes <= self._kept.limit_bytes:
+                self._kept.put(digest, patches[digest], patches[digest].nbytes)
         return patches
 
     def _sourced(self, feature: model_input_pb2.VisionFeature, field: str) -> model_input_pb2.VisionFeature:
@@ -78,13 +73,6 @@ class FeatureCache:
         named.CopyFrom(feature)
         named.source = self._default_source
         return named
-
-    def _keep(self, digest: str, patches: Patches) -> None:
-        self._kept[digest] = patches
-        self._kept_bytes += patches.nbytes
-        while self._kept_bytes > self._max_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self._kept_bytes -= dropped.nbytes
 
 
 def _checked(tensors: FeatureTensors, span: Span, field: str) -> Patches:

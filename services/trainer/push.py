@@ -243,6 +243,7 @@ class Pusher:
             world_size,
             members[0].backend,
             timeout_s,
+            self._settings.transfer_timeout_s,
         )
         joins = []
         offset = 1

@@ -46,7 +46,9 @@ class TrainerSettings(ServiceSettings):
         description="Address at which samplers reach this machine; empty takes --host, or the host name for 0.0.0.0.",
     )
     transfer_bucket_mib: int = Field(64, ge=1, description="Size of one broadcast of weights.")
-    transfer_timeout_s: float = Field(120.0, gt=0, description="Deadline of a push that names none.")
+    transfer_timeout_s: float = Field(
+        120.0, gt=0, description="Deadline of a push that names none, and of each broadcast over nccl."
+    )
     join_timeout_s: float = Field(20.0, gt=0, description="Deadline for samplers to meet in a transfer group.")
     collective_timeout_s: float = Field(1800.0, gt=0, description="Deadline of one collective between ranks.")
     heartbeat_s: float = Field(30.0, gt=0, description="Seconds between signs of life among idle ranks.")

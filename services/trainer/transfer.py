@@ -4,7 +4,10 @@ The sender is rank 0; sampler worker i is rank_offset + i. The rendezvous store 
 """
 
 import logging
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +30,7 @@ class TransferGroup:
         world_size: Members, the sender included.
         backend: `gloo` or `nccl`.
         join_timeout_s: Deadline of the meeting.
+        broadcast_timeout_s: Deadline of a broadcast over nccl, which takes one for all.
 
     Blocks until all members have met. Raises RuntimeError if they do not.
     """
@@ -38,6 +42,7 @@ class TransferGroup:
         world_size: int,
         backend: str,
         join_timeout_s: float,
+        broadcast_timeout_s: float,
     ) -> None:
         self.group_id = group_id
         prefixed = PrefixStore(group_id, store)
@@ -52,8 +57,9 @@ class TransferGroup:
                 raise FailedPrecondition("the samplers receive over nccl, but this trainer has no GPU")
             self._device = torch.device("cuda", torch.cuda.current_device())
             options = ProcessGroupNCCL.Options()
-            options._timeout = join
-            nccl: Any = ProcessGroupNCCL(prefixed, 0, world_size, options)
+            options._timeout = timedelta(seconds=broadcast_timeout_s)
+            with _survivable_nccl():
+                nccl: Any = ProcessGroupNCCL(prefixed, 0, world_size, options)
             self._group = nccl
         else:
             raise FailedPrecondition(f"transfer backend {backend!r} is not supported, only gloo and nccl")
@@ -76,6 +82,21 @@ class TransferGroup:
             abort()
 
 
+@contextmanager
+def _survivable_nccl() -> Iterator[None]:
+    """Has groups made meanwhile answer a member's death with an error; by default torch ends the whole process."""
+    name, clean_up_only = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+    before = os.environ.get(name)
+    os.environ[name] = clean_up_only
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 class TransferGroups:
     """All open groups of this trainer, and the store they meet at. Rank 0 only; safe to use from several threads.
 
@@ -94,12 +115,14 @@ class TransferGroups:
         """Port of the store."""
         return int(self._store.port)
 
-    def open(self, group_id: str, world_size: int, backend: str, join_timeout_s: float) -> TransferGroup:
+    def open(
+        self, group_id: str, world_size: int, backend: str, join_timeout_s: float, broadcast_timeout_s: float
+    ) -> TransferGroup:
         """Meets the other members; blocks. Raises RuntimeError if they do not come in time."""
         # A client of its own: one that waits holds its connection, and other groups would wait with it.
         timeout = timedelta(seconds=join_timeout_s)
         store = TCPStore("127.0.0.1", self.port, None, False, timeout, wait_for_workers=False)
-        group = TransferGroup(group_id, store, world_size, backend, join_timeout_s)
+        group = TransferGroup(group_id, store, world_size, backend, join_timeout_s, broadcast_timeout_s)
         with self._lock:
             self._open[group_id] = group
         return group

@@ -4,12 +4,12 @@ While an adapter leaves the tower alone, its output depends on the image only. P
 samples, turns), so remembering it saves most of the tower's work. Models that train the tower never come here.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from fovea.runtime.byte_lru import ByteLru
 from services.trainer.families.base import VisionOutput
 
 Grid = tuple[int, int, int]
@@ -32,9 +32,7 @@ class VisionMemory:
     """Least recently used outputs by image digest, up to `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._held: OrderedDict[str, SeenImage] = OrderedDict()
-        self._held_bytes = 0
+        self._held: ByteLru[SeenImage] = ByteLru(max_bytes)
 
     def recall(self, images: Mapping[str, Grid]) -> dict[str, SeenImage]:
         """Those of the images (digest to grid) that are held, under that grid."""
@@ -42,19 +40,14 @@ class VisionMemory:
         for digest, grid in images.items():
             seen = self._held.get(digest)
             if seen is not None and seen.grid_thw == grid:
-                self._held.move_to_end(digest)
                 found[digest] = seen
         return found
 
     def remember(self, images: Mapping[str, SeenImage]) -> None:
         """Holds outputs, dropping the least recently used above the limit."""
         for digest, seen in images.items():
-            if digest not in self._held:
-                self._held[digest] = seen
-                self._held_bytes += seen.size_bytes
-        while self._held_bytes > self._max_bytes:
-            _, dropped = self._held.popitem(last=False)
-            self._held_bytes -= dropped.size_bytes
+            if digest not in self._held and seen.size_bytes <= self._held.limit_bytes:
+                self._held.put(digest, seen, seen.size_bytes)
 
 
 def split_output(output: VisionOutput, grids: Sequence[Grid], merge_size: int) -> list[SeenImage]:

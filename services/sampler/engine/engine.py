@@ -63,6 +63,8 @@ class Engine:
     @property
     def transfer_backend(self) -> str:
         """What carries weights: gloo or nccl."""
+        if self._settings.transfer != "auto":
+            return self._settings.transfer
         return "gloo" if self._llm.vllm_config.device_config.device_type == "cpu" else "nccl"
 
     @property
@@ -131,7 +133,15 @@ class Engine:
         """See WeightEngine.join_group."""
         task_id = self._new_task()
         await self._command(
-            "fovea_join", task_id, group_id, master_address, master_port, rank_offset, world_size, timeout_s
+            "fovea_join",
+            task_id,
+            group_id,
+            master_address,
+            master_port,
+            rank_offset,
+            world_size,
+            timeout_s,
+            self.transfer_backend,
         )
         try:
             await self._wait(task_id, timeout_s, f"transfer group {group_id} did not meet")

@@ -65,14 +65,16 @@ class SnapshotReceiver:
         rank_offset: int,
         world_size: int,
         timeout_s: float,
+        backend: str,
     ) -> None:
-        """Begins to join; a standing group of the same name is left first."""
+        """Begins to join over `gloo` or `nccl`; a standing group of the same name is left first."""
         self.leave(group_id)
 
         def join(_: Task) -> None:
             rank = rank_offset + self._worker_rank
+            device = torch.device("cpu") if backend == "gloo" else self._device
             self._groups[group_id] = TransferGroup(
-                group_id, master_address, master_port, rank, world_size, timeout_s, self._device
+                group_id, master_address, master_port, rank, world_size, timeout_s, device
             )
 
         self._start(task_id, join)

@@ -60,9 +60,12 @@ class WorkerExtension:
         rank_offset: int,
         world_size: int,
         timeout_s: float,
+        backend: str,
     ) -> None:
         """Begins to join a group; `fovea_report` tells when it stands."""
-        self._receiver.start_join(task_id, group_id, master_address, master_port, rank_offset, world_size, timeout_s)
+        self._receiver.start_join(
+            task_id, group_id, master_address, master_port, rank_offset, world_size, timeout_s, backend
+        )
 
     def fovea_receive(self, task_id: str, group_id: str, manifest: bytes, timeout_s: float) -> None:
         """Begins to receive a snapshot; `fovea_report` tells when it is whole."""
