@@ -122,7 +122,7 @@ async def test_feature_whose_bytes_differ(qwen3_vl: Bench, model: str) -> None:
 
 
 async def test_feature_of_another_grid(qwen3_vl: Bench, model: str) -> None:
-    """The digest of a known image under another grid of as many tokens."""
+    """Another grid of as many tokens, for an image that was fetched before and for one that was not."""
 
     def change(datum: trainer_pb2.Datum) -> None:
         grid = datum.input.spans[0].feature.grid_thw
@@ -132,7 +132,8 @@ async def test_feature_of_another_grid(qwen3_vl: Bench, model: str) -> None:
         change(datum)
         datum.input.spans[0].feature.digest = _copied(qwen3_vl)
 
-    await _refused(qwen3_vl, model, "image", of_unknown, "input.spans[0].feature", "the renderer has", InvalidInput, 1)
+    for wrong in (of_unknown, change):
+        await _refused(qwen3_vl, model, "image", wrong, "input.spans[0].feature", "the renderer has", InvalidInput, 1)
 
 
 async def test_renderer_that_is_not_there(qwen3_vl: Bench, model: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fovea.api.v1 import model_input_pb2, trainer_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
-from services.trainer.datums import InputLimits, decode_datum
+from services.trainer.datums import InputLimits, check_digests, decode_datum
 from services.trainer.losses import LOSSES
 from services.trainer.packing import DatumSize
 
@@ -92,6 +92,14 @@ def test_overlapping_images_are_refused() -> None:
     datum.input.spans[1].offset = 5
     with pytest.raises(InvalidInput, match="rise from 6"):
         decode_datum(datum, 0, CROSS_ENTROPY, LIMITS)
+
+
+def test_one_digest_has_one_grid() -> None:
+    datums = [_with_image(9, grid=(1, 4, 4)), _with_image(9, grid=(1, 2, 8))]
+    decoded = [decode_datum(datum, index, CROSS_ENTROPY, LIMITS) for index, datum in enumerate(datums)]
+    check_digests([decoded[0], decoded[0]])
+    with pytest.raises(InvalidInput, match=r"datum\[1\].*\[1, 2, 8\], but the same digest came with \[1, 4, 4\]"):
+        check_digests(decoded)
 
 
 def test_image_without_positions_is_refused() -> None:
