@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fovea.wire.errors import from_rpc_error
+from fovea.wire.errors import STATUS_DETAILS, Cancelled, FoveaError, Unavailable, from_rpc_error
 from fovea.wire.limits import MESSAGE_BYTES
 
 Response = TypeVar("Response")
@@ -77,17 +77,25 @@ class ServiceClient:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
+    def _raised(self, error: grpc.aio.AioRpcError) -> FoveaError:
+        """What the server raised. A bare CANCELLED is a server that stopped: our own cancelling looks different."""
+        raised = from_rpc_error(error)
+        trailing: Any = error.trailing_metadata() or ()
+        if isinstance(raised, Cancelled) and STATUS_DETAILS not in [name for name, _ in trailing]:
+            return Unavailable(f"the service at {self.address} stopped during the call")
+        return raised
+
     async def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
         try:
             return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise self._raised(error) from None
 
     async def _send_stream(self, method: Any, requests: AsyncIterable[Any], timeout_s: float) -> Any:
         try:
             return await method(requests, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise self._raised(error) from None
 
     async def _stream(self, method: Any, request: Any, timeout_s: float) -> AsyncIterator[Any]:
         """Yields responses; `request` is one message or an async iterable of them. Leaving early cancels the call."""
@@ -96,6 +104,6 @@ class ServiceClient:
             async for response in call:
                 yield response
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise self._raised(error) from None
         finally:
             call.cancel()

@@ -32,6 +32,8 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "fovea"
+STATUS_DETAILS = "grpc-status-details-bin"
+"""Trailing metadata that carries a status with its details."""
 Category = Literal["user", "server"]
 
 
@@ -250,7 +252,7 @@ def from_rpc_error(error: grpc.RpcError) -> FoveaError:
     """The error behind a failed call, as the server raised it."""
     trailing: Any = error.trailing_metadata() or ()  # type: ignore[attr-defined]
     for name, value in trailing:
-        if name == "grpc-status-details-bin":
+        if name == STATUS_DETAILS:
             return from_status(status_pb2.Status.FromString(value))
     code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
     details: str = error.details() or code.name  # type: ignore[attr-defined]

@@ -9,7 +9,6 @@ from typing import cast
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.wire.errors import (
-    Cancelled,
     ContextOverflow,
     FeatureEvicted,
     FoveaError,
@@ -151,9 +150,6 @@ class SampleRunner:
         except Unavailable as error:
             sampler.mark_down(str(error))
             raise
-        except Cancelled as error:  # a sampler that stops cancels its calls; we did not
-            sampler.mark_down(str(error))
-            raise Unavailable(f"sampler {sampler.address} is stopping: {error}") from None
 
     async def _mend(self, work: SampleWork, error: FoveaError) -> None:
         """Prepares the next try, or raises the error if there is none."""

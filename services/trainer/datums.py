@@ -4,6 +4,7 @@ Shapes: N tokens of one datum, K targets a position.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,6 +110,19 @@ def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: Input
         else:
             inputs[wanted.name] = np.ones(targets.shape, np.float32)
     return Datum(index, tokens, positions, spans, targets, inputs, flat)
+
+
+def check_digests(datums: Iterable[Datum]) -> None:
+    """Raises InvalidInput if one image, by its digest, is said to have two grids within a call."""
+    grids: dict[str, tuple[int, int, int]] = {}
+    for datum in datums:
+        for number, span in enumerate(datum.spans):
+            known = grids.setdefault(span.feature.digest, span.grid_thw)
+            if known != span.grid_thw:
+                raise _invalid(
+                    f"datum[{datum.index}].input.spans[{number}].feature.grid_thw",
+                    f"is {list(span.grid_thw)}, but the same digest came with {list(known)} before",
+                )
 
 
 def _invalid(field: str, problem: str) -> InvalidInput:

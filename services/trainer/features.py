@@ -1,6 +1,8 @@
 """Vision tensors of this rank's datums: fetched from renderers by digest, checked, and kept for the next epoch."""
 
+import math
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,6 +13,14 @@ from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound
 from fovea.wire.features import FeatureTensors
 from services.trainer.batch import Patches
 from services.trainer.datums import Datum, Span
+
+
+@dataclass(frozen=True)
+class RenderedImage:
+    """What a renderer made of one image: uint8 [P, W] and its grid."""
+
+    patches: Patches
+    grid_thw: tuple[int, ...]
 
 
 class FeatureCache:
@@ -28,7 +38,7 @@ class FeatureCache:
         self._timeout_s = fetch_timeout_s
         self._default_source = default_source
         self._fetcher = FeatureFetcher()
-        self._kept: ByteLru[Patches] = ByteLru(max_bytes)
+        self._kept: ByteLru[RenderedImage] = ByteLru(max_bytes)
 
     def patches_of(self, datums: Iterable[Datum], spare: Container[str]) -> dict[str, Patches]:
         """uint8 [P, W] by digest for all images of the datums but those in `spare`.
@@ -36,33 +46,33 @@ class FeatureCache:
         Raises FeatureEvicted if a renderer no longer holds one, InvalidInput naming `datum[i]...feature` for tensors
         that do not fit their grid, Unavailable if a renderer cannot be reached.
         """
-        spans = {
-            span.feature.digest: (span, f"datum[{datum.index}].input.spans[{number}].feature")
+        places = [
+            (span, f"datum[{datum.index}].input.spans[{number}].feature")
             for datum in datums
             for number, span in enumerate(datum.spans)
             if span.feature.digest not in spare
-        }
-        held = {digest: patches for digest in spans if (patches := self._kept.get(digest)) is not None}
-        missing = {digest: place for digest, place in spans.items() if digest not in held}
-        if missing:
+        ]
+        wanted = {span.feature.digest: (span, field) for span, field in places}
+        held = {digest: image for digest in wanted if (image := self._kept.get(digest)) is not None}
+        if missing := {digest: place for digest, place in wanted.items() if digest not in held}:
             held |= self._fetch(missing)
-        for digest, (span, field) in spans.items():
-            # A digest names one grid; a datum that says another would read past its patches.
-            _check_rows(held[digest], span, self._patch_bytes, field)
-        return held
+        for span, field in places:
+            # A digest names one grid; a datum that says another would be computed wrongly.
+            _check_grid(held[span.feature.digest], span, field)
+        return {digest: image.patches for digest, image in held.items()}
 
-    def _fetch(self, missing: dict[str, tuple[Span, str]]) -> dict[str, Patches]:
+    def _fetch(self, missing: dict[str, tuple[Span, str]]) -> dict[str, RenderedImage]:
         wanted = [self._sourced(span.feature, field) for span, field in missing.values()]
         try:
             fetched = self._fetcher.fetch(wanted, self._timeout_s)
         except NotFound as error:
             raise FeatureEvicted(f"{error.message}: render the image again", error.field, **error.metadata) from None
-        patches = {}
-        for digest, (span, field) in missing.items():
-            patches[digest] = _checked(fetched[digest], span, field)
-            if patches[digest].nbytes <= self._kept.limit_bytes:
-                self._kept.put(digest, patches[digest], patches[digest].nbytes)
-        return patches
+        images = {}
+        for digest, (_, field) in missing.items():
+            image = images[digest] = _image(fetched[digest], self._patch_bytes, field)
+            if image.patches.nbytes <= self._kept.limit_bytes:
+                self._kept.put(digest, image, image.patches.nbytes)
+        return images
 
     def _sourced(self, feature: model_input_pb2.VisionFeature, field: str) -> model_input_pb2.VisionFeature:
         if feature.source:
@@ -75,22 +85,24 @@ class FeatureCache:
         return named
 
 
-def _checked(tensors: FeatureTensors, span: Span, field: str) -> Patches:
+def _image(tensors: FeatureTensors, patch_bytes: int, field: str) -> RenderedImage:
     if set(tensors) != {"pixel_values", "image_grid_thw"}:
         raise InvalidInput(f"{field} has tensors {sorted(tensors)}, needs pixel_values and image_grid_thw", field=field)
-    grid = tuple(int(extent) for extent in tensors["image_grid_thw"].flatten())
-    if grid != span.grid_thw:
-        raise InvalidInput(f"{field}.grid_thw is {list(span.grid_thw)}, the renderer has {list(grid)}", field=field)
     patches = tensors["pixel_values"]
     if patches.dtype != np.uint8:
         raise InvalidInput(f"{field} has pixel_values of {patches.dtype.name}, needs uint8", field=field)
-    return patches
-
-
-def _check_rows(patches: Patches, span: Span, patch_bytes: int, field: str) -> None:
-    if patches.shape != (span.patch_count, patch_bytes):
+    grid = tuple(int(extent) for extent in tensors["image_grid_thw"].flatten())
+    if patches.shape != (math.prod(grid), patch_bytes):
         raise InvalidInput(
-            f"{field} has pixel_values {list(patches.shape)}, grid {list(span.grid_thw)} needs "
-            f"{[span.patch_count, patch_bytes]}",
+            f"{field} has pixel_values {list(patches.shape)}, grid {list(grid)} needs {[math.prod(grid), patch_bytes]}",
             field=field,
+        )
+    return RenderedImage(patches, grid)
+
+
+def _check_grid(image: RenderedImage, span: Span, field: str) -> None:
+    if image.grid_thw != span.grid_thw:
+        raise InvalidInput(
+            f"{field}.grid_thw is {list(span.grid_thw)}, the renderer has {list(image.grid_thw)}",
+            field=f"{field}.grid_thw",
         )

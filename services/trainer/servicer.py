@@ -15,7 +15,7 @@ from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput, Unavailable
 from services.trainer import commands, telemetry
 from services.trainer.command_queue import CommandQueue
-from services.trainer.datums import decode_datum
+from services.trainer.datums import check_digests, decode_datum
 from services.trainer.engine import Engine
 from services.trainer.forward_backward import Outcome
 from services.trainer.lora import DEFAULT_ALPHA, LoraSettings
@@ -200,7 +200,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         engine.model(header.model_id)
         loss = loss_of(header.loss_function)
         config = loss.resolve_config(header.loss_config)
-        sizes = [decode_datum(datum, index, loss, engine.limits).size for index, datum in enumerate(datums)]
+        decoded = [decode_datum(datum, index, loss, engine.limits) for index, datum in enumerate(datums)]
+        check_digests(decoded)
+        sizes = [datum.size for datum in decoded]
         return commands.ForwardBackward(
             header.model_id,
             header.loss_function,

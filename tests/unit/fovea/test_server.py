@@ -12,7 +12,7 @@ from fovea.client import RendererClient
 from fovea.client.renderer import SERVICE
 from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
-from fovea.wire.errors import FeatureEvicted, Internal, InvalidInput
+from fovea.wire.errors import FeatureEvicted, Internal, InvalidInput, Unavailable
 
 
 class FailingRenderer(renderer_pb2_grpc.RendererServiceServicer):
@@ -78,6 +78,15 @@ async def test_health_follows_and_reflection_answers(server: ServiceServer) -> N
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
         assert SERVICE in {service.name for service in answers[0].list_services_response.service}
+
+
+async def test_a_server_that_stops_too_early_is_unavailable(server: ServiceServer) -> None:
+    async with RendererClient(server.address) as client:
+        running = asyncio.create_task(client.info())
+        await asyncio.sleep(0.1)
+        await server.grpc.stop(0)
+        with pytest.raises(Unavailable):
+            await running
 
 
 async def test_a_stop_lets_calls_in_flight_end(server: ServiceServer) -> None:
