@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from dataclasses import dataclass
 
 import grpc
@@ -147,10 +146,10 @@ async def test_errors_keep_their_class_and_field(served: Served) -> None:
 
 
 async def test_cancelling_closes_the_engines_generators(served: Served) -> None:
-    async with aclosing(served.client.sample(request(max_tokens=40, sample_count=4))) as stream:
-        await anext(stream)
-        served.engine.step.clear()
-        await eventually(lambda: served.engine.running == 4)
+    served.engine.step.clear()
+    drawing = asyncio.create_task(events(served, request(max_tokens=40, sample_count=4)))
+    await eventually(lambda: served.engine.running == 4)
+    drawing.cancel()
     await eventually(lambda: not served.engine.running)
     served.engine.step.set()
     assert len(await events(served, request())) == 4
