@@ -45,6 +45,10 @@ def up(
     """Start renderer, sampler, trainer and gateway on this machine, and stop them with Ctrl-C."""
     console = Console()
     path = model or _tiny_model(console)
+    if path.startswith((".", "/", "~")) and not (pathlib.Path(path).expanduser() / "config.json").is_file():
+        raise typer.BadParameter(
+            f"{path} has no config.json; name a checkpoint directory or a hub name", param_hint="--model"
+        )
     state_dir.mkdir(parents=True, exist_ok=True)
     options = UpOptions(
         model=path,

@@ -67,6 +67,7 @@ class Supervisor:
         self._options = options
         self._console = console
         self._stop = asyncio.Event()
+        self._is_ready = False
         self._specs = service_specs(options)
         self._services = {spec.name: Service(spec, self._print) for spec in self._specs}
 
@@ -98,6 +99,7 @@ class Supervisor:
         deadline = start + self._options.ready_timeout_s
         await asyncio.gather(*(self._wait_serving(spec, start, deadline) for spec in self._specs))
         ready_s = time.monotonic() - start
+        self._is_ready = True
         self._write_state(ready_s)
         self._show_table(ready_s)
 
@@ -110,6 +112,8 @@ class Supervisor:
         self._print("fovea", f"{spec.name} is ready after {time.monotonic() - start:.1f} s")
 
     async def _note_exit(self, what: str) -> None:
+        if not self._is_ready:
+            raise ServiceFailed(f"{what} before Fovea was ready; its last lines above say why")
         self._print("fovea", f"{what}; starting it again")
 
     async def _stop_all(self) -> None:

@@ -54,12 +54,18 @@ async def serve(settings: RendererSettings) -> None:
     server, servicer = ServiceServer(settings, [SERVICE_NAME]), RendererServicer()
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(servicer, server.grpc)
     await server.start()
-    async with open_renderer(settings) as renderer:
-        servicer.attach(renderer, settings.advertise or server.address)
-        model = renderer.model
-        logger.info("%s (%s), fingerprint %s", model.name, model.model_type, model.processor_fingerprint[:12] or "none")
-        await server.set_serving(True)
-        await server.run_until_stopped()
+    try:
+        async with open_renderer(settings) as renderer:
+            servicer.attach(renderer, settings.advertise or server.address)
+            model = renderer.model
+            logger.info(
+                "%s (%s), fingerprint %s", model.name, model.model_type, model.processor_fingerprint[:12] or "none"
+            )
+            await server.set_serving(True)
+            await server.run_until_stopped()
+    finally:
+        # A server that is collected after its loop has closed complains at length.
+        await server.grpc.stop(0)
 
 
 def _served(settings: RendererSettings, model: Checkpoint, family: Family, fingerprint: str) -> ServedModel:

@@ -1,0 +1,25 @@
+"""What the `fovea` command says to a person who made a mistake."""
+
+import pathlib
+
+from typer.testing import CliRunner
+
+from fovea.cli.main import app
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    result = CliRunner().invoke(app, ["up", "--model", "/nowhere/at/all"])
+    assert result.exit_code == 2
+    assert "/nowhere/at/all has no config.json" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_status_without_a_fovea(tmp_path: pathlib.Path) -> None:
+    result = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "no Fovea is up" in " ".join(result.output.split())
+
+
+def test_help_names_every_command() -> None:
+    output = CliRunner().invoke(app, ["--help"]).output
+    for command in ("up", "status", "demo", "version"):
+        assert f" {command} " in output
