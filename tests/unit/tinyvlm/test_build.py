@@ -18,6 +18,7 @@ def _contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+@pytest.mark.slow
 def test_equal_recipes_give_identical_files(tmp_path: Path) -> None:
     recipe = Recipe(step_count=2, batch_size=4)
     build(recipe, tmp_path / "first")

@@ -18,6 +18,7 @@ def test_fingerprint_follows_the_recipe() -> None:
     assert len({fingerprint(Recipe(kind="qwen3", seed=seed)) for seed in range(3)}) == 3
 
 
+@pytest.mark.slow
 def test_second_call_does_not_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOVEA_CACHE", str(tmp_path))
     assert cache_directory() == tmp_path
@@ -27,6 +28,7 @@ def test_second_call_does_not_build(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (directory / "model.safetensors").stat().st_mtime_ns == modified
 
 
+@pytest.mark.slow
 def test_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOVEA_CACHE", str(tmp_path))
     with pytest.raises(RuntimeError, match="failed with exit status"):
