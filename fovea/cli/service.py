@@ -136,4 +136,5 @@ class Service:
 
 
 def _die_with_parent() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # Not SIGTERM: nobody reads the log any more, and a service that drains into a closed pipe may linger.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
