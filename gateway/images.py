@@ -1,9 +1,9 @@
-"""Images that gRPC clients upload ahead of the inputs that name them. Held in memory, oldest dropped first."""
+"""Images that gRPC clients upload ahead of the inputs that name them. Held in memory, least recently used go first."""
 
 import hashlib
-from collections import OrderedDict
 
 from fovea.api.v1 import model_input_pb2
+from fovea.runtime.byte_lru import ByteLru
 from fovea.wire.errors import InvalidInput, NotFound
 from fovea.wire.limits import MAX_IMAGE_BYTES
 
@@ -14,9 +14,7 @@ class ImageShelf:
     """Uploaded images by SHA-256."""
 
     def __init__(self, capacity_bytes: int = _SHELF_BYTES) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._images: OrderedDict[str, bytes] = OrderedDict()
-        self._held_bytes = 0
+        self._images: ByteLru[bytes] = ByteLru(capacity_bytes)
 
     def put(self, sha256: str, data: bytes) -> None:
         """Holds an image. Raises InvalidInput if it is too large or not what its digest says."""
@@ -24,12 +22,7 @@ class ImageShelf:
             raise InvalidInput(f"the image has {len(data)} bytes; at most {MAX_IMAGE_BYTES}", field="data")
         if hashlib.sha256(data).hexdigest() != sha256:
             raise InvalidInput(f"the image that arrived does not have SHA-256 {sha256}", field="sha256")
-        if sha256 not in self._images:
-            self._images[sha256] = data
-            self._held_bytes += len(data)
-        self._images.move_to_end(sha256)
-        while self._held_bytes > self._capacity_bytes:
-            self._held_bytes -= len(self._images.popitem(last=False)[1])
+        self._images.put(sha256, data, len(data))
 
     def inline(self, model_input: model_input_pb2.ModelInput, field: str) -> model_input_pb2.ModelInput:
         """The input with uploaded images in place of their digests, so that what is kept needs no shelf.

@@ -8,7 +8,6 @@ from typing_extensions import Buffer
 
 from fovea.api.v1 import weights_pb2
 
-BUCKET_BYTES = 64 * 2**20
 _ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
 
 

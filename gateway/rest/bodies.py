@@ -11,13 +11,6 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
-class ClientConfig(Body):
-    """POST client/config and client/dynamic_config."""
-
-    sdk_version: str = ""
-    type: str = ""
-
-
 class CreateSession(Body):
     """POST create_session."""
 

@@ -55,11 +55,6 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    @property
-    def process_id(self) -> int | None:
-        """The id of the running process, or None."""
-        return self._process.pid if self._process else None
-
     def start(self) -> Ready:
         """Starts the process and waits until it processed a warm-up image.
 
