@@ -44,7 +44,7 @@ class GatewaySettings(ServiceSettings):
     renderer_concurrency: int = Field(32, gt=0, description="Render calls in flight at once.")
     default_lora_alpha: float = Field(32.0, gt=0, description="LoRA alpha of models created over REST.")
     train_vision: bool = Field(False, description="Whether REST-created LoRA models also adapt the vision tower.")
-    sdk_flags: dict[str, bool | int | str] = Field({}, description="Flags for client/config, as JSON.")
+    sdk_flags: dict[str, bool | int | str] = Field({}, description="Overrides of client/config's flags, as JSON.")
 
     @property
     def tokenizer_id(self) -> str:

@@ -15,6 +15,12 @@ from gateway.rest.endpoint import Endpoints, Json
 from gateway.sessions import Sessions
 
 _MOST_SESSIONS = 200
+_FLAGS = {
+    "proto_compress_fwdbwd": True,
+    # The SDK's default transport, pyqwest 0.12, aborts one interpreter exit in ten or so on Python 3.11: its threads
+    # still hand over the last answer. httpx does not; see docs/notes.
+    "use_pyqwest_transport": False,
+}
 
 
 class SessionRoutes:
@@ -44,7 +50,7 @@ class SessionRoutes:
     async def client_config(self, request: Request, caller: Caller) -> Response:
         """Flags of the client; those not named keep the SDK's defaults."""
         await read(request, self._max_body_bytes)
-        return Json(self._flags)
+        return Json(_FLAGS | self._flags)
 
     async def dynamic_config(self, request: Request, caller: Caller) -> Response:
         """Flags that are read again and again: cancel_future works here."""

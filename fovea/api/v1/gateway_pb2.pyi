@@ -146,7 +146,7 @@ class SubmitForwardBackwardRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[SubmitForwardBackwardHeader, _Mapping]] = ..., datum: _Optional[_Union[InputDatum, _Mapping]] = ...) -> None: ...
 
 class SubmitForwardBackwardHeader(_message.Message):
-    __slots__ = ("model_id", "seq_id", "loss_function", "loss_config", "backward")
+    __slots__ = ("model_id", "seq_id", "loss_function", "loss_config", "backward", "custom_loss_id")
     class LossConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -159,12 +159,14 @@ class SubmitForwardBackwardHeader(_message.Message):
     LOSS_FUNCTION_FIELD_NUMBER: _ClassVar[int]
     LOSS_CONFIG_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    CUSTOM_LOSS_ID_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     seq_id: int
     loss_function: str
     loss_config: _containers.ScalarMap[str, float]
     backward: bool
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., loss_function: _Optional[str] = ..., loss_config: _Optional[_Mapping[str, float]] = ..., backward: bool = ...) -> None: ...
+    custom_loss_id: str
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., loss_function: _Optional[str] = ..., loss_config: _Optional[_Mapping[str, float]] = ..., backward: bool = ..., custom_loss_id: _Optional[str] = ...) -> None: ...
 
 class InputDatum(_message.Message):
     __slots__ = ("input", "loss_inputs")
@@ -186,6 +188,22 @@ class SubmitForwardBackwardResponse(_message.Message):
     FUTURE_ID_FIELD_NUMBER: _ClassVar[int]
     future_id: str
     def __init__(self, future_id: _Optional[str] = ...) -> None: ...
+
+class CreateCustomLossRequest(_message.Message):
+    __slots__ = ("session_id", "custom_loss_seq_id", "loss")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CUSTOM_LOSS_SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    custom_loss_seq_id: int
+    loss: _trainer_pb2.CustomLoss
+    def __init__(self, session_id: _Optional[str] = ..., custom_loss_seq_id: _Optional[int] = ..., loss: _Optional[_Union[_trainer_pb2.CustomLoss, _Mapping]] = ...) -> None: ...
+
+class CreateCustomLossResponse(_message.Message):
+    __slots__ = ("custom_loss_id",)
+    CUSTOM_LOSS_ID_FIELD_NUMBER: _ClassVar[int]
+    custom_loss_id: str
+    def __init__(self, custom_loss_id: _Optional[str] = ...) -> None: ...
 
 class SubmitOptimStepRequest(_message.Message):
     __slots__ = ("model_id", "seq_id", "adam")
@@ -251,7 +269,7 @@ class SubmitLoadStateResponse(_message.Message):
     def __init__(self, future_id: _Optional[str] = ...) -> None: ...
 
 class SubmitSaveForSamplerRequest(_message.Message):
-    __slots__ = ("model_id", "seq_id", "name", "ttl_s", "user_metadata")
+    __slots__ = ("model_id", "seq_id", "name", "ttl_s", "user_metadata", "inflight")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -264,12 +282,14 @@ class SubmitSaveForSamplerRequest(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
+    INFLIGHT_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     seq_id: int
     name: str
     ttl_s: int
     user_metadata: _containers.ScalarMap[str, str]
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., name: _Optional[str] = ..., ttl_s: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    inflight: bool
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., name: _Optional[str] = ..., ttl_s: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., inflight: bool = ...) -> None: ...
 
 class SubmitSaveForSamplerResponse(_message.Message):
     __slots__ = ("future_id",)
@@ -296,7 +316,7 @@ class CreateSamplingSessionResponse(_message.Message):
     def __init__(self, sampling_session_id: _Optional[str] = ...) -> None: ...
 
 class SampleTokensRequest(_message.Message):
-    __slots__ = ("sampling_session_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs")
+    __slots__ = ("sampling_session_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_table", "alt_token_count", "prompt_logprobs_last_n")
     SAMPLING_SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +324,9 @@ class SampleTokensRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_SAMPLE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_TABLE_FIELD_NUMBER: _ClassVar[int]
+    ALT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: _ClassVar[int]
     sampling_session_id: str
     prompt: _model_input_pb2.ModelInput
     sample_count: int
@@ -311,15 +334,32 @@ class SampleTokensRequest(_message.Message):
     prompt_logprobs: bool
     top_prompt_logprobs: int
     top_sample_logprobs: int
-    def __init__(self, sampling_session_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.ModelInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[_sampler_pb2.SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ...) -> None: ...
+    target_table: TargetTable
+    alt_token_count: int
+    prompt_logprobs_last_n: int
+    def __init__(self, sampling_session_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.ModelInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[_sampler_pb2.SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_table: _Optional[_Union[TargetTable, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ...) -> None: ...
+
+class TargetTable(_message.Message):
+    __slots__ = ("tokens", "column_count", "column_indices", "sparse")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_INDICES_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_FIELD_NUMBER: _ClassVar[int]
+    tokens: _sampler_pb2.TargetTokens
+    column_count: int
+    column_indices: _tensor_pb2.Tensor
+    sparse: bool
+    def __init__(self, tokens: _Optional[_Union[_sampler_pb2.TargetTokens, _Mapping]] = ..., column_count: _Optional[int] = ..., column_indices: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sparse: bool = ...) -> None: ...
 
 class SampleTokensResponse(_message.Message):
-    __slots__ = ("prompt", "delta")
+    __slots__ = ("prompt", "delta", "target_table")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
+    TARGET_TABLE_FIELD_NUMBER: _ClassVar[int]
     prompt: _sampler_pb2.PromptResult
     delta: _sampler_pb2.SequenceDelta
-    def __init__(self, prompt: _Optional[_Union[_sampler_pb2.PromptResult, _Mapping]] = ..., delta: _Optional[_Union[_sampler_pb2.SequenceDelta, _Mapping]] = ...) -> None: ...
+    target_table: TargetTable
+    def __init__(self, prompt: _Optional[_Union[_sampler_pb2.PromptResult, _Mapping]] = ..., delta: _Optional[_Union[_sampler_pb2.SequenceDelta, _Mapping]] = ..., target_table: _Optional[_Union[TargetTable, _Mapping]] = ...) -> None: ...
 
 class WaitFutureRequest(_message.Message):
     __slots__ = ("future_id", "timeout_s")

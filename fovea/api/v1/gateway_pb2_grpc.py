@@ -77,6 +77,11 @@ class GatewayServiceStub(object):
                 request_serializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitForwardBackwardRequest.SerializeToString,
                 response_deserializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitForwardBackwardResponse.FromString,
                 _registered_method=True)
+        self.CreateCustomLoss = channel.unary_unary(
+                '/fovea.api.v1.GatewayService/CreateCustomLoss',
+                request_serializer=fovea_dot_api_dot_v1_dot_gateway__pb2.CreateCustomLossRequest.SerializeToString,
+                response_deserializer=fovea_dot_api_dot_v1_dot_gateway__pb2.CreateCustomLossResponse.FromString,
+                _registered_method=True)
         self.SubmitOptimStep = channel.unary_unary(
                 '/fovea.api.v1.GatewayService/SubmitOptimStep',
                 request_serializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitOptimStepRequest.SerializeToString,
@@ -176,6 +181,13 @@ class GatewayServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateCustomLoss(self, request, context):
+        """Keeps a traced loss for the session's models, to be named by `loss_function` `custom`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SubmitOptimStep(self, request, context):
         """Submits an optimizer step.
         """
@@ -267,6 +279,11 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.SubmitForwardBackward,
                     request_deserializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitForwardBackwardRequest.FromString,
                     response_serializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitForwardBackwardResponse.SerializeToString,
+            ),
+            'CreateCustomLoss': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateCustomLoss,
+                    request_deserializer=fovea_dot_api_dot_v1_dot_gateway__pb2.CreateCustomLossRequest.FromString,
+                    response_serializer=fovea_dot_api_dot_v1_dot_gateway__pb2.CreateCustomLossResponse.SerializeToString,
             ),
             'SubmitOptimStep': grpc.unary_unary_rpc_method_handler(
                     servicer.SubmitOptimStep,
@@ -523,6 +540,33 @@ class GatewayService(object):
             '/fovea.api.v1.GatewayService/SubmitForwardBackward',
             fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitForwardBackwardRequest.SerializeToString,
             fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitForwardBackwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateCustomLoss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fovea.api.v1.GatewayService/CreateCustomLoss',
+            fovea_dot_api_dot_v1_dot_gateway__pb2.CreateCustomLossRequest.SerializeToString,
+            fovea_dot_api_dot_v1_dot_gateway__pb2.CreateCustomLossResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -78,7 +78,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Union[StopCondition, _Mapping]] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("request_id", "snapshot_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs")
+    __slots__ = ("request_id", "snapshot_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_tokens", "alt_token_count", "prompt_logprobs_last_n")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,9 @@ class SampleRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_SAMPLE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ALT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     snapshot_id: str
     prompt: _model_input_pb2.RenderedInput
@@ -95,7 +98,18 @@ class SampleRequest(_message.Message):
     prompt_logprobs: bool
     top_prompt_logprobs: int
     top_sample_logprobs: int
-    def __init__(self, request_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ...) -> None: ...
+    target_tokens: TargetTokens
+    alt_token_count: int
+    prompt_logprobs_last_n: int
+    def __init__(self, request_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_tokens: _Optional[_Union[TargetTokens, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ...) -> None: ...
+
+class TargetTokens(_message.Message):
+    __slots__ = ("token_ids", "row_offsets")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ROW_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _tensor_pb2.Tensor
+    row_offsets: _tensor_pb2.Tensor
+    def __init__(self, token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., row_offsets: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
     __slots__ = ("prompt", "delta")
@@ -114,14 +128,26 @@ class TopLogprobs(_message.Message):
     def __init__(self, token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class PromptResult(_message.Message):
-    __slots__ = ("logprobs", "top_logprobs", "cached_token_count")
+    __slots__ = ("logprobs", "top_logprobs", "cached_token_count", "target_logprobs", "alt_tokens")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TARGET_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ALT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     logprobs: bytes
     top_logprobs: TopLogprobs
     cached_token_count: int
-    def __init__(self, logprobs: _Optional[bytes] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ..., cached_token_count: _Optional[int] = ...) -> None: ...
+    target_logprobs: bytes
+    alt_tokens: AltTokens
+    def __init__(self, logprobs: _Optional[bytes] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ..., cached_token_count: _Optional[int] = ..., target_logprobs: _Optional[bytes] = ..., alt_tokens: _Optional[_Union[AltTokens, _Mapping]] = ...) -> None: ...
+
+class AltTokens(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _tensor_pb2.Tensor
+    logprobs: _tensor_pb2.Tensor
+    def __init__(self, token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SequenceDelta(_message.Message):
     __slots__ = ("index", "tokens", "logprobs", "top_logprobs", "finish_reason", "snapshot_id")

@@ -78,7 +78,7 @@ class ForwardBackwardRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[ForwardBackwardHeader, _Mapping]] = ..., datum: _Optional[_Union[Datum, _Mapping]] = ...) -> None: ...
 
 class ForwardBackwardHeader(_message.Message):
-    __slots__ = ("model_id", "loss_function", "loss_config", "backward", "datum_count")
+    __slots__ = ("model_id", "loss_function", "loss_config", "backward", "datum_count", "custom_loss")
     class LossConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -91,12 +91,32 @@ class ForwardBackwardHeader(_message.Message):
     LOSS_CONFIG_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_FIELD_NUMBER: _ClassVar[int]
     DATUM_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CUSTOM_LOSS_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     loss_function: str
     loss_config: _containers.ScalarMap[str, float]
     backward: bool
     datum_count: int
-    def __init__(self, model_id: _Optional[str] = ..., loss_function: _Optional[str] = ..., loss_config: _Optional[_Mapping[str, float]] = ..., backward: bool = ..., datum_count: _Optional[int] = ...) -> None: ...
+    custom_loss: CustomLoss
+    def __init__(self, model_id: _Optional[str] = ..., loss_function: _Optional[str] = ..., loss_config: _Optional[_Mapping[str, float]] = ..., backward: bool = ..., datum_count: _Optional[int] = ..., custom_loss: _Optional[_Union[CustomLoss, _Mapping]] = ...) -> None: ...
+
+class CustomLoss(_message.Message):
+    __slots__ = ("name", "inputs", "graph")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    GRAPH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    inputs: _containers.RepeatedCompositeFieldContainer[CustomLossInput]
+    graph: bytes
+    def __init__(self, name: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[CustomLossInput, _Mapping]]] = ..., graph: _Optional[bytes] = ...) -> None: ...
+
+class CustomLossInput(_message.Message):
+    __slots__ = ("name", "rank")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rank: int
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Datum(_message.Message):
     __slots__ = ("input", "loss_inputs")
