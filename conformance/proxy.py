@@ -1,0 +1,152 @@
+"""A real HTTP proxy between the SDK and the server: records what passes, changes configuration flags, makes trouble."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length", "upgrade"}
+
+
+@dataclass
+class Exchange:
+    """One request that passed, and its answer. Times are of `time.monotonic`."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    started_s: float
+    status: int = 0
+    answer_headers: dict[str, str] = field(default_factory=dict)
+    answer: bytes = b""
+    ended_s: float = 0.0
+
+    @property
+    def route(self) -> str:
+        """The path after `/api/v1/`."""
+        return self.path.partition("/api/v1/")[2]
+
+    @property
+    def held_s(self) -> float:
+        """Seconds from request to answer."""
+        return self.ended_s - self.started_s
+
+    def json(self) -> Any:
+        """The request's body."""
+        return json.loads(self.body)
+
+    def answer_json(self) -> Any:
+        """The answer's body."""
+        return json.loads(self.answer)
+
+
+Rule = Callable[[Exchange], Response | None]
+
+
+class Proxy:
+    """Serves `url` while inside its `with` block.
+
+    Args:
+        upstream: The server's base URL.
+        flags: Overrides of the client/config answer. `{}` changes nothing; see `replace_config`.
+        prefix: Base path under which the server appears, such as `/x/y`.
+        before: Called with each request; a Response answers it, instead of the server.
+        after: Called with each finished exchange; a Response replaces the server's.
+        replace_config: Answer both config endpoints with exactly `flags`, without asking the server.
+    """
+
+    def __init__(
+        self,
+        upstream: str,
+        flags: dict[str, Any] | None = None,
+        prefix: str = "",
+        before: Rule | None = None,
+        after: Rule | None = None,
+        replace_config: bool = False,
+    ) -> None:
+        self._upstream, self._flags, self._prefix = upstream.rstrip("/"), flags or {}, prefix
+        self._before, self._after, self._replace_config = before, after, replace_config
+        self.exchanges: list[Exchange] = []
+        self.url = ""
+        self._client: httpx.AsyncClient | None = None
+        routes = [Route("/{path:path}", self._serve, methods=["GET", "POST", "PUT", "DELETE"])]
+        config = uvicorn.Config(
+            Starlette(routes=routes), host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none",
+            timeout_graceful_shutdown=1, backlog=4096,
+        )  # fmt: skip
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="conformance proxy")
+
+    def __enter__(self) -> "Proxy":
+        self._thread.start()
+        while not self._server.started:
+            if not self._thread.is_alive():
+                raise RuntimeError("the proxy did not start")
+            time.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}{self._prefix}"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+
+    def of(self, route: str) -> Iterator[Exchange]:
+        """Exchanges of one route, such as `asample`, in order of arrival."""
+        return (exchange for exchange in list(self.exchanges) if exchange.route == route)
+
+    def _run(self) -> None:
+        with contextlib.suppress(SystemExit):
+            asyncio.run(self._server.serve())
+
+    async def _serve(self, request: Request) -> Response:
+        path = request.url.path.removeprefix(self._prefix)
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        body = await request.body()
+        exchange = Exchange(request.method, path, headers, body, time.monotonic())
+        self.exchanges.append(exchange)
+        response = await self._answer(request, exchange)
+        exchange.status, exchange.ended_s = response.status_code, time.monotonic()
+        exchange.answer, exchange.answer_headers = bytes(response.body), dict(response.headers)
+        return response
+
+    async def _answer(self, request: Request, exchange: Exchange) -> Response:
+        is_config = exchange.route in ("client/config", "client/dynamic_config")
+        if is_config and self._replace_config:
+            return Response(json.dumps(self._flags), media_type="application/json")
+        if self._before and (given := await asyncio.to_thread(self._before, exchange)) is not None:
+            return given
+        response = await self._forward(request, exchange)
+        if exchange.route == "client/config" and response.status_code == 200:
+            merged = json.loads(bytes(response.body)) | self._flags
+            response = Response(json.dumps(merged), media_type="application/json")
+        exchange.status, exchange.answer = response.status_code, bytes(response.body)
+        if self._after and (given := await asyncio.to_thread(self._after, exchange)) is not None:
+            return given
+        return response
+
+    async def _forward(self, request: Request, exchange: Exchange) -> Response:
+        if self._client is None:
+            limits = httpx.Limits(max_connections=None)
+            self._client = httpx.AsyncClient(timeout=120, limits=limits)
+        headers = {name: value for name, value in exchange.headers.items() if name not in _HOP_BY_HOP}
+        url = self._upstream + exchange.path + (f"?{request.url.query}" if request.url.query else "")
+        sent = self._client.build_request(exchange.method, url, headers=headers, content=exchange.body)
+        answer = await self._client.send(sent, stream=True)
+        # Raw bytes: what the server compressed stays compressed.
+        raw = b"".join([piece async for piece in answer.aiter_raw()])
+        await answer.aclose()
+        kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
+        return Response(raw, status_code=answer.status_code, headers=kept)

@@ -1,0 +1,77 @@
+"""Verdicts as a table, as JSON and as a page."""
+
+import html
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from conformance.check import Status
+from conformance.runner import Verdict
+from conformance.target import Options
+
+_COLOURS = {
+    Status.PASSED: "green",
+    Status.FAILED: "red",
+    Status.REFUSED: "yellow",
+    Status.NOT_APPLICABLE: "bright_black",
+}
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Tinker API conformance</title><style>
+body{font:15px/1.5 system-ui,sans-serif;margin:2.5rem auto;max-width:70rem;padding:0 1rem;color:#1c2330}
+h1{font-size:1.5rem;margin:0}p{color:#566}table{border-collapse:collapse;width:100%%;margin-top:1rem}
+td,th{padding:.35rem .6rem;border-bottom:1px solid #e4e7ec;text-align:left;vertical-align:top}
+td:nth-child(4){color:#566;font-size:13px;overflow-wrap:anywhere}td:nth-child(5){text-align:right;white-space:nowrap}
+.passed{color:#13713b}.failed{color:#b3261e;font-weight:600}.refused{color:#8a5a00}.not_applicable{color:#8a93a3}
+</style><h1>Tinker API conformance</h1><p>%s</p><p>%s</p>
+<table><tr><th>Check</th><th>Verdict</th><th>What it says</th><th>What was seen</th><th>s</th></tr>%s</table></html>
+"""
+
+
+def summary(verdicts: Iterable[Verdict]) -> str:
+    """Counts by status, in words."""
+    counts = Counter(verdict.status for verdict in verdicts)
+    return ", ".join(f"{counts[status]} {status.replace('_', ' ')}" for status in Status if counts[status])
+
+
+def table(verdicts: Iterable[Verdict], title: str) -> Table:
+    """The verdicts, one a row."""
+    grid = Table(title=title, title_justify="left", show_lines=False)
+    for column in ("check", "verdict", "what it says", "what was seen"):
+        grid.add_column(column, overflow="fold")
+    for verdict in verdicts:
+        words = Text(verdict.status.replace("_", " "), style=_COLOURS[verdict.status])
+        grid.add_row(verdict.check.check_id, words, Text(verdict.check.title), Text(verdict.detail[:300]))
+    return grid
+
+
+def write_json(verdicts: Iterable[Verdict], path: Path) -> None:
+    """A list of `{id, status, detail}` with title, section and seconds."""
+    listed = [
+        {
+            "id": verdict.check.check_id,
+            "status": verdict.status.value,
+            "detail": verdict.detail,
+            "title": verdict.check.title,
+            "section": verdict.check.section,
+            "seconds": round(verdict.seconds, 2),
+        }
+        for verdict in verdicts
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(listed, indent=1) + "\n")
+
+
+def write_html(verdicts: list[Verdict], options: Options, path: Path) -> None:
+    """One static page."""
+    rows = "".join(
+        f'<tr><td>{verdict.check.check_id}</td><td class="{verdict.status}">{verdict.status.replace("_", " ")}</td>'
+        f"<td>{html.escape(verdict.check.title)}</td><td>{html.escape(verdict.detail)}</td>"
+        f"<td>{verdict.seconds:.1f}</td></tr>"
+        for verdict in verdicts
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    where = html.escape(f"{options.base_url}, model {options.model}")
+    path.write_text(_PAGE % (where, html.escape(summary(verdicts)), rows))
