@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test check format e2e protos lock clean
+.PHONY: help setup demo up test check conformance cookbook format e2e protos lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -42,6 +42,13 @@ check: setup ## The fast inner loop: format, lint, types, imports, protos, unit 
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
 	$(BIN)/python -m pytest -q tests/unit -m "not slow"
+
+cookbook: setup ## The real tinker-cookbook's recipes against Fovea, in client environments of their own
+	$(BIN)/python -m cookbook
+
+conformance: setup ## All checks of the Tinker API against a fresh Fovea; writes docs/conformance.json and the matrix
+	$(BIN)/python -m conformance.fresh --cookbook --json docs/conformance.json --html .fovea/conformance.html
+	$(BIN)/python -m conformance.matrix
 
 format: setup ## Format the code and fix what the linter can
 	$(BIN)/ruff check --fix --quiet . || true

@@ -1,11 +1,14 @@
-"""`fovea up | demo | status`."""
+"""`fovea up | demo | status | restart | conformance`."""
 
 import asyncio
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
-from typing import Annotated
+import time
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 DEFAULT_STATE_DIR = pathlib.Path(".fovea")
 StateDir = Annotated[pathlib.Path, typer.Option(help="Database, checkpoints and up.json of this Fovea.")]
 
@@ -71,11 +75,8 @@ def up(
 @app.command()
 def status(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:
     """Show what `fovea up` runs here and whether it is healthy."""
-    state_file = state_dir / "up.json"
-    if not state_file.exists():
-        raise typer.Exit(_complain(f"no Fovea is up in {state_dir} ({state_file} does not exist)"))
-    state = json.loads(state_file.read_text())
-    healthy = asyncio.run(_health({name: item["address"] for name, item in state["services"].items()}))
+    state = _state(state_dir)
+    healthy = _all_healthy(state)
     table = Table(title=f"Fovea at {state['base_url']}, model {state['model_name']}", title_justify="left")
     for column in ("service", "gRPC", "metrics", "health"):
         table.add_column(column)
@@ -85,7 +86,33 @@ def status(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:
     raise typer.Exit(0 if all(healthy.values()) else 1)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command()
+def restart(
+    service: Annotated[str, typer.Argument(help="renderer, sampler, trainer or gateway.")],
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that it may take to be back.")] = 120.0,
+) -> None:
+    """Kill a service of a running Fovea (SIGKILL) and wait until it serves again: a fault drill."""
+    state = _state(state_dir)
+    if service not in state["services"]:
+        raise typer.BadParameter(f"{service!r} is none of {', '.join(state['services'])}", param_hint="SERVICE")
+    pid = state["services"][service]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    begun = time.monotonic()
+    while (state := _state(state_dir))["services"][service]["pid"] in (pid, None) or not _all_healthy(state)[service]:
+        if time.monotonic() - begun > timeout_s:
+            raise typer.Exit(_complain(f"{service} is not back after {timeout_s:.0f} s"))
+        time.sleep(0.1)
+    typer.echo(f"{service} serves again after {time.monotonic() - begun:.1f} s")
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def conformance(context: typer.Context) -> None:
+    """Check any Tinker server against the API's contract; see `fovea conformance --help`."""
+    raise typer.Exit(subprocess.run([sys.executable, "-m", "conformance", *context.args], check=False).returncode)
+
+
+@app.command(context_settings=PASSED_ON)
 def demo(context: typer.Context) -> None:
     """Fine-tune a tiny vision-language model on real digit scans; see `fovea demo -- --help`."""
     raise typer.Exit(subprocess.run([sys.executable, "-m", "demo", *context.args], check=False).returncode)
@@ -99,6 +126,18 @@ def version() -> None:
 
 async def _run(options: UpOptions, console: Console) -> int:
     return await Supervisor(options, console).run()
+
+
+def _state(state_dir: pathlib.Path) -> dict[str, Any]:
+    state_file = state_dir / "up.json"
+    if not state_file.exists():
+        raise typer.Exit(_complain(f"no Fovea is up in {state_dir} ({state_file} does not exist)"))
+    state: dict[str, Any] = json.loads(state_file.read_text())
+    return state
+
+
+def _all_healthy(state: dict[str, Any]) -> dict[str, bool]:
+    return asyncio.run(_health({name: item["address"] for name, item in state["services"].items()}))
 
 
 async def _health(addresses: dict[str, str]) -> dict[str, bool]:

@@ -60,10 +60,11 @@ class Service:
         """Process id, None while it is down."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
-    async def run(self, on_exit: Callable[[str], Awaitable[None]]) -> None:
+    async def run(self, on_exit: Callable[[str], Awaitable[None]], on_start: Callable[[], None]) -> None:
         """Keeps the process running until `stop`. Raises ServiceFailed after MAX_RESTARTS within RESTART_WINDOW_S."""
         while not self._stopping:
             await self._start()
+            on_start()
             code = await self._follow()
             if self._stopping:
                 return

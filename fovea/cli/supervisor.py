@@ -67,7 +67,7 @@ class Supervisor:
         self._options = options
         self._console = console
         self._stop = asyncio.Event()
-        self._is_ready = False
+        self._ready_s: float | None = None
         self._specs = service_specs(options)
         self._services = {spec.name: Service(spec, self._print) for spec in self._specs}
 
@@ -77,7 +77,9 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop.set)
-        running = [asyncio.create_task(service.run(self._note_exit)) for service in self._services.values()]
+        running = [
+            asyncio.create_task(service.run(self._note_exit, self._note_start)) for service in self._services.values()
+        ]
         failed = asyncio.ensure_future(asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION))
         stopped = asyncio.create_task(self._stop.wait())
         ready = asyncio.create_task(self._wait_ready(start))
@@ -98,10 +100,9 @@ class Supervisor:
     async def _wait_ready(self, start: float) -> None:
         deadline = start + self._options.ready_timeout_s
         await asyncio.gather(*(self._wait_serving(spec, start, deadline) for spec in self._specs))
-        ready_s = time.monotonic() - start
-        self._is_ready = True
-        self._write_state(ready_s)
-        self._show_table(ready_s)
+        self._ready_s = time.monotonic() - start
+        self._write_state(self._ready_s)
+        self._show_table(self._ready_s)
 
     async def _wait_serving(self, spec: ServiceSpec, start: float, deadline: float) -> None:
         async with ServiceClient(spec.address) as client:
@@ -112,9 +113,13 @@ class Supervisor:
         self._print("fovea", f"{spec.name} is ready after {time.monotonic() - start:.1f} s")
 
     async def _note_exit(self, what: str) -> None:
-        if not self._is_ready:
+        if self._ready_s is None:
             raise ServiceFailed(f"{what} before Fovea was ready; its last lines above say why")
         self._print("fovea", f"{what}; starting it again")
+
+    def _note_start(self) -> None:
+        if self._ready_s is not None:
+            self._write_state(self._ready_s)
 
     async def _stop_all(self) -> None:
         self._print("fovea", f"stopping; requests in flight have {self._options.drain_s:.0f} s")

@@ -21,6 +21,10 @@ def make(program: str) -> tuple[Service, list[str], list[str]]:
     return Service(spec, lambda _, line: lines.append(line)), lines, exits
 
 
+def ignore() -> None:
+    """A start that nobody follows."""
+
+
 async def wait_for(lines: list[str], count: int) -> None:
     async with asyncio.timeout(20):
         while len(lines) < count:  # noqa: ASYNC110  the lines come from another process
@@ -33,7 +37,8 @@ async def test_a_dead_process_is_started_again_without_its_orphans() -> None:
     async def note(what: str) -> None:
         exits.append(what)
 
-    running = asyncio.create_task(service.run(note))
+    pids: list[int | None] = []
+    running = asyncio.create_task(service.run(note, lambda: pids.append(service.pid)))
     await wait_for(lines, 1)
     orphan = psutil.Process(int(lines[0].split()[1]))
     assert service.pid is not None
@@ -41,6 +46,7 @@ async def test_a_dead_process_is_started_again_without_its_orphans() -> None:
     await wait_for(lines, 2)
     assert exits == ["worker ended by SIGKILL"]
     assert survivors([orphan], 5.0) == []
+    assert pids[1:] == [service.pid]
     child = psutil.Process(int(lines[1].split()[1]))
     await service.stop(5.0)
     await running
@@ -56,7 +62,7 @@ async def test_a_process_that_keeps_dying_is_given_up(monkeypatch: pytest.Monkey
         exits.append(what)
 
     with pytest.raises(ServiceFailed, match="worker died 2 times"):
-        await service.run(note)
+        await service.run(note, ignore)
     assert lines == ["yes", "yes"]
     assert exits == ["worker ended by code 3"] * 2
 
@@ -67,7 +73,7 @@ async def test_a_process_that_ignores_the_stop_is_killed() -> None:
     async def note(what: str) -> None:
         raise AssertionError(what)
 
-    running = asyncio.create_task(service.run(note))
+    running = asyncio.create_task(service.run(note, ignore))
     await wait_for(lines, 1)
     await service.stop(0.3)
     await running

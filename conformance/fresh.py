@@ -1,0 +1,32 @@
+"""The suite against a fresh Fovea with the tiny VLM: `python -m conformance.fresh [options of the suite]`."""
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import tinyvlm
+from demo.up import running_fovea
+
+SESSION_TTL_S = 45.0
+
+
+def main(arguments: list[str]) -> int:
+    """Starts Fovea, runs the suite with everything that it can be told, and returns its exit code."""
+    # Sessions end sooner than by default, so that the check of silence does not take ten minutes.
+    os.environ["FOVEA_GATEWAY_SESSION_TTL_S"] = str(SESSION_TTL_S)
+    with (
+        tempfile.TemporaryDirectory(prefix="fovea-conformance-") as folder,
+        running_fovea(Path(folder), tinyvlm.ensure("qwen3_vl"), "--port", "0", "--grpc-port", "0") as state,
+    ):
+        restart = [sys.executable, "-m", "fovea.cli.main", "restart", "gateway", "--state-dir", folder]
+        told = ["--base-url", state["base_url"], "--model", state["model_name"], "--vlm"]
+        told += ["--session-ttl-s", str(SESSION_TTL_S), "--restart-command", shlex.join(restart)]
+        suite = [sys.executable, "-m", "conformance", *told, *arguments]
+        return subprocess.run(suite, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
