@@ -1,6 +1,7 @@
 """`fovea up | demo | status | restart | conformance`."""
 
 import asyncio
+import importlib.util
 import json
 import os
 import pathlib
@@ -109,6 +110,8 @@ def restart(
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def conformance(context: typer.Context) -> None:
     """Check any Tinker server against the API's contract; see `fovea conformance --help`."""
+    if importlib.util.find_spec("tinker") is None:
+        raise typer.Exit(_complain("the checks drive the official SDK; install it: pip install tinker==0.38.0"))
     raise typer.Exit(subprocess.run([sys.executable, "-m", "conformance", *context.args], check=False).returncode)
 
 

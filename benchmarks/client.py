@@ -1,0 +1,91 @@
+"""What every benchmark of a whole Fovea needs: the SDK pointed at it, and inputs of a given size."""
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tinker
+from PIL import Image
+from tinker import types
+
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One SDK client and the facts about the model that inputs need."""
+
+    service: tinker.ServiceClient
+    model: str
+    vision_start: int
+    vision_end: int
+
+    @classmethod
+    def open(cls, base_url: str, api_key: str = "tml-local") -> "Bench":
+        """Connects to a running Fovea."""
+        os.environ["TINKER_TELEMETRY"] = "0"
+        service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
+        rest = tinker.RestClient(base_url=base_url, api_key=api_key)
+        name = rest.get_server_capabilities().result(60).supported_models[0].model_name
+        assert name is not None
+        sampler = service.create_sampling_client(base_model=name).result(60)
+        convert = sampler.get_tokenizer().convert_tokens_to_ids
+        return cls(service, name, convert(VISION_START), convert(VISION_END))
+
+    def training(self, rank: int) -> tinker.TrainingClient:
+        """A fresh model; rank 0 trains all parameters."""
+        return self.service.create_lora_training_client(base_model=self.model, rank=rank, seed=1).result(600)
+
+    def prompt(self, rng: np.random.Generator, length: int, image_side: int = 0) -> types.ModelInput:
+        """`length` random text ids, after a picture of `image_side` pixels if that is not 0."""
+        tokens = self.tokens(rng, length)
+        if not image_side:
+            return types.ModelInput.from_ints(tokens)
+        picture = types.ImageChunk(data=noise(rng, image_side), format="jpeg", expected_tokens=(image_side // 32) ** 2)
+        return types.ModelInput(
+            chunks=[
+                types.EncodedTextChunk(tokens=[self.vision_start]),
+                picture,
+                types.EncodedTextChunk(tokens=[self.vision_end, *tokens]),
+            ]
+        )
+
+    @staticmethod
+    def tokens(rng: np.random.Generator, count: int) -> list[int]:
+        """Random ids, clear of the special ones."""
+        found: list[int] = rng.integers(10, 900, count).tolist()
+        return found
+
+
+def noise(rng: np.random.Generator, side: int) -> bytes:
+    """A JPEG of coloured noise."""
+    small = rng.integers(0, 255, (side // 16, side // 16, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC).save(out, "JPEG", quality=85)
+    return out.getvalue()
+
+
+def datum(prompt: types.ModelInput, continuation: Sequence[int]) -> types.Datum:
+    """A prompt and what follows it, with weight 1 on what follows. Image slots have target 0 and weight 0."""
+    chunks = [*prompt.chunks, types.EncodedTextChunk(tokens=list(continuation[:-1]))]
+    text = [list(c.tokens) if isinstance(c, types.EncodedTextChunk) else [0] * c.length for c in prompt.chunks]
+    flat = [token for part in text for token in part]
+    targets = np.asarray([*flat[1:], *continuation], np.int64)
+    weights = np.zeros(len(targets), np.float32)
+    weights[len(flat) - 1 :] = 1.0
+    return types.Datum(
+        model_input=types.ModelInput(chunks=chunks),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_numpy(targets),
+            "weights": types.TensorData.from_numpy(weights),
+        },
+    )
+
+
+def scored_part(output: Any, count: int) -> npt.NDArray[np.float64]:
+    """The last `count` logprobs of a datum's output."""
+    return np.asarray(output["logprobs"].data, np.float64)[-count:]
