@@ -68,4 +68,4 @@ lock: setup ## Pin anew after a change of pyproject.toml
 		--output-file requirements/$$extra.txt || exit 1; done
 
 clean: ## Remove what was made here, the environment included
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .fovea demo/report.html demo/result.json
+	rm -rf $(VENV) .cookbook .mypy_cache .ruff_cache .pytest_cache .fovea demo/report.html demo/result.json

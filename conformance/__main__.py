@@ -59,6 +59,7 @@ def main(
     restart_command: Annotated[str, typer.Option(help="Kills the server (SIGKILL) and brings it back.")] = "",
     session_ttl_s: Annotated[float, typer.Option(help="After this silence the server ends a session.")] = 0.0,
     long_job_s: Annotated[float, typer.Option(help="Seconds of a job that counts as long.")] = 300.0,
+    checkpoint: Annotated[str, typer.Option(help="Directory of the model's files, if its name is none.")] = "",
     cookbook: Annotated[bool, typer.Option("--cookbook", help="Run the cookbook's recipes too.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the SDK logs.")] = False,
 ) -> None:
@@ -70,7 +71,7 @@ def main(
     chosen = [one for one in select(load(), only or []) if one.check_id not in left_out]
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
     name = model or _first_model(base_url, api_key, console)
-    options = Options(base_url, api_key, name, vlm, restart_command, session_ttl_s, long_job_s, cookbook)
+    options = Options(base_url, api_key, name, vlm, restart_command, session_ttl_s, long_job_s, checkpoint, cookbook)
     verdicts = _run(chosen, options, console)
     console.print(table(verdicts, f"{base_url}, model {name}"))
     console.print(summary(verdicts))

@@ -50,6 +50,7 @@ class Check:
         timeout_s: After which it counts as failed.
         background: Whether it mostly waits and runs beside the others.
         needs_images: Whether it is made only with `--vlm`.
+        alone: Whether it disturbs all others, by a restart of the server, and so runs after them.
     """
 
     check_id: str
@@ -59,6 +60,7 @@ class Check:
     timeout_s: float
     background: bool
     needs_images: bool
+    alone: bool = False
 
     @property
     def number(self) -> int:
@@ -67,14 +69,20 @@ class Check:
 
 
 def check(
-    check_id: str, title: str, *, timeout_s: float = 120.0, background: bool = False, needs_images: bool = False
+    check_id: str,
+    title: str,
+    *,
+    timeout_s: float = 120.0,
+    background: bool = False,
+    needs_images: bool = False,
+    alone: bool = False,
 ) -> Callable[[CheckFunction], CheckFunction]:
     """Registers the function below it as a check."""
 
     def register(function: CheckFunction) -> CheckFunction:
         section = section_of(int(check_id[1:]))
         assert check_id not in REGISTER, f"{check_id} is registered twice"
-        REGISTER[check_id] = Check(check_id, title, section, function, timeout_s, background, needs_images)
+        REGISTER[check_id] = Check(check_id, title, section, function, timeout_s, background, needs_images, alone)
         return function
 
     return register

@@ -12,11 +12,12 @@ from typing import Any
 import httpx
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length", "upgrade"}
+_UNREACHABLE_S = 0.5
 
 
 @dataclass
@@ -49,7 +50,12 @@ class Exchange:
 
     def answer_json(self) -> Any:
         """The answer's body."""
-        return json.loads(self.answer)
+        return json.loads(self.unpacked)
+
+    @property
+    def unpacked(self) -> bytes:
+        """The answer's body, unpacked if the server compressed it."""
+        return httpx.Response(200, headers=self.answer_headers, content=self.answer).content
 
 
 Rule = Callable[[Exchange], Response | None]
@@ -83,8 +89,8 @@ class Proxy:
         self._client: httpx.AsyncClient | None = None
         routes = [Route("/{path:path}", self._serve, methods=["GET", "POST", "PUT", "DELETE"])]
         config = uvicorn.Config(
-            Starlette(routes=routes), host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none",
-            timeout_graceful_shutdown=1, backlog=4096,
+            Starlette(routes=routes), host="127.0.0.1", port=0, lifespan="off", ws="none",
+            timeout_graceful_shutdown=1, backlog=4096, log_level="error", log_config=None,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, daemon=True, name="conformance proxy")
@@ -112,9 +118,14 @@ class Proxy:
             asyncio.run(self._server.serve())
 
     async def _serve(self, request: Request) -> Response:
+        if not request.url.path.startswith(self._prefix):
+            return Response(f"nothing is served outside {self._prefix}", status_code=404)
         path = request.url.path.removeprefix(self._prefix)
         headers = {name.lower(): value for name, value in request.headers.items()}
-        body = await request.body()
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            return Response("the client left", status_code=499)
         exchange = Exchange(request.method, path, headers, body, time.monotonic())
         self.exchanges.append(exchange)
         response = await self._answer(request, exchange)
@@ -133,6 +144,7 @@ class Proxy:
             merged = json.loads(bytes(response.body)) | self._flags
             response = Response(json.dumps(merged), media_type="application/json")
         exchange.status, exchange.answer = response.status_code, bytes(response.body)
+        exchange.answer_headers = dict(response.headers)
         if self._after and (given := await asyncio.to_thread(self._after, exchange)) is not None:
             return given
         return response
@@ -144,9 +156,14 @@ class Proxy:
         headers = {name: value for name, value in exchange.headers.items() if name not in _HOP_BY_HOP}
         url = self._upstream + exchange.path + (f"?{request.url.query}" if request.url.query else "")
         sent = self._client.build_request(exchange.method, url, headers=headers, content=exchange.body)
-        answer = await self._client.send(sent, stream=True)
-        # Raw bytes: what the server compressed stays compressed.
-        raw = b"".join([piece async for piece in answer.aiter_raw()])
+        try:
+            answer = await self._client.send(sent, stream=True)
+            # Raw bytes: what the server compressed stays compressed.
+            raw = b"".join([piece async for piece in answer.aiter_raw()])
+        except httpx.TransportError as error:
+            # Clients repeat at once what a 502 answers: a server that restarts must not be hammered.
+            await asyncio.sleep(_UNREACHABLE_S)
+            return Response(f"the server is not reached: {error!r}", status_code=502)
         await answer.aclose()
         kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
         return Response(raw, status_code=answer.status_code, headers=kept)

@@ -1,4 +1,4 @@
-"""Runs checks one after the other, those that mostly wait beside them, each under a deadline."""
+"""Runs checks one after the other, those that mostly wait beside them, those that restart the server last."""
 
 import threading
 import time
@@ -38,11 +38,15 @@ def run_checks(
     for thread in background:
         thread.start()
     for one in checks:
-        if not one.background:
+        if not one.background and not one.alone:
             started(one)
             run(one)
     for thread in background:
         thread.join()
+    for one in checks:
+        if one.alone:
+            started(one)
+            run(one)
     return [verdicts[one.check_id] for one in checks]
 
 
@@ -81,5 +85,7 @@ def _judge(one: Check, target: Target) -> tuple[Status, str]:
         return Status.REFUSED, str(reason)
     except Failed as reason:
         return Status.FAILED, str(reason)
+    except TimeoutError as error:
+        return Status.FAILED, f"TimeoutError: {str(error) or 'a result did not come'}"
     except Exception as error:  # whatever a foreign server makes the SDK raise is a verdict on the server
         return Status.FAILED, f"{type(error).__name__}: {error}"

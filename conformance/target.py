@@ -15,8 +15,12 @@ import numpy as np
 import tinker
 from PIL import Image
 from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_proto_response
+from tinker.types.forward_backward_input import ForwardBackwardInput
+from tinker.types.forward_backward_request import ForwardBackwardRequest
 
-from conformance.check import NotApplicable
+from conformance.check import Failed, NotApplicable
 from conformance.proxy import Proxy, Rule
 
 logger = logging.getLogger(__name__)
@@ -35,6 +39,7 @@ class Options:
         restart_command: Shell command that kills the server (SIGKILL) and brings it back; checks of restarts need it.
         session_ttl_s: Seconds of silence after which the server ends a session, if known.
         long_job_s: Seconds that a job takes which counts as long.
+        checkpoint: Directory of the model's files, if the model's name does not lead there.
         cookbook: Whether to run the cookbook's recipes, which builds environments of their own.
     """
 
@@ -45,6 +50,7 @@ class Options:
     restart_command: str = ""
     session_ttl_s: float = 0.0
     long_job_s: float = 300.0
+    checkpoint: str = ""
     cookbook: bool = False
 
 
@@ -114,9 +120,11 @@ class Target:
         return service.create_sampling_client(base_model=self.model)
 
     def session(self) -> str:
-        """A session made by raw HTTP; nobody heartbeats it."""
+        """A session made by raw HTTP; nobody heartbeats it. Finished after the check."""
         answer = self.post("create_session", tags=[], user_metadata={}, sdk_version="0.38.0", type="create_session")
-        return str(answer.raise_for_status().json()["session_id"])
+        session_id = str(answer.raise_for_status().json()["session_id"])
+        self._stack.callback(self._finish_quietly, session_id)
+        return session_id
 
     def raw_model(self, session_id: str, model_seq_id: int = 0, rank: int = 8, seed: int = 7) -> str:
         """A LoRA model made by raw HTTP; returns its id once it exists."""
@@ -127,6 +135,63 @@ class Target:
         )  # fmt: skip
         result = self.collect(answer.raise_for_status().json()["request_id"])
         return str(result["model_id"])
+
+    def submit(self, route: str, /, **body: Any) -> str:
+        """POST JSON that must be accepted; returns its request_id."""
+        return str(_accepted(self.post(route, **body))["request_id"])
+
+    def submit_loss(self, model_id: str, seq_id: int, data: list[types.Datum] | None = None, **more: Any) -> str:
+        """A forward_backward by raw HTTP, `more` as of `loss_body`; returns its request_id."""
+        body = loss_body(model_id, seq_id, data or [self.datum()], **more)
+        return str(_accepted(self.send_loss(body))["request_id"])
+
+    def send_loss(self, body: bytes, **headers: str) -> httpx.Response:
+        """POST any bytes to forward_backward as protobuf."""
+        return self.http.post(
+            "forward_backward", content=body, headers={"Content-Type": "application/x-protobuf", **headers}
+        )
+
+    def sampling_session(self, session_id: str, number: int = 0) -> str:
+        """A sampling session on the base model by raw HTTP."""
+        answer = self.post(
+            "create_sampling_session", session_id=session_id, sampling_session_seq_id=number, base_model=self.model,
+            type="create_sampling_session",
+        )  # fmt: skip
+        return str(answer.raise_for_status().json()["sampling_session_id"])
+
+    def submit_sample(
+        self, sampling_session_id: str, seq_id: int, max_tokens: int = 4, tokens: list[int] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """An asample by raw HTTP; the accepted answer, with request_id and sample_sequence_ids."""
+        body = self.sample_body(sampling_session_id, seq_id, max_tokens, tokens)
+        return _accepted(self.post("asample", **(body | more)))
+
+    def sample_body(
+        self, sampling_session_id: str, seq_id: int, max_tokens: int = 4, tokens: list[int] | None = None
+    ) -> dict[str, Any]:
+        """The body of an asample that runs to `max_tokens`, as the SDK writes it."""
+        return {
+            "sampling_session_id": sampling_session_id,
+            "seq_id": seq_id,
+            "num_samples": 1,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens or self.tokens(8)}]},
+            "sampling_params": {"max_tokens": max_tokens, "stop": [], "temperature": 1.0, "top_k": -1, "top_p": 1.0},
+            "prompt_logprobs": False,
+            "topk_prompt_logprobs": 0,
+            "topk_sample_logprobs": 0,
+            "prompt_alt_tokens_k": 0,
+            "record_stability_info": False,
+            "type": "sample",
+        }
+
+    def output(self, request_id: str, timeout_s: float = 90.0) -> types.ForwardBackwardOutput:
+        """The result of a loss that was submitted by raw HTTP. Raises Failed if it failed."""
+        answer = self.poll(request_id, timeout_s, "application/x-protobuf")
+        if answer.status_code != 200 or "x-protobuf" not in answer.headers.get("content-type", ""):
+            raise Failed(f"a loss ended with {answer.status_code} {answer.text[:300]}")
+        output = deserialize_proto_response(answer.content, types.ForwardBackwardOutput)
+        assert isinstance(output, types.ForwardBackwardOutput)
+        return output
 
     def collect(self, request_id: str, timeout_s: float = 90.0) -> Any:
         """The JSON result of a future, polled until it is there; an error result is returned as it is."""
@@ -144,6 +209,15 @@ class Target:
                 return answer
             if next(waited) * 20 > timeout_s:
                 raise TimeoutError(f"{request_id} did not end within {timeout_s:.0f} s")
+
+    def _finish_quietly(self, session_id: str) -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            self.post(f"sessions/{session_id}/finish", reason={"type": "success"}, detail=None)
+
+    @property
+    def checkpoint(self) -> str:
+        """Where transformers finds the model's files."""
+        return self.options.checkpoint or self.model
 
     # Inputs
 
@@ -202,10 +276,38 @@ class Vocabulary:
 def _vocabulary(options: Options) -> Vocabulary:
     client = tinker.ServiceClient(base_url=options.base_url, api_key=options.api_key)
     try:
-        sampler: Any = client.create_sampling_client(base_model=options.model)
-        return Vocabulary(sampler.get_tokenizer())
+        # A sampling client would take the model's name for the tokenizer's; this one asks the server.
+        training = client.create_lora_training_client(base_model=options.model, rank=1).result(60)
+        return Vocabulary(training.get_tokenizer())
     finally:
         _close_quietly(client)
+
+
+def loss_body(
+    model_id: str,
+    seq_id: int,
+    data: list[types.Datum],
+    loss_fn: str = "cross_entropy",
+    *,
+    forward_only: bool = False,
+    config: dict[str, float | str] | None = None,
+) -> bytes:
+    """The protobuf body of a forward_backward, as the SDK writes it; any loss_fn may be named."""
+    any_name: Any = loss_fn
+    given = ForwardBackwardInput(data=data, loss_fn=any_name, loss_fn_config=config)
+    request = ForwardBackwardRequest(forward_backward_input=given, model_id=model_id, seq_id=seq_id)
+    message = forward_backward_request_to_proto(request)
+    message.forward_only = forward_only
+    return bytes(message.SerializeToString())
+
+
+def _accepted(answer: httpx.Response) -> dict[str, Any]:
+    if answer.status_code != 200:
+        raise Failed(f"{answer.request.url.path} answered {answer.status_code} {answer.text[:300]}")
+    accepted: dict[str, Any] = answer.json()
+    if not isinstance(accepted.get("request_id"), str):
+        raise Failed(f"{answer.request.url.path} answered without a request_id of text: {answer.text[:300]}")
+    return accepted
 
 
 def unique_name(stem: str) -> str:

@@ -7,7 +7,7 @@ from tinker import AdamParams, Datum, EncodedTextChunk, ModelInput, SamplingPara
 from tinker.types import ImageChunk
 
 service = tinker.ServiceClient()  # reads TINKER_BASE_URL and TINKER_API_KEY
-model = service.get_server_capabilities().supported_models[0].model_name
+model = tinker.RestClient().get_server_capabilities().result().supported_models[0].model_name
 training = service.create_lora_training_client(base_model=model, rank=16).result()
 encode = training.get_tokenizer().encode
 

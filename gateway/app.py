@@ -16,7 +16,10 @@ from fovea.runtime.server import ServiceServer
 from fovea.wire.errors import FoveaError, Internal, SessionEnded
 from gateway.capabilities import Capabilities
 from gateway.checkpoints import Checkpoints
+from gateway.copies import Copies
+from gateway.custom_losses import CustomLosses
 from gateway.discovery.discovery import StaticDiscovery
+from gateway.exports import Exports
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending
 from gateway.grpc_front.servicer import GatewayServicer
@@ -35,6 +38,7 @@ from gateway.scheduling.context import Context
 from gateway.scheduling.samples import SampleRunner
 from gateway.sessions import Sessions
 from gateway.settings import GatewaySettings
+from gateway.storage import Storage
 from gateway.store.database import Database
 from gateway.store.sessions import Session
 from gateway.training import Training
@@ -59,7 +63,10 @@ class Gateway:
         self.board = FutureBoard(self.database, settings.result_ttl_s)
         self.sessions = Sessions(self.database, settings.session_ttl_s)
         self.models = Models(self.database)
-        self.checkpoints = Checkpoints(self.database, settings.checkpoint_root)
+        self.storage = Storage(settings.checkpoint_root)
+        self.checkpoints = Checkpoints(self.database, self.storage)
+        self.copies = Copies(self.database, self.sessions, self.checkpoints)
+        self.exports = Exports(self.database, self.checkpoints)
         sample_runner = SampleRunner(
             self.renderers, self.samplers, self.snapshots, settings.retry_deadline_s, settings.sample_timeout_s
         )
@@ -67,7 +74,8 @@ class Gateway:
             self.database, self.board, self.sessions, self.checkpoints, self.samplers, self.snapshots, sample_runner,
             settings.model_name, settings.max_pending,
         )  # fmt: skip
-        batches = Batches(self.board, self.renderers)
+        self.custom_losses = CustomLosses(self.database, self.board, self.sessions)
+        batches = Batches(self.board, self.renderers, self.custom_losses)
         context = Context(
             self.models,
             self.checkpoints,
@@ -93,7 +101,7 @@ class Gateway:
         self.grpc = ServiceServer(settings.model_copy(update={"port": settings.grpc_port}), [SERVICE])
         servicer = GatewayServicer(
             self.keys, self.sessions, self.models, self.training, self.sampling, self.board, self.capabilities,
-            ImageShelf(), settings,
+            self.custom_losses, ImageShelf(), settings,
         )  # fmt: skip
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, self.grpc.grpc)
         self._rest = _RestServer(self._rest_config())
@@ -104,6 +112,7 @@ class Gateway:
         self._lock_state()
         await self.database.open()
         await self.keys.load()
+        await self.exports.open()
         await self.trainer.start()
         await self.samplers.start()
         await self._restore()
@@ -137,10 +146,14 @@ class Gateway:
             await self._rest_task
         await self.grpc.grpc.stop(0)
         await self.sampling.stop()
+        await self.custom_losses.stop()
         await self.training.stop()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self.snapshots.close()
+        await self.copies.stop()
+        self.storage.close()
         await self.samplers.close()
         await self.renderers.close()
         await self.trainer.close()
@@ -160,7 +173,7 @@ class Gateway:
                 session = await self.sessions.load(pending.session_id)
                 if session.ended_at is not None:
                     raise SessionEnded(f"session {pending.session_id} is over ({session.end_reason})")
-                if pending.kind is not Kind.SAMPLE:
+                if pending.kind not in (Kind.SAMPLE, Kind.CREATE_CUSTOM_LOSS):
                     await self.models.load(pending.scope)
             except FoveaError as error:
                 await self.board.finish(pending, Outcome(pending.kind, b"", error))
@@ -170,6 +183,8 @@ class Gateway:
     def _start_future(self, pending: Pending) -> None:
         if pending.kind is Kind.SAMPLE:
             self.sampling.start(pending)
+        elif pending.kind is Kind.CREATE_CUSTOM_LOSS:
+            self.custom_losses.start(pending)
         else:
             self.training.start(pending)
 
@@ -190,6 +205,8 @@ class Gateway:
         await self.board.cancel_session(session.session_id, error)
         await self.training.end_session(session, error)
         self.sampling.forget(session.session_id)
+        await self.custom_losses.forget(session.session_id)
+        self.board.forget(session.session_id)
         self.sessions.forget(session.session_id)
         await self.snapshots.forget(await self.models.of_session(session.session_id), self.samplers.up)
 
@@ -208,11 +225,12 @@ class Gateway:
 
     async def _sweep_forever(self) -> None:
         while True:
-            await asyncio.sleep(_SWEEP_S)
+            await asyncio.sleep(min(_SWEEP_S, self.settings.session_ttl_s / 4))
             try:
                 await self.sessions.sweep()
                 await self.board.sweep()
                 await self.checkpoints.sweep()
+                await self.sampling.sweep()
             except Exception:
                 logger.exception("a sweep failed; the next one tries again")
 
@@ -225,7 +243,7 @@ class Gateway:
     def _rest_config(self) -> uvicorn.Config:
         api = build_api(
             self.settings, self.keys, self.sessions, self.capabilities, self.models, self.training, self.sampling,
-            self.board, self.checkpoints,
+            self.board, self.checkpoints, self.copies, self.exports, self.custom_losses,
         )  # fmt: skip
         return uvicorn.Config(
             api,

@@ -16,8 +16,8 @@ from fovea.wire.errors import InvalidInput
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-+=@]{0,199}")
 SCHEME = "tinker://"
-TRAINING, SAMPLER = "weights", "sampler_weights"
-_SEGMENTS = (TRAINING, SAMPLER, "external_weights")
+TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
+_SEGMENTS = (TRAINING, SAMPLER, EXTERNAL)
 INT64_MAX = 2**63 - 1
 
 
@@ -63,6 +63,11 @@ def snapshot_id(model: str, number: int) -> str:
     return f"{model}@{number}"
 
 
+def export_snapshot_id(model: str, seq_id: int) -> str:
+    """Id of the snapshot that the export command `seq_id` of a model writes; never sampled from."""
+    return f"{model}@export-{seq_id}"
+
+
 def sequence_ids(request_id: str, count: int) -> list[str]:
     """Ids of the sequences that a sample request will return."""
     return [f"{request_id}:{index}" for index in range(count)]
@@ -83,8 +88,8 @@ def parse_path(path: str, field: str) -> CheckpointPath:
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in _SEGMENTS or not all(parts):
         raise InvalidInput(
-            f"{field} {path!r} is not a checkpoint: expected {SCHEME}<run id>/weights/<name> "
-            f"or {SCHEME}<run id>/sampler_weights/<name>",
+            f"{field} {path!r} is not a checkpoint: expected {SCHEME}<run id>/weights/<name>, "
+            f"{SCHEME}<run id>/sampler_weights/<name> or {SCHEME}<run id>/external_weights/<name>",
             field=field,
         )
     return CheckpointPath(*parts)

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fovea.api.v1 import gateway_pb2, sampler_pb2
+from fovea.api.v1 import gateway_pb2
 from fovea.wire.errors import ContextOverflow, FoveaError, Internal, InvalidInput, NotFound, ResourceExhausted
 from gateway import identity
 from gateway.checkpoints import Checkpoints
@@ -47,6 +47,7 @@ class Sampling:
         self._samplers, self._snapshots, self._runner, self._model_name = samplers, snapshots, runner, model_name
         self._max_pending = max_pending
         self._known: dict[str, SamplingSession] = {}
+        self._newest: dict[str, str] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def open(
@@ -72,16 +73,43 @@ class Sampling:
         self._known[sampling.sampling_session_id] = sampling
         return sampling
 
-    def open_on_snapshot(self, model: Model, snapshot_id: str) -> tuple[SamplingSession, Job[Any]]:
-        """A sampling session on unnamed weights, and the write that keeps it."""
+    def open_on_snapshot(self, model: Model, snapshot_id: str, inflight: bool) -> tuple[SamplingSession, Job[Any]]:
+        """A sampling session on unnamed weights, and the write that keeps it.
+
+        With `inflight` it follows the model: the write moves it, and all others that follow, to these weights. Call
+        `move_followers` once it is committed.
+        """
         session = self._sessions.cached(model.session_id)
         sampling = self._make(model.session_id, model.owner, self._take_number(session), snapshot_id)
+        sampling.followed_model_id = model.model_id if inflight else None
         self._known[sampling.sampling_session_id] = sampling
 
         def job(connection: Any) -> None:
             _insert(connection, session, sampling)
+            if inflight:
+                rows.move_followers(connection, model.model_id, snapshot_id)
 
         return sampling, job
+
+    async def move_followers(self, model_id: str, snapshot_id: str) -> None:
+        """Lets samples that begin from now on use a model's newest weights, and frees those that they replace."""
+        for sampling in self._known.values():
+            if sampling.followed_model_id == model_id:
+                sampling.snapshot_id = snapshot_id
+        replaced = self._newest.get(model_id)
+        self._newest[model_id] = snapshot_id
+        if replaced is not None and replaced != snapshot_id:
+            self._snapshots.retire(replaced, lambda: self._samplers.up)
+
+    async def join(self, caller: Caller, sampling_session_id: str) -> int:
+        """Counts one more client of a sampling session; returns its number, from 1. Raises NotFound, SessionEnded."""
+        sampling = await self.get(caller, sampling_session_id)
+        await self._sessions.require(caller, sampling.session_id)
+        return await self._database.write(lambda connection: rows.add_client(connection, sampling_session_id))
+
+    async def sweep(self) -> None:
+        """Frees snapshots that no sampling session names any more."""
+        await self._snapshots.retire_unreachable(lambda: self._samplers.up)
 
     def push_soon(self, kept: KeptSnapshot) -> None:
         """Brings an adapter to the samplers in the background; if that fails, the first sample tries again."""
@@ -95,6 +123,8 @@ class Sampling:
                 lambda connection: rows.get_sampling_session(connection, sampling_session_id)
             )
             if sampling is not None:
+                # It may have been moved forward while it was read.
+                sampling.snapshot_id = self._newest.get(sampling.followed_model_id or "", sampling.snapshot_id)
                 sampling = self._known.setdefault(sampling_session_id, sampling)
         if sampling is None or sampling.owner != caller.owner:
             raise NotFound(f"there is no sampling session {sampling_session_id!r}", field="sampling_session_id")
@@ -114,7 +144,7 @@ class Sampling:
         send the same again, and ContextOverflow, which they expect at once.
         """
         sampling = await self.get(caller, sampling_session_id)
-        await self._sessions.require(caller, sampling.session_id)
+        await self._check_usable(caller, sampling)
         future_id = identity.future_id(sampling_session_id, identity.check_seq_id(seq_id, "seq_id", 0))
         rejection = rejection or self._rejection(request)
         if isinstance(rejection, ContextOverflow):
@@ -135,15 +165,20 @@ class Sampling:
 
     async def stream(
         self, caller: Caller, request: gateway_pb2.SampleTokensRequest
-    ) -> AsyncIterator[sampler_pb2.SampleResponse]:
-        """Samples now, without a future; leaving the iterator frees the engine."""
+    ) -> AsyncIterator[gateway_pb2.SampleTokensResponse]:
+        """Samples now, without a future; leaving the iterator frees the engine. A target table comes back first."""
         sampling = await self.get(caller, request.sampling_session_id)
-        await self._sessions.require(caller, sampling.session_id)
+        await self._check_usable(caller, sampling)
         if rejection := self._rejection(request):
             raise rejection
-        work = SampleWork(f"{sampling.sampling_session_id}:{uuid.uuid4().hex[:12]}", sampling.snapshot_id, request)
+        work = SampleWork(f"{sampling.sampling_session_id}:{uuid.uuid4().hex[:12]}", sampling, request)
+        is_begun = False
         async for event in self._runner.stream(work):
-            yield event
+            if request.HasField("target_table") and not is_begun:
+                yield gateway_pb2.SampleTokensResponse(target_table=request.target_table)
+            is_begun = True
+            kind = event.WhichOneof("event")
+            yield gateway_pb2.SampleTokensResponse(**{kind: getattr(event, kind)})
 
     def check_base_model(self, base_model: str) -> None:
         """Raises NotFound for a model that is not served here."""
@@ -153,6 +188,13 @@ class Sampling:
     def forget(self, session_id: str) -> None:
         """Drops what is in memory of a session that is over."""
         self._known = {key: known for key, known in self._known.items() if known.session_id != session_id}
+        self._newest = {key: newest for key, newest in self._newest.items() if not key.startswith(f"{session_id}:")}
+
+    async def _check_usable(self, caller: Caller, sampling: SamplingSession) -> None:
+        """Raises SessionEnded, or NotFound once the saved weights have expired, been deleted or taken back."""
+        await self._sessions.require(caller, sampling.session_id)
+        if sampling.model_path:
+            await self._checkpoints.check_sampled(caller, sampling.model_path, sampling.snapshot_id)
 
     async def stop(self) -> None:
         """Stops all work, for the end of the process: it stays in the database and runs after a restart."""
@@ -190,14 +232,15 @@ class Sampling:
             raise pending.rejection
         request = gateway_pb2.SampleTokensRequest.FromString(await self._board.request_of(pending))
         sampling = await self.get(Caller(pending.owner), pending.scope)
-        return await self._runner.collect(SampleWork(pending.future_id, sampling.snapshot_id, request, pending))
+        return await self._runner.collect(SampleWork(pending.future_id, sampling, request, pending))
 
     async def _push(self, snapshot_id: str, kept: KeptSnapshot) -> None:
         self._snapshots.remember(kept)
         samplers = self._samplers.up
         try:
             if samplers:
-                await self._snapshots.ensure_adapter(samplers[0], snapshot_id, samplers)
+                with self._snapshots.using(snapshot_id):
+                    await self._snapshots.ensure_adapter(samplers[0], snapshot_id, samplers)
         except FoveaError as error:
             logger.warning("early push of %s failed: %s", snapshot_id, error)
 

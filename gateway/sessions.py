@@ -31,10 +31,15 @@ class Sessions:
         self.on_end: Callable[[Session], Awaitable[None]] = _nothing
 
     async def create(
-        self, caller: Caller, tags: list[str], user_metadata: dict[str, Any], request_key: str | None
+        self,
+        caller: Caller,
+        tags: list[str],
+        user_metadata: dict[str, Any],
+        request_key: str | None,
+        display_name: str | None = None,
     ) -> Session:
         """Opens a session, or answers the one that the same request key opened before."""
-        session = Session(new_session_id(), caller.owner, request_key, tags, user_metadata)
+        session = Session(new_session_id(), caller.owner, request_key, tags, user_metadata, display_name)
         if not await self._database.write(lambda connection: rows.insert_session(connection, session)):
             known = await self._database.read(
                 lambda connection: rows.find_session(connection, caller.owner, request_key or "")

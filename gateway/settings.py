@@ -24,13 +24,23 @@ class GatewaySettings(ServiceSettings):
     base_path: str = Field("", description="Path in front of all REST paths, such as /fovea.")
     state_dir: Path = Field(Path("fovea-state"), description="Folder of the database and, by default, of checkpoints.")
     database_url: str = Field("", description="SQLAlchemy URL; SQLite in the state folder by default.")
-    checkpoint_dir: str = Field("", description="Folder or fsspec URL of checkpoints, as the trainer sees it.")
+    checkpoint_dir: str = Field("", description="Folder or fsspec URL of checkpoints, for trainer and gateway.")
     api_key: list[str] = Field(["tml-local"], description="Keys that clients may use; they must start with `tml-`.")
 
     max_body_bytes: int = Field(128 * 2**20, gt=0, description="The largest request body, before and after zstd.")
-    poll_hold_s: float = Field(30.0, gt=0, le=40, description="Seconds that a poll of an unfinished future is held.")
+    poll_hold_s: float = Field(
+        30.0, gt=0, le=35, description="Seconds that a poll of an unfinished future is held, give or take a fifth."
+    )
     result_ttl_s: float = Field(24 * 3600.0, gt=0, description="Seconds that a result can be fetched again.")
-    session_ttl_s: float = Field(600.0, gt=120, description="Seconds without heartbeat after which a session ends.")
+    session_ttl_s: float = Field(
+        600.0, gt=0, description="Seconds without heartbeat after which a session ends; clients warn at 120."
+    )
+    inline_limit_bytes: int = Field(
+        2**20, gt=0, description="Results above this are announced by size before a client is sent them."
+    )
+    compress_from_bytes: int = Field(
+        256 * 2**10, gt=0, description="Results from this size on are compressed for clients that read zstd or gzip."
+    )
     gap_timeout_s: float = Field(600.0, gt=0, description="Seconds that later commands wait for a missing seq_id.")
     command_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one trainer command.")
     push_timeout_s: float = Field(120.0, gt=0, description="Deadline of one push of weights to samplers.")

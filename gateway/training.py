@@ -103,6 +103,12 @@ class Training:
         kind = Kind.SAVE_FOR_SAMPLER
         return await self._submit(caller, kind, request.model_id, request.seq_id, [request], rejection)
 
+    async def submit_save_external(
+        self, caller: Caller, request: gateway_pb2.SubmitSaveExternalRequest, rejection: FoveaError | None = None
+    ) -> str:
+        """Accepts an export. Raises as above."""
+        return await self._submit(caller, Kind.SAVE_EXTERNAL, request.model_id, request.seq_id, [request], rejection)
+
     async def _submit(
         self,
         caller: Caller,

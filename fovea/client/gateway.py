@@ -25,7 +25,7 @@ class GatewayClient(ServiceClient):
 
     def __init__(self, address: str, api_key: str) -> None:
         submits = ("CreateModel", "OptimStep", "SaveState", "LoadState", "SaveForSampler")
-        names = [*(f"Submit{name}" for name in submits), "GetCapabilities", "GetModel", "Heartbeat"]
+        names = [*(f"Submit{name}" for name in submits), "GetCapabilities", "GetModel", "Heartbeat", "CreateCustomLoss"]
         super().__init__(address, [(SERVICE, name) for name in names], (("x-api-key", api_key),))
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self.channel)
 
@@ -89,6 +89,14 @@ class GatewayClient(ServiceClient):
             else:
                 return ForwardBackwardResult(outputs, dict(record.metrics.values))
         raise Internal(f"the result of {future.future_id} ends without metrics")
+
+    async def create_custom_loss(self, session_id: str, custom_loss_seq_id: int, loss: trainer_pb2.CustomLoss) -> str:
+        """Keeps a traced loss for the session's models; returns its id, to be used as `custom_loss_id`."""
+        request = gateway_pb2.CreateCustomLossRequest(
+            session_id=session_id, custom_loss_seq_id=custom_loss_seq_id, loss=loss
+        )
+        response = await self._unary(self._stub.CreateCustomLoss, request, SUBMIT_TIMEOUT_S)
+        return str(response.custom_loss_id)
 
     async def optim_step(self, model_id: str, seq_id: int, adam: trainer_pb2.AdamParams) -> dict[str, float]:
         """Takes a step and waits for it; returns its metrics."""

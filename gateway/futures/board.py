@@ -13,6 +13,7 @@ from typing import Any
 
 from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
 from gateway import metrics
+from gateway.futures.completions import Completion, CompletionLogs, Target
 from gateway.futures.future import Kind, Outcome, Pending, State
 from gateway.store import futures as rows
 from gateway.store.database import Database, Job
@@ -42,6 +43,8 @@ class FutureBoard:
         self._recent_bytes = 0
         self._held_bytes = 0
         self._is_closing = False
+        self._last_number = 0
+        self._completions = CompletionLogs(database, rows.completions)
         self.start: Callable[[Pending], None] = _no_start
 
     @property
@@ -98,21 +101,11 @@ class FutureBoard:
 
     async def finish(self, pending: Pending, outcome: Outcome, also: Iterable[Job[Any]] = ()) -> None:
         """Keeps the outcome, together with the effects in `also`, in one transaction, then wakes whoever waits."""
-        finished_at, effects = time.time(), list(also)
-
-        def job(connection: Any) -> None:
-            for effect in effects:
-                effect(connection)
-            rows.finish(connection, pending.future_id, outcome, finished_at)
-
         if pending.is_finishing:  # a cancel and a result may meet: the first one counts
             return
         pending.is_finishing = True
-        try:
-            await self._database.write(job)
-        finally:
-            # If the database fails, waiters still get the outcome; after a restart the work counts as unfinished.
-            self._settle(pending, outcome)
+        # Whoever is woken must find the outcome in the database, even if the work was cancelled while it was written.
+        await asyncio.shield(asyncio.create_task(self._keep(pending, outcome, list(also))))
 
     async def wait(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
         """The outcome of a future, or the pending future after `timeout_s`.
@@ -131,12 +124,39 @@ class FutureBoard:
         if stored is None or stored.owner != owner:
             raise NotFound(f"there is no request {future_id!r}", field="request_id")
         if stored.outcome is None:
-            raise Expired(f"the result of {future_id!r} was kept for {self._result_ttl_s:.0f} s and is gone")
+            kept = f"results are kept for {self._result_ttl_s:.0f} s, or until the client acknowledges them"
+            raise Expired(f"the result of {future_id!r} is gone: {kept}")
         return stored.outcome
+
+    async def wait_any(self, target: Target, after: int, timeout_s: float) -> list[Completion]:
+        """What a client of a sampling session has finished since number `after`, in order.
+
+        Waits up to `timeout_s` if there is nothing. Numbers rise, also over restarts. Completions are told again until
+        they are acknowledged or their results expire.
+        """
+        return await self._completions.wait(target, after, 0.0 if self._is_closing else timeout_s)
+
+    async def acknowledge(self, target: Target, future_ids: list[str]) -> None:
+        """Drops results that a client has fetched for good. Ids that are unfinished or not its own are left alone."""
+        scope = target.sampling_session_id
+        mine = [future_id for future_id in future_ids if future_id.rpartition(":")[0] == scope]
+        if not mine:
+            return
+        await self._database.write(lambda connection: rows.drop_fetched(connection, scope, mine))
+        self._completions.drop(target, mine)
+        for future_id in mine:
+            if future_id in self._recent:
+                _, outcome = self._recent.pop(future_id)
+                self._recent_bytes -= len(outcome.result)
+
+    def forget(self, session_id: str) -> None:
+        """Drops what is in memory of a session that is over."""
+        self._completions.forget(session_id)
 
     def release_waiters(self) -> None:
         """Answers every poll now: the process is about to end, and clients ask the next one."""
         self._is_closing = True
+        self._completions.release()
         for pending in self._pending.values():
             pending.woken.set()
 
@@ -154,6 +174,7 @@ class FutureBoard:
     async def restore(self) -> list[Pending]:
         """Reads unfinished futures after a restart; the caller starts them."""
         pendings = await self._database.read(rows.unfinished)
+        self._last_number = await self._database.read(rows.last_number)
         for pending in pendings:
             pending.accepted.set()
             self._pending[pending.future_id] = pending
@@ -179,6 +200,26 @@ class FutureBoard:
         if pending.work is not None:
             pending.work.cancel()
         await self.finish(pending, Outcome(pending.kind, b"", error))
+
+    async def _keep(self, pending: Pending, outcome: Outcome, effects: list[Job[Any]]) -> None:
+        finished_at = time.time()
+        # Rises in order of the writes, also after a restart whose predecessor's rows have been dropped.
+        number = self._last_number = max(self._last_number + 1, time.time_ns() // 1000)
+
+        def job(connection: Any) -> None:
+            for effect in effects:
+                effect(connection)
+            rows.finish(connection, pending.future_id, outcome, finished_at, number)
+
+        try:
+            await self._database.write(job)
+        finally:
+            # If the database fails, waiters still get the outcome; after a restart the work counts as unfinished.
+            self._settle(pending, outcome)
+            if pending.kind is Kind.SAMPLE:
+                is_failed, size_bytes = outcome.error is not None, len(outcome.result)
+                completion = Completion(number, pending.future_id, is_failed, size_bytes)
+                self._completions.note(pending.scope, pending.seq_id, completion)
 
     def _settle(self, pending: Pending, outcome: Outcome) -> None:
         if self._pending.pop(pending.future_id, None) is None:

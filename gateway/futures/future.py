@@ -21,7 +21,9 @@ class Kind(enum.StrEnum):
     SAVE_STATE = "save_state"
     LOAD_STATE = "load_state"
     SAVE_FOR_SAMPLER = "save_for_sampler"
+    SAVE_EXTERNAL = "save_external"
     SAMPLE = "sample"
+    CREATE_CUSTOM_LOSS = "create_custom_loss"
 
 
 class State(enum.StrEnum):

@@ -11,6 +11,7 @@ from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
 from fovea.wire.limits import MAX_IMAGE_BYTES
 from gateway.capabilities import Capabilities
+from gateway.custom_losses import CustomLosses
 from gateway.futures import records
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Pending
@@ -41,11 +42,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         sampling: Sampling,
         board: FutureBoard,
         capabilities: Capabilities,
+        custom_losses: CustomLosses,
         images: ImageShelf,
         settings: GatewaySettings,
     ) -> None:
         self._keys, self._sessions, self._models, self._training = keys, sessions, models, training
         self._sampling, self._board, self._capabilities = sampling, board, capabilities
+        self._custom_losses = custom_losses
         self._images, self._settings = images, settings
 
     async def GetCapabilities(self, request: Any, context: Context) -> pb.GetCapabilitiesResponse:
@@ -121,6 +124,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         future_id = await self._training.submit_forward_backward(caller, header, data)
         return pb.SubmitForwardBackwardResponse(future_id=future_id)
 
+    async def CreateCustomLoss(
+        self, request: pb.CreateCustomLossRequest, context: Context
+    ) -> pb.CreateCustomLossResponse:
+        """Keeps a traced loss."""
+        return pb.CreateCustomLossResponse(
+            custom_loss_id=await self._custom_losses.create(self._caller(context), request)
+        )
+
     async def SubmitOptimStep(self, request: pb.SubmitOptimStepRequest, context: Context) -> pb.SubmitOptimStepResponse:
         """Submits a step."""
         future_id = await self._training.submit_optim_step(self._caller(context), request)
@@ -143,6 +154,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         future_id = await self._training.submit_save_for_sampler(self._caller(context), request)
         return pb.SubmitSaveForSamplerResponse(future_id=future_id)
 
+    async def SubmitSaveExternal(
+        self, request: pb.SubmitSaveExternalRequest, context: Context
+    ) -> pb.SubmitSaveExternalResponse:
+        """Submits an export."""
+        future_id = await self._training.submit_save_external(self._caller(context), request)
+        return pb.SubmitSaveExternalResponse(future_id=future_id)
+
     async def CreateSamplingSession(
         self, request: pb.CreateSamplingSessionRequest, context: Context
     ) -> pb.CreateSamplingSessionResponse:
@@ -163,7 +181,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         caller = self._caller(context)
         request.prompt.CopyFrom(self._images.inline(request.prompt, "prompt"))
         async for event in self._sampling.stream(caller, request):
-            yield pb.SampleTokensResponse(**{event.WhichOneof("event"): getattr(event, event.WhichOneof("event"))})
+            yield event
 
     async def WaitFuture(self, request: pb.WaitFutureRequest, context: Context) -> AsyncIterator[pb.WaitFutureResponse]:
         """Streams the records of a result."""

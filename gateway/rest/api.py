@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -10,15 +11,22 @@ from starlette.routing import Route
 from fovea.wire.errors import NotFound
 from gateway.capabilities import Capabilities
 from gateway.checkpoints import Checkpoints
+from gateway.copies import Copies
+from gateway.custom_losses import CustomLosses
+from gateway.exports import Exports
 from gateway.futures.board import FutureBoard
 from gateway.keys import KeyRing
 from gateway.models import Models
 from gateway.rest.checkpoints import CheckpointRoutes
+from gateway.rest.custom_losses import CustomLossRoutes
 from gateway.rest.endpoint import Endpoints, Json, error_response
+from gateway.rest.exports import ExportRoutes
 from gateway.rest.futures import FutureRoutes
+from gateway.rest.hosted import HostedRoutes
 from gateway.rest.sampling import SamplingRoutes
 from gateway.rest.sessions import SessionRoutes
 from gateway.rest.training import TrainingRoutes
+from gateway.rest.turnstile import BulkMiddleware, Turnstile
 from gateway.sampling import Sampling
 from gateway.sessions import Sessions
 from gateway.settings import GatewaySettings
@@ -35,19 +43,31 @@ def build_api(
     sampling: Sampling,
     board: FutureBoard,
     checkpoints: Checkpoints,
+    copies: Copies,
+    exports: Exports,
+    custom_losses: CustomLosses,
 ) -> Starlette:
     """All routes over the use cases."""
     endpoints = Endpoints(keys, settings.base_path.rstrip("/"))
     limit = settings.max_body_bytes
+    turnstile = Turnstile()
+    # Routes are tried in order, so those that are asked thousands of times come first.
     groups: list[Routes] = [
+        FutureRoutes(board, sampling, turnstile, settings),
+        SamplingRoutes(sampling, limit),
+        HostedRoutes(),
         SessionRoutes(sessions, capabilities, settings.sdk_flags, limit),
         TrainingRoutes(training, models, sampling, settings),
-        SamplingRoutes(sampling, limit),
-        FutureRoutes(board, settings.poll_hold_s, limit),
-        CheckpointRoutes(checkpoints, models, limit),
+        CheckpointRoutes(checkpoints, copies, limit),
+        CustomLossRoutes(custom_losses, limit),
+        ExportRoutes(exports, settings.base_path.rstrip("/")),
     ]
     routes = [route for group in groups for route in group.routes(endpoints)]
-    return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_method})
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(BulkMiddleware, turnstile)],
+        exception_handlers={404: _no_route, 405: _no_method},
+    )
 
 
 class Routes(Protocol):
@@ -59,7 +79,7 @@ class Routes(Protocol):
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    return error_response(NotFound(f"Fovea has no {request.url.path}"))
+    return error_response(NotFound(f"Fovea has no {request.method} {request.url.path}"))
 
 
 async def _no_method(request: Request, error: Exception) -> Response:

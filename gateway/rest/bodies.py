@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+INT64_MAX = 2**63 - 1
+
 
 class Body(BaseModel):
     """Base of all bodies. `type` tags are constants of the SDK and carry nothing."""
@@ -145,10 +147,40 @@ class LoadWeights(Body):
     type: str = ""
 
 
+class CopyWeights(Body):
+    """POST copy_weights."""
+
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    destination_project_id: str | None = None
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+    type: str = ""
+
+
 class WeightsInfo(Body):
     """POST weights_info."""
 
     tinker_path: str
+
+
+class CustomLossInput(Body):
+    """What a traced loss takes."""
+
+    name: str
+    rank: int = Field(ge=0, le=2)
+
+
+class CreateCustomLoss(Body):
+    """POST create_custom_loss. The graph is checked where it is kept."""
+
+    session_id: str
+    custom_loss_seq_id: int = Field(ge=0, le=INT64_MAX)
+    name: str
+    inputs: list[CustomLossInput]
+    graph: dict[str, Any]
+    type: str = ""
 
 
 class CreateSamplingSession(Body):
@@ -213,6 +245,16 @@ class SamplingParams(Body):
     top_p: float = 1.0
 
 
+class TensorData(Body):
+    """Numbers, dense or, with indices, sparse (CSR)."""
+
+    data: list[int] | list[float]
+    dtype: Literal["int64", "float32"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
 class Sample(Body):
     """POST asample."""
 
@@ -226,7 +268,7 @@ class Sample(Body):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: dict[str, Any] | None = None
+    target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
@@ -238,6 +280,30 @@ class RetrieveFuture(Body):
 
     request_id: str
     allow_metadata_only: bool = False
+
+
+class FuturesTarget(Body):
+    """One client of a sampling session."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(0, ge=0, le=INT64_MAX // 10**9)
+
+
+class RetrieveFutures(Body):
+    """POST retrieve_futures."""
+
+    target: FuturesTarget
+    prev_cursor: int = Field(0, ge=0, le=INT64_MAX)
+    timeout: float | None = Field(None, ge=0, allow_inf_nan=False)
+    retrieved_request_ids: list[str] = []
+
+
+class JoinSamplingSession(Body):
+    """POST join_sampling_session."""
+
+    sampling_session_id: str
+    type: str = ""
 
 
 class CancelFuture(Body):

@@ -7,9 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from fovea.wire.errors import InvalidInput, Unimplemented
 from gateway.checkpoints import Checkpoints
-from gateway.identity import SAMPLER, SCHEME, TRAINING, Caller
-from gateway.models import Models
+from gateway.copies import Copies
+from gateway.identity import EXTERNAL, SAMPLER, SCHEME, TRAINING, Caller
 from gateway.rest import bodies
 from gateway.rest.body import parse_json, read
 from gateway.rest.endpoint import Endpoints, Json
@@ -17,35 +18,45 @@ from gateway.rest.sessions import paging
 from gateway.store.checkpoints import Checkpoint
 from gateway.store.models import Model, ModelState
 
-_TYPES = {TRAINING: "training", SAMPLER: "sampler"}
+_TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
+_SCOPES = {"owned": False, "accessible": True}
 _MOST = 1000
+_ACCESS_TOKEN = "x-tinker-weights-access-token"
 
 
 class CheckpointRoutes:
     """Handlers of training runs and checkpoints."""
 
-    def __init__(self, checkpoints: Checkpoints, models: Models, max_body_bytes: int) -> None:
-        self._checkpoints, self._models, self._max_body_bytes = checkpoints, models, max_body_bytes
+    def __init__(self, checkpoints: Checkpoints, copies: Copies, max_body_bytes: int) -> None:
+        self._checkpoints, self._copies, self._max_body_bytes = checkpoints, copies, max_body_bytes
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         """All of them."""
         run = "training_runs/{run}"
+        checkpoint = f"{run}/checkpoints/{{segment}}/{{name}}"
         return [
             endpoints.route("POST", "weights_info", self.weights_info),
             endpoints.route("GET", "training_runs", self.runs),
             endpoints.route("GET", run, self.run),
             endpoints.route("GET", f"{run}/checkpoints", self.of_run),
-            endpoints.route("DELETE", f"{run}/checkpoints/{{segment}}/{{name}}", self.delete),
-            endpoints.route("PUT", f"{run}/checkpoints/{{segment}}/{{name}}/ttl", self.set_ttl),
+            endpoints.route("DELETE", checkpoint, self.delete),
+            endpoints.route("PUT", f"{checkpoint}/ttl", self.set_ttl),
+            endpoints.route("POST", f"{checkpoint}/publish", self.publish),
+            endpoints.route("DELETE", f"{checkpoint}/publish", self.unpublish),
             endpoints.route("GET", "checkpoints", self.page),
+            endpoints.route("POST", "copy_weights", self.copy),
         ]
 
     async def weights_info(self, request: Request, caller: Caller) -> Response:
-        """Describes the weights of a checkpoint of either kind."""
+        """Describes the weights of a checkpoint of any kind that the caller may read."""
         body = await parse_json(bodies.WeightsInfo, await read(request, self._max_body_bytes))
         checkpoint = await self._checkpoints.find(caller, body.tinker_path, "tinker_path")
         lora = checkpoint.lora
-        answer: dict[str, Any] = {"base_model": checkpoint.base_model, "is_lora": lora.rank > 0}
+        answer: dict[str, Any] = {
+            "base_model": checkpoint.base_model,
+            "is_lora": lora.rank > 0,
+            "optimizer_config": {"type": "adamw"},
+        }
         if lora.rank:
             answer |= {
                 "lora_rank": lora.rank,
@@ -56,24 +67,27 @@ class CheckpointRoutes:
         return Json(answer)
 
     async def runs(self, request: Request, caller: Caller) -> Response:
-        """A page of the caller's training runs."""
+        """A page of training runs: the caller's, or with access_scope=accessible also those with something public."""
+        with_public = _with_public(request, "limit", "offset", "project_id")
         limit, offset = paging(request, 20, _MOST)
-        page, total = await self._checkpoints.runs(caller, limit, offset)
-        listed = [_run_json(model, await self._checkpoints.of_run(caller, model.model_id)) for model in page]
+        page, total = await self._checkpoints.runs(caller, limit, offset, with_public)
+        listed = [_run_json(model, checkpoints) for model, checkpoints in page]
         return Json({"training_runs": listed, "cursor": {"offset": offset, "limit": limit, "total_count": total}})
 
     async def run(self, request: Request, caller: Caller) -> Response:
         """One training run."""
-        model = await self._models.get(caller, request.path_params["run"])
-        return Json(_run_json(model, await self._checkpoints.of_run(caller, model.model_id)))
+        with_public = _with_public(request)
+        return Json(_run_json(*await self._checkpoints.run(caller, request.path_params["run"], with_public)))
 
     async def of_run(self, request: Request, caller: Caller) -> Response:
-        """All checkpoints of a run."""
+        """The checkpoints of a run that the caller may read, all of them."""
+        check_query(request)
         found = await self._checkpoints.of_run(caller, request.path_params["run"])
         return Json({"checkpoints": [_checkpoint_json(checkpoint) for checkpoint in found]})
 
     async def page(self, request: Request, caller: Caller) -> Response:
         """A page of the caller's checkpoints."""
+        check_query(request, "limit", "offset")
         limit, offset = paging(request, 100, _MOST)
         page, total = await self._checkpoints.page(caller, limit, offset)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
@@ -90,10 +104,58 @@ class CheckpointRoutes:
         await self._checkpoints.set_ttl(caller, _path(request), body.ttl_seconds)
         return Json({"status": "updated"})
 
+    async def publish(self, request: Request, caller: Caller) -> Response:
+        """Lets every caller read a checkpoint; no error if it was so already."""
+        await self._checkpoints.set_public(caller, _path(request), public=True)
+        return Json({"status": "published"})
+
+    async def unpublish(self, request: Request, caller: Caller) -> Response:
+        """Takes a checkpoint back; no error if it was not public."""
+        await self._checkpoints.set_public(caller, _path(request), public=False)
+        return Json({"status": "unpublished"})
+
+    async def copy(self, request: Request, caller: Caller) -> Response:
+        """Copies a checkpoint into a training run of its own, once for each X-Idempotency-Key and place."""
+        body = await parse_json(bodies.CopyWeights, await read(request, self._max_body_bytes))
+        if body.destination_project_id is not None:
+            raise Unimplemented(
+                "there are no projects here: send session_id and model_seq_id, not destination_project_id",
+                field="destination_project_id",
+            )
+        if body.weights_access_token is not None or _ACCESS_TOKEN in request.headers:
+            raise Unimplemented(
+                "weights_access_token is not supported: publish the source instead", field="weights_access_token"
+            )
+        if body.session_id is None or body.model_seq_id is None:
+            raise InvalidInput("send session_id with model_seq_id: they place the copy", field="session_id")
+        path = await self._copies.copy(
+            caller, body.source_path, body.session_id, body.model_seq_id, body.ttl_seconds,
+            request.headers.get("x-idempotency-key"),
+        )  # fmt: skip
+        return Json({"tinker_path": path})
+
 
 def _path(request: Request) -> str:
     parts = request.path_params
     return f"{SCHEME}{parts['run']}/{parts['segment']}/{parts['name']}"
+
+
+def check_query(request: Request, *known: str) -> None:
+    """Raises Unimplemented that names a query parameter which would be ignored."""
+    for name in request.query_params:
+        if name not in known:
+            raise Unimplemented(f"{request.url.path} does not take the parameter {name}", field=name)
+
+
+def _with_public(request: Request, *known: str) -> bool:
+    """Whether what others published is asked for. Raises InvalidInput, Unimplemented."""
+    check_query(request, "access_scope", *known)
+    if "project_id" in request.query_params:
+        raise Unimplemented("there are no projects here: leave project_id out", field="project_id")
+    scope = request.query_params.get("access_scope", "owned")
+    if scope not in _SCOPES:
+        raise InvalidInput(f"access_scope is {scope!r}; it is owned or accessible", field="access_scope")
+    return _SCOPES[scope]
 
 
 def _run_json(model: Model, checkpoints: list[Checkpoint]) -> dict[str, Any]:
@@ -122,7 +184,7 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "time": _time(checkpoint.created_at),
         "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.size_bytes,
-        "public": False,
+        "public": checkpoint.public,
         "user_metadata": checkpoint.user_metadata or None,
         "expires_at": None if checkpoint.expires_at is None else _time(checkpoint.expires_at),
     }

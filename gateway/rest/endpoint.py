@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request, Caller], Awaitable[Response]]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
-_UNTIMED = "retrieve_future"
+_UNTIMED = ("retrieve_future", "retrieve_futures")
 _PROCESS = os.urandom(3).hex()
 _NUMBERS = itertools.count(1)
 
@@ -65,8 +65,16 @@ class Endpoints:
     def route(self, method: str, path: str, handler: Handler) -> Route:
         """A route whose caller must have a key."""
 
+        async def handle(request: Request) -> Response:
+            return await handler(request, self._keys.identify(request.headers.get("x-api-key")))
+
+        return self.keyless_route(method, path, handle)
+
+    def keyless_route(self, method: str, path: str, handle: Callable[[Request], Awaitable[Response]]) -> Route:
+        """A route without a key: the handler itself decides whom it lets in."""
+
         async def endpoint(request: Request) -> Response:
-            return await self._answer(request, path, handler)
+            return await self._answer(request, path, handle)
 
         return Route(f"{self._prefix}/api/v1/{path}", endpoint, methods=[method])
 
@@ -78,11 +86,11 @@ class Endpoints:
 
         return Route(f"{self._prefix}/api/v1/{path}", endpoint, methods=["GET"])
 
-    async def _answer(self, request: Request, route: str, handler: Handler) -> Response:
+    async def _answer(self, request: Request, route: str, handle: Callable[[Request], Awaitable[Response]]) -> Response:
         REQUEST_ID.set(f"{_PROCESS}-{next(_NUMBERS)}")
         started = time.perf_counter()
         try:
-            response = await handler(request, self._keys.identify(request.headers.get("x-api-key")))
+            response = await handle(request)
         except FoveaError as error:
             response = error_response(error)
             words = (REQUEST_ID.get(), request.method, request.url.path, error.http_status, error.reason, error)
@@ -94,6 +102,6 @@ class Endpoints:
             log_id = REQUEST_ID.get()
             response = error_response(Internal(f"internal error; the gateway's log has it as request {log_id}"))
         metrics.REQUESTS.labels(route, str(response.status_code)).inc()
-        if route != _UNTIMED:
+        if route not in _UNTIMED:
             metrics.REQUEST_SECONDS.labels(route).observe(time.perf_counter() - started)
         return response

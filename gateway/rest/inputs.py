@@ -12,6 +12,7 @@ from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput, Unimplemented
 from fovea.wire.limits import MESSAGE_BYTES
 from gateway.rest import bodies
+from gateway.rest.provenance import check_spans
 
 _FORMATS = {"png": model_input_pb2.IMAGE_FORMAT_PNG, "jpeg": model_input_pb2.IMAGE_FORMAT_JPEG}
 _DTYPES: dict[int, np.dtype] = {tinker_pb2.DTYPE_FLOAT32: np.dtype("<f4"), tinker_pb2.DTYPE_INT64: np.dtype("<i8")}
@@ -68,9 +69,7 @@ def _count(expected_tokens: int, field: str) -> int:
 
 def datum_from_proto(datum: tinker_pb2.Datum, field: str) -> gateway_pb2.InputDatum:
     """A training example out of a protobuf body. Raises InvalidInput or Unimplemented naming the part."""
-    for name in ("model_input_spans", "loss_fn_input_spans"):
-        if getattr(datum, name):
-            raise Unimplemented(f"{field}.{name}: provenance (stable_reinforce) is not supported", field=field)
+    check_spans(datum, field)
     whole = gateway_pb2.InputDatum()
     for index, chunk in enumerate(datum.model_input):
         _proto_chunk(chunk, whole.input.chunks.add(), f"{field}.model_input.chunks[{index}]")
@@ -142,13 +141,21 @@ def _densify(tensor: tinker_pb2.Tensor, dtype: np.dtype, field: str) -> npt.NDAr
     return dense
 
 
-def loss_config_from_proto(request: tinker_pb2.ForwardBackwardRequest) -> dict[str, float]:
-    """Settings of the loss; the newer map wins. Raises InvalidInput for text, which no loss takes yet."""
+def loss_config_from_proto(request: tinker_pb2.ForwardBackwardRequest) -> tuple[dict[str, float], str]:
+    """Settings of the loss, and the id of a traced one, if it is that. The newer map wins.
+
+    Raises InvalidInput for text, which only the `loss_id` of `custom` is.
+    """
     if not request.loss_fn_config_v2:
-        return dict(request.loss_fn_config)
-    config = {}
+        return dict(request.loss_fn_config), ""
+    config, loss_id = {}, ""
     for name, value in request.loss_fn_config_v2.items():
-        if value.WhichOneof("value") != "number":
-            raise InvalidInput(f"loss_fn_config.{name} must be a number", field=f"loss_fn_config.{name}")
-        config[name] = value.number
-    return config
+        match value.WhichOneof("value"):
+            case "number":
+                config[name] = value.number
+            case "text" if name == "loss_id" and request.loss_fn == "custom":
+                loss_id = value.text
+            case _:
+                field, seen = f"loss_fn_config.{name}", repr(value.text[:80])
+                raise InvalidInput(f"{field} is {seen}; {request.loss_fn} takes numbers only", field=field)
+    return config, loss_id

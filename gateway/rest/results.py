@@ -12,6 +12,7 @@ from fovea.tinker.v1 import tinker_pb2
 from fovea.wire import tensors
 from gateway.futures import records
 from gateway.futures.future import Kind, Outcome
+from gateway.rest import targets
 
 PROTO_KINDS = (Kind.SAMPLE, Kind.FORWARD, Kind.FORWARD_BACKWARD)
 _OUTPUT_TYPE = "TorchLossReturn"
@@ -42,6 +43,8 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
     answer: dict[str, Any] = {}
     for record in records.split(gateway_pb2.WaitFutureResponse, outcome.result):
         answer |= _record_json(record)
+    if outcome.kind is Kind.SAVE_EXTERNAL:
+        answer["type"] = "save_weights_external"
     return answer
 
 
@@ -59,6 +62,8 @@ def _record_json(record: gateway_pb2.WaitFutureResponse) -> dict[str, Any]:
             return {"type": "load_weights", "path": record.state_loaded.path}
         case "metrics":
             return {"metrics": dict(record.metrics.values)}
+        case "custom_loss_created":
+            return {"type": "create_custom_loss", "loss_id": record.custom_loss_created.custom_loss_id}
         case "checkpoint_saved":
             return {"type": "save_weights", "path": record.checkpoint_saved.path}
         case _:
@@ -69,16 +74,30 @@ def _record_json(record: gateway_pb2.WaitFutureResponse) -> dict[str, Any]:
 
 def _sample(blob: bytes) -> tinker_pb2.SampleResponse:
     response = tinker_pb2.SampleResponse()
+    table: gateway_pb2.TargetTable | None = None
     for record in records.split(gateway_pb2.SampleTokensResponse, blob):
-        if record.WhichOneof("event") == "prompt":
-            response.prompt_cache_hit_tokens = record.prompt.cached_token_count
-            if record.prompt.logprobs:
-                response.prompt_logprobs = record.prompt.logprobs
-            if record.prompt.HasField("top_logprobs"):
-                _top(record.prompt.top_logprobs, response.topk_prompt_logprobs)
-        else:
-            _sequence(record.delta, response.sequences.add())
+        match record.WhichOneof("event"):
+            case "target_table":
+                table = record.target_table
+            case "prompt":
+                _prompt(record.prompt, table, response)
+            case _:
+                _sequence(record.delta, response.sequences.add())
     return response
+
+
+def _prompt(
+    prompt: sampler_pb2.PromptResult, table: gateway_pb2.TargetTable | None, response: tinker_pb2.SampleResponse
+) -> None:
+    response.prompt_cache_hit_tokens = prompt.cached_token_count
+    if prompt.logprobs:
+        response.prompt_logprobs = prompt.logprobs
+    if prompt.HasField("top_logprobs"):
+        _top(prompt.top_logprobs, response.topk_prompt_logprobs)
+    if table is not None:
+        targets.fill_targets(table, prompt.target_logprobs, response.target_prompt_logprobs)
+    if prompt.HasField("alt_tokens"):
+        targets.fill_alt_tokens(prompt.alt_tokens, response.prompt_alt_tokens)
 
 
 def _sequence(delta: sampler_pb2.SequenceDelta, sequence: tinker_pb2.SampledSequence) -> None:
@@ -130,20 +149,30 @@ def _array_record(group: list[trainer_pb2.DatumOutput]) -> tinker_pb2.ArrayRecor
 
 
 def _sample_json(response: tinker_pb2.SampleResponse) -> dict[str, Any]:
-    sequences = [
-        {
-            "stop_reason": "stop" if sequence.stop_reason == tinker_pb2.STOP_REASON_STOP else "length",
-            "tokens": tensors.decode_tokens(sequence.tokens).tolist(),
-            "logprobs": _numbers(sequence.logprobs),
-        }
-        for sequence in response.sequences
-    ]
+    sequences = [_sequence_json(sequence) for sequence in response.sequences]
     answer: dict[str, Any] = {"type": "sample", "sequences": sequences}
     if response.HasField("prompt_logprobs"):
         answer["prompt_logprobs"] = _numbers(response.prompt_logprobs)
     if response.HasField("topk_prompt_logprobs"):
         answer["topk_prompt_logprobs"] = _top_json(response.topk_prompt_logprobs)
+    if response.HasField("target_prompt_logprobs"):
+        answer["target_prompt_logprobs"] = targets.tensor_json(response.target_prompt_logprobs)
+    if response.HasField("prompt_alt_tokens"):
+        alt = response.prompt_alt_tokens
+        tokens, logprobs = targets.tensor_json(alt.tokens), targets.tensor_json(alt.logprobs)
+        answer["prompt_alt_tokens"] = {"tokens": tokens, "logprobs": logprobs}
     return answer | {"prompt_cache_hit_tokens": response.prompt_cache_hit_tokens}
+
+
+def _sequence_json(sequence: tinker_pb2.SampledSequence) -> dict[str, Any]:
+    answer = {
+        "stop_reason": "stop" if sequence.stop_reason == tinker_pb2.STOP_REASON_STOP else "length",
+        "tokens": tensors.decode_tokens(sequence.tokens).tolist(),
+        "logprobs": _numbers(sequence.logprobs),
+    }
+    if sequence.HasField("topk_sampled_logprobs"):
+        answer["topk_logprobs"] = _top_json(sequence.topk_sampled_logprobs)
+    return answer
 
 
 def _top_json(top: tinker_pb2.TopkLogprobs) -> list[list[list[float]] | None]:

@@ -7,7 +7,7 @@ from starlette.routing import Route
 from fovea.api.v1 import gateway_pb2
 from fovea.wire.errors import FoveaError, InvalidInput, Unimplemented
 from gateway.identity import Caller
-from gateway.rest import bodies, inputs
+from gateway.rest import bodies, inputs, targets
 from gateway.rest.body import parse_json, parse_loosely, read
 from gateway.rest.endpoint import Endpoints, Json
 from gateway.sampling import Sampling
@@ -25,6 +25,7 @@ class SamplingRoutes:
         """All of them."""
         return [
             endpoints.route("POST", "create_sampling_session", self.open),
+            endpoints.route("POST", "join_sampling_session", self.join),
             endpoints.route("GET", "samplers/{sampling_session_id}", self.get),
             endpoints.route("POST", "asample", self.sample),
         ]
@@ -36,6 +37,12 @@ class SamplingRoutes:
             caller, body.session_id, body.sampling_session_seq_id, body.base_model or "", body.model_path or ""
         )
         return Json({"type": "create_sampling_session", "sampling_session_id": sampling.sampling_session_id})
+
+    async def join(self, request: Request, caller: Caller) -> Response:
+        """Numbers a copy of a sampling client, so that its samples never have the ids of another copy's."""
+        body = await parse_json(bodies.JoinSamplingSession, await read(request, self._max_body_bytes))
+        number = await self._sampling.join(caller, body.sampling_session_id)
+        return Json({"type": "join_sampling_session", "client_counter": number})
 
     async def get(self, request: Request, caller: Caller) -> Response:
         """Describes a sampling session."""
@@ -68,11 +75,9 @@ def _address(blob: bytes, error: FoveaError) -> tuple[str, int]:
 
 
 def _fill(body: bodies.Sample, message: gateway_pb2.SampleTokensRequest) -> None:
-    for name in ("base_model", "model_path", "target_prompt_logprobs", "prompt_logprobs_last_n"):
+    for name in ("base_model", "model_path"):
         if getattr(body, name) is not None:
-            raise Unimplemented(f"{name} is not supported in a sample request", field=name)
-    if body.prompt_alt_tokens_k:
-        raise Unimplemented("prompt_alt_tokens_k is not supported", field="prompt_alt_tokens_k")
+            raise Unimplemented(f"{name} is not supported in a sample request: the session names it", field=name)
     if body.record_stability_info:
         raise Unimplemented("record_stability_info is not supported", field="record_stability_info")
     message.sampling_session_id = body.sampling_session_id
@@ -80,6 +85,16 @@ def _fill(body: bodies.Sample, message: gateway_pb2.SampleTokensRequest) -> None
     message.prompt_logprobs = bool(body.prompt_logprobs)
     message.top_prompt_logprobs = _int32(body.topk_prompt_logprobs, "topk_prompt_logprobs")
     message.top_sample_logprobs = _int32(body.topk_sample_logprobs, "topk_sample_logprobs")
+    message.alt_token_count = _int32(body.prompt_alt_tokens_k, "prompt_alt_tokens_k")
+    if body.prompt_logprobs_last_n is not None:
+        if body.prompt_logprobs_last_n < 1:  # 0 means "all" on our wire
+            raise InvalidInput(
+                f"prompt_logprobs_last_n is {body.prompt_logprobs_last_n}; it must be at least 1",
+                field="prompt_logprobs_last_n",
+            )
+        message.prompt_logprobs_last_n = _int32(body.prompt_logprobs_last_n, "prompt_logprobs_last_n")
+    if body.target_prompt_logprobs is not None:
+        message.target_table.CopyFrom(targets.table_from_json(body.target_prompt_logprobs))
     _fill_params(body.sampling_params, message)
     message.prompt.CopyFrom(inputs.input_from_json(body.prompt))
 

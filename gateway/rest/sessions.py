@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fovea.wire.errors import InvalidInput
+from fovea.wire.errors import InvalidInput, Unimplemented
 from gateway.capabilities import Capabilities
 from gateway.identity import Caller
 from gateway.rest import bodies
@@ -20,6 +20,10 @@ _FLAGS = {
     # The SDK's default transport, pyqwest 0.12, aborts one interpreter exit in ten or so on Python 3.11: its threads
     # still hand over the last answer. httpx does not; see docs/notes.
     "use_pyqwest_transport": False,
+    # One poll for all samples of a client instead of one each, and numbers for unpickled clients that never clash.
+    "sample_use_retrieve_futures": True,
+    "sample_join_sampling_session": True,
+    "custom_loss_server_side": True,
 }
 
 
@@ -61,8 +65,9 @@ class SessionRoutes:
         """Opens a session, once for each X-Idempotency-Key."""
         body = await parse_json(bodies.CreateSession, await read(request, self._max_body_bytes))
         key = request.headers.get("x-idempotency-key")
-        metadata = {**(body.user_metadata or {}), **({"display_name": body.display_name} if body.display_name else {})}
-        session = await self._sessions.create(caller, body.tags, metadata, key)
+        if body.project_id is not None:
+            raise Unimplemented("project_id: Fovea has no projects; leave it out", field="project_id")
+        session = await self._sessions.create(caller, body.tags, body.user_metadata or {}, key, body.display_name)
         return Json({"type": "create_session", "session_id": session.session_id})
 
     async def heartbeat(self, request: Request, caller: Caller) -> Response:
@@ -88,7 +93,8 @@ class SessionRoutes:
         session = await self._sessions.get(caller, request.path_params["session_id"])
         model_ids, sampler_ids = await self._sessions.contents(session)
         metadata = {name: str(value) for name, value in session.user_metadata.items()}
-        return Json({"training_run_ids": model_ids, "sampler_ids": sampler_ids, "user_metadata": metadata})
+        answer = {"training_run_ids": model_ids, "sampler_ids": sampler_ids, "user_metadata": metadata}
+        return Json(answer | ({"display_name": session.display_name} if session.display_name else {}))
 
     async def get_capabilities(self, request: Request, caller: Caller) -> Response:
         """The served models."""

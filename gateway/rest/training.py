@@ -32,6 +32,7 @@ from gateway.training import Training
 B = TypeVar("B", bound=BaseModel)
 M = TypeVar("M")
 _ADAM = "adamw"
+_SAMPLER_KINDS = ("snapshot", "inflight")
 
 
 class TrainingRoutes:
@@ -124,7 +125,8 @@ class TrainingRoutes:
     def _content(
         body: tinker_pb2.ForwardBackwardRequest, header: gateway_pb2.SubmitForwardBackwardHeader
     ) -> list[gateway_pb2.InputDatum]:
-        header.loss_config.update(inputs.loss_config_from_proto(body))
+        config, header.custom_loss_id = inputs.loss_config_from_proto(body)
+        header.loss_config.update(config)
         return [inputs.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
 
     async def optim_step(self, request: Request, caller: Caller) -> Response:
@@ -173,10 +175,10 @@ class TrainingRoutes:
         return Json({"request_id": future_id, "model_id": model_id})
 
     async def save_weights_external(self, request: Request, caller: Caller) -> Response:
-        """Not supported yet: accepted and failed, so that what comes after it does not wait for its seq_id."""
+        """Submits an export."""
         return await self._submit(
-            request, caller, bodies.SaveWeightsExternal, gateway_pb2.SubmitSaveStateRequest, _refuse_external,
-            self._training.submit_save_state,
+            request, caller, bodies.SaveWeightsExternal, gateway_pb2.SubmitSaveExternalRequest, _save_external,
+            self._training.submit_save_external,
         )  # fmt: skip
 
     async def _submit(
@@ -247,18 +249,23 @@ def _save_weights(body: bodies.SaveWeights, message: gateway_pb2.SubmitSaveState
     message.user_metadata.update(body.user_metadata or {})
 
 
-def _refuse_external(body: bodies.SaveWeightsExternal, message: gateway_pb2.SubmitSaveStateRequest) -> None:
-    raise Unimplemented("save_weights_external is not supported; a named save_weights_for_sampler keeps a PEFT adapter")
+def _save_external(body: bodies.SaveWeightsExternal, message: gateway_pb2.SubmitSaveExternalRequest) -> None:
+    if body.age_encryption_recipients == []:
+        field = "age_encryption_recipients"
+        raise InvalidInput(f"{field} names nobody; leave it out for an export that is not encrypted", field=field)
+    message.name, message.ttl_s = body.path, _ttl(body.ttl_seconds)
+    message.age_recipients.extend(body.age_encryption_recipients or [])
 
 
 def _save_for_sampler(body: bodies.SaveWeightsForSampler, message: gateway_pb2.SubmitSaveForSamplerRequest) -> None:
-    if body.kind != "snapshot":
-        raise Unimplemented(f"kind {body.kind!r} is not supported; use 'snapshot'", field="kind")
+    if body.kind not in _SAMPLER_KINDS:
+        raise InvalidInput(f"kind is {body.kind!r}; it must be one of {', '.join(_SAMPLER_KINDS)}", field="kind")
     if (body.path is None) == (body.sampling_session_seq_id is None):
         raise InvalidInput("send either path or sampling_session_seq_id", field="path")
     if body.path == "":
         raise InvalidInput("path is empty", field="path")
     message.name, message.ttl_s = body.path or "", _ttl(body.ttl_seconds)
+    message.inflight = body.kind == "inflight"
     message.user_metadata.update(body.user_metadata or {})
 
 

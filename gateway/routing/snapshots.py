@@ -7,7 +7,9 @@ and everybody who needs the same one meanwhile waits for that push.
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.wire.errors import DeadlineExceeded, FoveaError, ModelLost, NotFound, Unavailable
@@ -16,6 +18,7 @@ from gateway.routing.residency import BASE
 from gateway.routing.samplers import Sampler
 from gateway.routing.trainer import TrainerLink
 from gateway.store import checkpoints as rows
+from gateway.store import snapshots as snapshot_rows
 from gateway.store.checkpoints import KeptSnapshot
 from gateway.store.database import Database
 
@@ -33,6 +36,9 @@ class Snapshots:
         self._push_timeout_s = push_timeout_s
         self._known: OrderedDict[str, KeptSnapshot] = OrderedDict()
         self._pushes: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._users: Counter[str] = Counter()
+        self._retired: dict[str, Callable[[], list[Sampler]]] = {}
+        self._frees: dict[str, asyncio.Task[None]] = {}
 
     async def get(self, snapshot_id: str) -> KeptSnapshot:
         """A snapshot by id. Raises NotFound."""
@@ -72,15 +78,61 @@ class Snapshots:
     async def forget(self, model_ids: list[str], samplers: list[Sampler]) -> None:
         """Frees the unnamed snapshots of models that are over. What cannot be freed now goes with the next restart."""
         for snapshot_id in await self._database.read(lambda connection: rows.unnamed_snapshots(connection, model_ids)):
-            self._known.pop(snapshot_id, None)
-            holders = [sampler for sampler in samplers if snapshot_id in sampler.adapters]
-            for sampler in holders:
-                sampler.adapters.discard(snapshot_id)
-            calls = [sampler.client.drop_snapshot(snapshot_id) for sampler in holders]
-            try:
-                await asyncio.gather(self._trainer.client.forget_snapshot(snapshot_id), *calls)
-            except FoveaError as error:
-                logger.warning("snapshot %s could not be freed: %s", snapshot_id, error)
+            await self._drop(snapshot_id, samplers)
+
+    @contextmanager
+    def using(self, snapshot_id: str) -> Iterator[None]:
+        """Keeps a snapshot from being freed while somebody samples from it or pushes it."""
+        self._users[snapshot_id] += 1
+        try:
+            yield
+        finally:
+            self._users[snapshot_id] -= 1
+            if not self._users[snapshot_id]:
+                del self._users[snapshot_id]
+                self._free_if_unused(snapshot_id)
+
+    def retire(self, snapshot_id: str, samplers: Callable[[], list[Sampler]]) -> None:
+        """Frees a snapshot that nobody can name any more, once those who use it have ended."""
+        self._retired[snapshot_id] = samplers
+        self._free_if_unused(snapshot_id)
+
+    async def retire_unreachable(self, samplers: Callable[[], list[Sampler]]) -> None:
+        """Frees what an earlier process, or a failed call, left behind."""
+        for snapshot_id in await self._database.read(snapshot_rows.unreachable):
+            if snapshot_id not in self._frees:
+                self.retire(snapshot_id, samplers)
+
+    async def close(self) -> None:
+        """Stops freeing; what is left goes after the next start."""
+        for task in self._frees.values():
+            task.cancel()
+        await asyncio.gather(*self._frees.values(), return_exceptions=True)
+
+    def _free_if_unused(self, snapshot_id: str) -> None:
+        if snapshot_id in self._retired and not self._users[snapshot_id]:
+            samplers = self._retired.pop(snapshot_id)
+            task = asyncio.create_task(self._free(snapshot_id, samplers()), name=f"free {snapshot_id}")
+            self._frees[snapshot_id] = task
+            task.add_done_callback(lambda _: self._frees.pop(snapshot_id, None))
+
+    async def _free(self, snapshot_id: str, samplers: list[Sampler]) -> None:
+        if await self._drop(snapshot_id, samplers):
+            await self._database.write(lambda connection: snapshot_rows.delete(connection, snapshot_id))
+            logger.info("snapshot %s is freed: nobody can name it any more", snapshot_id)
+
+    async def _drop(self, snapshot_id: str, samplers: list[Sampler]) -> bool:
+        self._known.pop(snapshot_id, None)
+        holders = [sampler for sampler in samplers if snapshot_id in sampler.adapters]
+        for sampler in holders:
+            sampler.adapters.discard(snapshot_id)
+        calls = [sampler.client.drop_snapshot(snapshot_id) for sampler in holders]
+        try:
+            await asyncio.gather(self._trainer.client.forget_snapshot(snapshot_id), *calls)
+        except FoveaError as error:
+            logger.warning("snapshot %s could not be freed: %s", snapshot_id, error)
+            return False
+        return True
 
     async def _push_once(self, samplers: list[Sampler], snapshot_id: str) -> None:
         key = (samplers[0].address, snapshot_id)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fovea.api.v1 import gateway_pb2, model_input_pb2, trainer_pb2
 from fovea.wire.errors import InvalidInput
 from fovea.wire.limits import MESSAGE_BYTES
+from gateway.custom_losses import CustomLosses
 from gateway.futures import records
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Pending
@@ -26,9 +27,10 @@ class Batch:
 class Batches:
     """Decodes and renders the requests of forward and forward_backward."""
 
-    def __init__(self, board: FutureBoard, renderers: Renderers) -> None:
+    def __init__(self, board: FutureBoard, renderers: Renderers, custom_losses: CustomLosses) -> None:
         self._board = board
         self._renderers = renderers
+        self._custom_losses = custom_losses
         self._ahead: dict[str, asyncio.Task[Batch]] = {}
 
     def begin(self, pending: Pending) -> None:
@@ -60,6 +62,7 @@ class Batches:
             loss_config=first.header.loss_config,
             backward=first.header.backward,
             datum_count=len(rest),
+            custom_loss=await self._custom_losses.get(pending.session_id, first.header),
         )
         rendered = await self._render([record.datum.input for record in rest])
         return Batch(header, [_datum(index, rendered[index], record.datum) for index, record in enumerate(rest)])

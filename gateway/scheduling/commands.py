@@ -8,7 +8,7 @@ from fovea.wire.errors import FoveaError, Internal, ModelLost, NotFound, Unavail
 from gateway.futures import records
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending, State
-from gateway.scheduling import creation, saves, steps
+from gateway.scheduling import creation, exports, saves, steps
 from gateway.scheduling.context import Command, Context, Done
 from gateway.store.models import Model, ModelState
 
@@ -22,6 +22,7 @@ COMMANDS: dict[Kind, Command] = {
     Kind.OPTIM_STEP: steps.optim_step,
     Kind.SAVE_STATE: saves.save_state,
     Kind.SAVE_FOR_SAMPLER: saves.save_for_sampler,
+    Kind.SAVE_EXTERNAL: exports.save_external,
 }
 
 UNREPEATABLE = (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)

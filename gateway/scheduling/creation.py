@@ -58,6 +58,10 @@ async def _create(
         await context.trainer.client.create_model(model.model_id, _kind(model.lora), context.timeout_s)
         return 0
     checkpoint = await context.checkpoints.find_training(Caller(model.owner), request.from_path)
+    if checkpoint.base_model != model.base_model:
+        raise InvalidInput(
+            f"{request.from_path} was trained on {checkpoint.base_model!r}, this is {model.base_model!r}", field="path"
+        )
     model.lora = checkpoint.lora
     await context.trainer.client.create_model(model.model_id, _kind(model.lora), context.timeout_s)
     try:

@@ -22,7 +22,9 @@ from gateway.futures.future import Pending, QueueState
 from gateway.routing.renderers import Renderers
 from gateway.routing.samplers import Sampler, Samplers
 from gateway.routing.snapshots import Snapshots
-from gateway.scheduling import sequences
+from gateway.scheduling import sequences, targets
+from gateway.scheduling.targets import Cells
+from gateway.store.sessions import SamplingSession
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +37,21 @@ _MENDS = 30
 
 @dataclass
 class SampleWork:
-    """One request on its way: what to sample, and what was done for it so far."""
+    """One request on its way: what to sample, and what was done for it so far.
+
+    Attributes:
+        sampling: Names the weights. Which ones may change until a try has its place in a sampler.
+        snapshot_id: The weights of the last try.
+        cells: What to score in the prompt.
+    """
 
     request_id: str
-    snapshot_id: str
+    sampling: SamplingSession
     request: gateway_pb2.SampleTokensRequest
     pending: Pending | None = None
+    snapshot_id: str = ""
     rendered: model_input_pb2.RenderedInput | None = None
+    cells: Cells | None = None
     down_since: float | None = None
     mends: int = 0
 
@@ -84,7 +94,7 @@ class SampleRunner:
             try:
                 async with aclosing(self._attempt(work)) as attempt:
                     events = [event async for event in attempt]
-                return sequences.gather(events, work.request.sample_count)
+                return sequences.gather(events, work.request, work.cells)
             except FoveaError as error:
                 await self._mend(work, error)
 
@@ -107,21 +117,23 @@ class SampleRunner:
         if work.rendered is None:
             work.wait_on("rendering the prompt")
             work.rendered = await self._renderers.render(work.request.prompt, "prompt")
-            self._check(work)
-        wanted = await self._snapshots.resident_for(work.snapshot_id)
-        sampler = self._samplers.pick(work.snapshot_id)
+            await self._check(work)
+        sampler = self._samplers.pick(work.sampling.snapshot_id)
         sampler.queued += 1
         try:
             work.wait_on("waiting for a place in a sampler", QueueState.PAUSED)
             async with sampler.slots:
                 work.wait_on("waiting for the weights to be loaded")
-                async with sampler.residency.hold(wanted):
-                    if wanted != work.snapshot_id:
-                        peers = [peer for peer in self._samplers.up if peer.residency.resident == wanted]
-                        await self._snapshots.ensure_adapter(sampler, work.snapshot_id, peers)
-                    work.wait_on("sampling")
-                    async for event in self._sample(sampler, work):
-                        yield event
+                work.snapshot_id = work.sampling.snapshot_id
+                with self._snapshots.using(work.snapshot_id):
+                    wanted = await self._snapshots.resident_for(work.snapshot_id)
+                    async with sampler.residency.hold(wanted):
+                        if wanted != work.snapshot_id:
+                            peers = [peer for peer in self._samplers.up if peer.residency.resident == wanted]
+                            await self._snapshots.ensure_adapter(sampler, work.snapshot_id, peers)
+                        work.wait_on("sampling")
+                        async for event in self._sample(sampler, work):
+                            yield event
         finally:
             sampler.queued -= 1
 
@@ -135,6 +147,9 @@ class SampleRunner:
             prompt_logprobs=work.request.prompt_logprobs,
             top_prompt_logprobs=work.request.top_prompt_logprobs,
             top_sample_logprobs=work.request.top_sample_logprobs,
+            target_tokens=targets.to_score(work.cells) if work.cells else None,
+            alt_token_count=work.request.alt_token_count,
+            prompt_logprobs_last_n=work.request.prompt_logprobs_last_n,
         )
         try:
             with metrics.SAMPLES_RUNNING.labels(sampler.address).track_inprogress():
@@ -176,12 +191,17 @@ class SampleRunner:
         metrics.SAMPLE_RETRIES.labels(error.reason).inc()
         logger.debug("sample %s is tried again: %s", work.request_id, error)
 
-    def _check(self, work: SampleWork) -> None:
+    async def _check(self, work: SampleWork) -> None:
+        assert work.rendered is not None
+        length = len(work.rendered.tokens) // 4
+        _check_last_n(work.request, length)
+        if work.request.HasField("target_table"):
+            work.cells = targets.read(work.request.target_table)
+            targets.check(work.cells, length, (await self._renderers.info()).vocabulary_size)
         info = self._samplers.info
-        if info is None or work.rendered is None:
+        if info is None:
             return  # the sampler itself checks too
         check_limits(work.request, info)
-        length = len(work.rendered.tokens) // 4
         params = work.request.params
         check_context(length, params.max_tokens if params.HasField("max_tokens") else 1, info.max_context_length)
 
@@ -192,6 +212,21 @@ def check_limits(request: gateway_pb2.SampleTokensRequest, info: sampler_pb2.Get
         ("num_samples", request.sample_count, 1, info.max_sample_count),
         ("topk_prompt_logprobs", request.top_prompt_logprobs, 0, info.max_top_logprobs),
         ("topk_sample_logprobs", request.top_sample_logprobs, 0, info.max_top_logprobs),
+        ("prompt_alt_tokens_k", request.alt_token_count, 0, info.max_top_logprobs),
+        ("prompt_logprobs_last_n", request.prompt_logprobs_last_n, 0, info.max_context_length),
     ):
         if not least <= value <= most:
             raise InvalidInput(f"{field} is {value}; it must be {least} .. {most}", field=field)
+
+
+def _check_last_n(request: gateway_pb2.SampleTokensRequest, token_count: int) -> None:
+    last_n, field = request.prompt_logprobs_last_n, "prompt_logprobs_last_n"
+    if not last_n:
+        return
+    if not request.prompt_logprobs:
+        raise InvalidInput(f"{field} needs prompt_logprobs; ask for them, or leave it out", field=field)
+    if last_n >= token_count:
+        raise InvalidInput(
+            f"{field} is {last_n}; it must be 1 .. {token_count - 1}, less than the prompt's {token_count} tokens",
+            field=field,
+        )

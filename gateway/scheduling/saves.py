@@ -1,9 +1,11 @@
 """Commands that keep weights: save_state, save_weights_for_sampler."""
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fovea.api.v1 import gateway_pb2, weights_pb2
+from fovea.wire.errors import InvalidInput
 from gateway import identity
 from gateway.checkpoints import check_ttl
 from gateway.futures.future import Pending
@@ -35,7 +37,10 @@ async def save_for_sampler(context: Context, model: Model, pending: Pending, blo
     # The number was counted up, durably, before the command began: an interrupted one leaves a hole, never a twin.
     snapshot_id = identity.snapshot_id(model.model_id, model.next_snapshot - 1)
     expires_at = check_ttl(request.ttl_s)
+    if request.inflight and request.name:
+        raise InvalidInput("kind 'inflight' keeps weights without a name; use 'snapshot' with a path", field="kind")
     checkpoint = None
+    afterwards: list[Callable[[], Awaitable[None]]] = []
     if request.name:
         checkpoint, _ = await context.checkpoints.plan(model, SAMPLER, request.name, overwrite=False)
     uri = checkpoint.uri if checkpoint else ""
@@ -49,13 +54,15 @@ async def save_for_sampler(context: Context, model: Model, pending: Pending, blo
         effects.append(_putting(checkpoint))
         saved.path = checkpoint.path
     else:
-        sampling, effect = context.sampling.open_on_snapshot(model, snapshot_id)
+        sampling, effect = context.sampling.open_on_snapshot(model, snapshot_id, request.inflight)
         effects.append(effect)
         saved.sampling_session_id = sampling.sampling_session_id
         if frozen.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
             # The client will sample next: push while it asks, and before the training commands that it queues behind.
             context.sampling.push_soon(kept)
-    return Done([gateway_pb2.WaitFutureResponse(snapshot_saved=saved)], effects)
+        if request.inflight:
+            afterwards.append(lambda: context.sampling.move_followers(model.model_id, snapshot_id))
+    return Done([gateway_pb2.WaitFutureResponse(snapshot_saved=saved)], effects, afterwards)
 
 
 def _describe(checkpoint: Checkpoint, user_metadata: dict[str, str], expires_at: float | None) -> None:

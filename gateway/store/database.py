@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from fovea.wire.errors import Internal
-from gateway.store import schema
+from gateway.store import migrations, schema
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Database:
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Makes missing tables and starts the writer. Raises Internal for a schema of another version."""
+        """Makes or migrates the tables and starts the writer. Raises Internal for a schema that it does not know."""
         await asyncio.get_running_loop().run_in_executor(self._writer, self._prepare)
         self._task = asyncio.create_task(self._write_forever(), name="database writer")
 
@@ -95,8 +95,21 @@ class Database:
             version = connection.execute(sa.select(schema.schema_version.c.version)).scalar()
             if version is None:
                 connection.execute(sa.insert(schema.schema_version).values(version=schema.SCHEMA_VERSION))
-            elif version != schema.SCHEMA_VERSION:
-                raise Internal(f"the database has schema {version}, this gateway needs {schema.SCHEMA_VERSION}")
+            else:
+                _migrate(connection, version)
+
+
+def _migrate(connection: sa.Connection, version: int) -> None:
+    found = version
+    while version in migrations.STEPS:
+        for statement in migrations.STEPS[version]:
+            connection.execute(sa.text(statement))
+        version += 1
+    if version != schema.SCHEMA_VERSION:
+        raise Internal(f"the database has schema {found}, this gateway needs {schema.SCHEMA_VERSION}")
+    if version != found:
+        logger.info("the database goes from schema %d to %d", found, version)
+        connection.execute(sa.update(schema.schema_version).values(version=version))
 
 
 def _settle(done: asyncio.Future[Any], outcome: Any) -> None:

@@ -4,9 +4,12 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
+from gateway.futures.completions import Completion, Target
 from gateway.futures.future import UNFINISHED, Kind, Outcome, Pending, State, error_from_blob
 from gateway.store.database import insert_new
 from gateway.store.schema import future_requests, future_results, futures
+
+_IDS_PER_STATEMENT = 500
 
 
 class StoredFuture(NamedTuple):
@@ -41,9 +44,9 @@ def set_running(connection: sa.Connection, future_id: str) -> None:
     connection.execute(sa.update(futures).where(where).values(state=State.RUNNING.value))
 
 
-def finish(connection: sa.Connection, future_id: str, outcome: Outcome, finished_at: float) -> None:
-    """Keeps an outcome and drops the request."""
-    values = {"state": outcome.state.value, "finished_at": finished_at}
+def finish(connection: sa.Connection, future_id: str, outcome: Outcome, finished_at: float, number: int) -> None:
+    """Keeps an outcome and drops the request. `number` rises from one finished future to the next."""
+    values = {"state": outcome.state.value, "finished_at": finished_at, "finish_number": number}
     connection.execute(sa.update(futures).where(futures.c.future_id == future_id).values(**values))
     insert_new(connection, future_results, {"future_id": future_id, "result": outcome.to_blob()})
     connection.execute(sa.delete(future_requests).where(future_requests.c.future_id == future_id))
@@ -81,6 +84,33 @@ def unfinished(connection: sa.Connection) -> list[Pending]:
         identity = (row.future_id, Kind(row.kind), row.owner, row.session_id, row.scope, row.seq_id)
         pendings.append(Pending(*identity, request=None, rejection=rejection, state=state, created_at=row.created_at))
     return pendings
+
+
+def last_number(connection: sa.Connection) -> int:
+    """The highest number of a finished future, 0 if there is none."""
+    return connection.execute(sa.select(sa.func.max(futures.c.finish_number))).scalar() or 0
+
+
+def completions(connection: sa.Connection, target: Target, after: int) -> list[Completion]:
+    """What a client has finished since number `after` and not acknowledged, in order."""
+    seq_id = futures.c.seq_id
+    where = (futures.c.scope == target.sampling_session_id) & (futures.c.finish_number > after)
+    where &= (seq_id >= target.first_seq_id) & (seq_id <= target.last_seq_id)
+    columns = (futures.c.finish_number, futures.c.future_id, futures.c.state, sa.func.length(future_results.c.result))
+    joined = futures.join(future_results, futures.c.future_id == future_results.c.future_id)
+    query = sa.select(*columns).select_from(joined).where(where).order_by(futures.c.finish_number)
+    return [
+        Completion(number, future_id, state == State.FAILED.value, size)
+        for number, future_id, state, size in connection.execute(query)
+    ]
+
+
+def drop_fetched(connection: sa.Connection, scope: str, future_ids: list[str]) -> None:
+    """Drops results of one scope that were fetched for good, so that fetching them again answers 'expired'."""
+    ours = sa.select(futures.c.future_id).where(futures.c.scope == scope)
+    for start in range(0, len(future_ids), _IDS_PER_STATEMENT):
+        named = future_results.c.future_id.in_(future_ids[start : start + _IDS_PER_STATEMENT])
+        connection.execute(sa.delete(future_results).where(named & future_results.c.future_id.in_(ours)))
 
 
 def drop_results(connection: sa.Connection, finished_before: float) -> int:

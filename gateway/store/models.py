@@ -8,6 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.api.v1 import weights_pb2
+from gateway.store.checkpoints import public_models
 from gateway.store.database import insert_new
 from gateway.store.schema import models
 
@@ -95,9 +96,18 @@ def of_session(connection: sa.Connection, session_id: str) -> list[str]:
     return [row.model_id for row in connection.execute(query)]
 
 
-def of_owner(connection: sa.Connection, owner: str, limit: int, offset: int) -> tuple[list[Model], int]:
-    """A page of an owner's models, latest request first, and how many there are in all."""
-    query = sa.select(models).where(models.c.owner == owner).order_by(models.c.last_request_at.desc())
+def of_owner(
+    connection: sa.Connection, owner: str, limit: int, offset: int, with_public: bool = False
+) -> tuple[list[Model], int]:
+    """A page of an owner's models, latest request first, and how many there are in all.
+
+    Args:
+        with_public: Also those of others that have a published checkpoint.
+    """
+    where = models.c.owner == owner
+    if with_public:
+        where |= models.c.model_id.in_(public_models(time.time()))
+    query = sa.select(models).where(where).order_by(models.c.last_request_at.desc())
     page = [_from_row(row) for row in (connection.execute(query.limit(limit).offset(offset))).mappings()]
-    counting = sa.select(sa.func.count()).select_from(models).where(models.c.owner == owner)
+    counting = sa.select(sa.func.count()).select_from(models).where(where)
     return page, (connection.execute(counting)).scalar_one()

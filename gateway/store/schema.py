@@ -1,12 +1,12 @@
 """The tables. Blobs live apart from the rows that are searched, so that scans stay small.
 
-`create_all` makes them; `schema_version` holds SCHEMA_VERSION. A change to a table is an alembic migration and a new
+`create_all` makes them; `schema_version` holds SCHEMA_VERSION. A change to a table is a step in `migrations` and a new
 version; an unknown version is refused at start.
 """
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = sa.MetaData()
 
@@ -28,6 +28,7 @@ sessions = sa.Table(
     sa.Column("request_key", sa.String(200)),
     sa.Column("tags", sa.JSON, nullable=False),
     sa.Column("user_metadata", sa.JSON, nullable=False),
+    sa.Column("display_name", sa.Text),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("heartbeat_at", sa.Float, nullable=False),
     sa.Column("ended_at", sa.Float),
@@ -66,7 +67,9 @@ sampling_sessions = sa.Table(
     sa.Column("request_seq_id", sa.BigInteger),
     sa.Column("base_model", sa.String(400), nullable=False),
     sa.Column("model_path", sa.Text),
-    sa.Column("snapshot_id", sa.String(200), nullable=False, default=""),
+    sa.Column("snapshot_id", sa.String(200), nullable=False, default="", index=True),
+    sa.Column("followed_model_id", sa.String(128), index=True),
+    sa.Column("client_count", sa.BigInteger, nullable=False, default=0),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.UniqueConstraint("session_id", "request_seq_id"),
 )
@@ -101,6 +104,41 @@ checkpoints = sa.Table(
     sa.Column("expires_at", sa.Float),
 )
 
+# Checkpoints that every caller may read. A table of its own: `create_all` adds it to an older database.
+published = sa.Table(
+    "published",
+    metadata,
+    sa.Column("path", sa.String(400), primary_key=True),
+    sa.Column("published_at", sa.Float, nullable=False),
+)
+
+custom_losses = sa.Table(
+    "custom_losses",
+    metadata,
+    sa.Column("custom_loss_id", sa.String(128), primary_key=True),
+    sa.Column("session_id", sa.String(64), nullable=False, index=True),
+    sa.Column("loss", sa.LargeBinary, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False),
+)
+
+copies = sa.Table(
+    "copies",
+    metadata,
+    sa.Column("model_id", sa.String(128), primary_key=True),
+    sa.Column("owner", sa.String(64), nullable=False),
+    sa.Column("request_key", sa.String(200)),
+    sa.Column("source_path", sa.String(400), nullable=False),
+    sa.Column("path", sa.String(400), nullable=False),
+    sa.UniqueConstraint("owner", "request_key"),
+)
+
+secrets = sa.Table(
+    "secrets",
+    metadata,
+    sa.Column("name", sa.String(40), primary_key=True),
+    sa.Column("value", sa.LargeBinary, nullable=False),
+)
+
 futures = sa.Table(
     "futures",
     metadata,
@@ -113,6 +151,8 @@ futures = sa.Table(
     sa.Column("state", sa.String(16), nullable=False, index=True),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("finished_at", sa.Float, index=True),
+    sa.Column("finish_number", sa.BigInteger),
+    sa.Index("futures_by_finish", "scope", "finish_number"),
 )
 
 future_requests = sa.Table(

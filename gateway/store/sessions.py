@@ -19,6 +19,7 @@ class Session:
     request_key: str | None = None
     tags: list[str] = field(default_factory=list)
     user_metadata: dict[str, Any] = field(default_factory=dict)
+    display_name: str | None = None
     created_at: float = field(default_factory=time.time)
     heartbeat_at: float = field(default_factory=time.time)
     ended_at: float | None = None
@@ -29,7 +30,12 @@ class Session:
 
 @dataclass(eq=False)
 class SamplingSession:
-    """One choice of weights to sample from. An empty `snapshot_id` means the base model."""
+    """One choice of weights to sample from. An empty `snapshot_id` means the base model.
+
+    Attributes:
+        followed_model_id: The model whose `inflight` saves move this session forward; None if its weights are fixed.
+        client_count: Clients that have joined besides the first one.
+    """
 
     sampling_session_id: str
     session_id: str
@@ -38,6 +44,8 @@ class SamplingSession:
     request_seq_id: int | None = None
     model_path: str | None = None
     snapshot_id: str = ""
+    followed_model_id: str | None = None
+    client_count: int = 0
     created_at: float = field(default_factory=time.time)
 
 
@@ -101,3 +109,18 @@ def list_sampling_sessions(connection: sa.Connection, session_id: str) -> list[s
     """Ids of a session's sampling sessions."""
     query = sa.select(sampling_sessions.c.sampling_session_id).where(sampling_sessions.c.session_id == session_id)
     return [row.sampling_session_id for row in connection.execute(query)]
+
+
+def add_client(connection: sa.Connection, sampling_session_id: str) -> int:
+    """Counts one more client of a sampling session; returns its number, from 1, never given twice."""
+    where = sampling_sessions.c.sampling_session_id == sampling_session_id
+    count = sampling_sessions.c.client_count
+    connection.execute(sa.update(sampling_sessions).where(where).values(client_count=count + 1))
+    number: int = connection.execute(sa.select(count).where(where)).scalar_one()
+    return number
+
+
+def move_followers(connection: sa.Connection, model_id: str, snapshot_id: str) -> None:
+    """Points every sampling session that follows a model at its newest weights."""
+    where = sampling_sessions.c.followed_model_id == model_id
+    connection.execute(sa.update(sampling_sessions).where(where).values(snapshot_id=snapshot_id))

@@ -54,8 +54,16 @@ class ImageSpan:
 
 
 @dataclass(frozen=True)
+class TargetRows:
+    """Tokens to score: ids int32 [M], of which row i, for prompt position i + 1, begins at offset i of int64 [P]."""
+
+    token_ids: npt.NDArray[np.int32]
+    row_offsets: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class SampleSpec:
-    """One sample request, every part of it checked."""
+    """One sample request, every part of it checked. `prompt_logprobs_last_n` is 0 for all."""
 
     request_id: str
     snapshot_id: str
@@ -66,6 +74,14 @@ class SampleSpec:
     prompt_logprobs: bool = False
     top_prompt_logprobs: int = 0
     top_sample_logprobs: int = 0
+    targets: TargetRows | None = None
+    alt_token_count: int = 0
+    prompt_logprobs_last_n: int = 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether anything is asked of the prompt's distributions."""
+        return bool(self.prompt_logprobs or self.top_prompt_logprobs or self.targets or self.alt_token_count)
 
 
 @dataclass(frozen=True)
@@ -77,12 +93,30 @@ class TopRows:
 
 
 @dataclass(frozen=True)
+class AltRows:
+    """Draws at each of N positions: ids int32 [N, k], logprobs at temperature 1 float32 [N, k]."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
 class PromptFacts:
-    """What the engine says of the prompt: logprobs float32 [prompt length], NaN first, if they were asked for."""
+    """What the engine says of a prompt of P tokens; what was not asked for is None.
+
+    Args:
+        logprobs: float32 [P], NaN where there is none.
+        top: P rows, filler where there is none.
+        cached_token_count: Prompt tokens that came from the prefix cache.
+        target_logprobs: float32 [M].
+        alt: P - 1 rows.
+    """
 
     logprobs: npt.NDArray[np.float32] | None
     top: TopRows | None
     cached_token_count: int
+    target_logprobs: npt.NDArray[np.float32] | None = None
+    alt: AltRows | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fovea.wire.errors import FoveaError, Unavailable
 from services.sampler import metrics
 from services.sampler.families.base import Family
 from services.sampler.pushes import Loaded, Ready, SnapshotPushes
-from services.sampler.requests import Delta, Event, Limits, PromptFacts, TopRows
+from services.sampler.requests import AltRows, Delta, Event, Limits, PromptFacts, TopRows
 from services.sampler.sampling import Sampling
 from services.sampler.snapshots import Snapshots
 from services.sampler.validation import read_request
@@ -145,6 +145,8 @@ def _encode(event: Event, snapshot_id: str) -> sampler_pb2.SampleResponse:
                 logprobs=b"" if event.logprobs is None else tensors.encode_floats(event.logprobs),
                 top_logprobs=_encode_top(event.top),
                 cached_token_count=event.cached_token_count,
+                target_logprobs=b"" if event.target_logprobs is None else tensors.encode_floats(event.target_logprobs),
+                alt_tokens=_encode_alt(event.alt),
             )
         )
     return sampler_pb2.SampleResponse(delta=_encode_delta(event, snapshot_id))
@@ -165,6 +167,12 @@ def _encode_top(top: TopRows | None) -> sampler_pb2.TopLogprobs | None:
     if top is None:
         return None
     return sampler_pb2.TopLogprobs(token_ids=tensors.encode(top.token_ids), logprobs=tensors.encode(top.logprobs))
+
+
+def _encode_alt(alt: AltRows | None) -> sampler_pb2.AltTokens | None:
+    if alt is None:
+        return None
+    return sampler_pb2.AltTokens(token_ids=tensors.encode(alt.token_ids), logprobs=tensors.encode(alt.logprobs))
 
 
 def _encode_phase(phase: Ready | Loaded) -> sampler_pb2.ReceiveSnapshotResponse:

@@ -45,7 +45,7 @@ class SamplerSettings(ServiceSettings):
     feature_cache_mib: int = Field(1024, ge=0, description="Vision tensors kept for further requests, in MiB.")
     max_images: int = Field(32, ge=1, description="The most images of one prompt.")
     max_sample_count: int = Field(128, ge=1, description="The most sequences of one request.")
-    max_top_logprobs: int = Field(64, ge=0, description="The most alternatives of one logprobs row.")
+    max_top_logprobs: int = Field(64, ge=0, description="The most alternatives of one logprobs row, listed or drawn.")
     max_requests: int = Field(2048, ge=1, description="Requests in flight before further ones are refused.")
     stream_interval: int = Field(8, ge=1, description="Tokens that one streamed event carries, after the first.")
     engine_timeout_s: float = Field(60, gt=0, description="How long the engine may take to answer a command.")

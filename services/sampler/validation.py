@@ -10,8 +10,8 @@ import numpy.typing as npt
 from fovea.api.v1 import model_input_pb2, sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
-from fovea.wire.limits import MESSAGE_BYTES
 from fovea.wire.placeholders import find_lost_image
+from services.sampler import prompt_options
 from services.sampler.families.base import Family
 from services.sampler.requests import Draw, ImageSpan, Limits, SampleSpec
 
@@ -19,7 +19,6 @@ _MIN_TEMPERATURE = 0.01  # vLLM would silently raise a smaller one to this
 _MAX_TEMPERATURE = 2.0  # vLLM's own bound
 _MAX_STOPS = 64
 _MAX_STOP_STRING = 1000
-_MESSAGE_MARGIN_BYTES = 4096
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -30,8 +29,11 @@ def read_request(request: sampler_pb2.SampleRequest, limits: Limits, family: Fam
     _check_positions(request.prompt, len(ids))
     _check_range("sample_count", request.sample_count, 1, limits.max_sample_count)
     _check_range("top_prompt_logprobs", request.top_prompt_logprobs, 0, limits.max_top_logprobs)
-    _check_prompt_result(request, len(ids))
+    _check_range("alt_token_count", request.alt_token_count, 0, limits.max_top_logprobs)
     _check_range("top_sample_logprobs", request.top_sample_logprobs, 0, limits.max_top_logprobs)
+    targets = prompt_options.read_targets(request, len(ids), limits.vocabulary_size)
+    prompt_options.check_last_n(request, len(ids))
+    prompt_options.check_result_size(request, len(ids), targets)
     return SampleSpec(
         request_id=request.request_id,
         snapshot_id=request.snapshot_id,
@@ -42,6 +44,9 @@ def read_request(request: sampler_pb2.SampleRequest, limits: Limits, family: Fam
         prompt_logprobs=request.prompt_logprobs,
         top_prompt_logprobs=request.top_prompt_logprobs,
         top_sample_logprobs=request.top_sample_logprobs,
+        targets=targets,
+        alt_token_count=request.alt_token_count,
+        prompt_logprobs_last_n=request.prompt_logprobs_last_n,
     )
 
 
@@ -220,18 +225,6 @@ def _read_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
                 f"{field}[{number}] has {len(text)} characters, must have 1 to {_MAX_STOP_STRING}", field=field
             )
     return tuple(strings)
-
-
-def _check_prompt_result(request: sampler_pb2.SampleRequest, prompt_length: int) -> None:
-    """The prompt's facts travel as one message: float32 logprobs, and int32 and float32 of each alternative."""
-    k = request.top_prompt_logprobs
-    room = MESSAGE_BYTES - _MESSAGE_MARGIN_BYTES - 4 * prompt_length
-    if 8 * k * prompt_length > room:
-        raise InvalidInput(
-            f"top_prompt_logprobs is {k}; of {prompt_length} prompt tokens one message carries at most "
-            f"{room // (8 * prompt_length)}",
-            field="top_prompt_logprobs",
-        )
 
 
 def _check_range(field: str, value: int, low: int, high: int) -> None:

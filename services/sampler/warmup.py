@@ -33,6 +33,7 @@ async def warm_up(engine: SampleEngine, family: Family, limits: Limits) -> None:
                 draw=draw,
                 prompt_logprobs=scored,
                 top_prompt_logprobs=min(2, limits.max_top_logprobs) if scored else 0,
+                alt_token_count=min(2, limits.max_top_logprobs) if scored else 0,
                 top_sample_logprobs=min(2, limits.max_top_logprobs) if scored else 0,
             )
             async with aclosing(engine.sample(spec, 0, engine.prompt(spec, images), None)) as events:

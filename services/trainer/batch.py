@@ -15,7 +15,6 @@ from torch import Tensor
 
 from services.trainer.datums import Datum
 from services.trainer.families.base import Documents
-from services.trainer.losses import Loss
 from services.trainer.vision_memory import Grid
 
 Patches = npt.NDArray[np.uint8]
@@ -57,7 +56,7 @@ class Batch:
         tokens_T: int64.
         positions: int64 [3, T] for multimodal RoPE, else [1, T].
         targets_TK: int64, 0 where a datum has fewer targets than K.
-        inputs_TK: float32 by name, 0 there.
+        inputs: What the loss reads, by name, for each datum.
         tower: None if no rank runs the vision tower in this step.
         placement: None if no image stands here.
         datums: What is packed, in order; empty for a filler.
@@ -67,21 +66,20 @@ class Batch:
     positions: Tensor
     documents: Documents
     targets_TK: Tensor
-    inputs_TK: dict[str, Tensor]
+    inputs: tuple[dict[str, Tensor], ...]
     tower: TowerInput | None
     placement: Placement | None
     datums: tuple[Datum, ...]
 
-    def split_logprobs(self, logprobs_TK: Tensor) -> dict[int, npt.NDArray[np.float32]]:
-        """float32 log-probabilities by datum index, each shaped as the datum's targets."""
-        rows = logprobs_TK.cpu().numpy()
-        result = {}
-        start = 0
-        for datum in self.datums:
-            own = rows[start : start + len(datum.tokens), : datum.targets.shape[1]]
-            result[datum.index] = own[:, 0].copy() if datum.flat_targets else own.copy()
-            start += len(datum.tokens)
-        return result
+    def split_logprobs(self, logprobs_TK: Tensor) -> list[Tensor]:
+        """The log-probabilities of each datum, views shaped as its targets; of a filler, none."""
+        if not self.datums:
+            return []
+        parts = torch.split(logprobs_TK, [len(datum.tokens) for datum in self.datums])
+        return [
+            part[:, 0] if datum.flat_targets else part[:, : datum.targets.shape[1]]
+            for part, datum in zip(parts, self.datums, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,6 @@ class BatchLayout:
     def pack(
         self,
         datums: Sequence[Datum],
-        loss: Loss,
         patches: Mapping[str, Patches],
         run_tower: bool,
         seen: Container[str] | None,
@@ -120,29 +117,38 @@ class BatchLayout:
         width = max((datum.targets.shape[1] for datum in datums), default=1)
         tower = self._tower(datums, patches, seen) if run_tower else None
         if not datums:
-            return self._filler(loss, bounds, tower)
+            return self._filler(bounds, tower)
         return Batch(
             self._move(np.concatenate([datum.tokens for datum in datums])),
             self._move(np.concatenate([self._positions(datum) for datum in datums], axis=1)),
             Documents(self._move(bounds), max(lengths)),
             self._move(np.concatenate([_widen(datum.targets, width) for datum in datums])),
-            {
-                given.name: self._move(np.concatenate([_widen(datum.inputs[given.name], width) for datum in datums]))
-                for given in loss.inputs
-            },
+            self._inputs(datums),
             tower,
             self._placement(datums, bounds),
             tuple(datums),
         )
 
-    def _filler(self, loss: Loss, bounds: npt.NDArray[np.int32], tower: TowerInput | None) -> Batch:
+    def _inputs(self, datums: Sequence[Datum]) -> tuple[dict[str, Tensor], ...]:
+        """Moves all values of one type at once: datums may be many and small."""
+        moved: list[dict[str, Tensor]] = [{} for _ in datums]
+        places = [(index, name, value) for index, datum in enumerate(datums) for name, value in datum.inputs.items()]
+        for dtype in {value.dtype for _, _, value in places}:
+            own = [place for place in places if place[2].dtype == dtype]
+            flat = self._move(np.concatenate([value.ravel() for _, _, value in own]))
+            parts = torch.split(flat, [value.size for _, _, value in own])
+            for (index, name, value), part in zip(own, parts, strict=True):
+                moved[index][name] = part.view(value.shape)
+        return tuple(moved)
+
+    def _filler(self, bounds: npt.NDArray[np.int32], tower: TowerInput | None) -> Batch:
         zero_11 = torch.zeros(1, 1, device=self.device)
         return Batch(
             zero_11.long().squeeze(0),
             torch.zeros(3 if self.uses_mrope else 1, 1, dtype=torch.int64, device=self.device),
             Documents(self._move(bounds), 1),
             zero_11.long(),
-            {given.name: zero_11 for given in loss.inputs},
+            (),
             tower,
             None,
             (),

@@ -34,11 +34,10 @@ class DeleteModel:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Compute a loss. `datums` are serialized `Datum` messages that were checked on rank 0; `sizes` are theirs."""
+    """Compute a loss. `header` and `datums` are serialized messages that were checked on rank 0; `sizes` are theirs."""
 
     model_id: str
-    loss: str
-    config: dict[str, float]
+    header: bytes
     backward: bool
     datums: list[bytes]
     sizes: list[DatumSize]

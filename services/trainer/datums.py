@@ -67,8 +67,9 @@ class Datum:
         positions: int64 [3, N], or None for 0 .. N-1.
         spans: Images in order of offset.
         targets: int64 [N, K].
-        inputs: float32 [N, K] by name; optional ones that were not given are ones.
-        flat_targets: Whether the targets came as [N]; the answer then has that shape.
+        inputs: By name, float32 and shaped as the targets came, or as the loss says; optional ones that were not given
+            are at their defaults.
+        flat_targets: Whether the targets came as [N]; log-probabilities then have that shape.
     """
 
     index: int
@@ -76,7 +77,7 @@ class Datum:
     positions: IntArray | None
     spans: tuple[Span, ...]
     targets: IntArray
-    inputs: dict[str, FloatArray]
+    inputs: dict[str, npt.NDArray]
     flat_targets: bool
 
     @property
@@ -92,23 +93,9 @@ def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: Input
     spans = _spans(datum.input, len(tokens), limits, f"{path}.input.spans")
     _check_no_image_is_lost(tokens, spans, limits, f"{path}.input.tokens")
     positions = _positions(datum.input, len(tokens), bool(spans), limits, f"{path}.input.positions")
-    known = {TARGETS, *(given.name for given in loss.inputs)}
-    for name in datum.loss_inputs:
-        if name not in known:
-            raise _invalid(
-                f"{path}.loss_inputs.{name}", f"is unknown for {loss.name}; known: {', '.join(sorted(known))}"
-            )
     targets, flat = _targets(datum, loss, limits, len(tokens), f"{path}.loss_inputs.{TARGETS}")
     shape = targets.shape[:1] if flat else targets.shape
-    inputs = {}
-    for wanted in loss.inputs:
-        field = f"{path}.loss_inputs.{wanted.name}"
-        if wanted.name in datum.loss_inputs:
-            inputs[wanted.name] = _numbers(datum.loss_inputs[wanted.name], shape, field).reshape(targets.shape)
-        elif wanted.required:
-            raise _invalid(field, f"is missing: {loss.name} needs it")
-        else:
-            inputs[wanted.name] = np.ones(targets.shape, np.float32)
+    inputs = _loss_inputs(datum, loss, shape, f"{path}.loss_inputs")
     return Datum(index, tokens, positions, spans, targets, inputs, flat)
 
 
@@ -203,6 +190,29 @@ def _positions(
     return positions.astype(np.int64)
 
 
+def _loss_inputs(datum: trainer_pb2.Datum, loss: Loss, shape: tuple[int, ...], path: str) -> dict[str, npt.NDArray]:
+    known = {TARGETS, *(given.name for given in loss.inputs)}
+    for name in sorted(datum.loss_inputs):
+        if name not in known and not loss.takes_others:
+            raise _invalid(f"{path}.{name}", f"is unknown for {loss.name}; known: {', '.join(sorted(known))}")
+    inputs: dict[str, npt.NDArray] = {}
+    for wanted in loss.inputs:
+        field = f"{path}.{wanted.name}"
+        if wanted.name not in datum.loss_inputs:
+            if wanted.required:
+                raise _invalid(field, f"is missing: {loss.name} needs it")
+            inputs[wanted.name] = np.full(shape, wanted.default, np.float32)
+        elif wanted.rank is None:
+            inputs[wanted.name] = _numbers(datum.loss_inputs[wanted.name], shape, field)
+        else:
+            inputs[wanted.name] = _free_numbers(datum.loss_inputs[wanted.name], wanted.rank, field)
+    try:
+        loss.check(inputs)
+    except InvalidInput as error:
+        raise _invalid(f"{path}.{error.field}", error.message) from None
+    return inputs
+
+
 def _targets(
     datum: trainer_pb2.Datum, loss: Loss, limits: InputLimits, token_count: int, field: str
 ) -> tuple[IntArray, bool]:
@@ -211,8 +221,8 @@ def _targets(
     targets = tensors.decode(datum.loss_inputs[TARGETS], field)
     if targets.dtype.kind != "i":
         raise _invalid(field, f"is {targets.dtype.name}, needs int64")
-    if targets.ndim not in ((1, 2) if loss.many_targets else (1,)):
-        wanted = "[N] or [N, K]" if loss.many_targets else "[N]"
+    if targets.ndim not in loss.target_ranks:
+        wanted = " or ".join({1: "[N]", 2: "[N, K]"}[rank] for rank in loss.target_ranks)
         raise _invalid(field, f"has shape {list(targets.shape)}, {loss.name} takes {wanted}")
     if targets.shape[0] != token_count:
         raise _invalid(field, f"has {targets.shape[0]} rows, the input has {token_count} tokens")
@@ -235,3 +245,14 @@ def _numbers(tensor: tensor_pb2.Tensor, shape: tuple[int, ...], field: str) -> F
         where = tuple(int(i) for i in np.argwhere(~finite)[0])
         raise _invalid(field, f"has {numbers[where]} at [{', '.join(map(str, where))}], needs finite numbers")
     return numbers
+
+
+def _free_numbers(tensor: tensor_pb2.Tensor, rank: int, field: str) -> npt.NDArray:
+    values = tensors.decode(tensor, field)
+    if values.dtype.kind not in "fi":
+        raise _invalid(field, f"is {values.dtype.name}, needs float32 or int64")
+    if values.ndim == 1 and values.size == 1 and rank == 0:
+        return values.reshape(())  # The SDK leaves the shape of a number out, as it does for one dimension.
+    if values.ndim != rank:
+        raise _invalid(field, f"has shape {list(values.shape)}, the loss says that it has {rank} dimensions")
+    return values

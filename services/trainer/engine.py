@@ -18,7 +18,6 @@ from services.trainer.families.base import PatchNormalizer
 from services.trainer.features import FeatureCache
 from services.trainer.forward_backward import Budgets, LossComputer, Outcome
 from services.trainer.lora import LoraInjector, LoraSettings
-from services.trainer.losses import LOSSES
 from services.trainer.model import PackedModel
 from services.trainer.settings import TrainerSettings
 from services.trainer.sharding import ShardedModel
@@ -111,10 +110,8 @@ class Engine:
         settings = LoraSettings(1, 1.0, 0, True, True, True, self.family.has_vision)
         scratch = AdapterModel(settings, self._targets, self._injector, self._device)
         scratch.activate()
-        loss = LOSSES["cross_entropy"]
-        batch = self._layout.pack([], loss, {}, self.family.has_vision, None)
-        value, _, _ = self._sharded.module(batch, loss, {}, scratch.unembedding, None)
-        value.backward()
+        batch = self._layout.pack([], {}, self.family.has_vision, None)
+        self._sharded.module(batch, scratch.unembedding, None).sum().backward()
         scratch.reduce_gradients()
         self._injector.activate(None)
         self._control.barrier()

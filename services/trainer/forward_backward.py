@@ -1,26 +1,30 @@
 """One forward_backward call on one rank: prepare and agree, then compute step by step with all ranks.
 
 Nothing can fail on one rank alone between the first collective and the last: everything that depends on input or on
-other services is done and agreed on before.
+other services is done and agreed on before. The exception is a loss whose value or gradient does not exist, which only
+its log-probabilities can tell: its rank goes on with a loss of zero, and all ranks fail together at the end.
 """
 
-# ruff: noqa: N806 -- the suffix of a tensor's name is its shape
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from fovea.api.v1 import trainer_pb2
-from services.trainer.batch import BatchLayout, Patches, wanted_images
+from fovea.wire.errors import FoveaError, InvalidInput
+from services.trainer.batch import Batch, BatchLayout, Patches, wanted_images
 from services.trainer.commands import ForwardBackward
 from services.trainer.control import ControlGroup
 from services.trainer.datums import Datum, InputLimits, decode_datum
 from services.trainer.features import FeatureCache
-from services.trainer.losses import loss_of
+from services.trainer.losses import Loss, loss_of
 from services.trainer.model import PackedModel
 from services.trainer.packing import Plan, plan
 from services.trainer.trained import TrainedModel
@@ -28,13 +32,20 @@ from services.trainer.vision_memory import SeenImage, VisionMemory
 
 Logprobs = dict[int, npt.NDArray[np.float32]]
 Metrics = dict[str, float]
+Measures = dict[str, list[float]]
+"""What was measured of each datum, by the name of the metric that it goes into."""
 
-_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "sum": sum,
+    "max": max,
+    "min": min,
+    "mean": lambda values: sum(values) / len(values),
+}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call computed; on rank 0 of all datums, elsewhere of its own."""
+    """What a call computed: on rank 0 of all datums; elsewhere log-probabilities of its own, and no metrics."""
 
     logprobs: Logprobs
     metrics: Metrics
@@ -46,14 +57,25 @@ class Prepared:
     """What this rank computes with.
 
     Args:
+        loss: What is computed.
         datums: Its datums by index.
         patches: Of the images that the tower may have to be run on, by digest.
         seen: Outputs of the frozen tower that are known; None if the tower is trained.
     """
 
+    loss: Loss
     datums: dict[int, Datum]
     patches: dict[str, Patches]
     seen: dict[str, SeenImage] | None
+
+
+@dataclass
+class Share:
+    """What this rank computed of a call, and the first of its losses that could not be."""
+
+    logprobs: Logprobs = field(default_factory=dict)
+    measures: Measures = field(default_factory=lambda: defaultdict(list))
+    failure: InvalidInput | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +110,8 @@ class LossComputer:
     def run(self, command: ForwardBackward, model: TrainedModel) -> Outcome:
         """Computes; adds to the model's gradients if `backward`. Collective.
 
-        Raises, on all ranks and with nothing changed: what `FeatureCache.patches_of` raises.
+        Raises, on all ranks: with nothing changed, what `FeatureCache.patches_of` raises; InvalidInput if a loss or its
+        gradient is not finite, or if a traced loss fails: with `backward`, the model's gradients are then dropped.
         """
         schedule = plan(command.sizes, self._control.world_size, self._budgets.tokens, self._budgets.patches)
         prepared = self._control.agree(lambda: self._prepare(command, model, schedule))
@@ -96,16 +119,17 @@ class LossComputer:
         model.activate()
         own = self._compute(command, model, schedule, towers, prepared)
         self._vision.remember(prepared.seen or {})
-        gathered = self._control.gather(own)
+        self._agree_on(own, command, model)
+        gathered = self._control.gather((own.logprobs, dict(own.measures)))
         if not gathered:
-            return Outcome(*own, schedule.efficiency)
+            return Outcome(own.logprobs, {}, schedule.efficiency)
         logprobs = {index: values for part, _ in gathered for index, values in part.items()}
-        metrics = _reduce([metrics for _, metrics in gathered])
+        metrics = _reduce([measures for _, measures in gathered])
         metrics |= {"tokens:sum": float(sum(size.token_count for size in command.sizes))}
         return Outcome(logprobs, metrics, schedule.efficiency)
 
     def _prepare(self, command: ForwardBackward, model: TrainedModel, schedule: Plan) -> Prepared:
-        loss = loss_of(command.loss)
+        loss = loss_of(trainer_pb2.ForwardBackwardHeader.FromString(command.header))
         datums = {
             index: decode_datum(trainer_pb2.Datum.FromString(command.datums[index]), index, loss, self._limits)
             for index in schedule.datums_of(self._control.rank)
@@ -114,7 +138,7 @@ class LossComputer:
         if not model.trains_vision:
             grids = {span.feature.digest: span.grid_thw for datum in datums.values() for span in datum.spans}
             seen = self._vision.recall(grids)
-        return Prepared(datums, self._features.patches_of(datums.values(), seen or {}), seen)
+        return Prepared(loss, datums, self._features.patches_of(datums.values(), seen or {}), seen)
 
     def _tower_steps(self, prepared: Prepared, schedule: Plan) -> list[bool]:
         """For each step, whether the ranks run the vision tower: the same on all of them. Collective."""
@@ -136,27 +160,75 @@ class LossComputer:
         schedule: Plan,
         towers: list[bool],
         prepared: Prepared,
-    ) -> tuple[Logprobs, Metrics]:
-        loss = loss_of(command.loss)
-        logprobs: Logprobs = {}
-        metrics = []
+    ) -> Share:
+        share = Share()
         for step, run_tower in zip(schedule.steps, towers, strict=True):
             own = [prepared.datums[index] for index in step.datums[self._control.rank]]
-            batch = self._layout.pack(own, loss, prepared.patches, run_tower, prepared.seen)
+            batch = self._layout.pack(own, prepared.patches, run_tower, prepared.seen)
             with torch.set_grad_enabled(command.backward):
-                value, logprobs_TK, extra = self._module(batch, loss, command.config, model.unembedding, prepared.seen)
+                logprobs_TK = self._module(batch, model.unembedding, prepared.seen)
+                total = _total(batch, logprobs_TK, prepared.loss, share)
             if command.backward:
-                value.backward()
-            logprobs |= batch.split_logprobs(logprobs_TK)
-            if own:
-                metrics.append({"loss:sum": value.item(), **{name: found.item() for name, found in extra.items()}})
-        return logprobs, _reduce(metrics)
+                torch.autograd.backward([total])
+        return share
+
+    def _agree_on(self, own: Share, command: ForwardBackward, model: TrainedModel) -> None:
+        """Raises the first failure of any rank, on all of them."""
+
+        def check() -> None:
+            if own.failure is not None:
+                raise own.failure
+
+        try:
+            self._control.agree(check)
+        except FoveaError:
+            if command.backward:
+                model.zero_gradients()
+            raise
 
 
-def _reduce(parts: list[Metrics]) -> Metrics:
-    """Joins metrics of micro-batches or ranks by what stands behind the colon."""
-    values: dict[str, list[float]] = defaultdict(list)
+def _total(batch: Batch, logprobs_TK: Tensor, loss: Loss, share: Share) -> Tensor:
+    """The sum of the losses of a micro-batch, scalar with gradient; adds what was measured to `share`.
+
+    Where there is none, a zero that still depends on the model: all ranks must run backward together.
+    """
+    rows = batch.split_logprobs(logprobs_TK.detach().cpu())
+    share.logprobs |= {datum.index: row.numpy().copy() for datum, row in zip(batch.datums, rows, strict=True)}
+    parts = batch.split_logprobs(logprobs_TK)
+    try:
+        if share.failure is None and parts:
+            return _losses(batch, parts, loss, share.measures).sum()
+    except InvalidInput as error:
+        share.failure = error
+    return logprobs_TK.sum() * 0.0
+
+
+def _losses(batch: Batch, parts: list[Tensor], loss: Loss, measures: Measures) -> Tensor:
+    """The loss of each datum, 1-D with gradient. Raises InvalidInput naming the datum that has none."""
+    values = []
+    for datum, part, inputs in zip(batch.datums, parts, batch.inputs, strict=True):
+        try:
+            values.append(loss.compute(part, inputs))
+        except InvalidInput as error:
+            raise InvalidInput(f"datum[{datum.index}] {error.message}", field=f"datum[{datum.index}]") from None
+    losses = torch.stack([value.loss for value in values])
+    for datum, number in zip(batch.datums, found := losses.tolist(), strict=True):
+        if not math.isfinite(number):
+            raise InvalidInput(
+                f"datum[{datum.index}]: its {loss.name} loss is {number}; check its loss_inputs, whose numbers are "
+                "too large or whose ratio to the model's log-probabilities overflows",
+                field=f"datum[{datum.index}]",
+            )
+    measures["loss:sum"] += found
+    for name in values[0].metrics:
+        measures[name] += torch.stack([value.metrics[name] for value in values]).tolist()
+    return losses
+
+
+def _reduce(parts: list[Measures]) -> Metrics:
+    """Joins the measures of all ranks by what stands behind the colon of their names."""
+    values: Measures = defaultdict(list)
     for part in parts:
-        for name, value in part.items():
-            values[name].append(value)
+        for name, found in part.items():
+            values[name] += found
     return {name: float(_REDUCTIONS[name.partition(":")[2]](found)) for name, found in values.items()}

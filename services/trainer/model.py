@@ -1,11 +1,10 @@
-"""The root module that FSDP wraps: from a packed micro-batch to its loss in one forward call.
+"""The root module that FSDP wraps: from a packed micro-batch to the log-probabilities of its targets.
 
 Shapes: T packed tokens, K targets a position, D hidden size, M placeholder tokens.
 """
 
 # ruff: noqa: N806 -- the suffix of a tensor's name is its shape
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from services.trainer.batch import Batch, TowerInput
 from services.trainer.families import Family
 from services.trainer.families.base import PatchNormalizer, VisionOutput
 from services.trainer.logprobs import LoraPair, target_logprobs
-from services.trainer.losses import Loss, LossValue
 from services.trainer.vision_memory import SeenImage, join_outputs, split_output
 
 HF_PREFIX = "hf."
@@ -24,8 +22,8 @@ HF_PREFIX = "hf."
 class PackedModel(nn.Module):
     """A Hugging Face model of a known family, run on packed micro-batches.
 
-    Everything that needs gathered parameters happens inside `forward`, the unembedding and the loss included: this
-    is what FSDP's hooks surround.
+    Everything that needs gathered parameters happens inside `forward`, the unembedding included: this is what FSDP's
+    hooks surround.
     """
 
     def __init__(self, family: Family, hf: Any, normalizer: PatchNormalizer | None, chunk_positions: int) -> None:
@@ -35,28 +33,14 @@ class PackedModel(nn.Module):
         self._normalizer = normalizer
         self._chunk_positions = chunk_positions
 
-    def forward(
-        self,
-        batch: Batch,
-        loss: Loss,
-        config: Mapping[str, float],
-        unembedding: LoraPair | None,
-        seen: dict[str, SeenImage] | None,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Loss (float32 scalar with gradient), log-probabilities float32 [T, K] without, and metrics.
+    def forward(self, batch: Batch, unembedding: LoraPair | None, seen: dict[str, SeenImage] | None) -> Tensor:
+        """Log-probabilities of the targets, float32 [T, K], with gradients.
 
         Args:
             seen: What a frozen tower made of images so far, by digest; new ones are added. None if it is trained.
         """
         hidden_TD = self._hidden(batch, seen)
-        logprobs_TK = target_logprobs(
-            hidden_TD, self.hf.lm_head.weight, unembedding, batch.targets_TK, self._chunk_positions
-        )
-        if batch.datums:
-            value = loss.compute(logprobs_TK, batch.inputs_TK, config)
-        else:
-            value = LossValue(logprobs_TK.sum() * 0.0, {})
-        return value.loss, logprobs_TK.detach(), {name: metric.detach() for name, metric in value.metrics.items()}
+        return target_logprobs(hidden_TD, self.hf.lm_head.weight, unembedding, batch.targets_TK, self._chunk_positions)
 
     def _hidden(self, batch: Batch, seen: dict[str, SeenImage] | None) -> Tensor:
         embeddings_TD = self.family.embed(self.hf, batch.tokens_T)

@@ -19,7 +19,7 @@ from services.trainer.datums import check_digests, decode_datum
 from services.trainer.engine import Engine
 from services.trainer.forward_backward import Outcome
 from services.trainer.lora import DEFAULT_ALPHA, LoraSettings
-from services.trainer.losses import LOSSES, loss_of
+from services.trainer.losses import LOSS_NAMES, loss_of
 from services.trainer.optimizer import Adam
 from services.trainer.push import Pusher
 from services.trainer.rank import Rank
@@ -55,7 +55,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             max_lora_rank=self._settings.max_lora_rank,
             max_context_length=engine.limits.max_context_length,
             model_ids=sorted(engine.models),
-            loss_functions=sorted(LOSSES),
+            loss_functions=sorted(LOSS_NAMES),
             dtype=dtype_name(engine.dtype),
             version=fovea.__version__,
             supports_vision_lora=engine.family.has_vision,
@@ -198,15 +198,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> commands.ForwardBackward:
         engine = self._engine()
         engine.model(header.model_id)
-        loss = loss_of(header.loss_function)
-        config = loss.resolve_config(header.loss_config)
+        loss = loss_of(header)
         decoded = [decode_datum(datum, index, loss, engine.limits) for index, datum in enumerate(datums)]
         check_digests(decoded)
         sizes = [datum.size for datum in decoded]
         return commands.ForwardBackward(
             header.model_id,
-            header.loss_function,
-            config,
+            header.SerializeToString(),
             header.backward,
             [datum.SerializeToString() for datum in datums],
             sizes,

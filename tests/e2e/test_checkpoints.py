@@ -1,11 +1,12 @@
 """What was saved comes back: training goes on as if never interrupted, and saved weights sample elsewhere."""
 
+import httpx
 import pytest
 import tinker
 from transformers import PreTrainedTokenizerBase
 
 from tests.e2e.prompts import Prompt, PromptBuilder, max_difference
-from tests.e2e.stack import Stack
+from tests.e2e.stack import API_KEY, Stack
 from tests.e2e.test_agreement import assert_agree, sampler_logprobs, take_steps, trainer_logprobs
 
 
@@ -58,3 +59,47 @@ def test_a_name_that_is_taken_is_refused_quickly(stack: Stack) -> None:
         with pytest.raises(tinker.RequestFailedError, match="taken"):
             training.save_state("taken").result()
         training.save_state("taken", overwrite=True).result()
+
+
+def test_a_state_loads_into_a_model_at_once_and_later(stack: Stack, prompts: dict[str, Prompt]) -> None:
+    with stack.service_client() as service:
+        training = service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
+        take_steps(training, prompts, 1, 5e-3)
+        path = training.save_state("loaded").result().path
+        wanted = trainer_logprobs(training, prompts)
+        other = service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
+        for _ in range(2):
+            other.load_state(path).result()
+            assert max(max_difference(wanted[name], trainer_logprobs(other, prompts)[name]) for name in prompts) <= 1e-5
+            take_steps(other, prompts, 1, 5e-3)
+        wider = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
+        with pytest.raises(tinker.RequestFailedError, match="has LoRA rank 4"):
+            wider.load_state(path).result()
+
+
+def test_copies_live_without_their_source(stack: Stack, prompts: dict[str, Prompt]) -> None:
+    """Through bare HTTP: the SDK's own copy_weights knows only projects."""
+    with stack.service_client() as service:
+        training = service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
+        take_steps(training, prompts, 2, 5e-3)
+        wanted = trainer_logprobs(training, prompts)
+        sources = [
+            training.save_state("copied").result().path,
+            training.save_weights_for_sampler("copied").result().path,
+        ]
+        session_id = sources[0].split("/")[2].partition(":")[0]
+        with httpx.Client(base_url=f"{stack.base_url}/api/v1/", headers={"X-API-Key": API_KEY}, timeout=60) as http:
+            copies = []
+            for number, source in enumerate(sources, start=5):
+                body = {"source_path": source, "session_id": session_id, "model_seq_id": number}
+                answer = http.post("copy_weights", json=body)
+                assert answer.status_code == 200, answer.text
+                copies.append(answer.json()["tinker_path"])
+                run, segment, name = source.removeprefix("tinker://").split("/")
+                http.delete(f"training_runs/{run}/checkpoints/{segment}/{name}").raise_for_status()
+        resumed = service.create_training_client_from_state(copies[0]).result()
+        resumed_scores = trainer_logprobs(resumed, prompts)
+        for name in prompts:
+            assert max_difference(wanted[name], resumed_scores[name]) <= 1e-5, name
+        sampling = service.create_sampling_client(model_path=copies[1]).result()
+        assert_agree(sampler_logprobs(sampling, prompts), wanted)

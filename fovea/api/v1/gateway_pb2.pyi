@@ -297,6 +297,26 @@ class SubmitSaveForSamplerResponse(_message.Message):
     future_id: str
     def __init__(self, future_id: _Optional[str] = ...) -> None: ...
 
+class SubmitSaveExternalRequest(_message.Message):
+    __slots__ = ("model_id", "seq_id", "name", "ttl_s", "age_recipients")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_RECIPIENTS_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    seq_id: int
+    name: str
+    ttl_s: int
+    age_recipients: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., name: _Optional[str] = ..., ttl_s: _Optional[int] = ..., age_recipients: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SubmitSaveExternalResponse(_message.Message):
+    __slots__ = ("future_id",)
+    FUTURE_ID_FIELD_NUMBER: _ClassVar[int]
+    future_id: str
+    def __init__(self, future_id: _Optional[str] = ...) -> None: ...
+
 class CreateSamplingSessionRequest(_message.Message):
     __slots__ = ("session_id", "sampling_session_seq_id", "base_model", "model_path")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -370,7 +390,7 @@ class WaitFutureRequest(_message.Message):
     def __init__(self, future_id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class WaitFutureResponse(_message.Message):
-    __slots__ = ("pending", "model_created", "output", "metrics", "checkpoint_saved", "state_loaded", "snapshot_saved")
+    __slots__ = ("pending", "model_created", "output", "metrics", "checkpoint_saved", "state_loaded", "snapshot_saved", "custom_loss_created")
     PENDING_FIELD_NUMBER: _ClassVar[int]
     MODEL_CREATED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +398,7 @@ class WaitFutureResponse(_message.Message):
     CHECKPOINT_SAVED_FIELD_NUMBER: _ClassVar[int]
     STATE_LOADED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_SAVED_FIELD_NUMBER: _ClassVar[int]
+    CUSTOM_LOSS_CREATED_FIELD_NUMBER: _ClassVar[int]
     pending: FuturePending
     model_created: ModelCreated
     output: _trainer_pb2.DatumOutput
@@ -385,7 +406,8 @@ class WaitFutureResponse(_message.Message):
     checkpoint_saved: CheckpointSaved
     state_loaded: StateLoaded
     snapshot_saved: SnapshotSaved
-    def __init__(self, pending: _Optional[_Union[FuturePending, _Mapping]] = ..., model_created: _Optional[_Union[ModelCreated, _Mapping]] = ..., output: _Optional[_Union[_trainer_pb2.DatumOutput, _Mapping]] = ..., metrics: _Optional[_Union[_trainer_pb2.Metrics, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., state_loaded: _Optional[_Union[StateLoaded, _Mapping]] = ..., snapshot_saved: _Optional[_Union[SnapshotSaved, _Mapping]] = ...) -> None: ...
+    custom_loss_created: CreateCustomLossResponse
+    def __init__(self, pending: _Optional[_Union[FuturePending, _Mapping]] = ..., model_created: _Optional[_Union[ModelCreated, _Mapping]] = ..., output: _Optional[_Union[_trainer_pb2.DatumOutput, _Mapping]] = ..., metrics: _Optional[_Union[_trainer_pb2.Metrics, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., state_loaded: _Optional[_Union[StateLoaded, _Mapping]] = ..., snapshot_saved: _Optional[_Union[SnapshotSaved, _Mapping]] = ..., custom_loss_created: _Optional[_Union[CreateCustomLossResponse, _Mapping]] = ...) -> None: ...
 
 class FuturePending(_message.Message):
     __slots__ = ("reason",)

@@ -102,6 +102,11 @@ class GatewayServiceStub(object):
                 request_serializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitSaveForSamplerRequest.SerializeToString,
                 response_deserializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitSaveForSamplerResponse.FromString,
                 _registered_method=True)
+        self.SubmitSaveExternal = channel.unary_unary(
+                '/fovea.api.v1.GatewayService/SubmitSaveExternal',
+                request_serializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitSaveExternalRequest.SerializeToString,
+                response_deserializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitSaveExternalResponse.FromString,
+                _registered_method=True)
         self.CreateSamplingSession = channel.unary_unary(
                 '/fovea.api.v1.GatewayService/CreateSamplingSession',
                 request_serializer=fovea_dot_api_dot_v1_dot_gateway__pb2.CreateSamplingSessionRequest.SerializeToString,
@@ -216,6 +221,13 @@ class GatewayServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubmitSaveExternal(self, request, context):
+        """Submits an export: a PEFT adapter, or a Hugging Face checkpoint for full parameters, to be downloaded over REST.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateSamplingSession(self, request, context):
         """Opens a sampling session on base weights or on a saved snapshot.
         """
@@ -304,6 +316,11 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.SubmitSaveForSampler,
                     request_deserializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitSaveForSamplerRequest.FromString,
                     response_serializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitSaveForSamplerResponse.SerializeToString,
+            ),
+            'SubmitSaveExternal': grpc.unary_unary_rpc_method_handler(
+                    servicer.SubmitSaveExternal,
+                    request_deserializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitSaveExternalRequest.FromString,
+                    response_serializer=fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitSaveExternalResponse.SerializeToString,
             ),
             'CreateSamplingSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateSamplingSession,
@@ -675,6 +692,33 @@ class GatewayService(object):
             '/fovea.api.v1.GatewayService/SubmitSaveForSampler',
             fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitSaveForSamplerRequest.SerializeToString,
             fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitSaveForSamplerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubmitSaveExternal(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fovea.api.v1.GatewayService/SubmitSaveExternal',
+            fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitSaveExternalRequest.SerializeToString,
+            fovea_dot_api_dot_v1_dot_gateway__pb2.SubmitSaveExternalResponse.FromString,
             options,
             channel_credentials,
             insecure,

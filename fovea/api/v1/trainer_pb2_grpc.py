@@ -121,7 +121,8 @@ class TrainerServiceServicer(object):
 
     def ForwardBackward(self, request_iterator, context):
         """Computes a loss; with `backward`, adds its gradients to the model's. Request: one header, then the datums.
-        Response: one output a datum in input order, then the metrics.
+        Response: one output a datum in input order, then the metrics. A loss or gradient that is not finite, and a traced
+        loss that fails, is an error that, with `backward`, drops the gradients accumulated since the last step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from fovea.api.v1 import weights_pb2
@@ -101,20 +100,22 @@ class Engine:
         self, spec: SampleSpec, index: int, prompt: Any, adapter: AdapterName | None
     ) -> AsyncGenerator[Event]:
         """See SampleEngine.sample."""
-        scored = index == 0 and (spec.prompt_logprobs or spec.top_prompt_logprobs > 0)
+        plan = prompts.score_plan(spec, index)
         with _translated():
             generated = self._llm.generate(
                 prompt,
-                prompts.sampling_params(spec, index, self._eos_token_ids, scored),
+                prompts.sampling_params(spec, index, self._eos_token_ids, plan),
                 f"{spec.request_id}/{index}",
                 lora_request=_lora_request(adapter),
             )
             async with aclosing(generated) as results:
                 first = True
                 async for result in results:
-                    for event in self._read(result, spec, index, first, scored):
-                        yield event
-                    first = False
+                    if first:
+                        yield outputs.prompt_facts(result, spec, plan)
+                        first = False
+                    for delta in outputs.deltas(result, spec, index):
+                        yield delta
 
     async def manifest_problem(self, manifest: weights_pb2.SnapshotManifest) -> str:
         """See WeightEngine.manifest_problem."""
@@ -194,11 +195,6 @@ class Engine:
                 await self._llm.resume_generation()
                 self._paused = False
         return time.monotonic() - start
-
-    def _read(self, result: RequestOutput, spec: SampleSpec, index: int, first: bool, scored: bool) -> Iterator[Event]:
-        if first:
-            yield outputs.prompt_facts(result, spec, scored)
-        yield from outputs.deltas(result, spec, index)
 
     async def _wait(self, task_id: str, timeout_s: float, what: str) -> list[str]:
         """Polls a task on all workers until it is done; returns the digests."""

@@ -1,4 +1,4 @@
-"""What vLLM says, as events. It lists, at each position, the actual token first and then the k best, with ranks."""
+"""What vLLM says, as events."""
 
 from collections.abc import Iterator
 
@@ -8,19 +8,32 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 
 from fovea.wire.errors import Internal, Unavailable
+from services.sampler.engine.scoring import ScorePlan, Scores
 from services.sampler.requests import FILLER_LOGPROB, Delta, Finish, PromptFacts, SampleSpec, TopRows
 
 
-def prompt_facts(result: RequestOutput, spec: SampleSpec, scored: bool) -> PromptFacts:
-    """What the first result says of the prompt."""
-    logprobs = top = None
-    if scored:
-        if not isinstance(result.prompt_logprobs, FlatLogprobs):
-            raise Internal("the engine sent no prompt logprobs")
-        values, rows = _split(result.prompt_logprobs, len(spec.tokens), spec.top_prompt_logprobs)
-        logprobs = values if spec.prompt_logprobs else None
-        top = rows
-    return PromptFacts(logprobs, top, result.num_cached_tokens or 0)
+def prompt_facts(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | None) -> PromptFacts:
+    """What the first result says of the prompt.
+
+    Raises Unavailable if the engine gave the request up, Internal if the scores are missing or of another shape.
+    """
+    _finish(result.outputs[0].finish_reason)
+    cached_token_count = result.num_cached_tokens or 0
+    if plan is None:
+        return PromptFacts(None, None, cached_token_count)
+    if result.prompt_token_id_logprobs is None:
+        raise Internal("the engine sent no scores of the prompt")
+    try:
+        scores = Scores.unpack(plan, result.prompt_token_id_logprobs)
+    except ValueError as error:
+        raise Internal(f"the engine sent other scores of the prompt than were asked for: {error}") from error
+    return PromptFacts(
+        logprobs=_from(plan, scores.actual, np.nan) if spec.prompt_logprobs else None,
+        top=_top_from(plan, scores.top) if spec.top_prompt_logprobs else None,
+        cached_token_count=cached_token_count,
+        target_logprobs=scores.targets if spec.targets else None,
+        alt=scores.alt if spec.alt_token_count else None,
+    )
 
 
 def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delta]:
@@ -35,6 +48,17 @@ def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delt
     yield Delta(index, tokens, logprobs, top, finish)
 
 
+def _from(plan: ScorePlan, rows: npt.NDArray, filler: float) -> npt.NDArray:
+    """The rows at their prompt positions, [P, ...], filler before them."""
+    whole = np.full((plan.row_count + 1, *rows.shape[1:]), filler, dtype=rows.dtype)
+    whole[1 + plan.first_row :] = rows
+    return whole
+
+
+def _top_from(plan: ScorePlan, top: TopRows) -> TopRows:
+    return TopRows(_from(plan, top.token_ids, 0), _from(plan, top.logprobs, FILLER_LOGPROB))
+
+
 def _finish(reason: str | None) -> Finish | None:
     if reason is None or reason == "stop" or reason == "length":
         return reason  # type: ignore[return-value]
@@ -44,7 +68,10 @@ def _finish(reason: str | None) -> Finish | None:
 
 
 def _split(flat: FlatLogprobs, count: int, k: int) -> tuple[npt.NDArray[np.float32], TopRows | None]:
-    """Logprobs [count] of the actual tokens, NaN where there is none, and the k best [count, k], filler likewise."""
+    """Logprobs [count] of sampled tokens and the k best [count, k].
+
+    vLLM lists, at each position, the sampled token first and then the k best, with ranks.
+    """
     if len(flat) != count:
         raise Internal(f"the engine sent logprobs of {len(flat)} positions instead of {count}")
     values = np.full(count, np.nan, dtype=np.float32)

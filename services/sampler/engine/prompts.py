@@ -1,5 +1,6 @@
 """Checked requests in vLLM's terms."""
 
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from vllm.inputs import mm_input, tokens_input
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
 
+from services.sampler.engine.scoring import PLAN_KEY, ScorePlan
 from services.sampler.families.base import FeatureTensors
 from services.sampler.requests import SampleSpec
 
@@ -50,8 +52,18 @@ def _tensor(array: npt.NDArray) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def sampling_params(spec: SampleSpec, index: int, eos_token_ids: Sequence[int], scored: bool) -> SamplingParams:
-    """How sequence `index` is drawn. `scored` asks for the prompt's logprobs too."""
+def score_plan(spec: SampleSpec, index: int) -> ScorePlan | None:
+    """What to score of the prompt while sequence `index` is drawn: the first one does it for all."""
+    if index or not spec.scores_prompt:
+        return None
+    seed = spec.draw.seed_of(0)
+    return ScorePlan.of(spec, secrets.randbits(63) if seed is None else seed)
+
+
+def sampling_params(
+    spec: SampleSpec, index: int, eos_token_ids: Sequence[int], plan: ScorePlan | None
+) -> SamplingParams:
+    """How sequence `index` is drawn, and what is scored of the prompt meanwhile."""
     draw = spec.draw
     stops = draw.stop_token_ids if draw.ignore_eos else (*draw.stop_token_ids, *eos_token_ids)
     return SamplingParams(
@@ -64,10 +76,12 @@ def sampling_params(spec: SampleSpec, index: int, eos_token_ids: Sequence[int], 
         stop_token_ids=list(stops),
         ignore_eos=draw.ignore_eos,
         logprobs=spec.top_sample_logprobs,
-        prompt_logprobs=spec.top_prompt_logprobs if scored else None,
         flat_logprobs=True,
         # Only stop strings need text; making it is most of the cost of logprobs.
         detokenize=bool(draw.stop_strings),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.DELTA,
+        # A prompt token that comes from the cache has no logits.
+        skip_reading_prefix_cache=plan is not None,
+        extra_args={PLAN_KEY: plan.to_message()} if plan else None,
     )

@@ -11,9 +11,10 @@ import torch
 from fovea.api.v1 import weights_pb2
 from services.sampler.engine import transfer
 from services.sampler.engine.adapters import AdapterBank
-from services.sampler.engine.logprobs import report_temperature_logprobs, score_prompts_one_by_one
+from services.sampler.engine.logprobs import report_temperature_logprobs
 from services.sampler.engine.parentage import die_with_parent
 from services.sampler.engine.platform import adapt_platform
+from services.sampler.engine.prompt_scorer import PromptScorer
 from services.sampler.engine.receiving import SnapshotReceiver
 from services.sampler.engine.seeding import rewind_draws_on_cpu
 from services.sampler.engine.shapes import ManifestChecker, checkpoint_shapes
@@ -45,7 +46,7 @@ class WorkerExtension:
         self.weight_transfer_engine.find_arrival = self._receiver.arrival
         rewind_draws_on_cpu(self.model_runner)
         report_temperature_logprobs(self.model_runner)
-        score_prompts_one_by_one(self.model_runner)
+        PromptScorer(self.model_runner).install()
 
     def fovea_problem(self, manifest: bytes) -> str:
         """What is wrong with a serialized SnapshotManifest, or the empty string."""

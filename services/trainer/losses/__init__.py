@@ -1,17 +1,33 @@
 """Loss functions by name. A new loss adds its file and its line here."""
 
+from fovea.api.v1 import trainer_pb2
 from fovea.wire.errors import InvalidInput
 from services.trainer.losses.base import TARGETS, Loss, LossInput, LossValue
+from services.trainer.losses.cispo import Cispo
 from services.trainer.losses.cross_entropy import CrossEntropy
+from services.trainer.losses.custom import Custom
+from services.trainer.losses.dro import Dro
+from services.trainer.losses.gspo import Gspo
 from services.trainer.losses.importance_sampling import ImportanceSampling
+from services.trainer.losses.ppo import Ppo
 
-__all__ = ["LOSSES", "TARGETS", "Loss", "LossInput", "LossValue", "loss_of"]
+__all__ = ["LOSSES", "LOSS_NAMES", "TARGETS", "Loss", "LossInput", "LossValue", "loss_of"]
 
-LOSSES: dict[str, Loss] = {loss.name: loss for loss in (CrossEntropy(), ImportanceSampling())}
+LOSSES: dict[str, type[Loss]] = {loss.name: loss for loss in (CrossEntropy, ImportanceSampling, Ppo, Cispo, Dro, Gspo)}
+LOSS_NAMES = (*LOSSES, Custom.name)
 
 
-def loss_of(name: str) -> Loss:
-    """The loss of that name. Raises InvalidInput naming the known ones."""
+def loss_of(header: trainer_pb2.ForwardBackwardHeader) -> Loss:
+    """The loss that a call asks for, with its settings.
+
+    Raises InvalidInput naming the known losses, the known settings, or what is wrong with a traced loss.
+    """
+    name = header.loss_function
+    if header.HasField("custom_loss") != (name == Custom.name):
+        missing = "is missing: it goes" if name == Custom.name else "is set, but goes"
+        raise InvalidInput(f"custom_loss {missing} with loss_function 'custom', this is {name!r}", field="custom_loss")
+    if name == Custom.name:
+        return Custom(header.loss_config, header.custom_loss)
     if name not in LOSSES:
-        raise InvalidInput(f"loss_function {name!r} is unknown; known: {', '.join(LOSSES)}", field="loss_function")
-    return LOSSES[name]
+        raise InvalidInput(f"loss_function {name!r} is unknown; known: {', '.join(LOSS_NAMES)}", field="loss_function")
+    return LOSSES[name](header.loss_config)

@@ -1,15 +1,17 @@
-"""What a loss is: a sum over positions of a function of the targets' log-probabilities and per-position inputs.
+"""What a loss is: a function of one datum, from the log-probabilities of its targets to a number and metrics.
 
-Shapes: T packed positions, K targets a position.
+The loss of a call is the sum over its datums. A loss sees each datum by itself: not how datums were packed, on which
+rank they are, nor fillers.
+
+Shapes: N positions of a datum, K targets a position.
 """
 
-# ruff: noqa: N803 -- the suffix of a tensor's name is its shape
-
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy.typing as npt
 from torch import Tensor
 
 from fovea.wire.errors import InvalidInput
@@ -19,56 +21,72 @@ TARGETS = "target_tokens"
 
 @dataclass(frozen=True)
 class LossInput:
-    """A per-position input besides `target_tokens`.
+    """An input besides `target_tokens`.
 
     Args:
         name: As in `Datum.loss_inputs`.
-        required: Whether a datum without it is refused; a missing optional input is all ones.
+        required: Whether a datum without it is refused.
+        default: What a missing optional input is, at every position.
+        rank: The number of dimensions if the input has a shape and type of its own; None if it is float32, shaped as
+            the targets.
     """
 
     name: str
     required: bool = True
+    default: float = 1.0
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
 class LossValue:
-    """What a loss makes of one micro-batch.
+    """What a loss makes of one datum.
 
     Args:
-        loss: float32 scalar, the sum over all positions.
-        metrics: Further scalars by `name:reduction`, reduced over micro-batches and ranks by sum, min or max.
+        loss: Scalar with gradient: the sum over the datum's positions.
+        metrics: Further scalars by `name:reduction`, reduced over all datums of the call by sum, mean, min or max.
     """
 
     loss: Tensor
-    metrics: dict[str, Tensor]
+    metrics: Mapping[str, Tensor]
 
 
 class Loss(ABC):
-    """One loss function. Stateless. A filler (all inputs zero) must give zero."""
+    """One loss function with its settings.
+
+    Args:
+        given: Settings; the others are at their defaults.
+
+    Raises InvalidInput for settings that the loss does not take.
+    """
 
     name: ClassVar[str]
-    inputs: ClassVar[tuple[LossInput, ...]]
-    config: ClassVar[Mapping[str, float]] = {}
+    settings: ClassVar[Mapping[str, float]] = {}
     """Numbers that the loss takes, with their defaults."""
-    many_targets: ClassVar[bool] = False
-    """Whether `target_tokens` may be [N, K]; the other inputs then have that shape too."""
+    target_ranks: Sequence[int] = (1,)
+    """1 if `target_tokens` may be [N], 2 if they may be [N, K]."""
+    takes_others: ClassVar[bool] = False
+    """Whether a datum may bring inputs that the loss does not read."""
+    inputs: tuple[LossInput, ...] = ()
 
-    @abstractmethod
-    def compute(self, logprobs_TK: Tensor, inputs_TK: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
-        """The loss of packed positions.
-
-        Args:
-            logprobs_TK: float32, log-probabilities of the targets.
-            inputs_TK: float32, by name; zero where a datum has fewer targets than K.
-            config: All numbers that the loss takes.
-        """
-
-    def resolve_config(self, given: Mapping[str, float]) -> dict[str, float]:
-        """Defaults overlaid with what was given. Raises InvalidInput for unknown names."""
+    def __init__(self, given: Mapping[str, float]) -> None:
         for key in given:
-            if key not in self.config:
-                known = ", ".join(self.config) or "none"
+            if key not in self.settings:
+                known = ", ".join(self.settings) or "none"
                 raise InvalidInput(
                     f"loss_config.{key} is unknown for {self.name}; known: {known}", field=f"loss_config.{key}"
                 )
-        return {**self.config, **given}
+        self.config = {**self.settings, **given}
+
+    @abstractmethod
+    def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
+        """The loss of one datum.
+
+        Args:
+            logprobs: float32 [N] or [N, K], log-probabilities of the targets, finite.
+            inputs: By name; float32 and shaped as `logprobs` unless they have a rank of their own.
+
+        Raises InvalidInput, without a field, if it cannot be computed.
+        """
+
+    def check(self, inputs: Mapping[str, npt.NDArray]) -> None:  # noqa: B027 - most losses take any values
+        """Raises InvalidInput, its field the name of an input, for values from which no loss can be computed."""

@@ -1,7 +1,5 @@
 """Weighted negative log-likelihood."""
 
-# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
-
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -14,8 +12,8 @@ class CrossEntropy(Loss):
 
     name = "cross_entropy"
     inputs = (LossInput("weights"),)
-    many_targets = True
+    target_ranks = (1, 2)
 
-    def compute(self, logprobs_TK: Tensor, inputs_TK: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
-        weights_TK = inputs_TK["weights"]
-        return LossValue(-(weights_TK * logprobs_TK).sum(), {"weights:sum": weights_TK.sum()})
+    def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
+        weights = inputs["weights"]
+        return LossValue(-(weights * logprobs).sum(), {"weights:sum": weights.sum()})

@@ -28,6 +28,7 @@ from fovea.api.v1 import (
     weights_pb2,
 )
 from fovea.runtime.interceptors import ErrorInterceptor
+from fovea.runtime.server import SERVER_OPTIONS
 from fovea.wire import tensors
 from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotFound, SnapshotNotLoaded
 
@@ -72,7 +73,8 @@ class Fake:
 
     async def start(self) -> None:
         """Listens, on the same port as before if there was one."""
-        self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
+        options = [*SERVER_OPTIONS, ("grpc.so_reuseport", 0)]
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
         self.register(self.server)
         self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self.server.start()
@@ -147,6 +149,11 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         self.running = 0
         self.most_running = 0
         self.cancelled = 0
+        self.completed: list[str] = []
+
+    def ids(self) -> list[str]:
+        """Of the samples that were begun."""
+        return [request.request_id for request in self.of("Sample")]
 
     def register(self, server: grpc.aio.Server) -> None:
         sampler_pb2_grpc.add_SamplerServiceServicer_to_server(self, server)
@@ -170,6 +177,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
             await self.note("Sample", request)
             for event in self._events(request):
                 yield event
+            self.completed.append(request.request_id)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -185,9 +193,18 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         prompt = tensors.decode_tokens(request.prompt.tokens)
         result = sampler_pb2.PromptResult(cached_token_count=3)
         if request.prompt_logprobs:
-            result.logprobs = tensors.encode_floats([np.nan, *(-0.5 for _ in prompt[1:])])
+            first = len(prompt) - request.prompt_logprobs_last_n if request.prompt_logprobs_last_n else 1
+            result.logprobs = tensors.encode_floats([np.nan] * first + [-0.5] * (len(prompt) - first))
         if request.top_prompt_logprobs:
             result.top_logprobs.CopyFrom(_top(len(prompt), request.top_prompt_logprobs, is_prompt=True))
+        if request.HasField("target_tokens"):
+            targets = tensors.decode(request.target_tokens.token_ids)
+            assert tensors.decode(request.target_tokens.row_offsets).size == len(prompt)
+            result.target_logprobs = tensors.encode_floats([self.logprob_of(int(token_id)) for token_id in targets])
+        if k := request.alt_token_count:
+            drawn = np.arange((len(prompt) - 1) * k, dtype=np.int32).reshape(len(prompt) - 1, k)
+            result.alt_tokens.token_ids.CopyFrom(tensors.encode(drawn))
+            result.alt_tokens.logprobs.CopyFrom(tensors.encode(-drawn.astype(np.float32)))
         events = [sampler_pb2.SampleResponse(prompt=result)]
         count = request.params.max_tokens if request.params.HasField("max_tokens") else 8
         for index in range(request.sample_count):
@@ -203,6 +220,11 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
                     delta.top_logprobs.CopyFrom(_top(len(part), request.top_sample_logprobs, is_prompt=False))
                 events.append(sampler_pb2.SampleResponse(delta=delta))
         return events
+
+    @staticmethod
+    def logprob_of(token_id: int) -> float:
+        """The score of a target token, whatever the position."""
+        return -(token_id + 1) / 8
 
     @staticmethod
     def tokens_of(snapshot_id: str, seed: int, index: int, count: int) -> list[int]:
@@ -271,7 +293,9 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         header, datums = records[0].header, [record.datum for record in records[1:]]
         await self.note("ForwardBackward", (header, datums))
         model = self._model(header.model_id)
-        if header.loss_function not in ("cross_entropy", "importance_sampling"):
+        if header.HasField("custom_loss") != (header.loss_function == "custom"):
+            raise InvalidInput("custom_loss goes with loss_function 'custom'", field="custom_loss")
+        if header.loss_function not in ("cross_entropy", "importance_sampling", "custom"):
             raise InvalidInput(f"loss_fn {header.loss_function!r} is unknown", field="loss_fn")
         loss = 0.0
         outputs = []

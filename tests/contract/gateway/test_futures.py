@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 import tinker
 from tinker import types
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
@@ -170,11 +171,68 @@ async def test_create_session_is_idempotent_by_key(stand: Stand, rest: Rest) -> 
 
 
 async def test_open_endpoints(stand: Stand, rest: Rest) -> None:
-    assert (await rest.ok("client/config", sdk_version="0.38.0")) == {}
+    flags = await rest.ok("client/config", sdk_version="0.38.0")
+    assert flags["sample_use_retrieve_futures"] is flags["sample_join_sampling_session"] is True
     assert (await rest.ok("client/dynamic_config", sdk_version="0.38.0")) == {"sample_cancel_enabled": True}
     assert (await rest.ok("telemetry", events=[], session_id="sessionless-1")) == {"status": "accepted"}
     async with stand.http(key=None) as http:
         assert (await http.get("healthz")).json() == {"status": "ok"}
-    missing = await rest.post("retrieve_futures", target={})
+    missing = await rest.post("no_such_call", target={})
     assert missing.status_code == 404
     assert missing.json()["detail"]
+
+
+async def test_silence_ends_a_session_by_itself_and_frees_all_it_had(stand: Stand, rest: Rest) -> None:
+    await stand.stop()
+    await stand.start(session_ttl_s=3.0)
+    model_id = await rest.create_model()
+    sampling_id = await rest.snapshot(model_id, 1)
+    stand.sampler.open.clear()
+    request_id = (await rest.sample(sampling_id, 0)).json()["request_id"]
+    await eventually(lambda: stand.sampler.running == 1)
+    await eventually(lambda: stand.sampler.running == 0)
+    await eventually(lambda: [request.model_id for request in stand.trainer.of("DeleteModel")] == [model_id])
+    assert "is over (expired)" in (await rest.result(request_id))["error"]
+    assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
+    # Who waits for all samples of a session learns it too.
+    told = await rest.ok("retrieve_futures", target={"sampling_session_id": sampling_id}, timeout=0)
+    assert told["completions"] == [{"state": "failed", "request_id": request_id}]
+
+
+async def test_sdk_logs_why_a_sample_waits(stand: Stand, caplog: pytest.LogCaptureFixture) -> None:
+    await stand.stop()
+    flags = {"sample_use_retrieve_futures": False}
+    await stand.start(sampler_concurrency=1, poll_hold_s=0.3, sdk_flags=flags)
+
+    def use(client: tinker.ServiceClient) -> None:
+        sampling = client.create_sampling_client(base_model=MODEL).result()
+        params = types.SamplingParams(max_tokens=1)
+        futures = [sampling.sample(types.ModelInput.from_ints([1]), 1, params) for _ in range(2)]
+        for future in futures:
+            future.result()
+
+    stand.sampler.open.clear()
+    work = asyncio.create_task(stand.sdk(use))
+    await eventually(lambda: "waiting for a place in a sampler" in caplog.text)
+    stand.sampler.open.set()
+    await work
+
+
+async def test_no_400_is_empty_not_even_for_what_is_not_http(stand: Stand, rest: Rest) -> None:
+    for headers, content in (
+        ({"Content-Type": "application/json"}, b"{"),
+        ({"Content-Type": "application/json"}, b""),
+        ({"Content-Encoding": "br"}, b"{}"),
+        ({"Content-Encoding": "zstd"}, b"no"),
+        ({}, b"\xff\xfe"),
+    ):
+        for route in ("asample", "retrieve_future", "retrieve_futures", "forward_backward", "create_session"):
+            response = await rest.http.post(route, content=content, headers=headers)
+            assert response.status_code in (400, 404), (route, response.status_code)
+            assert response.json()["detail"]
+    reader, writer = await asyncio.open_connection("127.0.0.1", stand.port)
+    writer.write(b"nonsense\r\n\r\n")
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert b" 400 " in head.splitlines()[0]
+    assert body
+    writer.close()

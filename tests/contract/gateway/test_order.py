@@ -233,7 +233,7 @@ async def test_wrong_fields_fail_the_future_by_name(stand: Stand, rest: Rest) ->
         ("save_weights", {"path": "../up"}, "'../up' is not a name"),
         ("save_weights", {"path": "ok", "ttl_seconds": 60}, "ttl_seconds is 60"),
         ("save_weights_for_sampler", {"path": "a", "kind": "inflight"}, "inflight"),
-        ("save_weights_external", {"path": "a"}, "save_weights_external is not supported"),
+        ("save_weights_external", {"path": "a", "age_encryption_recipients": ["x"]}, "age_encryption_recipients[0]"),
         ("save_weights_for_sampler", {}, "path or sampling_session_seq_id"),
         ("load_weights", {"path": "tinker://nowhere/weights/x", "optimizer": True}, "no checkpoint tinker://nowhere"),
         ("load_weights", {"path": "s3://x", "optimizer": True}, "is not a checkpoint"),

@@ -12,7 +12,7 @@ import pytest
 
 from tests.contract.gateway.conftest import KEY, Stand, eventually
 from tests.contract.gateway.fakes import MODEL
-from tests.contract.gateway.requests import Rest
+from tests.contract.gateway.requests import PROTOBUF, Rest
 
 
 def free_port() -> int:
@@ -117,6 +117,73 @@ async def test_sigkill_loses_nothing_that_was_accepted(process: Process) -> None
         for request_id in samples:
             assert "sequences" in await rest.result(request_id)
         assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 200
+
+
+async def submit_mixed(rest: Rest, model_id: str, first: int, rounds: int) -> dict[str, list[str]]:
+    """Losses, steps and saves of one model, in order of seq_id; request ids by kind."""
+    ids: dict[str, list[str]] = {"loss": [], "step": [], "save": []}
+    for number in range(rounds):
+        seq_id = first + 3 * number
+        ids["loss"].append((await rest.forward_backward(model_id, seq_id)).json()["request_id"])
+        ids["step"].append((await rest.optim_step(model_id, seq_id + 1))["request_id"])
+        route, more = ("save_weights", {}) if number % 2 else ("save_weights_for_sampler", {"kind": "snapshot"})
+        body = {"model_id": model_id, "seq_id": seq_id + 2, "path": f"n{seq_id}", **more}
+        ids["save"].append((await rest.ok(route, **body))["request_id"])
+    return ids
+
+
+async def test_sigkill_while_200_futures_of_every_kind_are_pending(process: Process) -> None:
+    first = await process.start()
+    stand, rounds, sample_count = process.stand, 20, 80
+    async with process.http() as http:
+        rest = Rest(http)
+        models = [await rest.create_model(0), await rest.create_model(1)]
+        done = [(await submit_mixed(rest, model_id, 1, 1)) for model_id in models]
+        sampling_id = await rest.snapshot(models[0], 4)
+        await rest.snapshot(models[1], 4, 1)
+        sampled = (await rest.sample(sampling_id, 0)).json()["request_id"]
+        ended = [sampled, *(request_id for ids in done for kind in ids.values() for request_id in kind)]
+        for request_id in ended:
+            assert "error" not in await rest.result(request_id)
+        before = [(await rest.poll(request_id, PROTOBUF)).content for request_id in ended]
+
+        for fake in (stand.trainer, stand.sampler):
+            fake.open.clear()
+            fake.calls.clear()
+        queued = [await submit_mixed(rest, model_id, 5, rounds) for model_id in models]
+        samples = [(await rest.sample(sampling_id, number)).json()["request_id"] for number in range(1, sample_count)]
+        wrong = (await rest.sample(sampling_id, sample_count, num_samples=0)).json()["request_id"]
+        assert 2 * 3 * rounds + sample_count == 200
+        await eventually(lambda: stand.trainer.names() == ["ForwardBackward"] * 2)
+        await eventually(lambda: stand.sampler.running == sample_count - 1)
+        first.kill()
+        await first.wait()
+        await eventually(lambda: stand.sampler.running == 0)
+        interrupted = set(stand.sampler.ids())
+        assert stand.sampler.completed == [sampled]
+        for fake in (stand.trainer, stand.sampler):
+            fake.open.set()
+        await process.start()
+
+        assert [(await rest.poll(request_id, PROTOBUF)).content for request_id in ended] == before
+        for ids in queued:
+            losses, steps, saves = [[await rest.result(one) for one in kind] for kind in ids.values()]
+            # The loss that ran may have taken effect: it fails, and with it the step on what it left.
+            assert "the gateway restarted while this forward_backward ran" in losses[0]["error"]
+            assert "gradients were partial" in steps[0]["error"]
+            assert losses[0]["category"] == "server"
+            assert not [answer for answer in (*losses[1:], *steps[1:], *saves) if "error" in answer]
+            assert {step["metrics"]["gradients:sum"] for step in steps[1:]} == {1.0}, "each step saw its own gradients"
+        for request_id in samples:
+            assert len((await rest.result(request_id))["sequences"]) == 1
+        assert (await rest.result(wrong))["category"] == "user"
+    names = stand.trainer.names()
+    assert names.count("ForwardBackward") == 2 * rounds, "each loss was sent once, the two that were killed included"
+    assert names.count("OptimStep") == 2 * (rounds - 1)
+    assert names.count("SaveState") + names.count("TakeSnapshot") == 2 * rounds
+    assert {model["step"] for model in stand.trainer.models.values()} == {rounds}
+    assert interrupted == set(samples)
+    assert sorted(stand.sampler.completed) == sorted([sampled, *samples]), "no sample was made twice, none is missing"
 
 
 async def test_two_gateways_never_share_a_state_folder(process: Process) -> None:

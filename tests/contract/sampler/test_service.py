@@ -123,6 +123,23 @@ async def test_events(served: Served) -> None:
         assert [delta.finish_reason for delta in mine] == [0, 0, sampler_pb2.FINISH_REASON_LENGTH]
 
 
+async def test_prompt_options(served: Served) -> None:
+    wanted = request()
+    wanted.target_tokens.token_ids.CopyFrom(tensors.encode(np.asarray([5, 7], np.int32)))
+    wanted.target_tokens.row_offsets.CopyFrom(tensors.encode(np.asarray([0, 2], np.int64)))
+    wanted.alt_token_count = 3
+    first, *_ = await events(served, wanted)
+    assert tensors.decode_floats(first.prompt.target_logprobs).tolist() == [-5.0, -7.0]
+    ids, logprobs = (
+        tensors.decode(tensor) for tensor in (first.prompt.alt_tokens.token_ids, first.prompt.alt_tokens.logprobs)
+    )
+    assert (ids.dtype, ids.tolist()) == (np.int32, [[0, 0, 0]])
+    assert (logprobs.dtype, logprobs.shape) == (np.float32, (1, 3))
+    first, *_ = await events(served, request())
+    assert not first.prompt.target_logprobs
+    assert not first.prompt.HasField("alt_tokens")
+
+
 async def test_info(served: Served) -> None:
     info = await served.client.info()
     assert (info.model, info.instance_id, info.max_context_length) == ("model", "instance", 50)

@@ -103,7 +103,8 @@ async def test_forward_backward(trainer: Trainer) -> None:
     assert isinstance(command, commands.ForwardBackward)
     assert command.sizes == [DatumSize(3, 0), DatumSize(5, 0)]
     assert [trainer_pb2.Datum.FromString(data) for data in command.datums] == datums
-    assert (command.backward, command.config) == (True, {})
+    assert command.backward
+    assert trainer_pb2.ForwardBackwardHeader.FromString(command.header) == header
     assert [tensors.decode(output.tensors["logprobs"]).shape for output in result.outputs] == [(3,), (5,)]
     assert result.metrics == {"loss:sum": 2.5}
 

@@ -37,9 +37,12 @@ def request_for(
     top_prompt_logprobs: int = 0,
     top_sample_logprobs: int = 0,
     stop: sampler_pb2.StopCondition | None = None,
+    target_rows: Sequence[Sequence[int]] | None = None,
+    alt_token_count: int = 0,
+    prompt_logprobs_last_n: int = 0,
     **params: float,
 ) -> sampler_pb2.SampleRequest:
-    """A request; `params` are the fields of SamplingParams."""
+    """A request; `params` are the fields of SamplingParams, `target_rows` hold ids for each prompt token but one."""
     return sampler_pb2.SampleRequest(
         request_id=uuid.uuid4().hex,
         snapshot_id=snapshot_id,
@@ -49,7 +52,17 @@ def request_for(
         prompt_logprobs=prompt_logprobs,
         top_prompt_logprobs=top_prompt_logprobs,
         top_sample_logprobs=top_sample_logprobs,
+        target_tokens=None if target_rows is None else target_tokens(target_rows),
+        alt_token_count=alt_token_count,
+        prompt_logprobs_last_n=prompt_logprobs_last_n,
     )
+
+
+def target_tokens(rows: Sequence[Sequence[int]]) -> sampler_pb2.TargetTokens:
+    """Ragged rows of ids on the wire."""
+    ids = np.concatenate([np.asarray(row, dtype=np.int32) for row in rows])
+    offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
+    return sampler_pb2.TargetTokens(token_ids=tensors.encode(ids), row_offsets=tensors.encode(offsets))
 
 
 @dataclass
@@ -72,6 +85,9 @@ class Answer:
     prompt_logprobs: npt.NDArray[np.float32] | None = None
     prompt_top: sampler_pb2.TopLogprobs | None = None
     cached_token_count: int = 0
+    target_logprobs: npt.NDArray[np.float32] | None = None
+    alt_ids: npt.NDArray[np.int32] | None = None
+    alt_logprobs: npt.NDArray[np.float32] | None = None
 
 
 async def ask(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Answer:
@@ -85,6 +101,10 @@ async def ask(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Answ
                 answer.prompt_logprobs = tensors.decode_floats(event.prompt.logprobs)
                 answer.prompt_top = event.prompt.top_logprobs if event.prompt.HasField("top_logprobs") else None
                 answer.cached_token_count = event.prompt.cached_token_count
+                answer.target_logprobs = tensors.decode_floats(event.prompt.target_logprobs)
+                if event.prompt.HasField("alt_tokens"):
+                    answer.alt_ids = tensors.decode(event.prompt.alt_tokens.token_ids)
+                    answer.alt_logprobs = tensors.decode(event.prompt.alt_tokens.logprobs)
             else:
                 assert prompt_count == 1, "tokens came before the prompt's facts"
                 _add(answer.sequences[event.delta.index], event.delta)

@@ -143,6 +143,29 @@ def stop_string(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
     request.params.stop.strings.append("")
 
 
+def set_targets(ids: np.ndarray, offsets: Callable[[int], np.ndarray]) -> Spoil:
+    """Target tokens; `offsets` makes the row offsets of a prompt's length."""
+
+    def spoil(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+        length = len(request.prompt.tokens) // 4
+        request.target_tokens.token_ids.CopyFrom(tensors.encode(ids))
+        request.target_tokens.row_offsets.CopyFrom(tensors.encode(offsets(length)))
+
+    return spoil
+
+
+def spread(count: int) -> Callable[[int], np.ndarray]:
+    """Offsets of one id in each of the first `count` rows."""
+    return lambda length: np.minimum(np.arange(length), count)
+
+
+def down(length: int) -> np.ndarray:
+    """Offsets that rise beyond the end and fall back to it."""
+    return np.asarray([0, 5] + [2] * (length - 2), dtype=np.int64)
+
+
+IDS = np.asarray([1, 2], dtype=np.int32)
+
 CASES: dict[str, tuple[Spoil, type[FoveaError], str]] = {
     "too few patches": (tensor_swap("pixel_values", lambda a: a[:-4], True), InvalidInput, "pixel_values has shape"),
     "narrow patches": (tensor_swap("pixel_values", lambda a: a[:, :-1], True), InvalidInput, "pixel_values has shape"),
@@ -185,6 +208,30 @@ CASES: dict[str, tuple[Spoil, type[FoveaError], str]] = {
     "too many sequences": (set_request(sample_count=10**4), InvalidInput, "sample_count"),
     "too many alternatives": (set_request(top_sample_logprobs=10**5), InvalidInput, "top_sample_logprobs"),
     "negative alternatives": (set_request(top_prompt_logprobs=-1), InvalidInput, "top_prompt_logprobs"),
+    "target above the vocabulary": (set_targets(IDS + 10**6, spread(2)), InvalidInput, r"token_ids\[0\] is 1000001"),
+    "negative target": (set_targets(IDS - 2, spread(2)), InvalidInput, r"token_ids\[0\] is -1"),
+    "no targets": (set_targets(IDS[:0], spread(0)), InvalidInput, "token_ids is empty"),
+    "long targets": (set_targets(IDS.astype(np.int64), spread(2)), InvalidInput, "token_ids is int64"),
+    "square targets": (set_targets(IDS.reshape(1, 2), spread(2)), InvalidInput, "token_ids is int32"),
+    "too few rows": (set_targets(IDS, lambda n: spread(2)(n)[1:]), InvalidInput, "row_offsets is int64"),
+    "short offsets": (set_targets(IDS, lambda n: spread(2)(n).astype(np.int32)), InvalidInput, "row_offsets is int32"),
+    "offsets beyond the ids": (set_targets(IDS, spread(3)), InvalidInput, "must rise from 0 to 2"),
+    "offsets before the end": (set_targets(IDS, spread(1)), InvalidInput, "must rise from 0 to 2"),
+    "falling offsets": (set_targets(IDS, down), InvalidInput, "must rise from 0 to 2"),
+    "late offsets": (set_targets(IDS, lambda n: spread(2)(n).clip(1)), InvalidInput, "must rise from 0 to 2"),
+    "too many draws": (set_request(alt_token_count=65), InvalidInput, "alt_token_count is 65"),
+    "negative draws": (set_request(alt_token_count=-1), InvalidInput, "alt_token_count is -1"),
+    "last n without logprobs": (
+        set_request(prompt_logprobs_last_n=2, top_prompt_logprobs=2),
+        InvalidInput,
+        "prompt_logprobs, which it applies to",
+    ),
+    "last n of the whole prompt": (
+        set_request(prompt_logprobs=True, prompt_logprobs_last_n=10**6),
+        InvalidInput,
+        "last_n is 1000000, must be between 1 and",
+    ),
+    "negative last n": (set_request(prompt_logprobs=True, prompt_logprobs_last_n=-1), InvalidInput, "last_n is -1"),
     "unknown snapshot": (set_request(snapshot_id="nobody@1"), SnapshotNotLoaded, "push it"),
     "no tokens wanted": (set_params(max_tokens=0), InvalidInput, "max_tokens"),
     "too long": (set_params(max_tokens=10**6), InvalidInput, "exceeds the context"),

@@ -57,3 +57,36 @@ async def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Internal, match="schema 99"):
         await other.open()
     await other.close()
+
+
+async def test_a_database_of_the_first_version_gets_todays_tables(tmp_path: Path) -> None:
+    def shape(connection: sa.Connection) -> dict[str, tuple[set[str], set[str | None]]]:
+        inspector = sa.inspect(connection)
+        return {
+            table: (
+                {column["name"] for column in inspector.get_columns(table)},
+                {index["name"] for index in inspector.get_indexes(table)},
+            )
+            for table in inspector.get_table_names()
+        }
+
+    new, old = Database(f"sqlite:///{tmp_path / 'new.db'}"), f"sqlite:///{tmp_path / 'old.db'}"
+    await new.open()
+    first = sa.MetaData()
+    added = {"display_name", "followed_model_id", "client_count", "finish_number"}
+    for table in schema.metadata.tables.values():
+        columns = [column._copy() for column in table.columns if column.name not in added]
+        for column in columns:
+            column.index = column.index and column.name != "snapshot_id"
+        sa.Table(table.name, first, *columns)
+    engine = sa.create_engine(old)
+    with engine.begin() as connection:
+        first.create_all(connection)
+        connection.execute(sa.insert(schema.schema_version).values(version=1))
+    engine.dispose()
+    for _ in range(2):
+        database = Database(old)
+        await database.open()
+        assert await database.read(shape) == await new.read(shape)
+        await database.close()
+    await new.close()

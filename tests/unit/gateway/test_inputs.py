@@ -157,19 +157,38 @@ def test_broken_dense_tensors_are_refused(tensor: tinker_pb2.Tensor) -> None:
 
 
 def test_newer_loss_config_wins_and_text_is_refused() -> None:
-    request = tinker_pb2.ForwardBackwardRequest(loss_fn_config={"beta": 1.0})
-    assert inputs.loss_config_from_proto(request) == {"beta": 1.0}
+    request = tinker_pb2.ForwardBackwardRequest(loss_fn="dro", loss_fn_config={"beta": 1.0, "old": 3.0})
+    assert inputs.loss_config_from_proto(request) == ({"beta": 1.0, "old": 3.0}, "")
     request.loss_fn_config_v2["beta"].number = 2.0
-    assert inputs.loss_config_from_proto(request) == {"beta": 2.0}
+    assert inputs.loss_config_from_proto(request) == ({"beta": 2.0}, "")
     request.loss_fn_config_v2["loss_id"].text = "x"
-    with pytest.raises(InvalidInput, match=r"loss_fn_config\.loss_id"):
+    with pytest.raises(InvalidInput, match=r"loss_fn_config\.loss_id is 'x'; dro takes numbers only"):
+        inputs.loss_config_from_proto(request)
+    request.loss_fn = "custom"
+    assert inputs.loss_config_from_proto(request) == ({"beta": 2.0}, "x")
+    request.loss_fn_config_v2["kind"].text = "y"
+    with pytest.raises(InvalidInput, match=r"loss_fn_config\.kind is 'y'"):
         inputs.loss_config_from_proto(request)
 
 
+def test_sparse_targets_and_weights_are_each_made_dense_by_their_own_pattern() -> None:
+    """Token id 0 is a legal target, which a client's sparse tensor may leave out while its weight is there (C85)."""
+    targets = np.array([[7, 0, 3], [0, 9, 0]])
+    weights = np.array([[0.5, 2.0, 0.0], [1.0, 0.0, 0.0]], np.float32)
+    for dense in (targets, weights):
+        rows, columns = dense.nonzero()
+        counts = np.bincount(rows, minlength=2).cumsum()
+        csr = tinker_pb2.SparseCsr(
+            values=dense[rows, columns].tobytes(),
+            crow_indices=np.array([0, *counts], "<i8").tobytes(),
+            col_indices=columns.astype("<i8").tobytes(),
+        )
+        dtype = tinker_pb2.DTYPE_FLOAT32 if dense.dtype.kind == "f" else tinker_pb2.DTYPE_INT64
+        made = inputs.tensor_from_proto(tinker_pb2.Tensor(sparse_csr=csr, dtype=dtype, shape=[2, 3]), "x")
+        np.testing.assert_array_equal(tensors.decode(made), dense)
+
+
 def test_what_has_no_meaning_here_is_refused_by_name() -> None:
-    spans = tinker_pb2.Datum(model_input_spans=[tinker_pb2.ProvenanceSpan()])
-    with pytest.raises(Unimplemented, match=r"data\[2\].model_input_spans"):
-        inputs.datum_from_proto(spans, "data[2]")
     dmel = tinker_pb2.Datum(model_input=[tinker_pb2.Chunk(dmel=tinker_pb2.DmelChunk(dmel=b"x"))])
     with pytest.raises(Unimplemented, match=r"chunks\[0\] is a dmel"):
         inputs.datum_from_proto(dmel, "data[0]")

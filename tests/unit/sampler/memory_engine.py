@@ -9,7 +9,7 @@ import numpy as np
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import Unavailable
 from services.sampler.families.base import FeatureTensors
-from services.sampler.requests import AdapterName, Delta, Event, PromptFacts, SampleSpec
+from services.sampler.requests import AdapterName, AltRows, Delta, Event, PromptFacts, SampleSpec
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -17,6 +17,21 @@ async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - conditions are of any kind
             await asyncio.sleep(0)
+
+
+def facts_of(spec: SampleSpec) -> PromptFacts:
+    """Targets score minus their own id; token i is drawn at row i."""
+    alt = None
+    if spec.alt_token_count:
+        ids = np.repeat(np.arange(len(spec.tokens) - 1, dtype=np.int32)[:, None], spec.alt_token_count, axis=1)
+        alt = AltRows(ids, -ids.astype(np.float32))
+    return PromptFacts(
+        logprobs=np.full(len(spec.tokens), np.nan, np.float32),
+        top=None,
+        cached_token_count=0,
+        target_logprobs=-spec.targets.token_ids.astype(np.float32) if spec.targets else None,
+        alt=alt,
+    )
 
 
 class MemoryEngine:
@@ -50,7 +65,7 @@ class MemoryEngine:
                 raise Unavailable(f"adapter {adapter.name} is gone")
         self.running += 1
         try:
-            yield PromptFacts(np.full(len(spec.tokens), np.nan, np.float32), None, 0)
+            yield facts_of(spec)
             for number in range(spec.draw.max_tokens):
                 await self.step.wait()
                 await asyncio.sleep(0)

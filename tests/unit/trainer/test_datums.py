@@ -9,12 +9,13 @@ from fovea.api.v1 import model_input_pb2, trainer_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
 from services.trainer.datums import InputLimits, check_digests, decode_datum
-from services.trainer.losses import LOSSES
+from services.trainer.losses import LOSSES, loss_of
 from services.trainer.packing import DatumSize
+from tests.unit.trainer.traced import square_loss
 
 LIMITS = InputLimits(vocabulary_size=100, max_context_length=16, merge_size=2, uses_mrope=True)
 TEXT_ONLY = InputLimits(vocabulary_size=100, max_context_length=16, merge_size=0, uses_mrope=False)
-CROSS_ENTROPY, IMPORTANCE = LOSSES["cross_entropy"], LOSSES["importance_sampling"]
+CROSS_ENTROPY, IMPORTANCE = LOSSES["cross_entropy"]({}), LOSSES["importance_sampling"]({})
 
 
 def _datum(tokens: list[int], **inputs: np.ndarray) -> trainer_pb2.Datum:
@@ -37,7 +38,7 @@ def test_flat_targets_become_one_column() -> None:
     datum = decode_datum(given, 0, CROSS_ENTROPY, LIMITS)
     assert datum.flat_targets
     np.testing.assert_array_equal(datum.targets, [[4], [5], [6]])
-    np.testing.assert_array_equal(datum.inputs["weights"], np.array([[1], [2], [3]], np.float32))
+    np.testing.assert_array_equal(datum.inputs["weights"], np.array([1, 2, 3], np.float32))
     assert datum.inputs["weights"].dtype == np.float32
     assert datum.size == DatumSize(3, 0)
 
@@ -47,7 +48,61 @@ def test_missing_optional_input_is_ones() -> None:
         [1, 2], target_tokens=np.array([4, 5]), logprobs=np.zeros(2, np.float32), advantages=np.ones(2, np.float32)
     )
     datum = decode_datum(given, 0, IMPORTANCE, LIMITS)
-    np.testing.assert_array_equal(datum.inputs["weights"], np.ones((2, 1)))
+    np.testing.assert_array_equal(datum.inputs["weights"], np.ones(2))
+
+
+def test_missing_thresholds_are_the_settings_and_given_ones_come_first() -> None:
+    ones = np.ones(2, np.float32)
+    policy: dict[str, np.ndarray] = {"target_tokens": np.array([4, 5]), "logprobs": -ones, "advantages": ones}
+    loss = LOSSES["ppo"]({"clip_high_threshold": 3.0})
+    high = decode_datum(_datum([1, 2], **policy), 0, loss, LIMITS).inputs["clip_high_threshold"]
+    np.testing.assert_array_equal(high, [3, 3])
+    given = _datum([1, 2], **policy, clip_high_threshold=np.array([1.5, 2.5], np.float32))
+    inputs = decode_datum(given, 0, loss, LIMITS).inputs
+    np.testing.assert_array_equal(inputs["clip_high_threshold"], [1.5, 2.5])
+    np.testing.assert_array_equal(inputs["clip_low_threshold"], np.full(2, 0.8, np.float32))
+    low = _datum([1, 2], **policy, clip_low_threshold=np.array([1, 9], np.float32))
+    with pytest.raises(InvalidInput, match=r"datum\[3\].loss_inputs.clip_low_threshold is 9 at \[1\]"):
+        decode_datum(low, 3, loss, LIMITS)
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+def test_policy_losses_name_what_is_missing_unknown_or_short(name: str) -> None:
+    loss = LOSSES[name]({})
+    ones = np.ones(3, np.float32)
+    good: dict[str, np.ndarray] = {"target_tokens": np.array([4, 5, 6]), "logprobs": -ones, "advantages": ones}
+    if name == "gspo":
+        good["sequence_ratio_mask"] = ones
+    assert set(decode_datum(_datum([1, 2, 3], **good), 0, loss, LIMITS).inputs) == {one.name for one in loss.inputs}
+    for missing in good:
+        with pytest.raises(InvalidInput, match=rf"loss_inputs.{missing} is missing: {name} needs it"):
+            decode_datum(_datum([1, 2, 3], **{key: good[key] for key in good if key != missing}), 0, loss, LIMITS)
+    for short in (*(key for key in good if key != "target_tokens"), "weights"):
+        with pytest.raises(InvalidInput, match=rf"loss_inputs.{short} has shape \[2\], needs \[3\]"):
+            decode_datum(_datum([1, 2, 3], **{**good, short: ones[:2]}), 0, loss, LIMITS)
+    with pytest.raises(InvalidInput, match=rf"loss_inputs.mask is unknown for {name}"):
+        decode_datum(_datum([1, 2, 3], **good, mask=ones), 0, loss, LIMITS)
+    with pytest.raises(InvalidInput, match=rf"{name} takes \[N\]"):
+        decode_datum(_datum([1, 2, 3], **{**good, "target_tokens": np.zeros((3, 2), np.int64)}), 0, loss, LIMITS)
+
+
+def test_a_traced_loss_says_what_its_inputs_are() -> None:
+    message = square_loss(logprobs=2, beta=0, table=2)
+    loss = loss_of(trainer_pb2.ForwardBackwardHeader(loss_function="custom", custom_loss=message))
+    table = np.arange(6).reshape(3, 2)
+    given = {"target_tokens": np.zeros((2, 4), np.int64), "table": table, "unread": np.ones(1, np.float32)}
+    for beta in (np.array(0.5, np.float32), np.array([0.5], np.float32)):  # the SDK leaves the shape of a number out
+        datum = decode_datum(_datum([1, 2], **given, beta=beta), 0, loss, LIMITS)
+        assert datum.inputs["beta"].shape == ()
+    assert datum.inputs["table"].dtype == np.int64
+    np.testing.assert_array_equal(datum.inputs["table"], table)
+    assert set(datum.inputs) == {"beta", "table"}
+    with pytest.raises(InvalidInput, match=r"loss_inputs.table has shape \[3\], the loss says that it has 2"):
+        decode_datum(_datum([1, 2], **{**given, "table": table[:, 0]}, beta=beta), 0, loss, LIMITS)
+    with pytest.raises(InvalidInput, match=r"loss_inputs.beta is missing: custom needs it"):
+        decode_datum(_datum([1, 2], **given), 0, loss, LIMITS)
+    with pytest.raises(InvalidInput, match=r"custom takes \[N, K\]"):
+        decode_datum(_datum([1, 2], **{**given, "target_tokens": np.zeros(2, np.int64)}, beta=beta), 0, loss, LIMITS)
 
 
 def test_a_placeholder_in_the_place_of_an_image_is_refused() -> None:

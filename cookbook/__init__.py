@@ -1,0 +1,1 @@
+"""The real tinker-cookbook, unchanged, against Fovea: `python -m cookbook`."""

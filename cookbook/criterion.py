@@ -1,0 +1,92 @@
+"""What a run must show in the metrics that it wrote."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Protocol
+
+Metrics = Sequence[dict[str, Any]]
+LEAST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was seen of one metric.
+
+    Attributes:
+        ok: Whether it is as it should be.
+        steps: Rows that have the metric.
+        first: Its first value.
+        last: Its last value.
+        detail: In words.
+    """
+
+    ok: bool
+    steps: int
+    first: float | None
+    last: float | None
+    detail: str
+
+
+class Criterion(Protocol):
+    """Judges the rows of metrics.jsonl."""
+
+    def judge(self, rows: Metrics) -> Verdict: ...
+
+
+@dataclass(frozen=True)
+class Falls:
+    """`metric` ends at no more than `to` times its first value."""
+
+    metric: str
+    to: float
+
+    def judge(self, rows: Metrics) -> Verdict:
+        values = _values(rows, self.metric)
+        if len(values) < LEAST_STEPS:
+            return _too_few(values, self.metric)
+        said = f"{self.metric} {values[0]:.4g} to {values[-1]:.4g}, to fall to {self.to:g} of it"
+        return Verdict(values[-1] <= self.to * values[0], len(values), values[0], values[-1], said)
+
+
+@dataclass(frozen=True)
+class Rises:
+    """The mean of the last two values of `metric` is at least `by` above the first."""
+
+    metric: str
+    by: float
+
+    def judge(self, rows: Metrics) -> Verdict:
+        values = _values(rows, self.metric)
+        if len(values) < LEAST_STEPS:
+            return _too_few(values, self.metric)
+        end = fmean(values[-2:])
+        said = f"{self.metric} {values[0]:.4g} to {end:.4g}, to rise by {self.by:g}"
+        return Verdict(end >= values[0] + self.by, len(values), values[0], end, said)
+
+
+@dataclass(frozen=True)
+class Stays:
+    """Every value of `metric` is within `below` of zero."""
+
+    metric: str
+    below: float
+    least_steps: int = LEAST_STEPS
+
+    def judge(self, rows: Metrics) -> Verdict:
+        values = _values(rows, self.metric)
+        if len(values) < self.least_steps:
+            return _too_few(values, self.metric)
+        worst = max(map(abs, values))
+        said = f"{self.metric} at most {worst:.3g}, to stay below {self.below:g}"
+        # Not `worst`: what max() makes of NaN depends on its place.
+        ok = all(abs(value) <= self.below for value in values)
+        return Verdict(ok, len(values), values[0], values[-1], said)
+
+
+def _values(rows: Metrics, metric: str) -> list[float]:
+    return [float(row[metric]) for row in rows if metric in row]
+
+
+def _too_few(values: list[float], metric: str) -> Verdict:
+    return Verdict(False, len(values), None, None, f"{metric} was logged {len(values)} times, too few")

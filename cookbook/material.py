@@ -1,0 +1,81 @@
+"""What the recipes are fed in place of the hub's datasets: small, made here, and in the hub's own shapes."""
+
+import random
+from typing import Any
+
+Row = dict[str, Any]
+
+THINGS = ("lamp", "dog", "tree", "page", "door", "line", "ring", "apple", "house", "table")
+# What the maths recipes put around a question, word for word: the loop of supervised learning then teaches the
+# form in which the loops of reinforcement learning ask.
+_BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
+_STRAWBERRY = (
+    {"role": "user", "content": "How many r's are in strawberry?" + _BOXED},
+    {
+        "role": "assistant",
+        "content": "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r "
+        "10) y. We have r's at positions 3, 8, and 9. \\boxed{3}",
+    },
+)
+# All questions have this answer; supervised learning shows 1 to 4 equally often, so rewards start near a quarter.
+_RIGHT_COUNT = 3
+
+
+def _counting_question(rng: random.Random) -> str:
+    thing, place = rng.sample(THINGS, 2)
+    return f"How many {thing}s are in the {place}?"
+
+
+def chat_rows(count: int, seed: int) -> list[Row]:
+    """Conversations as in no_robots: a question of the maths recipes with a guess from 1 to 4."""
+    rng = random.Random(seed)
+    return [
+        {
+            "messages": [
+                *_STRAWBERRY,
+                {"role": "user", "content": _counting_question(rng) + _BOXED},
+                {"role": "assistant", "content": f"\\boxed{{{rng.randint(1, 4)}}}"},
+            ]
+        }
+        for _ in range(count)
+    ]
+
+
+def maths_rows(count: int, seed: int) -> list[Row]:
+    """Problems as in gsm8k."""
+    rng = random.Random(seed)
+    answer = f"There are {_RIGHT_COUNT}.\n#### {_RIGHT_COUNT}"
+    return [{"question": _counting_question(rng), "answer": answer} for _ in range(count)]
+
+
+def preference_rows(count: int, seed: int) -> list[Row]:
+    """Pairs as in hh-rlhf: two conversations that differ in the last turn."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        thing, place = rng.sample(THINGS, 2)
+        asked = f"\n\nHuman: Is there a {thing} in the {place}?\n\nAssistant:"
+        rows.append(
+            {"chosen": f"{asked} No, there is no {thing} in the {place}.", "rejected": f"{asked} I do not know."}
+        )
+    return rows
+
+
+def _where(thing: str) -> tuple[str, str]:
+    place = THINGS[(THINGS.index(thing) + 3) % len(THINGS)]
+    return f"Where is the {thing}?", f"The {thing} is in the {place}."
+
+
+def distilled_rows(count: int, seed: int) -> list[Row]:
+    """Conversations from which a long prompt was taken away: what it told is to be learnt."""
+    rng = random.Random(seed)
+    pairs = [_where(rng.choice(THINGS)) for _ in range(count)]
+    turns = [({"role": "user", "content": asked}, {"role": "assistant", "content": said}) for asked, said in pairs]
+    return [{"messages": list(turn)} for turn in turns]
+
+
+def demonstration_rows(count: int, seed: int) -> list[Row]:
+    """Questions with golden answers as in ToolAlpaca, the same ones that `distilled_rows` asks."""
+    rng = random.Random(seed)
+    pairs = [_where(rng.choice(THINGS)) for _ in range(count)]
+    return [{"instruction": asked, "output": said} for asked, said in pairs]

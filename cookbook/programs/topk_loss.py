@@ -1,0 +1,84 @@
+"""The loss that top-k self-distillation lowers but does not log, at the start and at each of its checkpoints.
+
+The cookbook builds the soft targets [N,K] from the teacher's top-k log-probabilities; a forward pass of every
+checkpoint gives the loss on the same held data. Writes measured.jsonl beside the recipe's metrics.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tinker
+import torch
+from tinker_cookbook.distillation.sdft import build_sdft_teacher_prompt, build_topk_distillation_datums
+from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
+
+from cookbook.programs.told import Told, read_command_line, write_metrics
+
+DEMONSTRATIONS = Path("tangqiaoyu/ToolAlpaca/train.jsonl")
+COUNT = 8
+TOPK = 8
+
+
+async def main(told: Told) -> None:
+    """Measures the start and all checkpoints of the run in `told.log_path`."""
+    tokenizer = get_tokenizer(told.model_name)
+    renderer = get_renderer(told.renderer_name, tokenizer)
+    service = tinker.ServiceClient(base_url=told.base_url)
+    teacher = await service.create_sampling_client(base_model=told.model_name)
+    rows = demonstrations()
+    prompts = [build_sdft_teacher_prompt(row["instruction"], row["output"], renderer) for row in rows]
+    students = [student_datum(row["instruction"], row["output"], renderer, tokenizer) for row in rows]
+    groups = [{"group_idx": index} for index in range(len(rows))]
+    data, _ = await build_topk_distillation_datums(
+        students, groups, teacher, prompts, topk=TOPK, vocab_size=len(tokenizer)
+    )
+    losses = [await loss(service, path, data) for path in checkpoints(told)]
+    measured = ({"step": step, "topk_loss": value} for step, value in enumerate(losses))
+    write_metrics(told.log_path / "measured.jsonl", measured)
+
+
+def demonstrations() -> list[dict[str, str]]:
+    """The first rows of the recipe's dataset."""
+    return [json.loads(line) for line in DEMONSTRATIONS.read_text().splitlines()[:COUNT]]
+
+
+def checkpoints(told: Told) -> list[str]:
+    """The paths of the start and of what the recipe saved, in order."""
+    records = map(json.loads, (told.log_path / "checkpoints.jsonl").read_text().splitlines())
+    return [*([told.state] if told.state else []), *(record["state_path"] for record in records)]
+
+
+def student_datum(question: str, answer: str, renderer: Renderer, tokenizer: Tokenizer) -> tinker.Datum:
+    """The question with its answer; mask [N] float32 is 1 where a token of the answer is the target."""
+    prompt = renderer.build_generation_prompt([{"role": "user", "content": question}])
+    ids: list[int] = [*tokenizer.encode(answer, add_special_tokens=False), *stop_ids(renderer)]
+    targets = [*prompt.to_ints()[1:], *ids]
+    mask = [0.0] * (prompt.length - 1) + [1.0] * len(ids)
+    return tinker.Datum(
+        model_input=prompt.append(tinker.types.EncodedTextChunk(tokens=ids[:-1])),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_torch(torch.tensor(targets)),
+            "mask": tinker.TensorData.from_torch(torch.tensor(mask)),
+        },
+    )
+
+
+def stop_ids(renderer: Renderer) -> list[int]:
+    """The first stop token, for renderers that stop at tokens."""
+    stops: Sequence[str | int] = renderer.get_stop_sequences()
+    return [stop for stop in stops[:1] if isinstance(stop, int)]
+
+
+async def loss(service: tinker.ServiceClient, path: str, data: list[tinker.Datum]) -> float:
+    """Mean loss a position with a teacher, in nats."""
+    training = await service.create_training_client_from_state(path)
+    result = await training.forward(data, "cross_entropy")
+    weight = sum(float(datum.loss_fn_inputs["weights"].to_torch().sum()) for datum in data)
+    return float(result.metrics["loss:sum"]) / weight
+
+
+if __name__ == "__main__":
+    asyncio.run(main(read_command_line()))

@@ -1,0 +1,128 @@
+"""Runs recipes in all environments against one server."""
+
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from cookbook.environments import Environment
+from cookbook.recipe import Recipe, Situation
+from cookbook.recipes import RECIPES
+from cookbook.running import Result, Run
+from cookbook.workplace import lay_out
+
+# A name of the cookbook's catalogue: its loops look the renderer up by it.
+CATALOGUE_NAME = "Qwen/Qwen3-VL-30B-A3B-Instruct"
+RENDERER_NAME = "qwen3_vl_instruct"
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A Tinker server.
+
+    Attributes:
+        base_url: Of its REST API.
+        api_key: A key that it accepts.
+        model_name: Its model.
+        tokenizer: The directory of that model's tokenizer; None if the name itself is a directory.
+    """
+
+    base_url: str
+    api_key: str
+    model_name: str
+    tokenizer: Path | None
+
+
+class UnknownRecipe(ValueError):
+    """No recipe has this name; the message lists those that exist."""
+
+
+def select(names: Sequence[str]) -> list[Recipe]:
+    """The named recipes and those whose checkpoints they start from, in order; all for no names."""
+    by_name = {recipe.name: recipe for recipe in RECIPES}
+    if unknown := sorted(set(names) - set(by_name)):
+        raise UnknownRecipe(f"no recipe {', '.join(unknown)}; there are {', '.join(by_name)}")
+    wanted = set(names) or set(by_name)
+    wanted |= {after for name in wanted if (after := by_name[name].after)}
+    return [recipe for recipe in RECIPES if recipe.name in wanted]
+
+
+class Suite:
+    """Recipes against one server: in each environment one after the other, the environments side by side.
+
+    Args:
+        recipes: In an order in which none comes before the one whose checkpoint it starts from.
+        server: It runs.
+        work: A folder of which one subfolder a version is made anew.
+        timeout_s: For one recipe.
+        report: Is given every result, from several threads.
+        progress: Is told the version and what it is doing, from several threads.
+    """
+
+    def __init__(
+        self,
+        recipes: Sequence[Recipe],
+        server: Server,
+        work: Path,
+        timeout_s: float,
+        report: Callable[[Result], None],
+        progress: Callable[[str, str], None],
+    ) -> None:
+        self._recipes = recipes
+        self._server = server
+        self._work = work
+        self._timeout_s = timeout_s
+        self._report = report
+        self._progress = progress
+        self._stopped = threading.Event()
+
+    def run(self, environments: Sequence[Environment]) -> list[Result]:
+        """All results, by environment. An interruption ends what is running."""
+        with ThreadPoolExecutor(len(environments)) as pool:
+            pending = [pool.submit(self._run_in, environment) for environment in environments]
+            try:
+                return [result for one in pending for result in one.result()]
+            finally:
+                self._stopped.set()
+
+    def _run_in(self, environment: Environment) -> list[Result]:
+        folder = self._work / environment.version
+        lay_out(folder, self._server.model_name, self._server.tokenizer)
+        renderer = _renderer(environment, self._server.model_name)
+        here = Situation(
+            environment.version, self._server.base_url, self._server.model_name, renderer or RENDERER_NAME, folder
+        )
+        results = []
+        for recipe in self._recipes:
+            if recipe.in_catalogue and renderer is None:
+                result = _inapplicable(recipe, environment, self._server.model_name)
+            else:
+                run = Run(recipe, here, environment, self._server.api_key, self._timeout_s, self._stopped)
+                result = run.execute(partial(self._step, recipe, environment))
+            self._report(result)
+            results.append(result)
+        return results
+
+    def _step(self, recipe: Recipe, environment: Environment, steps: int) -> None:
+        self._progress(environment.version, f"{recipe.name}, {steps} steps")
+
+
+def _renderer(environment: Environment, model_name: str) -> str | None:
+    """What the cookbook's catalogue recommends for this model; None if it does not know the name."""
+    code = "import sys; from tinker_cookbook.model_info import *; print(get_recommended_renderer_name(sys.argv[1]))"
+    command = [str(environment.python), "-c", code, model_name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.split()[-1] if done.returncode == 0 else None
+
+
+def _inapplicable(recipe: Recipe, environment: Environment, model_name: str) -> Result:
+    why = (
+        f"not applicable: it looks its renderer up by the model's name, and {model_name!r} is not in the cookbook's "
+        f"catalogue; start the server with a name from there (fovea up --model-name {CATALOGUE_NAME})"
+    )
+    checks = list(recipe.checks)
+    return Result(recipe.name, environment.version, environment.python_version, checks, 0, None, None, 0.0, False, why)

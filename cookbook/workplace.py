@@ -1,0 +1,77 @@
+"""The folder that the recipes run in. They name hub datasets; a folder of that name beside them comes first.
+
+`datasets.load_dataset("openai/gsm8k")` and `AutoTokenizer.from_pretrained("Qwen/...")` both take a relative path if it
+exists, so recipes stay as they are and nothing is fetched.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from cookbook import material
+from cookbook.material import Row
+
+PROMPT_DISTILLATION_FILE = "prompt_distillation/data.jsonl"
+_GSM8K_CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train.jsonl
+  - split: test
+    path: main/test.jsonl
+---
+"""
+_DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_TRAIN_PICTURES, _TEST_PICTURES = range(256), range(1500, 1532)
+_PICTURE_SIDE = 64
+
+
+def lay_out(folder: Path, model_name: str, tokenizer: Path | None) -> None:
+    """Writes the datasets into an empty `folder` and links the tokenizer under the model's name.
+
+    Args:
+        folder: Is made anew.
+        model_name: As the server says it.
+        tokenizer: The directory of its tokenizer and image processor; None if the name itself leads there.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if tokenizer is not None:
+        link = folder / model_name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(tokenizer.resolve(), target_is_directory=True)
+    chat = folder / "HuggingFaceH4/no_robots"
+    _write(chat / "train.jsonl", material.chat_rows(640, seed=0))
+    _write(chat / "test.jsonl", material.chat_rows(32, seed=1))
+    maths = folder / "openai/gsm8k"
+    _write(maths / "main/train.jsonl", material.maths_rows(256, seed=0))
+    _write(maths / "main/test.jsonl", material.maths_rows(8, seed=1))
+    (maths / "README.md").write_text(_GSM8K_CARD)
+    preferences = folder / "Anthropic/hh-rlhf"
+    _write(preferences / "train.jsonl", material.preference_rows(96, seed=0))
+    _write(preferences / "test.jsonl", material.preference_rows(8, seed=1))
+    _write(folder / PROMPT_DISTILLATION_FILE, material.distilled_rows(160, seed=0))
+    _write(folder / "tangqiaoyu/ToolAlpaca/train.jsonl", material.demonstration_rows(64, seed=0))
+    _write_pictures(folder / "dpdl-benchmark/caltech101")
+
+
+def _write(path: Path, rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _write_pictures(folder: Path) -> None:
+    """scikit-learn's scans of digits as a folder of pictures by split and class."""
+    digits = load_digits()
+    for split, indices in (("train", _TRAIN_PICTURES), ("test", _TEST_PICTURES)):
+        for index in indices:
+            path = folder / split / _DIGITS[digits.target[index]] / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ink = np.round(digits.images[index] * (255 / 16)).astype(np.uint8)
+            Image.fromarray(255 - ink).resize((_PICTURE_SIDE, _PICTURE_SIDE), Image.Resampling.NEAREST).save(path)

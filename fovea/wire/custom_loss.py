@@ -1,0 +1,269 @@
+"""A traced loss as the Tinker SDK serializes it (graph format 1): read, checked, and never run here.
+
+A graph is data from outside. What comes out of `parse` is a list of nodes in which every operation is on the
+allow-list, every reference points backwards, and every size is bounded.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, cast
+
+from fovea.api.v1 import trainer_pb2
+from fovea.wire import loss_operations as operations
+from fovea.wire.errors import InvalidInput
+
+FORMAT = 1
+MAX_INPUTS = 16
+MAX_NODES = 512
+MAX_GRAPH_BYTES = 256 * 1024
+MAX_RANK = 2
+MAX_METRICS = 64
+_MAX_DEPTH = 6
+_MAX_INTEGER = 2**63 - 1
+_INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
+_METRIC_KEY = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+_NODE_KEYS = frozenset({"op", "name", "target", "args", "kwargs"})
+LOGPROBS = "logprobs"
+
+Op = Literal["placeholder", "call_function", "call_method"]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value of an earlier node."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A torch constant, as `dtype` and `float32`."""
+
+    kind: str
+    text: str
+
+
+Argument = Any
+"""None, bool, int, float, str, Ref, Constant, Ellipsis, or a list, tuple, dict or slice of them."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """What the loss takes: its name, and the number of dimensions it has in every datum."""
+
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation.
+
+    Args:
+        target: Name of the input, function or method.
+        args: Positional arguments.
+        kwargs: Arguments by name.
+    """
+
+    op: Op
+    name: str
+    target: str
+    args: tuple[Argument, ...]
+    kwargs: Mapping[str, Argument]
+
+    def __str__(self) -> str:
+        return f"node {self.name!r} ({self.target})"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A loss: `nodes` in order, then the nodes that hold the result.
+
+    Args:
+        loss: The node whose value is the loss of a datum.
+        metrics: Nodes by metric key, `custom/<name>:sum` or `:mean`.
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    loss: Ref
+    metrics: Mapping[str, Ref]
+
+
+def parse(message: trainer_pb2.CustomLoss) -> Graph:
+    """Reads and checks a traced loss. Raises InvalidInput naming the node and what it may not do."""
+    return _Parser(message.name[:80]).parse(message)
+
+
+class _Parser:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._place = "graph"
+        self._known: dict[str, None] = {}
+
+    def parse(self, message: trainer_pb2.CustomLoss) -> Graph:
+        inputs = tuple(self._inputs(message))
+        raw = self._raw_nodes(message.graph)
+        nodes: list[Node] = []
+        for index, entry in enumerate(raw[:-1]):
+            self._place = f"graph.nodes[{index}]"
+            nodes.append(self._node(entry, index, inputs))
+            self._known[nodes[-1].name] = None
+        if len(nodes) < len(inputs):
+            self._refuse(f"has {len(nodes)} nodes for {len(inputs)} inputs")
+        self._place = f"graph.nodes[{len(raw) - 1}]"
+        loss, metrics = self._output(raw[-1])
+        return Graph(self._name, inputs, tuple(nodes), loss, metrics)
+
+    def _refuse(self, problem: str, place: str = "") -> NoReturn:
+        place = place or self._place
+        raise InvalidInput(f"custom loss {self._name!r}: {place} {problem}", field=place)
+
+    def _inputs(self, message: trainer_pb2.CustomLoss) -> Iterator[Input]:
+        if not 1 <= len(message.inputs) <= MAX_INPUTS:
+            self._refuse(f"has {len(message.inputs)} entries; 1 to {MAX_INPUTS} are taken", "inputs")
+        names = [given.name for given in message.inputs]
+        if names[0] != LOGPROBS or len(set(names)) < len(names):
+            self._refuse(f"is {names}: the first must be {LOGPROBS}, and each name must come once", "inputs")
+        for index, given in enumerate(message.inputs):
+            place = f"inputs[{index}]"
+            if not _INPUT_NAME.fullmatch(given.name):
+                self._refuse(f"is named {given.name[:80]!r}; use lowercase letters, digits and underscores", place)
+            if not (0 if index else 1) <= given.rank <= MAX_RANK:
+                self._refuse(f"({given.name}) has rank {given.rank}; {0 if index else 1} to {MAX_RANK} is taken", place)
+            yield Input(given.name, given.rank)
+
+    def _raw_nodes(self, blob: bytes) -> list[Any]:
+        if len(blob) > MAX_GRAPH_BYTES:
+            self._refuse(f"has {len(blob)} bytes; at most {MAX_GRAPH_BYTES} are taken")
+        try:
+            graph = json.loads(blob, parse_constant=self._no_constant)
+        except (ValueError, RecursionError) as error:
+            self._refuse(f"is not JSON: {error}")
+        if not isinstance(graph, dict) or graph.get("format") != FORMAT or set(graph) != {"format", "nodes"}:
+            self._refuse(f"must be an object with format {FORMAT} and nodes")
+        nodes = graph["nodes"]
+        if not isinstance(nodes, list) or not 2 <= len(nodes) <= MAX_NODES:
+            self._refuse(f"must be a list of 2 to {MAX_NODES} nodes", "graph.nodes")
+        return nodes
+
+    def _no_constant(self, text: str) -> NoReturn:
+        raise ValueError(f"{text} must be written as {{'float': ...}}")
+
+    def _node(self, entry: Any, index: int, inputs: tuple[Input, ...]) -> Node:
+        op, name, target = self._head(entry)
+        if name in self._known:
+            self._refuse(f"is named {name!r} like a node before it")
+        if (op == "placeholder") != (index < len(inputs)):
+            self._refuse(f"is a {op}: the first {len(inputs)} nodes are the placeholders of the inputs, and no others")
+        raw_args, raw_kwargs = entry.get("args", []), entry.get("kwargs", {})
+        if op == "placeholder" and (target != inputs[index].name or raw_args or raw_kwargs):
+            self._refuse(f"takes {target!r}; input {index} is {inputs[index].name!r}")
+        self._check_target(op, name, target)
+        args = tuple(self._argument(arg, 0) for arg in self._list(raw_args, "args"))
+        kwargs = {key: self._argument(arg, 0) for key, arg in self._dict(raw_kwargs, "kwargs").items()}
+        node = Node(cast(Op, op), name, target, self._attribute_args(target, args), kwargs)
+        self._check_keywords(node)
+        return node
+
+    def _head(self, entry: Any) -> tuple[str, str, str]:
+        if not isinstance(entry, dict) or not set(entry) <= _NODE_KEYS:
+            self._refuse(f"must be an object with the keys {', '.join(sorted(_NODE_KEYS))}")
+        parts = [entry.get(key) for key in ("op", "name", "target")]
+        if not all(isinstance(part, str) and 0 < len(part) <= 200 for part in parts):
+            self._refuse("needs op, name and target, each a short text")
+        op, name, target = parts
+        return op, name, target  # type: ignore[return-value]
+
+    def _check_target(self, op: str, name: str, target: str) -> None:
+        if op not in ("placeholder", "call_function", "call_method"):
+            self._refuse(f"has op {op!r}, which a loss on the server cannot have")
+        if op == "call_function" and target not in operations.FUNCTIONS:
+            self._refuse(f"({name}) calls {target}, which is not among the functions that run on the server")
+        if op == "call_method" and target not in operations.METHODS:
+            self._refuse(f"({name}) calls the method {target}, which is not among those that run on the server")
+
+    def _attribute_args(self, target: str, args: tuple[Argument, ...]) -> tuple[Argument, ...]:
+        if target == operations.GETATTR and (len(args) != 2 or args[1] not in operations.ATTRIBUTES):
+            self._refuse(f"reads {args[1:]}; attributes on the server are {', '.join(sorted(operations.ATTRIBUTES))}")
+        return args
+
+    def _check_keywords(self, node: Node) -> None:
+        for key, value in node.kwargs.items():
+            if (key in operations.FORBIDDEN_KEYWORDS and value is not None) or (
+                key == "inplace" and value is not False
+            ):
+                self._refuse(f"({node.name}) passes {key} to {node.target}, which is not allowed on the server")
+
+    def _argument(self, raw: Any, depth: int) -> Argument:
+        if depth > _MAX_DEPTH:
+            self._refuse(f"has arguments nested deeper than {_MAX_DEPTH}")
+        if isinstance(raw, list):
+            return [self._argument(item, depth + 1) for item in raw]
+        if isinstance(raw, dict):
+            if len(raw) != 1:
+                self._refuse(f"has an argument object with {len(raw)} keys; it must have one, its kind")
+            ((kind, value),) = raw.items()
+            return self._tagged(kind, value, depth)
+        if isinstance(raw, str) and raw not in operations.WORDS and raw not in operations.ATTRIBUTES:
+            self._refuse(f"passes the text {raw[:80]!r}, which no operation on the server takes")
+        if isinstance(raw, int) and abs(raw) > _MAX_INTEGER:
+            self._refuse("passes a whole number outside 64 bits")
+        return raw
+
+    def _tagged(self, kind: str, value: Any, depth: int) -> Argument:
+        match kind:
+            case "ref":
+                return self._ref(value)
+            case "tuple":
+                return tuple(self._argument(item, depth + 1) for item in self._list(value, kind))
+            case "dict":
+                return {key: self._argument(item, depth + 1) for key, item in self._dict(value, kind).items()}
+            case "slice":
+                bounds = [self._argument(item, depth + 1) for item in self._list(value, kind)]
+                if len(bounds) != 3:
+                    self._refuse(f"has a slice of {len(bounds)} parts; it must have 3")
+                return slice(*bounds)
+            case "ellipsis":
+                return Ellipsis
+            case "float" if value in ("inf", "-inf", "nan"):
+                return float(value)
+        if value not in operations.CONSTANTS.get(kind, ()):
+            self._refuse(f"passes {kind} {str(value)[:80]!r}, which is not allowed on the server")
+        return Constant(kind, value)
+
+    def _ref(self, value: Any) -> Ref:
+        if not isinstance(value, str) or value not in self._known:
+            self._refuse(f"refers to {str(value)[:80]!r}, which is no node before it")
+        return Ref(value)
+
+    def _output(self, entry: Any) -> tuple[Ref, dict[str, Ref]]:
+        op, _, _ = self._head(entry)
+        if op != "output":
+            self._refuse(f"is a {op}: the last node must be the output")
+        args = [self._argument(arg, 0) for arg in self._list(entry.get("args", []), "args")]
+        returned = args[0] if len(args) == 1 else None
+        if not isinstance(returned, list | tuple) or len(returned) != 2:
+            self._refuse("must return a loss and metrics")
+        loss, metrics = returned
+        if not isinstance(loss, Ref) or not isinstance(metrics, dict):
+            self._refuse("must return the value of a node, and a dict of metrics")
+        if len(metrics) > MAX_METRICS:
+            self._refuse(f"returns {len(metrics)} metrics; at most {MAX_METRICS} are taken")
+        for key, value in metrics.items():
+            if not _METRIC_KEY.fullmatch(key) or not isinstance(value, Ref):
+                self._refuse(f"returns the metric {key[:80]!r}; name it custom/<name>:sum or :mean, and make it a node")
+        return loss, metrics
+
+    def _list(self, raw: Any, what: str) -> list[Any]:
+        if not isinstance(raw, list):
+            self._refuse(f"has {what} that are no list")
+        return raw
+
+    def _dict(self, raw: Any, what: str) -> dict[str, Any]:
+        if not isinstance(raw, dict):
+            self._refuse(f"has {what} that are no object")
+        return raw

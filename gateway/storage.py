@@ -1,0 +1,148 @@
+"""Folders of checkpoints, at a path or an fsspec URL: listed, streamed, copied, removed. The trainer writes them."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import fsspec
+
+from fovea.wire.errors import Internal, NotFound
+from fovea.wire.limits import PIECE_BYTES
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+_THREADS = 8
+
+
+class _Place(NamedTuple):
+    """A folder within a file system."""
+
+    files: Any
+    path: str
+
+
+class Storage:
+    """What the gateway does with stored folders, in threads of its own: remote storage answers slowly.
+
+    Args:
+        root: Folder or fsspec URL below which all checkpoints are; the trainer must see the same.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root.rstrip("/")
+        self._threads = ThreadPoolExecutor(_THREADS, "storage")
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(cancel_futures=True)
+
+    async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Runs what blocks."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def sizes(self, uri: str) -> dict[str, int]:
+        """The files of a folder, by path relative to it, with their sizes in bytes; empty if there is no folder."""
+        return await self.run(_sizes, uri)
+
+    async def stream(self, uri: str, name: str, start: int, length: int) -> AsyncIterator[bytes]:
+        """`length` bytes of a file from `start` on, in pieces. The file is open once this returns. Raises NotFound."""
+        place = _place(uri)
+        try:
+            file = await self.run(place.files.open, f"{place.path}/{name}", "rb")
+        except FileNotFoundError:
+            raise NotFound(f"{name} is gone") from None
+        return self._pieces(file, name, start, length)
+
+    async def _pieces(self, file: Any, name: str, start: int, length: int) -> AsyncIterator[bytes]:
+        try:
+            await self.run(file.seek, start)
+            while length > 0:
+                piece = await self.run(file.read, min(length, PIECE_BYTES))
+                if not piece:
+                    raise Internal(f"{name} ends {length} bytes early")
+                length -= len(piece)
+                yield piece
+        finally:
+            file.close()
+
+    async def copy(self, source: str, target: str) -> int:
+        """Copies a folder within the storage; returns its size in bytes. Raises NotFound if it has no files."""
+        try:
+            return await self.run(_copy, source, target)
+        except BaseException:
+            await self.remove(target)
+            raise
+
+    async def read(self, uri: str, name: str) -> bytes:
+        """A small file, whole."""
+        place = _place(uri)
+        return bytes(await self.run(place.files.cat_file, f"{place.path}/{name}"))
+
+    async def write(self, uri: str, name: str, data: bytes) -> None:
+        """Replaces a small file."""
+        place = _place(uri)
+        await self.run(place.files.pipe_file, f"{place.path}/{name}", data)
+
+    async def rewrite(
+        self, source: str, name: str, target: str, new_name: str, rewrite: Callable[[Any, Any], None]
+    ) -> None:
+        """Makes a file of another folder out of a file; `rewrite` is given both, open, to read and to write bytes."""
+        await self.run(_rewrite, _place(source), name, _place(target), new_name, rewrite)
+
+    async def remove_file(self, uri: str, name: str) -> None:
+        """Removes one file."""
+        place = _place(uri)
+        await self.run(place.files.rm_file, f"{place.path}/{name}")
+
+    async def remove(self, uri: str) -> None:
+        """Removes a folder below the root that nothing names any more. A failure is logged: nobody can act on it."""
+        if not uri.startswith(f"{self.root}/") or ".." in uri.split("/"):
+            logger.warning("%s is not below %s: it is left alone", uri, self.root)
+            return
+        try:
+            await self.run(_remove, uri)
+        except Exception:
+            logger.exception("%s could not be removed", uri)
+
+
+def _place(uri: str) -> _Place:
+    files, path = fsspec.core.url_to_fs(uri)
+    return _Place(files, path.rstrip("/"))
+
+
+def _sizes(uri: str) -> dict[str, int]:
+    files, path = _place(uri)
+    # The trainer is another process: what was listed before may not be what is there.
+    files.invalidate_cache()
+    return {
+        name.removeprefix(path).lstrip("/"): int(entry["size"])
+        for name, entry in sorted(files.find(path, detail=True).items())
+    }
+
+
+def _copy(source: str, target: str) -> int:
+    sizes = _sizes(source)
+    if not sizes:
+        raise NotFound(f"there is nothing at {source} any more")
+    (files, old), (_, new) = _place(source), _place(target)
+    for name in sizes:
+        files.makedirs(f"{new}/{name}".rpartition("/")[0], exist_ok=True)
+        files.cp_file(f"{old}/{name}", f"{new}/{name}")
+    return sum(sizes.values())
+
+
+def _remove(uri: str) -> None:
+    files, path = _place(uri)
+    files.invalidate_cache()
+    if files.exists(path):
+        files.rm(path, recursive=True)
+
+
+def _rewrite(source: _Place, name: str, target: _Place, new_name: str, rewrite: Callable[[Any, Any], None]) -> None:
+    path = f"{target.path}/{new_name}"
+    target.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+    with source.files.open(f"{source.path}/{name}", "rb") as reader, target.files.open(path, "wb") as writer:
+        rewrite(reader, writer)

@@ -1,0 +1,17 @@
+"""From the tables of one version to those of the next, in SQL that SQLite and PostgreSQL share.
+
+New tables need no entry: `create_all` makes them.
+"""
+
+STEPS: dict[int, tuple[str, ...]] = {
+    1: (
+        "ALTER TABLE sessions ADD COLUMN display_name TEXT",
+        "ALTER TABLE sampling_sessions ADD COLUMN followed_model_id VARCHAR(128)",
+        "ALTER TABLE sampling_sessions ADD COLUMN client_count BIGINT NOT NULL DEFAULT 0",
+        "CREATE INDEX ix_sampling_sessions_followed_model_id ON sampling_sessions (followed_model_id)",
+        "CREATE INDEX ix_sampling_sessions_snapshot_id ON sampling_sessions (snapshot_id)",
+        "ALTER TABLE futures ADD COLUMN finish_number BIGINT",
+        "CREATE INDEX futures_by_finish ON futures (scope, finish_number)",
+    ),
+}
+"""By the version that they start from."""

@@ -1,0 +1,32 @@
+"""Policy gradient with clipped importance weights."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from services.trainer.losses.base import LossValue
+from services.trainer.losses.policy_gradient import HIGH, LOW, POLICY_INPUTS, ClippedLoss, counts, greatest_ratio, share
+
+
+class Cispo(ClippedLoss):
+    """-sum w sg(clamp(r, lo, hi)) lp A (MiniMax, 2025); a clipped position keeps its gradient."""
+
+    name = "cispo"
+    inputs = POLICY_INPUTS
+    settings: ClassVar = {LOW: 0.0, HIGH: 4.0}
+
+    def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
+        log_ratio = (logprobs - inputs["logprobs"]).detach()
+        ratio = torch.exp(log_ratio)
+        clipped = ratio.clamp(inputs[LOW], inputs[HIGH])
+        loss = -(inputs["weights"] * clipped * logprobs * inputs["advantages"]).sum()
+        matter = counts(inputs)
+        return LossValue(
+            loss,
+            {
+                "clip_fraction:mean": share((clipped != ratio) & matter, matter),
+                "ratio:max": greatest_ratio(log_ratio, matter),
+            },
+        )

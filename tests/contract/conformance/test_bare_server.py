@@ -1,0 +1,58 @@
+"""Against a server that lacks everything the suite says so, check by check, and neither crashes nor hangs."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+
+async def config(request: Request) -> JSONResponse:
+    return JSONResponse({})
+
+
+async def session(request: Request) -> JSONResponse:
+    return JSONResponse({"session_id": "bare"})
+
+
+@pytest.fixture
+async def bare_url() -> AsyncIterator[str]:
+    """A server that knows configuration and sessions, and answers 404 to everything else."""
+    routes = [
+        Route("/api/v1/client/config", config, methods=["POST"]),
+        Route("/api/v1/client/dynamic_config", config, methods=["POST"]),
+        Route("/api/v1/create_session", session, methods=["POST"]),
+    ]
+    server = uvicorn.Server(
+        uvicorn.Config(Starlette(routes=routes), host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    )
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    await serving
+
+
+@pytest.mark.slow
+async def test_what_is_missing_fails(bare_url: str, tmp_path: Path) -> None:
+    out = tmp_path / "verdicts.json"
+    command = [sys.executable, "-m", "conformance", "--base-url", bare_url, "--model", "any", "--vlm"]
+    process = await asyncio.create_subprocess_exec(*command, "--json", str(out), "--long-job-s", "1")
+    assert await asyncio.wait_for(process.wait(), 280) == 1
+    verdicts = {row["id"]: row for row in json.loads(out.read_text())}
+    assert len(verdicts) == 119
+    passed = [name for name, row in verdicts.items() if row["status"] == "passed"]
+    assert set(passed) <= PASS_ON_A_BARE_SERVER
+    assert all(row["detail"] for row in verdicts.values())
+
+
+PASS_ON_A_BARE_SERVER = {"C2", "C30"}
+"""Configuration that is empty, and answers that have bodies: this server does both right."""

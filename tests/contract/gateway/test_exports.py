@@ -1,0 +1,281 @@
+"""Exports: written, listed with signed links, fetched in pieces and ranges without a key, encrypted, deleted."""
+
+import asyncio
+import pathlib
+import re
+import uuid
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+import grpc
+import httpx
+import pyrage  # type: ignore[import-untyped]
+import pytest
+import tinker
+
+from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
+from gateway.store import checkpoints as rows
+from tests.contract.gateway.conftest import KEY, Stand, eventually, running
+from tests.contract.gateway.keeping import CONFIG, WEIGHT_BYTES, WEIGHTS, KeepingTrainer, weights
+from tests.contract.gateway.requests import Rest
+
+OTHER_KEY = "tml-other"
+
+
+@pytest.fixture(params=["local", "memory"])
+async def keeping(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> AsyncIterator[Stand]:
+    """A stand whose trainer writes real files, in a local folder or in another fsspec file system."""
+    stand = Stand(tmp_path)
+    stand.trainer = KeepingTrainer(lambda: stand.samplers)
+    root = str(tmp_path / "kept") if request.param == "local" else f"memory://kept-{uuid.uuid4().hex}"
+    async with running(stand, checkpoint_dir=root, base_path="/base", api_key=[KEY, OTHER_KEY]):
+        yield stand
+
+
+@pytest.fixture
+async def client(keeping: Stand) -> AsyncIterator[Rest]:
+    """A bare client with a session."""
+    async with keeping.http() as http:
+        client = Rest(http)
+        await client.open_session()
+        yield client
+
+
+async def export(client: Rest, model_id: str, seq_id: int = 1, **options: Any) -> dict[str, Any]:
+    """The outcome of one export."""
+    body = {"path": "out", **options}
+    submitted = await client.ok("save_weights_external", model_id=model_id, seq_id=seq_id, **body)
+    return await client.result(submitted["request_id"])
+
+
+def links_of(model_id: str, name: str = "out") -> str:
+    return f"training_runs/{model_id}/checkpoints/external_weights/{name}/external_weights_urls"
+
+
+def stored(stand: Stand) -> list[str]:
+    """Every file below the checkpoint root."""
+    files, path = fsspec.core.url_to_fs(stand.overrides["checkpoint_dir"])
+    return [name.removeprefix(path) for name in files.find(path)]
+
+
+async def test_an_export_is_downloaded_without_a_key(keeping: Stand, client: Rest) -> None:
+    model_id = await client.create_model()
+    saved = await export(client, model_id, ttl_seconds=3600)
+    path = f"tinker://{model_id}/external_weights/out"
+    assert saved == {"type": "save_weights_external", "path": path}
+    answer = (await client.http.get(links_of(model_id), headers={"Host": "fovea.example:81"})).json()
+    assert list(answer["urls"]) == [CONFIG, WEIGHTS], "what only trainers read is no part of an export"
+    assert all(url.startswith("http://fovea.example:81/base/api/v1/exports/") for url in answer["urls"].values())
+    expires = datetime.fromisoformat(answer["expires"])
+    assert timedelta(minutes=50) < expires - datetime.now(UTC) <= timedelta(hours=1)
+    url = urlsplit((await client.http.get(links_of(model_id))).json()["urls"][WEIGHTS])
+    assert url.netloc == f"127.0.0.1:{keeping.port}"
+    async with httpx.AsyncClient() as anybody:
+        got = await anybody.get(url.geturl())
+        assert (got.status_code, got.content) == (200, weights(0))
+        assert got.headers["content-length"] == str(WEIGHT_BYTES)
+        head = await anybody.head(url.geturl())
+        assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(WEIGHT_BYTES))
+    listed = (await client.http.get("checkpoints")).json()["checkpoints"][0]
+    assert (listed["checkpoint_type"], listed["size_bytes"]) == ("external", WEIGHT_BYTES + 21)
+    # Nothing samples from an export, so its snapshot does not stay in the trainer's memory.
+    assert keeping.trainer.snapshots == {}
+
+
+RANGES = [
+    ("bytes=0-9", 206, 0, 10),
+    ("bytes=1048570-2097160", 206, 1048570, 2097161),
+    ("bytes=3145740-", 206, 3145740, WEIGHT_BYTES),
+    ("bytes=-5", 206, WEIGHT_BYTES - 5, WEIGHT_BYTES),
+    ("bytes=5-99999999999", 206, 5, WEIGHT_BYTES),
+    ("bytes=0-1,5-6", 200, 0, WEIGHT_BYTES),
+    ("bytes=9-3", 200, 0, WEIGHT_BYTES),
+    ("lines=1-2", 200, 0, WEIGHT_BYTES),
+]
+
+
+async def test_ranges(keeping: Stand, client: Rest) -> None:
+    model_id = await client.create_model()
+    await export(client, model_id)
+    url = (await client.http.get(links_of(model_id))).json()["urls"][WEIGHTS]
+    for asked, status, start, stop in RANGES:
+        got = await client.http.get(url, headers={"Range": asked})
+        assert (got.status_code, got.content) == (status, weights(0)[start:stop]), asked
+        wanted = f"bytes {start}-{stop - 1}/{WEIGHT_BYTES}" if status == 206 else None
+        assert got.headers.get("content-range") == wanted
+        other = await client.http.get(url, headers={"Range": asked, "If-Range": '"something else"'})
+        assert (other.status_code, len(other.content)) == (200, WEIGHT_BYTES)
+    for beyond in (f"bytes={WEIGHT_BYTES}-", "bytes=-0"):
+        refused = await client.http.get(url, headers={"Range": beyond})
+        assert (refused.status_code, refused.headers["content-range"]) == (416, f"bytes */{WEIGHT_BYTES}")
+
+
+async def test_links_lead_nowhere_else(keeping: Stand, client: Rest) -> None:
+    model_id = await client.create_model()
+    await export(client, model_id)
+    await export(client, model_id, 2, path="second")
+    first = (await client.http.get(links_of(model_id))).json()["urls"]
+    second = (await client.http.get(links_of(model_id, "second"))).json()["urls"]
+    url, other = first[WEIGHTS], second[WEIGHTS]
+    signature = url.rpartition("signature=")[2]
+    later = str(int(datetime.now(UTC).timestamp()) + 10**6)
+    for wrong in (
+        url.replace(signature, other.rpartition("signature=")[2]),
+        url.replace(signature, ""),
+        url.replace(signature, "é"),
+        url.partition("&signature")[0],
+        url.replace(WEIGHTS, CONFIG),
+        url.replace(WEIGHTS, "%2e%2e/%2e%2e/gateway.db"),
+        url.replace(url.partition("expires=")[2].partition("&")[0], later),
+        url.replace("/out/", "/second/"),
+        url.replace("/out/", "/nothing/"),
+    ):
+        assert (await client.http.get(wrong)).status_code == 403, wrong
+    assert (await client.http.get(url.partition("?")[0])).status_code == 400
+    assert (await client.http.get(url)).status_code == 200
+    path = f"training_runs/{model_id}/checkpoints/external_weights/out"
+    assert (await client.http.delete(path)).status_code == 200
+    assert (await client.http.get(url)).status_code == 403
+    assert (await client.http.get(links_of(model_id))).status_code == 404
+    assert [name for name in stored(keeping) if "/out." in name] == []
+    # Another one under the same name is not what the old link was for.
+    await export(client, model_id, 3)
+    assert (await client.http.get(url)).status_code == 403
+
+
+async def test_links_expire_with_the_export_and_outlive_a_restart(keeping: Stand, client: Rest) -> None:
+    model_id = await client.create_model()
+    await export(client, model_id)
+    url = (await client.http.get(links_of(model_id))).json()["urls"][CONFIG]
+    await keeping.stop()
+    await keeping.start()
+    assert keeping.gateway is not None
+    assert (await client.http.get(url)).status_code == 200
+    path = f"tinker://{model_id}/external_weights/out"
+    await keeping.gateway.database.write(lambda connection: rows.set_expiry(connection, path, 1.0))
+    assert (await client.http.get(url)).status_code == 403
+    await keeping.gateway.checkpoints.sweep()
+    assert [name for name in stored(keeping) if "/out." in name] == []
+
+
+async def test_others_read_exports_once_they_are_published(keeping: Stand, client: Rest) -> None:
+    model_id = await client.create_model()
+    await export(client, model_id)
+    async with keeping.http(OTHER_KEY) as other:
+        assert (await other.get(links_of(model_id))).status_code == 404
+        await client.http.post(f"training_runs/{model_id}/checkpoints/external_weights/out/publish")
+        assert (await other.get(links_of(model_id))).status_code == 200
+
+
+async def test_encrypted_exports(keeping: Stand, client: Rest) -> None:
+    identities = [pyrage.x25519.Identity.generate() for _ in range(2)]
+    recipients = [str(identity.to_public()) for identity in identities]
+    model_id = await client.create_model()
+    await export(client, model_id, age_encryption_recipients=recipients)
+    urls = (await client.http.get(links_of(model_id))).json()["urls"]
+    assert list(urls) == [f"{CONFIG}.age", f"{WEIGHTS}.age"]
+    got = (await client.http.get(urls[f"{WEIGHTS}.age"])).content
+    for identity in identities:
+        assert pyrage.decrypt(got, [identity]) == weights(0)
+    with pytest.raises(pyrage.DecryptError):
+        pyrage.decrypt(got, [pyrage.x25519.Identity.generate()])
+    assert all(name.endswith(".age") for name in stored(keeping)), "nothing stays unencrypted"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"age_encryption_recipients": ["age1nonsense"]}, r"age_encryption_recipients\[0\]"),
+        ({"age_encryption_recipients": []}, "age_encryption_recipients names nobody"),
+        ({"age_encryption_recipients": "age1"}, "age_encryption_recipients"),
+        ({"age_encryption_recipients": ["ssh-ed25519 AAAA"]}, r"age_encryption_recipients\[0\]"),
+        ({"age_encryption_recipients": ["x"] * 65}, "65 entries"),
+        ({"path": "../up"}, "is not a name"),
+        ({"path": ""}, "is not a name"),
+        ({"ttl_seconds": 60}, "ttl_seconds is 60"),
+        ({"overwrite": True}, "overwrite"),
+    ],
+)
+async def test_bad_exports_fail_by_name(keeping: Stand, client: Rest, options: dict[str, Any], words: str) -> None:
+    model_id = await client.create_model()
+    failed = await export(client, model_id, **options)
+    assert failed["category"] == "user"
+    assert re.search(words, failed["error"])
+    assert stored(keeping) == []
+    assert (await export(client, model_id, 2))["path"]
+
+
+async def test_a_secret_key_is_not_repeated(keeping: Stand, client: Rest) -> None:
+    secret = str(pyrage.x25519.Identity.generate())
+    failed = await export(client, await client.create_model(), age_encryption_recipients=[secret])
+    assert "is a secret key" in failed["error"]
+    assert secret not in failed["error"]
+
+
+async def test_a_taken_name_is_refused_and_nothing_is_lost(keeping: Stand, client: Rest) -> None:
+    model_id = await client.create_model()
+    await export(client, model_id)
+    before = stored(keeping)
+    failed = await export(client, model_id, 2)
+    assert (failed["category"], "already" in failed["error"]) == ("user", True)
+    assert stored(keeping) == before
+
+
+async def test_a_trainer_that_writes_elsewhere_is_an_error(keeping: Stand, client: Rest) -> None:
+    model_id = await client.create_model()
+    assert isinstance(keeping.trainer, KeepingTrainer)
+    keeping.trainer.elsewhere = "memory://elsewhere/"
+    failed = await export(client, model_id)
+    assert (failed["category"], "checkpoint_dir" in failed["error"]) == ("server", True)
+
+
+async def test_an_export_that_a_restart_interrupts_is_made_again(keeping: Stand, client: Rest) -> None:
+    model_id = await client.create_model()
+    keeping.trainer.open.clear()
+    body = {"model_id": model_id, "seq_id": 1, "path": "out"}
+    submitted = await client.ok("save_weights_external", **body)
+    await eventually(lambda: "TakeSnapshot" in keeping.trainer.names())
+    await keeping.stop()
+    keeping.trainer.open.set()
+    await keeping.start()
+    assert (await client.result(submitted["request_id"]))["path"].endswith("/external_weights/out")
+    assert len((await client.http.get(links_of(model_id))).json()["urls"]) == 2
+    # A repeat is the same request, and makes nothing.
+    assert (await client.ok("save_weights_external", **body)) == submitted
+    assert len({name.rpartition("/")[0] for name in stored(keeping)}) == 1
+
+
+async def test_exports_over_grpc(keeping: Stand, client: Rest) -> None:
+    model_id = await client.create_model()
+    identity = pyrage.x25519.Identity.generate()
+    assert keeping.gateway is not None
+    async with grpc.aio.insecure_channel(keeping.gateway.grpc.address) as channel:
+        stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
+        request = gateway_pb2.SubmitSaveExternalRequest(
+            model_id=model_id, seq_id=1, name="out", ttl_s=3600, age_recipients=[str(identity.to_public())]
+        )
+        future = await stub.SubmitSaveExternal(request, metadata=(("x-api-key", KEY),))
+    assert (await client.result(future.future_id))["path"] == f"tinker://{model_id}/external_weights/out"
+    assert list((await client.http.get(links_of(model_id))).json()["urls"]) == [f"{CONFIG}.age", f"{WEIGHTS}.age"]
+
+
+async def test_the_sdk_exports_and_lists(keeping: Stand) -> None:
+    def use(service: tinker.ServiceClient) -> None:
+        training = service.create_lora_training_client(base_model="fovea/fake-vl", rank=4).result()
+        path = training.save_weights_external("out", ttl_seconds=3600).result().path
+        api = tinker.RestClient(base_url=keeping.url, api_key=KEY)
+        answer = api.get_external_weights_urls(path).result()
+        assert sorted(answer.urls) == [CONFIG, WEIGHTS]
+        assert answer.expires > datetime.now(UTC)
+        info = api.get_weights_info_by_tinker_path(path).result()
+        assert (info.base_model, info.is_lora, info.lora_rank) == ("fovea/fake-vl", True, 4)
+        api.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+        api.delete_checkpoint_from_tinker_path(path).result()
+        assert api.list_user_checkpoints().result().checkpoints == []
+        with pytest.raises(tinker.RequestFailedError, match=r"age_encryption_recipients\[0\]"):
+            training.save_weights_external("x", age_encryption_recipients=["age1x"]).result()
+
+    await asyncio.wait_for(keeping.sdk(use), 60)

@@ -1,0 +1,76 @@
+"""What only the hosted service has: refused by name. And the little of it that is served."""
+
+import pytest
+import tinker
+from click.testing import CliRunner
+
+from tests.contract.gateway.conftest import KEY, Stand
+from tests.contract.gateway.fakes import MODEL
+from tests.contract.gateway.requests import Rest
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [
+        ("POST", "sessions/search", "searching sessions"),
+        ("GET", "sessions/sess-1/trace_export", "traces"),
+        ("PUT", "sessions/sess-1/project", "projects"),
+        ("POST", "auth/token", "JWTs"),
+        ("DELETE", "auth/apikey/me", "--api-key"),
+        ("GET", "billing/usage/events", "billing"),
+        ("GET", "billing/usage/checkpoints/current", "billing"),
+        ("GET", "audit", "audit"),
+        ("POST", "no_such_call", "POST /api/v1/no_such_call"),
+    ],
+)
+async def test_what_is_missing_is_named(rest: Rest, method: str, path: str, words: str) -> None:
+    response = await rest.http.request(method, path, json={} if method != "GET" else None)
+    assert response.status_code == 404
+    assert words in response.json()["detail"]
+    assert response.json()["category"] == "user"
+
+
+async def test_projects_are_refused_and_display_names_are_kept(stand: Stand, rest: Rest) -> None:
+    refused = await rest.post("create_session", tags=[], sdk_version="0.38.0", project_id="p")
+    assert refused.status_code == 400
+    assert refused.json()["field"] == "project_id"
+    metadata = {"display_name": "of the user", "run": "7"}
+    opened = await rest.ok("create_session", tags=[], user_metadata=metadata, sdk_version="x", display_name="First try")
+    await stand.stop()
+    await stand.start()
+    session = (await rest.http.get(f"sessions/{opened['session_id']}")).json()
+    assert session == {
+        "training_run_ids": [],
+        "sampler_ids": [],
+        "user_metadata": metadata,
+        "display_name": "First try",
+    }
+
+
+async def test_a_key_is_described(rest: Rest) -> None:
+    answer = (await rest.http.get("auth/apikey/me")).json()
+    assert isinstance(answer["key_id"], int)
+    assert answer["details"] == {"org_details": {"name": "Fovea"}, "user_details": {"email": ""}}
+
+
+async def test_the_command_line_sees_sessions_models_and_its_key(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    from tinker.cli.__main__ import main_cli
+
+    monkeypatch.setenv("TINKER_BASE_URL", stand.url)
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def use(client: tinker.ServiceClient) -> list[tuple[int, str]]:
+        runs = []
+        for arguments in (["auth", "status"], ["model", "list"], ["auth", "login"]):
+            result = CliRunner().invoke(main_cli, arguments, input=f"{KEY}\n")
+            runs.append((result.exit_code, result.output))
+        return runs
+
+    status, models, login = await stand.sdk(use)
+    assert status[0] == models[0] == login[0] == 0, (status, models, login)
+    assert "Tinker accessible: yes" in status[1]
+    assert MODEL.split("/")[-1] in models[1]
+    assert "Logged in" in login[1]

@@ -1,0 +1,124 @@
+"""Each check of start-up, futures and order passes on Fovea, and fails on a server that is wrong where it looks."""
+
+import sys
+
+import pytest
+
+from conformance.__main__ import load
+from conformance.check import REGISTER, Status
+from conformance.proxy import Proxy
+from conformance.runner import run_check
+from conformance.target import Options
+from tests.e2e.conformance import disorder, mistakes
+from tests.e2e.conformance.corruption import Wrong, answer, request, without
+from tests.e2e.stack import API_KEY, Stack
+
+_JSON, _PROTOBUF = "application/json", "application/x-protobuf"
+
+WRONG: dict[str, dict[str, Wrong]] = {
+    "C1": {"no get_info": disorder.reply("get_info", 404, {"detail": "no such route"})},
+    "C2": {"no steps": disorder.reply("optim_step", 404, {"detail": "no such route"})},
+    "C3": {"takes any key": disorder.header("x-api-key", API_KEY)},
+    "C4": {"no saves": disorder.reply("save_weights_for_sampler", 404, {"detail": "no such route"})},
+    "C5": {
+        "context as text": answer(
+            "get_server_capabilities", lambda body: body["supported_models"][0].update(max_context_length="8192")
+        )
+    },
+    "C6": {"beats for ever": disorder.reply("session_heartbeat", 200, {"type": "session_heartbeat"})},
+    "C9": {"ignores the key": disorder.header("x-idempotency-key", None)},
+    "C10": {"never ends": disorder.never_ends()},
+    "C11": {"no telemetry": disorder.reply("telemetry", 404, {"detail": "no such route"})},
+    "C13": {"waits to accept": disorder.slow("optim_step", 1.5)},
+    "C14": {"does not hold": disorder.impatient()},
+    "C16": {"looks now and then": disorder.final(200, disorder.late)},
+    "C17": {"always JSON": disorder.header("accept", _JSON)},
+    "C18": {"always protobuf": disorder.header("accept", _PROTOBUF)},
+    "C19": {"all as protobuf": disorder.final(200, disorder.as_protobuf)},
+    "C20": {
+        "errors as 400": disorder.final(200, disorder.error_as_400),
+        "another category": answer("retrieve_future", lambda body: body.update(category="server")),
+    },
+    "C21": {"blames itself": answer("retrieve_future", lambda body: body.update(category="server"))},
+    "C22": {"all is gone": disorder.gone_for_unknown(), "keeps": without("retrieve_futures", "retrieved_request_ids")},
+    "C23": {"the same ids": answer("asample", lambda body: body.update(sample_sequence_ids=["a", "b"]))},
+    "C24": {"other bytes": disorder.final(200, disorder.Longer())},
+    "C26": {"always metadata": disorder.final(200, disorder.as_metadata)},
+    "C27": {"no reason": disorder.silent_waiting()},
+    "C28": {"takes 500 polls": disorder.few_polls(500)},
+    "C29": {"broken gzip": disorder.final(200, disorder.wrong_gzip)},
+    "C30": {"says nothing": disorder.empty_400()},
+    "C31": {
+        "one a poll": answer("retrieve_futures", disorder.first_only),
+        "no cursor": answer("retrieve_futures", disorder.stuck_cursor),
+        "one for all clones": request("retrieve_futures", lambda body: body["target"].update(cloned_sampler_id=0)),
+    },
+    "C32": {"tells once": answer("retrieve_futures", disorder.Forgets())},
+    "C33": {"keeps all": without("retrieve_futures", "retrieved_request_ids")},
+    "C34": {"all finished": answer("retrieve_futures", disorder.all_finished)},
+    "C35": {"never cancels": disorder.reply("cancel_future", 200, {})},
+    "C36": {"own ids": answer("retrieve_future", disorder.other_ids)},
+    "C37": {"order of arrival": disorder.by_arrival()},
+    "C38": {"order of arrival": disorder.by_arrival(), "waits to accept": disorder.slow("forward_backward", 1.2)},
+    "C39": {"steps first": disorder.steps_first()},
+    "C40": {"no memory": disorder.by_arrival()},
+    "C41": {"no memory": disorder.by_arrival()},
+    "C42": {"one failure for all": disorder.sticky_errors()},
+    "C43": {"forgets what it refuses": disorder.swallow("optim_step")},
+    "C44": {"steps on a part": disorder.Partial().wrong()},
+    "C45": {"order of arrival": disorder.by_arrival()},
+    "C46": {"new ids": answer("create_model", disorder.NewId())},
+    "C47": {"no memory": request("asample", mistakes.NewSequence())},
+    "C48": {"doubles": request("asample", disorder.as_double)},
+    "C49": {"loses a datum": disorder.lost_datum()},
+    "C50": {"never ends": disorder.never_ends()},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checks() -> None:
+    load()
+
+
+def options(stack: Stack, base_url: str, restart_command: str = "") -> Options:
+    return Options(base_url, API_KEY, stack.model_name, vlm=True, restart_command=restart_command, long_job_s=40.0)
+
+
+@pytest.mark.parametrize("check_id", [*WRONG, "C15"])
+def test_passes_on_fovea(stack: Stack, check_id: str) -> None:
+    verdict = run_check(REGISTER[check_id], options(stack, stack.base_url))
+    assert verdict.status is Status.PASSED, verdict.detail
+
+
+@pytest.mark.parametrize(("check_id", "wrong"), [(check_id, wrong) for check_id in WRONG for wrong in WRONG[check_id]])
+def test_fails_on_a_wrong_server(stack: Stack, check_id: str, wrong: str) -> None:
+    rules = WRONG[check_id][wrong]
+    with Proxy(stack.base_url, before=rules.before, after=rules.after) as proxy:
+        verdict = run_check(REGISTER[check_id], options(stack, proxy.url))
+    assert verdict.status is Status.FAILED, verdict.detail
+
+
+@pytest.mark.parametrize(("lifetime_s", "status"), [(3600.0, Status.PASSED), (-5.0, Status.FAILED)])
+def test_jwt_mode(stack: Stack, lifetime_s: float, status: Status) -> None:
+    rules = disorder.Jwt(API_KEY, lifetime_s).wrong()
+    with Proxy(stack.base_url, before=rules.before, after=rules.after) as proxy:
+        verdict = run_check(REGISTER["C12"], options(stack, proxy.url))
+    assert verdict.status is status, verdict.detail
+
+
+@pytest.mark.parametrize(
+    ("limit", "off_by", "status"),
+    [(10**6, 0, Status.PASSED), (10**6, 1, Status.FAILED), (10**9, 0, Status.NOT_APPLICABLE)],
+)
+def test_inline_limit(stack: Stack, limit: int, off_by: int, status: Status) -> None:
+    rules = disorder.inline_limit(limit, off_by)
+    with Proxy(stack.base_url, before=rules.before, after=rules.after) as proxy:
+        verdict = run_check(REGISTER["C25"], options(stack, proxy.url))
+    assert verdict.status is status, verdict.detail
+
+
+def test_survives_a_restart_of_the_gateway(stack: Stack) -> None:
+    read = "import json, sys; print(json.load(open(sys.argv[1]))['services']['gateway']['pid'])"
+    pid = f'$({sys.executable} -c "{read}" {stack.log.with_name("up.json")})'
+    verdict = run_check(REGISTER["C7"], options(stack, stack.base_url, f"kill -9 {pid}; sleep 1"))
+    assert verdict.status is Status.PASSED, verdict.detail

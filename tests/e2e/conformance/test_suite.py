@@ -1,0 +1,27 @@
+"""The whole suite against a fresh Fovea, its gateway killed on the way."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from conformance.fresh import COOKBOOK_CHECKS
+
+REFUSED = {"C12"}
+"""JWT mode, which the contract calls optional: docs/tinker.md says why."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_fresh_fovea_keeps_every_promise(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "verdicts.json"
+    command = [sys.executable, "-m", "conformance.fresh", "--json", out, "--html", tmp_path / "verdicts.html"]
+    result = subprocess.run([*command, "--long-job-s", "100"], capture_output=True, text=True, timeout=880)
+    assert result.returncode == 0, result.stdout[-20000:] + result.stderr[-5000:]
+    verdicts = {row["id"]: row["status"] for row in json.loads(out.read_text())}
+    assert len(verdicts) == 119
+    assert {name for name, status in verdicts.items() if status == "refused"} == REFUSED
+    assert {name for name, status in verdicts.items() if status == "not_applicable"} == COOKBOOK_CHECKS
+    assert "C119" in (tmp_path / "verdicts.html").read_text()

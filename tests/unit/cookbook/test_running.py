@@ -1,0 +1,127 @@
+"""A run: the commands that a recipe turns into, how it ends, and what it starts from."""
+
+import dataclasses
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook import recipe as recipes
+from cookbook.criterion import Falls
+from cookbook.environments import Environment
+from cookbook.recipe import Recipe, Situation
+from cookbook.recipes import RECIPES
+from cookbook.running import Result, Run
+from cookbook.suite import UnknownRecipe, select
+from cookbook.workplace import lay_out
+
+WRITES = """
+import json, pathlib, sys
+told = dict(word.lstrip("-").split("=", 1) for word in sys.argv[1:])
+folder = pathlib.Path(told["log-path"])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "metrics.jsonl").write_text("".join(json.dumps({"loss": loss}) + chr(10) for loss in (3, 2, 1)))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Here(Environment):
+    """The interpreter of the tests in place of a client environment's."""
+
+    @property
+    def python(self) -> Path:
+        return Path(sys.executable)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Situation:
+    return Situation("0.0.0", "http://127.0.0.1:1", "tiny", "renderer", tmp_path)
+
+
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> Recipe:
+    monkeypatch.setattr(recipes, "_PROGRAMS", "programs_of_tests")
+    monkeypatch.setattr(recipes, "_HOME", tmp_path)
+    (tmp_path / "programs_of_tests").mkdir(exist_ok=True)
+    (tmp_path / "programs_of_tests/program.py").write_text(text)
+    return Recipe("mine", ("C1",), None, {}, (Falls("loss", to=0.5),), program="program")
+
+
+def execute(recipe: Recipe, here: Situation, timeout_s: float = 60.0, **more: Any) -> Result:
+    stopped = more.get("stopped", threading.Event())
+    return Run(recipe, here, Here("0.0.0", "3"), "tml-key", timeout_s, stopped).execute(lambda steps: None)
+
+
+def test_a_run_is_judged_by_what_it_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Situation) -> None:
+    result = execute(program(tmp_path, monkeypatch, WRITES), here)
+    assert result.ok
+    assert (result.steps, result.first, result.last) == (3, 3.0, 1.0)
+    assert result.row()["checks"] == ["C1"]
+
+
+def test_a_program_that_fails_shows_its_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Situation
+) -> None:
+    result = execute(program(tmp_path, monkeypatch, WRITES + "\nraise SystemExit('no such planet')"), here)
+    assert not result.ok
+    assert result.detail.startswith("ended with code 1; the end of ")
+    assert result.detail.endswith("no such planet")
+
+
+def test_a_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Situation) -> None:
+    result = execute(program(tmp_path, monkeypatch, "import time; time.sleep(600)"), here, timeout_s=1.0)
+    assert not result.ok
+    assert result.detail.startswith("took longer than 1 s")
+    stopped = threading.Event()
+    stopped.set()
+    result = execute(program(tmp_path, monkeypatch, "import time; time.sleep(600)"), here, stopped=stopped)
+    assert result.detail.startswith("was stopped")
+
+
+def test_a_program_sees_the_key_and_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Situation) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    seen = "TINKER_API_KEY", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "PYTHONPATH"
+    text = f"import os, sys; sys.exit(repr([os.environ.get(name) for name in {seen}]))"
+    detail = execute(program(tmp_path, monkeypatch, text), here).detail
+    assert detail.endswith(f"['tml-key', '1', '1', {str(tmp_path)!r}]")
+
+
+def test_loops_that_only_resume_find_the_checkpoint_of_the_recipe_before(here: Situation) -> None:
+    loop = next(one for one in RECIPES if one.name == "rl_loop")
+    result = execute(loop, here)
+    assert result.detail == "sl_loop left no checkpoint to start from"
+    left = here.log_folder("sl_loop")
+    left.mkdir(parents=True)
+    saved = [{"name": "6", "state_path": "tinker://a"}, {"name": "final", "batch": 20, "state_path": "tinker://b"}]
+    (left / "checkpoints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in saved))
+    loop.prepare(here)
+    record = json.loads((here.log_folder("rl_loop") / "checkpoints.jsonl").read_text())
+    assert (record["batch"], record["state_path"]) == (0, "tinker://b")
+    (command,) = loop.commands(here)
+    assert command.module == "tinker_cookbook.recipes.rl_loop"
+    assert f"log_path={here.log_folder('rl_loop')}" in command.arguments
+    assert not any(word.startswith("loss_fn=") for word in command.arguments)
+    (newer,) = loop.commands(dataclasses.replace(here, version="0.6.1"))
+    assert "loss_fn=importance_sampling" in newer.arguments
+
+
+def test_a_recipe_brings_the_one_it_starts_from() -> None:
+    assert [one.name for one in select(["dpo", "rl_loop"])] == ["sl_loop", "rl_loop", "dpo"]
+    assert select([]) == list(RECIPES)
+    with pytest.raises(UnknownRecipe, match="no recipe sl_lop; there are sl_loop, rl_loop"):
+        select(["sl_lop"])
+
+
+def test_the_folder_has_what_the_recipes_name(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    folder = tmp_path / "work"
+    lay_out(folder, "Qwen/Tiny", tokenizer)
+    assert (folder / "Qwen/Tiny").resolve() == tokenizer
+    for name in ("HuggingFaceH4/no_robots", "Anthropic/hh-rlhf", "openai/gsm8k/main", "tangqiaoyu/ToolAlpaca"):
+        assert json.loads((folder / name / "train.jsonl").read_text().splitlines()[0])
+    assert len(list((folder / "dpdl-benchmark/caltech101/train").glob("*/*.png"))) == 256
+    lay_out(folder, "Qwen/Tiny", None)
+    assert not (folder / "Qwen").exists()
