@@ -84,16 +84,13 @@ def as_metadata(one: Exchange) -> Response | None:
     return Response(json.dumps(body), media_type="application/json")
 
 
-def inline_limit(limit: int, off_by: int = 0) -> Wrong:
-    """A server that first tells the size of a long result to clients that allow it, or a size that is off."""
-
-    def change(one: Exchange) -> Response | None:
-        if not one.json().get("allow_metadata_only") or len(one.unpacked) <= limit:
-            return None
-        body = {"status": "complete_metadata", "response_payload_size": len(one.unpacked) + off_by}
-        return Response(json.dumps(body), media_type="application/json")
-
-    return final(200, change)
+def one_byte_more(one: Exchange) -> Response | None:
+    """Announces another size than the result has."""
+    if b"response_payload_size" not in one.answer[:200]:
+        return None
+    body = one.answer_json()
+    body["response_payload_size"] += 1
+    return Response(json.dumps(body), media_type="application/json")
 
 
 def wrong_gzip(one: Exchange) -> Response | None:

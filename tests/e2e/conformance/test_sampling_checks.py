@@ -69,12 +69,6 @@ def options(stack: Stack, base_url: str) -> Options:
     return Options(base_url, API_KEY, stack.model_name, vlm=True)
 
 
-@pytest.mark.parametrize("check_id", WRONG)
-def test_passes_on_fovea(stack: Stack, check_id: str) -> None:
-    verdict = run_check(REGISTER[check_id], options(stack, stack.base_url))
-    assert verdict.status is Status.PASSED, verdict.detail
-
-
 @pytest.mark.parametrize(("check_id", "wrong"), [(check_id, wrong) for check_id in WRONG for wrong in WRONG[check_id]])
 def test_fails_on_a_wrong_server(stack: Stack, check_id: str, wrong: str) -> None:
     rules = WRONG[check_id][wrong]
