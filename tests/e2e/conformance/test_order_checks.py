@@ -1,14 +1,11 @@
-"""Each check of start-up, futures and order passes on Fovea, and fails on a server that is wrong where it looks."""
+"""Each check of start-up, futures and order fails on a server that is wrong where it looks; test_suite has them pass."""
 
 import pytest
 
-from conformance.__main__ import load
-from conformance.check import REGISTER, Status
-from conformance.proxy import Proxy
-from conformance.runner import run_check
-from conformance.target import Options
+from conformance.check import Status
 from tests.e2e.conformance import disorder, mistakes
 from tests.e2e.conformance.corruption import Wrong, answer, request, without
+from tests.e2e.conformance.judging import judged
 from tests.e2e.stack import API_KEY, Stack
 
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
@@ -74,26 +71,13 @@ WRONG: dict[str, dict[str, Wrong]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def checks() -> None:
-    load()
-
-
-def options(stack: Stack, base_url: str) -> Options:
-    return Options(base_url, API_KEY, stack.model_name, vlm=True, long_job_s=40.0)
-
-
 @pytest.mark.parametrize(("check_id", "wrong"), [(check_id, wrong) for check_id in WRONG for wrong in WRONG[check_id]])
 def test_fails_on_a_wrong_server(stack: Stack, check_id: str, wrong: str) -> None:
-    rules = WRONG[check_id][wrong]
-    with Proxy(stack.base_url, before=rules.before, after=rules.after) as proxy:
-        verdict = run_check(REGISTER[check_id], options(stack, proxy.url))
+    verdict = judged(stack, check_id, WRONG[check_id][wrong])
     assert verdict.status is Status.FAILED, verdict.detail
 
 
 @pytest.mark.parametrize(("lifetime_s", "status"), [(3600.0, Status.PASSED), (-5.0, Status.FAILED)])
 def test_jwt_mode(stack: Stack, lifetime_s: float, status: Status) -> None:
-    rules = disorder.Jwt(API_KEY, lifetime_s).wrong()
-    with Proxy(stack.base_url, before=rules.before, after=rules.after) as proxy:
-        verdict = run_check(REGISTER["C12"], options(stack, proxy.url))
+    verdict = judged(stack, "C12", disorder.Jwt(API_KEY, lifetime_s).wrong())
     assert verdict.status is status, verdict.detail

@@ -3,15 +3,12 @@
 import numpy as np
 import pytest
 
-from conformance.__main__ import load
-from conformance.check import REGISTER, Status
-from conformance.proxy import Proxy
-from conformance.runner import run_check
-from conformance.target import Options
+from conformance.check import Status
 from tests.e2e.conformance import disorder, misreadings
 from tests.e2e.conformance.corruption import Wrong, answer, loss, request, without
+from tests.e2e.conformance.judging import judged
 from tests.e2e.conformance.misreadings import adam, inputs, lora, reading
-from tests.e2e.stack import API_KEY, Stack
+from tests.e2e.stack import Stack
 
 WRONG: dict[str, dict[str, Wrong]] = {
     "C78": {"ignores zstd": disorder.header("content-encoding", None), "a bomb": Wrong(before=misreadings.takes_bombs)},
@@ -61,18 +58,7 @@ WRONG: dict[str, dict[str, Wrong]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def checks() -> None:
-    load()
-
-
-def options(stack: Stack, base_url: str) -> Options:
-    return Options(base_url, API_KEY, stack.model_name, vlm=True)
-
-
 @pytest.mark.parametrize(("check_id", "wrong"), [(check_id, wrong) for check_id in WRONG for wrong in WRONG[check_id]])
 def test_fails_on_a_wrong_server(stack: Stack, check_id: str, wrong: str) -> None:
-    rules = WRONG[check_id][wrong]
-    with Proxy(stack.base_url, before=rules.before, after=rules.after) as proxy:
-        verdict = run_check(REGISTER[check_id], options(stack, proxy.url))
+    verdict = judged(stack, check_id, WRONG[check_id][wrong])
     assert verdict.status is Status.FAILED, verdict.detail
