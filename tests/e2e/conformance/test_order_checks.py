@@ -1,4 +1,4 @@
-"""Each check of start-up, futures and order fails on a server that is wrong where it looks; test_suite has them pass."""
+"""Each check of futures and order fails on a server that is wrong where it looks; test_suite has them pass."""
 
 import pytest
 
