@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 import fovea
-from fovea.cli.supervisor import Supervisor, UpOptions, free_ports
+from fovea.cli.ports import free_ports
+from fovea.cli.supervisor import Supervisor, UpOptions
 from fovea.client.channel import ServiceClient
 
 app = typer.Typer(

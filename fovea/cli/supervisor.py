@@ -5,15 +5,14 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fovea.cli.ports import free_ports
 from fovea.cli.service import Service, ServiceFailed, ServiceSpec
 from fovea.client.channel import ServiceClient
 
@@ -219,15 +218,3 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
             "--state-dir", str(options.state_dir), *keys,
         ),
     ]  # fmt: skip
-
-
-def free_ports(count: int) -> Sequence[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,16 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from fovea.cli.ports import free_ports
 from tests.contract.gateway.conftest import KEY, Stand, eventually
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import PROTOBUF, Rest
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Process:
@@ -27,7 +20,7 @@ class Process:
 
     def __init__(self, stand: Stand) -> None:
         self.stand = stand
-        self.port, self.metrics_port = free_port(), free_port()
+        self.port, self.metrics_port = free_ports(1)[0], free_ports(1)[0]
         self.process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> asyncio.subprocess.Process:
