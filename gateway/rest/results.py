@@ -1,7 +1,7 @@
 """Outcomes as Tinker's clients read them: protobuf for samples and losses, JSON for everything and for errors."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -61,7 +61,7 @@ def _record_json(record: gateway_pb2.WaitFutureResponse) -> dict[str, Any]:
         case "state_loaded":
             return {"type": "load_weights", "path": record.state_loaded.path}
         case "metrics":
-            return {"metrics": dict(record.metrics.values)}
+            return {"metrics": _in_order(record.metrics.values)}
         case "custom_loss_created":
             return {"type": "create_custom_loss", "loss_id": record.custom_loss_created.custom_loss_id}
         case "checkpoint_saved":
@@ -124,7 +124,12 @@ def _forward_backward(blob: bytes) -> tinker_pb2.ForwardBackwardOutput:
 def _split(blob: bytes) -> tuple[list[trainer_pb2.DatumOutput], dict[str, float]]:
     parts = records.split(gateway_pb2.WaitFutureResponse, blob)
     outputs = [part.output for part in parts if part.WhichOneof("record") == "output"]
-    return outputs, dict(parts[-1].metrics.values)
+    return outputs, _in_order(parts[-1].metrics.values)
+
+
+def _in_order(metrics: Mapping[str, float]) -> dict[str, float]:
+    # A protobuf map comes in another order in every process, and a result must be the same bytes after a restart.
+    return dict(sorted(metrics.items()))
 
 
 def _signature(output: trainer_pb2.DatumOutput) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -185,7 +190,7 @@ def _top_json(top: tinker_pb2.TopkLogprobs) -> list[list[list[float]] | None]:
 
 def _forward_backward_json(blob: bytes) -> dict[str, Any]:
     outputs, metrics = _split(blob)
-    listed = [{name: _tensor_json(tensor) for name, tensor in output.tensors.items()} for output in outputs]
+    listed = [{name: _tensor_json(tensor) for name, tensor in sorted(output.tensors.items())} for output in outputs]
     return {"loss_fn_output_type": _OUTPUT_TYPE, "loss_fn_outputs": listed, "metrics": metrics}
 
 
