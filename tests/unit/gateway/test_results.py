@@ -92,3 +92,11 @@ def test_errors_survive_the_database_with_class_and_field() -> None:
     assert isinstance(again.error, FailedPrecondition)
     assert results.error_json(again) == {"error": "not now", "category": "user", "reason": "FAILED_PRECONDITION"}
     assert results.error_json(Outcome(Kind.SAMPLE, b"", Internal("x")))["category"] == "server"
+
+
+def test_metrics_come_in_the_same_order_whatever_order_a_process_gives_to_maps() -> None:
+    names = [f"{letter}:sum" for letter in "zkbqamx"]
+    metrics = trainer_pb2.Metrics(values=dict.fromkeys(names, 1.0))
+    blob = records.join([gateway_pb2.WaitFutureResponse(metrics=metrics)])
+    for kind in (Kind.OPTIM_STEP, Kind.FORWARD):
+        assert list(results.to_json(Outcome(kind, blob))["metrics"]) == sorted(names)
