@@ -109,7 +109,7 @@ def c102_counts(target: Target) -> str:
         image = picture(target, width, height)
         example = asked_about(target, image, expected=False)
         counts[width, height] = len(prompt_scores(sampler, example.prompt)) + 1 - len(example.ids) + image.tokens
-        wanted = image_tokens(target.model, width, height)
+        wanted = image_tokens(target.checkpoint, width, height)
         seen = counts[width, height]
         expect(seen == wanted, f"{width}x{height} takes {seen} tokens, the model's processor says {wanted}")
     family = "as the contract says" if list(counts.values()) == list(CONTRACT_TOKENS.values()) else "not a Qwen3-VL"
