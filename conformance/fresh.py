@@ -10,7 +10,7 @@ from pathlib import Path
 import tinyvlm
 from demo.up import running_fovea
 
-SESSION_TTL_S = 45.0
+SESSION_TTL_S = 30.0
 MODEL_NAME = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 """The tiny model goes by a name of the cookbook's catalogue: its recipes ask that for a renderer."""
 COOKBOOK_CHECKS = {"C117", "C118", "C119"}
