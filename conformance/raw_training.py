@@ -1,13 +1,9 @@
 """forward_backward on the wire, without the SDK's client around it."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpx
 import zstandard
-from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
-from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from conformance.check import expect
 from conformance.target import Target
@@ -16,29 +12,9 @@ PROTOBUF = "application/x-protobuf"
 ZERO_BLOCKS = 32_768  # of 128 KiB each: 4 GiB
 
 
-def request(
-    model_id: str,
-    seq_id: int,
-    data: Sequence[types.Datum],
-    loss: str = "cross_entropy",
-    config: Mapping[str, float | str] | None = None,
-) -> Any:
-    """The SDK's own protobuf message; may be changed before it is sent."""
-    given: Any = types.ForwardBackwardInput(data=list(data), loss_fn=loss, loss_fn_config=config)  # type: ignore[arg-type]
-    return forward_backward_request_to_proto(
-        types.ForwardBackwardRequest(forward_backward_input=given, model_id=model_id, seq_id=seq_id)
-    )
-
-
-def submit(target: Target, body: bytes, encoding: str = "") -> httpx.Response:
-    """POSTs a body as protobuf."""
-    headers = {"Content-Type": PROTOBUF} | ({"Content-Encoding": encoding} if encoding else {})
-    return target.http.post("forward_backward", content=body, headers=headers)
-
-
 def run(target: Target, message: Any) -> Any:
     """Sends the message and waits: a ForwardBackwardOutput message, or the error as a dict."""
-    answer = submit(target, message.SerializeToString())
+    answer = target.send_loss(message.SerializeToString())
     expect(answer.status_code == 200, f"forward_backward answered {answer.status_code}: {answer.text[:200]}")
     result = target.poll(answer.json()["request_id"], accept=PROTOBUF)
     if "protobuf" in result.headers.get("content-type", ""):

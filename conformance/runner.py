@@ -66,8 +66,6 @@ def run_check(one: Check, options: Options) -> Verdict:
     thread = threading.Thread(target=work, daemon=True, name=one.check_id)
     thread.start()
     thread.join(timeout_s)
-    while not outcome and thread.is_alive() and time.monotonic() - begun < timeout_s:
-        thread.join(0.1)
     if outcome:
         thread.join(_ENDING_S)
         status, detail = outcome[0]

@@ -5,8 +5,8 @@ import functools
 import io
 import itertools
 import logging
-import threading
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,6 @@ class Target:
         self.options = options
         self.model = options.model
         self._stack = contextlib.ExitStack()
-        self._lock = threading.Lock()
         self._http: httpx.Client | None = None
 
     def close(self) -> None:
@@ -222,13 +221,13 @@ class Target:
     # Inputs
 
     @functools.cached_property
-    def vocabulary(self) -> "Vocabulary":
-        """Token ids that are safe to use as text."""
-        return _vocabulary(self.options)
+    def tokenizer(self) -> Any:
+        """The model's own, loaded once for all checks."""
+        return _tokenizer(self.options)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        return list(self.vocabulary.tokenizer.encode(text, add_special_tokens=False))
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def tokens(self, count: int, seed: int = 0) -> list[int]:
         """`count` ids of ordinary text, another stretch for each seed."""
@@ -265,38 +264,42 @@ class Target:
         return out.getvalue()
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """The model's tokenizer."""
-
-    tokenizer: Any
-
-
 @functools.lru_cache(maxsize=1)
-def _vocabulary(options: Options) -> Vocabulary:
+def _tokenizer(options: Options) -> Any:
     client = tinker.ServiceClient(base_url=options.base_url, api_key=options.api_key)
     try:
         # A sampling client would take the model's name for the tokenizer's; this one asks the server.
         training = client.create_lora_training_client(base_model=options.model, rank=1).result(60)
-        return Vocabulary(training.get_tokenizer())
+        return training.get_tokenizer()
     finally:
         _close_quietly(client)
+
+
+def loss_message(
+    model_id: str,
+    seq_id: int,
+    data: Sequence[types.Datum],
+    loss_fn: str = "cross_entropy",
+    config: Mapping[str, float | str] | None = None,
+) -> Any:
+    """A forward_backward as the SDK's own protobuf message, to be changed or sent; any loss_fn may be named."""
+    any_name: Any = loss_fn
+    given = ForwardBackwardInput(data=list(data), loss_fn=any_name, loss_fn_config=config)
+    request = ForwardBackwardRequest(forward_backward_input=given, model_id=model_id, seq_id=seq_id)
+    return forward_backward_request_to_proto(request)
 
 
 def loss_body(
     model_id: str,
     seq_id: int,
-    data: list[types.Datum],
+    data: Sequence[types.Datum],
     loss_fn: str = "cross_entropy",
     *,
     forward_only: bool = False,
-    config: dict[str, float | str] | None = None,
+    config: Mapping[str, float | str] | None = None,
 ) -> bytes:
-    """The protobuf body of a forward_backward, as the SDK writes it; any loss_fn may be named."""
-    any_name: Any = loss_fn
-    given = ForwardBackwardInput(data=data, loss_fn=any_name, loss_fn_config=config)
-    request = ForwardBackwardRequest(forward_backward_input=given, model_id=model_id, seq_id=seq_id)
-    message = forward_backward_request_to_proto(request)
+    """The same as bytes."""
+    message = loss_message(model_id, seq_id, data, loss_fn, config)
     message.forward_only = forward_only
     return bytes(message.SerializeToString())
 

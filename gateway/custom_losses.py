@@ -2,15 +2,14 @@
 
 import asyncio
 import logging
-import uuid
 
 from fovea.api.v1 import gateway_pb2, trainer_pb2
 from fovea.wire import custom_loss
-from fovea.wire.errors import FoveaError, Internal, InvalidInput, NotFound
+from fovea.wire.errors import FoveaError, InvalidInput, NotFound
 from gateway import identity
 from gateway.futures import records
 from gateway.futures.board import FutureBoard
-from gateway.futures.future import Kind, Outcome, Pending
+from gateway.futures.future import Kind, Outcome, Pending, unforeseen
 from gateway.identity import Caller
 from gateway.sessions import Sessions
 from gateway.store import custom_losses as rows
@@ -111,11 +110,8 @@ class CustomLosses:
             await self._board.finish(pending, outcome, [lambda connection: rows.insert(connection, kept)])
         except FoveaError as error:
             await self._board.finish(pending, Outcome(pending.kind, b"", error))
-        except Exception:
-            log_id = uuid.uuid4().hex[:12]
-            logger.exception("%s failed, log id %s", pending.future_id, log_id)
-            unforeseen = Internal(f"internal error in {pending.kind}; the gateway's log has it as {log_id}")
-            await self._board.finish(pending, Outcome(pending.kind, b"", unforeseen))
+        except Exception as error:
+            await self._board.finish(pending, Outcome(pending.kind, b"", unforeseen(pending, error)))
 
 
 def _checked(request: gateway_pb2.CreateCustomLossRequest) -> rows.CustomLossRow:

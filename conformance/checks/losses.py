@@ -14,7 +14,7 @@ from conformance import raw_training
 from conformance.check import check, expect, expect_close, may_refuse, user_error
 from conformance.formulas import Config, Inputs, loss_and_gradient
 from conformance.gradients import Arrays, Meter, logprobs_of, meter, surrogate, tensor
-from conformance.target import Target
+from conformance.target import Target, loss_message
 
 LOSS_TOLERANCE = 1e-3
 _CLIPS = ("clip_low_threshold", "clip_high_threshold")
@@ -206,12 +206,12 @@ def c83_config(target: Target) -> str:
     """Raw protobuf with both maps set to other numbers, in both directions; a text loss_id comes back in its error."""
     model_id = target.raw_model(target.session())
     plain = [target.datum(12, seed) for seed in range(2)]
-    forward = raw_training.run(target, raw_training.request(model_id, 1, plain))
+    forward = raw_training.run(target, loss_message(model_id, 1, plain))
     batch = for_loss(policy_batch(target, logprobs_of(_output(forward))), "ppo")
     narrow, wide = dict(zip(_CLIPS, (0.95, 1.05), strict=True)), dict(zip(_CLIPS, (0.1, 10.0), strict=True))
     seen = []
     for seq_id, (v2, legacy) in enumerate([(narrow, wide), (wide, narrow)], 2):
-        message = raw_training.request(model_id, seq_id, batch.data, "ppo", v2)
+        message = loss_message(model_id, seq_id, batch.data, "ppo", v2)
         message.loss_fn_config.clear()
         message.loss_fn_config.update(legacy)
         output = _output(raw_training.run(target, message))
@@ -220,11 +220,9 @@ def c83_config(target: Target) -> str:
         seen.append(output.metrics["loss:sum"])
     expect(abs(seen[0] - seen[1]) > 1e-3, "both configs give the same loss: the check proves nothing")
     text = {"loss_id": "no-such-loss-7f3a"}
-    _expect_user_error(raw_training.run(target, raw_training.request(model_id, 4, plain, "custom", text)), "7f3a")
+    _expect_user_error(raw_training.run(target, loss_message(model_id, 4, plain, "custom", text)), "7f3a")
     unknown = {"no_such_key": 1.0}
-    _expect_user_error(
-        raw_training.run(target, raw_training.request(model_id, 5, plain, "ppo", unknown)), "no_such_key"
-    )
+    _expect_user_error(raw_training.run(target, loss_message(model_id, 5, plain, "ppo", unknown)), "no_such_key")
     return f"loss:sum {seen[0]:.4f} and {seen[1]:.4f} follow v2; the unknown loss_id and the unknown key are named"
 
 

@@ -28,7 +28,7 @@ def c60_token(target: Target) -> str:
 
 def _plain(target: Target, sampler: tinker.SamplingClient) -> tuple[types.ModelInput, list[int]]:
     """A prompt and its greedy tokens up to the first special one, such as EOS, which would stop by itself."""
-    special = set(target.vocabulary.tokenizer.all_special_ids)
+    special = set(target.tokenizer.all_special_ids)
     found = []
     for start in _STARTS:
         prompt = target.prompt(start)
@@ -53,7 +53,7 @@ def c61_string(target: Target) -> str:
     chosen = _strings(target, tokens)
     if not chosen:
         raise NotApplicable("the model's greedy text has no readable part to stop at")
-    decode = target.vocabulary.tokenizer.decode
+    decode = target.tokenizer.decode
     for text in chosen:
         for stop in (text, [text], ["\u2603 never \u2603", text]):
             sequence = draw(sampler, prompt, temperature=0.0, max_tokens=24, stop=stop).sequences[0]
@@ -69,7 +69,7 @@ def c61_string(target: Target) -> str:
 
 def _strings(target: Target, tokens: list[int]) -> list[str]:
     """A part of one token's text and one over the border of two, neither within the text before."""
-    tokenizer = target.vocabulary.tokenizer
+    tokenizer = target.tokenizer
     within, over = "", ""
     for at in range(2, len(tokens)):
         before, one, two = (
@@ -87,7 +87,7 @@ def _strings(target: Target, tokens: list[int]) -> list[str]:
 @check("C62", "stop absent: ends at EOS, EOS included; stop [] runs through EOS to max_tokens")
 def c62_eos(target: Target) -> str:
     """Teaches a model to say EOS next, and samples it greedily with stop absent, [] and a string."""
-    eos = target.vocabulary.tokenizer.eos_token_id
+    eos = target.tokenizer.eos_token_id
     if eos is None:
         raise NotApplicable("the model's tokenizer has no end-of-sequence token")
     training = target.training()

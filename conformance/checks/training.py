@@ -16,8 +16,9 @@ from conformance.check import check, expect, expect_close, user_error
 from conformance.formulas import loss_and_gradient
 from conformance.gradients import Output, largest_difference, logprobs_of, meter, surrogate, tensor
 from conformance.proxy import Exchange, Proxy
-from conformance.target import Target
+from conformance.target import Target, loss_message
 
+_ZSTD = {"Content-Encoding": "zstd"}
 _SAME = 1e-5
 
 
@@ -50,15 +51,15 @@ def c78_zstd(target: Target) -> str:
     """The same forward pass in both encodings; then 131 kB that decompress to 4 GiB: a 4xx with a body, soon."""
     model_id = target.raw_model(target.session())
     data = [target.datum(12, seed) for seed in range(2)]
-    plain = raw_training.run(target, raw_training.request(model_id, 1, data))
-    packed = raw_training.submit(target, raw_training.zstd(raw_training.request(model_id, 2, data)), "zstd")
+    plain = raw_training.run(target, loss_message(model_id, 1, data))
+    packed = target.send_loss(raw_training.zstd(loss_message(model_id, 2, data)), **_ZSTD)
     expect(packed.status_code == 200, f"zstd was answered {packed.status_code}: {packed.text[:200]}")
     result = target.poll(packed.json()["request_id"], accept=raw_training.PROTOBUF)
     outputs = [_output(plain), _output(proto.ForwardBackwardOutput.FromString(result.content))]
     difference = largest_difference(*(logprobs_of(output) for output in outputs))
     expect(difference <= _SAME, f"logprobs of the two encodings differ by {difference:.3g}")
     begun = time.monotonic()
-    bomb = raw_training.submit(target, raw_training.zstd_bomb(), "zstd")
+    bomb = target.send_loss(raw_training.zstd_bomb(), **_ZSTD)
     took = time.monotonic() - begun
     refused = 400 <= bomb.status_code < 500 and bomb.status_code not in (408, 409, 429) and bool(bomb.content)
     expect(refused, f"the bomb was answered {bomb.status_code} {bomb.text[:100]!r}")
@@ -145,7 +146,7 @@ def c87_metric_keys(target: Target) -> str:
     """The raw protobuf answers of forward and forward_backward, for cross_entropy and importance_sampling."""
     model_id = target.raw_model(target.session())
     plain = [target.datum(12, seed) for seed in range(2)]
-    first = _output(raw_training.run(target, raw_training.request(model_id, 1, plain)))
+    first = _output(raw_training.run(target, loss_message(model_id, 1, plain)))
     policy = [
         types.Datum(
             model_input=datum.model_input,
@@ -160,7 +161,7 @@ def c87_metric_keys(target: Target) -> str:
     seen: set[str] = set()
     cases = [(loss, only) for loss in ("cross_entropy", "importance_sampling") for only in (True, False)]
     for seq_id, (loss, only) in enumerate(cases, 2):
-        message = raw_training.request(model_id, seq_id, plain if loss == "cross_entropy" else policy, loss)
+        message = loss_message(model_id, seq_id, plain if loss == "cross_entropy" else policy, loss)
         message.forward_only = only
         result = raw_training.run(target, message)
         expect(not isinstance(result, dict), f"{loss} failed: {result}")

@@ -2,13 +2,17 @@
 
 import asyncio
 import enum
+import logging
 import time
+import uuid
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from google.rpc import status_pb2
 
-from fovea.wire.errors import FoveaError, from_status, to_status
+from fovea.wire.errors import FoveaError, Internal, from_status, to_status
+
+logger = logging.getLogger(__name__)
 
 
 class Kind(enum.StrEnum):
@@ -110,3 +114,10 @@ class Pending:
     def wait_on(self, reason: str, queue_state: QueueState = QueueState.ACTIVE) -> None:
         """Says what the work waits for."""
         self.waiting_for, self.queue_state = reason, queue_state
+
+
+def unforeseen(pending: Pending, failure: Exception) -> Internal:
+    """Logs what should not have happened, and what its client is told instead: where to look for it."""
+    log_id = uuid.uuid4().hex[:12]
+    logger.error("%s failed, log id %s", pending.future_id, log_id, exc_info=failure)
+    return Internal(f"internal error in {pending.kind}; the gateway's log has it as {log_id}")

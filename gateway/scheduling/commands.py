@@ -2,12 +2,11 @@
 
 import logging
 import time
-import uuid
 
-from fovea.wire.errors import FoveaError, Internal, ModelLost, NotFound, Unavailable
+from fovea.wire.errors import FoveaError, ModelLost, NotFound, Unavailable
 from gateway.futures import records
 from gateway.futures.board import FutureBoard
-from gateway.futures.future import Kind, Outcome, Pending, State
+from gateway.futures.future import Kind, Outcome, Pending, State, unforeseen
 from gateway.scheduling import creation, exports, saves, steps
 from gateway.scheduling.context import Command, Context, Done
 from gateway.store.models import Model, ModelState
@@ -45,7 +44,7 @@ class CommandRunner:
         except FoveaError as failure:
             error = failure
         except Exception as failure:
-            error = _unforeseen(pending, failure)
+            error = unforeseen(pending, failure)
         await self._end(model, pending, done, error)
 
     async def refuse(self, pending: Pending, error: FoveaError | None) -> None:
@@ -116,9 +115,3 @@ class CommandRunner:
                 await step()
         except Exception:
             logger.exception("the outcome of %s could not be kept", pending.future_id)
-
-
-def _unforeseen(pending: Pending, failure: Exception) -> Internal:
-    log_id = uuid.uuid4().hex[:12]
-    logger.error("%s failed, log id %s", pending.future_id, log_id, exc_info=failure)
-    return Internal(f"internal error in {pending.kind}; the gateway's log has it as {log_id}")
