@@ -3,16 +3,11 @@
 Datums have log-normal lengths, 64 to 4,096 tokens, half of them with one 448 x 448 image. The figures are tokens/s and
 the model FLOPs utilisation of one forward_backward and optim_step through the SDK, submitted together, both awaited.
 
-FLOPs a token, by weights touched (Kaplan et al. 2020): forward 2 N; backward 2 N for activations and, where weights are
-trained, 2 N more. So 6 N for all parameters, 4 N with adapters (whose own FLOPs are not counted). N is the language
-model without its embedding table, the unembedding included. Attention adds, a layer, 4 H S^2 / 2 (causal) forward and
-twice that backward for a sequence of S. A frozen vision tower adds 2 N_v a patch, a trained one 6 N_v, with its own
-attention 4 H S^2 over S patches of an image, not causal.
+FLOPs are counted by benchmarks/flops.py.
 """
 
 import argparse
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import tinker
@@ -20,52 +15,7 @@ from tinker import AdamParams
 
 from benchmarks.client import Bench, datum
 from benchmarks.figure import emit
-
-_IMAGE_SIDE = 448
-_PATCHES = (_IMAGE_SIDE // 16) ** 2
-_VOCABULARY = 151936
-_H200_BF16_FLOPS = 989e12
-
-
-@dataclass(frozen=True)
-class Size:
-    """What decides the FLOPs of a shape; see benchmarks/shapes.py."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    vision_hidden: int
-    vision_intermediate: int
-    vision_layers: int
-
-    @property
-    def language_parameters(self) -> float:
-        """Without the embedding table, unembedding included."""
-        attention = self.hidden * 128 * (2 * self.heads + 2 * 8)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * _VOCABULARY
-
-    @property
-    def vision_parameters(self) -> float:
-        """The tower's blocks."""
-        return self.vision_layers * (4 * self.vision_hidden**2 + 2 * self.vision_hidden * self.vision_intermediate)
-
-    def flops(self, lengths: list[int], image_count: int, trains_all: bool) -> float:
-        """Of one forward_backward on datums of these lengths."""
-        per_weight = 6 if trains_all else 4
-        matrices = per_weight * self.language_parameters * sum(lengths)
-        attention = sum(3 * 4 * self.layers * self.heads * 128 * length**2 / 2 for length in lengths)
-        passes = 3 if trains_all else 1
-        tower = passes * image_count * 2 * self.vision_parameters * _PATCHES
-        tower += passes * image_count * 4 * self.vision_layers * self.vision_hidden * _PATCHES**2
-        return matrices + attention + tower
-
-
-SIZES = {
-    "2b": Size(2048, 6144, 28, 16, 1024, 4096, 24),
-    "4b": Size(2560, 9728, 36, 32, 1024, 4096, 24),
-    "8b": Size(4096, 12288, 36, 32, 1152, 4304, 27),
-}
+from benchmarks.flops import H200_BF16_FLOPS, IMAGE_SIDE, PATCHES, SIZES
 
 
 def lengths_of(rng: np.random.Generator, count: int) -> list[int]:
@@ -78,8 +28,8 @@ def batch(bench: Bench, rng: np.random.Generator, count: int) -> tuple[list[tink
     """Datums, their lengths in tokens, and the number of images."""
     data, lengths = [], []
     for index, length in enumerate(lengths_of(rng, count)):
-        side = _IMAGE_SIDE if index % 2 and length > 2 * _PATCHES // 4 else 0
-        text = length - (_PATCHES // 4 + 2 if side else 0)
+        side = IMAGE_SIDE if index % 2 and length > 2 * PATCHES // 4 else 0
+        text = length - (PATCHES // 4 + 2 if side else 0)
         prompt = bench.prompt(rng, text // 2, side)
         data.append(datum(prompt, bench.tokens(rng, text - text // 2)))
         lengths.append(data[-1].model_input.length)
@@ -112,7 +62,7 @@ def main() -> None:
             if repeat:  # the first one warms up
                 speeds.append(sum(lengths) / seconds)
                 flops = SIZES[options.shape].flops(lengths, images, rank == 0)
-                shares.append(flops / seconds / (_H200_BF16_FLOPS * options.gpus))
+                shares.append(flops / seconds / (H200_BF16_FLOPS * options.gpus))
         sizes = {"rank": rank, "datums": options.datums, "tokens": sum(lengths), "images": images}
         emit("trainer.tokens", speeds, "token/s", shape=options.shape, **sizes)
         emit("trainer.mfu", shares, "of 989 TFLOP/s a GPU", shape=options.shape, **sizes)

@@ -16,9 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 PACKED_ATTENTION = "fovea_packed_flash"
+
+# Without the flag torch 2.11 takes grouped queries as they are; later versions want to be told.
+_GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
@@ -129,25 +133,10 @@ def _varlen(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, bounds: Tensor, longest: int, causal: bool
 ) -> Tensor:
     """torch's variable-length flash attention."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    groups = query.shape[1] // key.shape[1]
-    # torch 2.11, which GPU hosts may have, knows no grouped queries here.
-    grouped: Any = {"enable_gqa": True} if groups > 1 and "enable_gqa" in signature(varlen_attn).parameters else {}
-    if groups > 1 and not grouped:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     q_THD, k_THD, v_THD = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    window = (-1, 0) if causal else (-1, -1)
     out_THD = varlen_attn(
-        q_THD,
-        k_THD,
-        v_THD,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1, 0) if causal else (-1, -1),
-        **grouped,
+        q_THD, k_THD, v_THD, bounds, bounds, longest, longest, scale=scaling, window_size=window, **_GROUPED
     )
     assert isinstance(out_THD, Tensor)
     return out_THD.unsqueeze(0)

@@ -7,15 +7,15 @@ parameter, one copy for a snapshot. Every rank holds the same values.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fovea.wire.errors import InvalidInput
 from services.trainer.families.base import LoraTarget, Role
-from services.trainer.logprobs import LoraPair
+from services.trainer.lora_pair import LoraPair, lora_linear
 
 PEFT_PREFIX = "base_model.model."
 DEFAULT_ALPHA = 32.0
@@ -127,34 +127,21 @@ def _initial_a(name: str, shape: tuple[int, int], seed: int) -> Tensor:
 
 
 class LoraInjector:
-    """Adds the active adapter to the linear modules of the base model, by forward hooks placed once."""
+    """Makes the active adapter part of the linear modules of the frozen base model; placed once."""
 
     def __init__(self, targets: Iterable[LoraTarget]) -> None:
         self._pairs: dict[str, LoraPair] = {}
         for target in targets:
             # The unembedding is no module call: logits are made in chunks, see logprobs.py.
             if target.role is not Role.UNEMBEDDING:
-                target.module.register_forward_hook(self._hook(target.name))
+                target.module.forward = partial(self._forward, target.name, target.module)  # type: ignore[method-assign]
 
     def activate(self, weights: LoraWeights | None) -> None:
         """Makes an adapter take part in all forward passes from now on; None for the bare base."""
         self._pairs = weights.pairs if weights else {}
 
-    def _hook(self, name: str) -> Any:
-        def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            pair = self._pairs.get(name)
-            return None if pair is None else add_lora(output, args[0], pair)
-
-        return add
-
-
-def add_lora(output: Tensor, x: Tensor, pair: LoraPair) -> Tensor:
-    """output + scale * (x A') B', in the type of the output."""
-    low = nn.functional.linear(x, pair.a.to(x.dtype))
-    flat = torch.addmm(
-        output.reshape(-1, output.shape[-1]),
-        low.reshape(-1, low.shape[-1]),
-        pair.b.to(x.dtype).T,
-        alpha=pair.scale,
-    )
-    return flat.view(output.shape)
+    def _forward(self, name: str, module: nn.Linear, x: Tensor) -> Tensor:
+        pair = self._pairs.get(name)
+        if pair is None:
+            return nn.functional.linear(x, module.weight, module.bias)
+        return lora_linear(x, module.weight, module.bias, pair)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from services.trainer.batch import Batch, TowerInput
 from services.trainer.families import Family
 from services.trainer.families.base import PatchNormalizer, VisionOutput
-from services.trainer.logprobs import LoraPair, target_logprobs
+from services.trainer.logprobs import target_logprobs
+from services.trainer.lora_pair import LoraPair
 from services.trainer.vision_memory import SeenImage, join_outputs, split_output
 
 HF_PREFIX = "hf."

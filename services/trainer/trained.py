@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fovea.wire.errors import FailedPrecondition
 from services.trainer.families.base import LoraTarget
-from services.trainer.logprobs import LoraPair
 from services.trainer.lora import UNEMBEDDING, LoraInjector, LoraSettings, LoraWeights
+from services.trainer.lora_pair import LoraPair
 from services.trainer.optimizer import Adam, AdamW, clip_factor
 from services.trainer.sharding import ShardedModel, local_of
 

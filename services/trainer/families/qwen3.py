@@ -3,10 +3,12 @@
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from services.trainer.families.base import (
     LANGUAGE_ROLES,
@@ -17,6 +19,7 @@ from services.trainer.families.base import (
     VisionOutput,
     named_linears,
 )
+from services.trainer.families.fused import fuse_layers
 
 
 class Qwen3(Family):
@@ -24,6 +27,11 @@ class Qwen3(Family):
 
     model_type = "qwen3"
     architecture = Qwen3ForCausalLM
+
+    def load(self, model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
+        model: Any = super().load(model_dir, dtype)
+        fuse_layers(model.model.layers)
+        return model  # type: ignore[no-any-return]
 
     def blocks(self, model: Any) -> Iterator[nn.Module]:
         yield from model.model.layers

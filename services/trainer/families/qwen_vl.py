@@ -21,6 +21,7 @@ from services.trainer.families.base import (
     VisionOutput,
     named_linears,
 )
+from services.trainer.families.fused import fuse_layers
 
 
 class QwenVl(Family):
@@ -37,6 +38,7 @@ class QwenVl(Family):
         model: Any = super().load(model_dir, dtype)
         patch_embed = model.model.visual.patch_embed
         patch_embed.forward = MethodType(embed_patches, patch_embed)
+        fuse_layers(model.model.language_model.layers)
         return model  # type: ignore[no-any-return]
 
     def blocks(self, model: Any) -> Iterator[nn.Module]:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from services.trainer.logprobs import LoraPair, target_logprobs
+from services.trainer.logprobs import target_logprobs
+from services.trainer.lora_pair import LoraPair
 
 T, K, D, V, R = 7, 3, 5, 11, 2
 SCALE = 1.7

@@ -1,0 +1,58 @@
+"""How many floating-point operations a training step takes.
+
+FLOPs a token, by weights touched (Kaplan et al. 2020): forward 2 N; backward 2 N for activations and, where weights are
+trained, 2 N more. So 6 N for all parameters, 4 N with adapters (whose own FLOPs are not counted). N is the language
+model without its embedding table, the unembedding included. Attention adds, a layer, 4 H S^2 / 2 (causal) forward and
+twice that backward for a sequence of S. A frozen vision tower adds 2 N_v a patch, a trained one 6 N_v, with its own
+attention 4 H S^2 over S patches of an image, not causal.
+"""
+
+from dataclasses import dataclass
+
+IMAGE_SIDE = 448
+PATCHES = (IMAGE_SIDE // 16) ** 2
+H200_BF16_FLOPS = 989e12
+"""Dense, as the maker states it."""
+
+_VOCABULARY = 151936
+
+
+@dataclass(frozen=True)
+class Size:
+    """What decides the FLOPs of a shape; see benchmarks/shapes.py."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    vision_hidden: int
+    vision_intermediate: int
+    vision_layers: int
+
+    @property
+    def language_parameters(self) -> float:
+        """Without the embedding table, unembedding included."""
+        attention = self.hidden * 128 * (2 * self.heads + 2 * 8)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * _VOCABULARY
+
+    @property
+    def vision_parameters(self) -> float:
+        """The tower's blocks."""
+        return self.vision_layers * (4 * self.vision_hidden**2 + 2 * self.vision_hidden * self.vision_intermediate)
+
+    def flops(self, lengths: list[int], image_count: int, trains_all: bool) -> float:
+        """Of one forward_backward on datums of these lengths."""
+        per_weight = 6 if trains_all else 4
+        matrices = per_weight * self.language_parameters * sum(lengths)
+        attention = sum(3 * 4 * self.layers * self.heads * 128 * length**2 / 2 for length in lengths)
+        passes = 3 if trains_all else 1
+        tower = passes * image_count * 2 * self.vision_parameters * PATCHES
+        tower += passes * image_count * 4 * self.vision_layers * self.vision_hidden * PATCHES**2
+        return matrices + attention + tower
+
+
+SIZES = {
+    "2b": Size(2048, 6144, 28, 16, 1024, 4096, 24),
+    "4b": Size(2560, 9728, 36, 32, 1024, 4096, 24),
+    "8b": Size(4096, 12288, 36, 32, 1152, 4304, 27),
+}

@@ -1,0 +1,20 @@
+"""Pointwise functions as one GPU kernel: compiled by torch where the tensors are on a GPU, plain where they are not."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorates a pure function of tensors, the first of which says where it runs. Any sizes share one kernel."""
+    compiled: Any = torch.compile(function, dynamic=True)
+
+    @wraps(function)
+    def run(first: Tensor, *rest: Any) -> Tensor:
+        result: Tensor = (compiled if first.is_cuda else function)(first, *rest)
+        return result
+
+    return run
