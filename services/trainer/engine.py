@@ -1,6 +1,7 @@
 """What one rank does for each command. All ranks hold the same models and execute the same commands in order."""
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from services.trainer.vision_memory import VisionMemory
 
 logger = logging.getLogger(__name__)
 
-KEEP_GATHERED_BYTES = 2**30
 MIB = 2**20
 
 
@@ -73,7 +73,7 @@ class Engine:
         self._injector = LoraInjector(self._targets)
         size_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         keep = settings.keep_gathered == "always" or (
-            settings.keep_gathered == "auto" and size_bytes <= KEEP_GATHERED_BYTES
+            settings.keep_gathered == "auto" and size_bytes <= _keep_gathered_bytes(self._device)
         )
         mesh = init_device_mesh(self._device.type, (self._control.world_size,))
         self._sharded = ShardedModel(module, mesh, keep)
@@ -236,5 +236,19 @@ def load_model(
     if family.has_vision:
         channels = int(hf.config.vision_config.in_channels)
         normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, family.patch_bytes(hf.config)).to(device)
-    chunk = max(1, settings.logit_chunk_mib * MIB // (4 * hf.config.get_text_config().vocab_size))
-    return family, dtype, PackedModel(family, hf, normalizer, chunk)
+    recompute_above = {"auto": settings.token_budget, "always": 0, "never": math.inf}[settings.recompute]
+    chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, dtype)
+    return family, dtype, PackedModel(family, hf, normalizer, chunk, recompute_above)
+
+
+def _logit_chunk(size_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:
+    """Positions of one chunk; whole tiles of a matrix product where there are many."""
+    positions = max(1, size_bytes // (dtype.itemsize * vocabulary_size))
+    return positions // 128 * 128 or positions
+
+
+def _keep_gathered_bytes(device: torch.device) -> int:
+    """The largest model that is kept whole on every rank, beside its shards and what is trained."""
+    if device.type == "cpu":
+        return 2**30
+    return torch.cuda.get_device_properties(device).total_memory // 6

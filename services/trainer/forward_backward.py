@@ -170,6 +170,7 @@ class LossComputer:
                 total = _total(batch, logprobs_TK, prepared.loss, share)
             if command.backward:
                 torch.autograd.backward([total])
+                model.collect_gradients()
         return share
 
     def _agree_on(self, own: Share, command: ForwardBackward, model: TrainedModel) -> None:

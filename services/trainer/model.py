@@ -25,14 +25,23 @@ class PackedModel(nn.Module):
 
     Everything that needs gathered parameters happens inside `forward`, the unembedding included: this is what FSDP's
     hooks surround.
+
+    Args:
+        normalizer: None for a model without vision.
+        chunk_positions: Logits are made for so many positions at a time.
+        recompute_above: Micro-batches of more tokens keep no activations but each block's input.
     """
 
-    def __init__(self, family: Family, hf: Any, normalizer: PatchNormalizer | None, chunk_positions: int) -> None:
+    def __init__(
+        self, family: Family, hf: Any, normalizer: PatchNormalizer | None, chunk_positions: int, recompute_above: float
+    ) -> None:
         super().__init__()
         self.family = family
         self.hf = hf
         self._normalizer = normalizer
         self._chunk_positions = chunk_positions
+        self._recompute_above = recompute_above
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, batch: Batch, unembedding: LoraPair | None, seen: dict[str, SeenImage] | None) -> Tensor:
         """Log-probabilities of the targets, float32 [T, K], with gradients.
@@ -40,6 +49,8 @@ class PackedModel(nn.Module):
         Args:
             seen: What a frozen tower made of images so far, by digest; new ones are added. None if it is trained.
         """
+        for block in self.family.blocks(self.hf):
+            block.gradient_checkpointing = len(batch.tokens_T) > self._recompute_above  # type: ignore[assignment]
         hidden_TD = self._hidden(batch, seen)
         return target_logprobs(hidden_TD, self.hf.lm_head.weight, unembedding, batch.targets_TK, self._chunk_positions)
 

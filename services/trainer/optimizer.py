@@ -44,7 +44,9 @@ class AdamW:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
-        self._torch = torch.optim.AdamW(self._parameters, lr=0.0)
+        # One kernel that holds no temporary copies of the weights; on a CPU its sums would differ in the last bit.
+        on_gpu = self._parameters[0].is_cuda
+        self._torch = torch.optim.AdamW(self._parameters, lr=0.0, fused=on_gpu or None)
         self.load([{name: torch.zeros_like(p) for name in MOMENTS} for p in self._parameters], 0)
 
     def step(self, adam: Adam) -> None:
@@ -62,7 +64,8 @@ class AdamW:
     def load(self, moments: Sequence[dict[str, Tensor]], step: int) -> None:
         """Takes moments over, without copying, as of `step` steps taken."""
         for parameter, values in zip(self._parameters, moments, strict=True):
-            self._torch.state[parameter] = {"step": torch.tensor(float(step)), **values}
+            count = torch.tensor(float(step), device=parameter.device)
+            self._torch.state[parameter] = {"step": count, **values}
 
 
 def clip_factor(norm: float, bound: float) -> float:

@@ -27,13 +27,20 @@ class TrainerSettings(ServiceSettings):
     max_models: int = Field(256, ge=1, description="The most models at once.")
     max_context_length: int = Field(0, ge=0, description="The most tokens of a datum; 0 takes the model's own limit.")
     max_datums: int = Field(4096, ge=1, description="The most datums of one call.")
-    token_budget: int = Field(16384, ge=1, description="The most tokens of one micro-batch of one rank.")
+    token_budget: int = Field(8192, ge=1, description="The most tokens of one micro-batch of one rank.")
     patch_budget: int = Field(65536, ge=1, description="The most vision patches of one micro-batch of one rank.")
+    recompute: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether backward passes compute activations again instead of keeping them, a third more work; "
+        "auto does so for datums above the token budget.",
+    )
     logit_chunk_mib: int = Field(
-        256, ge=1, description="Memory for logits: positions are computed in chunks of this size."
+        512, ge=1, description="Memory for logits: positions are computed in chunks of this size."
     )
     keep_gathered: Literal["auto", "always", "never"] = Field(
-        "auto", description="Whether ranks keep whole parameters between micro-batches; auto does so below 1 GiB."
+        "auto",
+        description="Whether ranks keep whole parameters between micro-batches; auto does so below 1 GiB, and on a GPU "
+        "below a sixth of its memory.",
     )
     feature_cache_mib: int = Field(1024, ge=0, description="Vision tensors that each rank keeps.")
     vision_memory_mib: int = Field(

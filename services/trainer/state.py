@@ -107,11 +107,11 @@ class StateStore:
             load_checkpoint(state, storage_reader=reader, process_group=self._control.group)
         except CheckpointException as error:
             raise _checkpoint_failure(error, uri) from None
-        for name, local in model.locals.items():
-            local.copy_(state["weights"][name].to_local())
+        for name, master in model.masters.items():
+            master.copy_(state["weights"][name].to_local())
         moments: list[dict[str, Tensor]] = [
-            {key: state[key][name].to_local() if optimizer else torch.zeros_like(local) for key in MOMENTS}
-            for name, local in model.locals.items()
+            {key: state[key][name].to_local() if optimizer else torch.zeros_like(master) for key in MOMENTS}
+            for name, master in model.masters.items()
         ]
         model.optimizer.load(moments, step)
 
@@ -147,7 +147,7 @@ def _full_state(model: FullModel, fresh: bool = False) -> dict[str, Any]:
         )
 
     names = list(model.shards)
-    state: dict[str, Any] = {"weights": {name: sharded(model.locals[name], model.shards[name]) for name in names}}
+    state: dict[str, Any] = {"weights": {name: sharded(model.masters[name], model.shards[name]) for name in names}}
     for key in MOMENTS:
         moments = [values[key] for values in model.optimizer.moments()]
         state[key] = {name: sharded(moment, model.shards[name]) for name, moment in zip(names, moments, strict=True)}

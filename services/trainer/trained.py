@@ -33,6 +33,10 @@ class TrainedModel(ABC):
         """Makes the next forward passes use this model's weights."""
 
     @abstractmethod
+    def collect_gradients(self) -> None:
+        """Adds what one backward pass left to the accumulated gradients; to be called after each."""
+
+    @abstractmethod
     def gradients(self) -> list[Tensor]:
         """This rank's accumulated gradients, zeros where there are none."""
 
@@ -46,7 +50,7 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """To be called after weights were written."""
+        """To be called after the optimized weights were written."""
 
     def optim_step(self, adam: Adam) -> dict[str, float]:
         """Steps and clears the gradients; returns metrics. Collective.
@@ -90,6 +94,9 @@ class AdapterModel(TrainedModel):
     def activate(self) -> None:
         self._injector.activate(self.weights)
 
+    def collect_gradients(self) -> None:
+        """Nothing to do: the gradients of the parts are views of one buffer, and autograd adds to them."""
+
     def gradients(self) -> list[Tensor]:
         return [self.weights.flat_grad]
 
@@ -106,7 +113,11 @@ class AdapterModel(TrainedModel):
 
 
 class FullModel(TrainedModel):
-    """All parameters of the base. Each rank optimizes its shards; the base's own shards are kept to come back to."""
+    """All parameters of the base. Each rank optimizes its shards; the base's own shards are kept to come back to.
+
+    What is optimized is `masters`, float32; the shards that the model computes with follow them, in the model's type.
+    A model in float32 has one set for both.
+    """
 
     trains_vision = True
     unembedding = None
@@ -117,33 +128,45 @@ class FullModel(TrainedModel):
         sharded.set_trainable(True)
         self.shards = dict(sharded.named_shards())
         self.locals = {name: local_of(shard) for name, shard in self.shards.items()}
+        self.masters = {name: local.to(torch.float32) for name, local in self.locals.items()}
         self.base = {name: local.to("cpu", copy=True) for name, local in self.locals.items()}
-        self.optimizer = AdamW(list(self.locals.values()))
+        self.optimizer = AdamW(list(self.masters.values()))
         self.trainable_parameter_count = sum(shard.numel() for shard in self.shards.values())
 
     def activate(self) -> None:
         self._injector.activate(None)
 
-    def gradients(self) -> list[Tensor]:
+    def collect_gradients(self) -> None:
         for name, shard in self.shards.items():
-            local = self.locals[name]
             if shard.grad is None:
-                local.grad = torch.zeros_like(local)
+                continue
+            found = shard.grad.to_local()  # type: ignore[attr-defined]
+            master = self.masters[name]
+            if master.grad is None:
+                master.grad = found.to(master.dtype)
             else:
-                local.grad = shard.grad.to_local()  # type: ignore[attr-defined]
-        return [local.grad for local in self.locals.values() if local.grad is not None]
+                master.grad += found
+            shard.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        for master in self.masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return [master.grad for master in self.masters.values() if master.grad is not None]
 
     def reduce_gradients(self) -> Tensor:
-        squares = torch.stack([gradient.float().square().sum() for gradient in self.gradients()]).sum()
+        squares = torch.stack([gradient.square().sum() for gradient in self.gradients()]).sum()
         dist.all_reduce(squares)
         return squares
 
     def zero_gradients(self) -> None:
         for name, shard in self.shards.items():
             shard.grad = None
-            self.locals[name].grad = None
+            self.masters[name].grad = None
 
     def weights_changed(self) -> None:
+        for name, local in self.locals.items():
+            local.copy_(self.masters[name])
         self._sharded.release()
 
     def restore_base(self) -> None:

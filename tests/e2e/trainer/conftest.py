@@ -20,8 +20,11 @@ from tests.e2e.trainer.trainer_process import TrainerProcess
 ARGUMENTS = {
     # Parameters stay gathered, all datums in one micro-batch a rank.
     "qwen3_vl": [],
-    # Every block is gathered and freed in every micro-batch, of which there are many.
-    "qwen2_5_vl": ["--keep-gathered", "never", "--token-budget", "160", "--logit-chunk-mib", "1"],
+    # Every block is gathered, freed and computed again in every micro-batch, of which there are many.
+    "qwen2_5_vl": [
+        *("--keep-gathered", "never", "--recompute", "always"),
+        *("--token-budget", "160", "--logit-chunk-mib", "1"),
+    ],
     "qwen3": ["--token-budget", "48", "--join-timeout-s", "4"],
 }
 
