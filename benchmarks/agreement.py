@@ -1,15 +1,20 @@
 """Do sampler and trainer agree? `python -m benchmarks.agreement --base-url URL --rank 32 --steps 20`.
 
-Tokens are sampled at temperature 1 with their log-probabilities; the trainer then scores the same tokens. The figures
-are the mean KL from sampler to trainer (the k3 estimate, mean of exp(d) - 1 - d with d = trainer - sampler, Schulman
-2020), and the largest difference at any token, for prompts of text and for prompts with an image, before and after
-training steps.
+Tokens are sampled at temperature 1 with their log-probabilities, or at 0.7 and then scored by the sampler as a prompt;
+the trainer scores the same tokens, all datums in one call and each in one of its own. The figures are the mean KL from
+sampler to trainer (the k3 estimate, mean of exp(d) - 1 - d with d = trainer - sampler, Schulman 2020), and the largest
+difference at any token, for prompts of text and for prompts with an image, before and after training steps.
+
+With `--float32 DIRECTORY` the base model in float32, on a GPU, scores text too: how far sampler and trainer are from it
+is what bfloat16 costs each, and how large a difference between them is no fault of either.
 """
 
 import argparse
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tinker
 from tinker import AdamParams, SamplingParams
 
@@ -17,33 +22,140 @@ from benchmarks.client import Bench, datum, scored_part
 from benchmarks.figure import emit
 
 _NEW_TOKENS = 128
+Logprobs = npt.NDArray[np.float64]
 
 
-def measure(bench: Bench, training: tinker.TrainingClient, count: int, image_side: int, seed: int) -> np.ndarray:
-    """Trainer minus sampler, one a sampled token, float64."""
+@dataclass(frozen=True)
+class Comparison:
+    """Log-probabilities of the same sampled tokens; `way` is how the trainer's datums came: packed or alone."""
+
+    way: str
+    sampler: Logprobs
+    trainer: Logprobs
+
+    @property
+    def differences(self) -> Logprobs:
+        """Trainer minus sampler."""
+        return self.trainer - self.sampler
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Sampled tokens, their log-probabilities at temperature 1, and the prompt before them."""
+
+    prompt: tinker.ModelInput
+    tokens: list[int]
+    logprobs: Logprobs
+
+
+def kl(differences: Logprobs) -> float:
+    """Mean KL from sampler to trainer in nat."""
+    return float(np.mean(np.expm1(differences) - differences))
+
+
+def draw(bench: Bench, sampler: Any, count: int, image_side: int, temperature: float, seed: int) -> list[Drawn]:
+    """Samples from `count` random prompts."""
     rng = np.random.default_rng(seed)
-    sampler: Any = training.save_weights_and_get_sampling_client().result(600)
-    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=1.0, seed=seed, stop=[])
     prompts = [bench.prompt(rng, int(rng.integers(64, 512)), image_side) for _ in range(count)]
+    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=temperature, seed=seed, stop=[])
     futures = [sampler.sample(prompt, 1, params) for prompt in prompts]
     sequences = [future.result(600).sequences[0] for future in futures]
-    data = [datum(prompt, one.tokens) for prompt, one in zip(prompts, sequences, strict=True)]
-    outputs = training.forward(data, "cross_entropy").result(600).loss_fn_outputs
-    differences = [
-        scored_part(output, len(one.tokens)) - np.asarray(one.logprobs, np.float64)
-        for output, one in zip(outputs, sequences, strict=True)
+    if temperature == 1.0:
+        scores = [one.logprobs for one in sequences]
+    else:
+        wholes = [_extended(prompt, one.tokens) for prompt, one in zip(prompts, sequences, strict=True)]
+        pending = [sampler.compute_logprobs(whole) for whole in wholes]
+        scores = [future.result(600)[-_NEW_TOKENS:] for future in pending]
+    return [
+        Drawn(prompt, list(one.tokens), np.asarray(score[-len(one.tokens) :], np.float64))
+        for prompt, one, score in zip(prompts, sequences, scores, strict=True)
     ]
-    return np.concatenate(differences)
 
 
-def train(bench: Bench, training: tinker.TrainingClient, steps: int, image_side: int) -> None:
+def compare(
+    bench: Bench, training: tinker.TrainingClient, count: int, image_side: int, temperature: float, seed: int
+) -> list[Comparison]:
+    """Has a fresh snapshot sampled and the trainer score it, all datums together and one by one."""
+    sampler = training.save_weights_and_get_sampling_client().result(600)
+    return score(training, draw(bench, sampler, count, image_side, temperature, seed))
+
+
+def score(training: tinker.TrainingClient, drawn: list[Drawn]) -> list[Comparison]:
+    """The trainer's log-probabilities of what was drawn, both ways."""
+    data = [datum(one.prompt, one.tokens) for one in drawn]
+    found = []
+    for way, calls in (("packed", [data]), ("alone", [[one] for one in data])):
+        pending = [training.forward(call, "cross_entropy") for call in calls]
+        outputs = [output for future in pending for output in future.result(600).loss_fn_outputs]
+        trained = [scored_part(output, len(one.tokens)) for output, one in zip(outputs, drawn, strict=True)]
+        found.append(Comparison(way, np.concatenate([one.logprobs for one in drawn]), np.concatenate(trained)))
+    return found
+
+
+def train(bench: Bench, training: tinker.TrainingClient, steps: int, image_side: int, rate: float) -> None:
     """Steps on random text and images, so that the weights move."""
     rng = np.random.default_rng(99)
     for _ in range(steps):
         data = [datum(bench.prompt(rng, 96, side), bench.tokens(rng, 64)) for side in (0, image_side) * 4]
         backward = training.forward_backward(data, "cross_entropy")
-        training.optim_step(AdamParams(learning_rate=1e-4)).result(600)
+        training.optim_step(AdamParams(learning_rate=rate)).result(600)
         backward.result(600)
+
+
+def float32_logprobs(directory: str, device: str, drawn: list[Drawn]) -> Logprobs:
+    """What the base model in float32 gives to the drawn tokens of text prompts."""
+    import torch
+    from transformers import Qwen3VLForConditionalGeneration
+
+    model = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).to(device)  # type: ignore[arg-type]
+    found = []
+    for one in drawn:
+        tokens = torch.tensor([[*one.prompt.to_ints(), *one.tokens]], device=device)
+        with torch.no_grad():
+            logits = model(input_ids=tokens, logits_to_keep=len(one.tokens) + 1).logits[0, :-1].double()
+        own = torch.log_softmax(logits, -1).gather(1, tokens[0, -len(one.tokens) :, None])
+        found.append(own[:, 0].cpu().numpy())
+    return np.concatenate(found)
+
+
+def _extended(prompt: tinker.ModelInput, tokens: list[int]) -> tinker.ModelInput:
+    return tinker.ModelInput(chunks=[*prompt.chunks, tinker.types.EncodedTextChunk(tokens=list(tokens))])
+
+
+def _report(found: list[Comparison], kind: str, when: str, **sizes: Any) -> None:
+    for one in found:
+        differences = one.differences
+        facts = {"way": one.way, "tokens": len(differences), **sizes}
+        emit(f"agreement.kl.{kind}.{when}", [kl(differences)], "nat", **facts)
+        emit(f"agreement.largest.{kind}.{when}", [float(np.abs(differences).max())], "nat", **facts)
+        emit(f"agreement.mean.{kind}.{when}", [float(np.abs(differences).mean())], "nat", **facts)
+
+
+def _report_float32(directory: str, device: str, training: tinker.TrainingClient, drawn: list[Drawn]) -> None:
+    exact = float32_logprobs(directory, device, drawn)
+    for one in score(training, drawn)[:1]:
+        for name, values in (("sampler", one.sampler), ("trainer", one.trainer)):
+            error = np.abs(values - exact)
+            emit(f"agreement.float32.mean.{name}", [float(error.mean())], "nat", tokens=len(error))
+            emit(f"agreement.float32.largest.{name}", [float(error.max())], "nat", tokens=len(error))
+
+
+def measure(bench: Bench, options: argparse.Namespace) -> None:
+    """Prints the figures before and after training."""
+    training = bench.training(options.rank)
+    rate = 1e-4 if options.rank else 1e-5
+    for when in ("before", "after"):
+        for kind, side in (("text", 0), ("image", options.image_side)):
+            for temperature in (1.0, 0.7):
+                sizes = {"rank": options.rank, "temperature": temperature, "steps": options.steps * (when == "after")}
+                found = compare(bench, training, options.prompts, side, temperature, seed=5)
+                _report(found, kind, when, **sizes)
+        if when == "before":
+            if options.float32:
+                sampler = training.save_weights_and_get_sampling_client().result(600)
+                drawn = draw(bench, sampler, options.prompts, 0, 1.0, seed=5)
+                _report_float32(options.float32, options.device, training, drawn)
+            train(bench, training, options.steps, options.image_side, rate)
 
 
 def main() -> None:
@@ -54,19 +166,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--image-side", type=int, default=448)
+    parser.add_argument("--float32", help="the base model's checkpoint, to be run in float32 as the measure of both")
+    parser.add_argument("--device", default="cuda:1", help="of the float32 model")
     options = parser.parse_args()
-    bench = Bench.open(options.base_url)
-    training = bench.training(options.rank)
-    for when in ("before", "after"):
-        for kind, side in (("text", 0), ("image", options.image_side)):
-            found = measure(bench, training, options.prompts, side, seed=5)
-            sizes = {"rank": options.rank, "tokens": len(found), "steps": options.steps if when == "after" else 0}
-            emit(f"agreement.kl.{kind}.{when}", [float(np.mean(np.expm1(found) - found))], "nat", **sizes)
-            emit(f"agreement.largest.{kind}.{when}", [float(np.abs(found).max())], "nat", **sizes)
-            emit(f"agreement.mean.{kind}.{when}", [float(np.abs(found).mean())], "nat", **sizes)
-        if when == "before":
-            train(bench, training, options.steps, options.image_side)
-    bench.service.close("success")
+    with Bench.open(options.base_url) as bench:
+        measure(bench, options)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,12 @@ class Bench:
         convert = sampler.get_tokenizer().convert_tokens_to_ids
         return cls(service, name, convert(VISION_START), convert(VISION_END))
 
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.service.close("errored" if kind else "success")
+
     def training(self, rank: int) -> tinker.TrainingClient:
         """A fresh model; rank 0 trains all parameters."""
         return self.service.create_lora_training_client(base_model=self.model, rank=rank, seed=1).result(600)
@@ -43,13 +49,16 @@ class Bench:
     def prompt(self, rng: np.random.Generator, length: int, image_side: int = 0) -> types.ModelInput:
         """`length` random text ids, after a picture of `image_side` pixels if that is not 0."""
         tokens = self.tokens(rng, length)
+        return self.after_picture(noise(rng, image_side) if image_side else b"", image_side, tokens)
+
+    def after_picture(self, picture: bytes, image_side: int, tokens: list[int]) -> types.ModelInput:
+        """Text ids, after a JPEG of `image_side` pixels if that is not 0."""
         if not image_side:
             return types.ModelInput.from_ints(tokens)
-        picture = types.ImageChunk(data=noise(rng, image_side), format="jpeg", expected_tokens=(image_side // 32) ** 2)
         return types.ModelInput(
             chunks=[
                 types.EncodedTextChunk(tokens=[self.vision_start]),
-                picture,
+                types.ImageChunk(data=picture, format="jpeg", expected_tokens=(image_side // 32) ** 2),
                 types.EncodedTextChunk(tokens=[self.vision_end, *tokens]),
             ]
         )

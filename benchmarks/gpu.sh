@@ -1,21 +1,31 @@
 #!/bin/sh
-# On a GPU host: builds a shape, starts Fovea on it, and measures. `sh benchmarks/gpu.sh 4b OUT [up options]`
+# On a GPU host: builds a shape, starts Fovea on it, and measures.
+#   sh benchmarks/gpu.sh SHAPE OUT [up options]; of these, for two GPUs: --ranks 1 --trainer-gpus 0 --sampler-gpus 1
+# FIGURES, if set, is what to run: programs of this folder with their options, separated by semicolons.
 set -e
 shape=$1 out=$2; shift 2
-model=/tmp/shapes/$shape
+model=/tmp/shapes/$shape up=/tmp/fovea/up.json
+figures=${FIGURES:-"agreement --rank 32 --float32 $model; push --up $up --ranks 8 32 128 0 --broadcast-gpus 0 1;
+    trainer --up $up --shape $shape --ranks 32 --plain-gpu 1; trainer --up $up --shape $shape --ranks 0; agreement --rank 0;
+    tenants --up $up"}
 [ -f "$model/config.json" ] || python3 -m benchmarks.shapes "$shape" "$model"
+export FOVEA_TRAINER_MAX_LORA_RANK=128 FOVEA_SAMPLER_MAX_LORA_RANK=128
+rm -rf /tmp/fovea
 python3 -m fovea.cli.main up --model "$model" --state-dir /tmp/fovea --port 8000 --ready-timeout-s 400 "$@" > "$out/up.log" 2>&1 &
-up=$!
-trap 'kill -INT $up; wait $up; tail -c 4000 "$out/up.log"' EXIT
-i=0
-while [ ! -f /tmp/fovea/up.json ]; do sleep 1; i=$((i + 1)); [ $i -lt 400 ] && kill -0 $up; done
-for figure in "agreement --rank 32" "push --ranks 8 32" "trainer --shape $shape --ranks 32" "push --ranks 0" "trainer --shape $shape --ranks 0" "agreement --rank 0"; do
-    echo "== $figure"
-    timeout 200 python3 -m benchmarks.$figure >> "$out/figures.jsonl" 2>> "$out/errors.log" || { echo failed; tail -3 "$out/errors.log"; }
+pid=$!
+trap 'kill -INT $pid; wait $pid || tail -c 3000 "$out/up.log"' EXIT
+started=$(date +%s)
+while [ ! -f $up ]; do sleep 1; kill -0 $pid; done
+echo "ready after $(($(date +%s) - started)) s"
+echo "$figures" | tr ';' '\n' | while read -r figure; do
+    [ -n "$figure" ] || continue
+    echo "== $figure ($(($(date +%s) - started)) s)"
+    timeout "${FIGURE_TIMEOUT_S:-200}" python3 -m benchmarks.$figure >> "$out/figures.jsonl" 2>> "$out/errors.log" < /dev/null ||
+        { echo "failed with $?"; grep -v -i warn "$out/errors.log" | tail -4; }
 done
 python3 - "$out/figures.jsonl" <<'P'
 import json, sys
 for line in open(sys.argv[1]):
     row = json.loads(line)
-    print(f"{row['figure']:32} {row['value']:12.5g} {row['unit']:20} {row['sizes']}")
+    print(f"{row['figure']:34} {row['value']:11.5g} {row['unit']:8.8} ref {row.get('reference', '-'):<9} {' '.join(f'{k}={v}' for k, v in row['sizes'].items() if k != 'model')}")
 P

@@ -20,6 +20,10 @@ from tinyvlm.tokenizer import train_tokenizer
 _VISION_SMALL = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
 _VISION_LARGE = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tiny": (
+        {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 16},
+        {"depth": 4, "hidden_size": 256, "intermediate_size": 512, "deepstack_visual_indexes": [0, 1, 2]},
+    ),
     "2b": (
         {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
         _VISION_SMALL,

@@ -55,8 +55,8 @@ class UpOptions:
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether trainer and sampler were given a common device, over which NCCL cannot send."""
-        return bool(set(self.trainer_gpus) & set(self.sampler_gpus))
+        """Whether rank 0 of the trainer, which sends, shares its device with the sampler: NCCL cannot send over one."""
+        return bool(set(self.trainer_gpus[:1]) & set(self.sampler_gpus))
 
 
 class Supervisor:

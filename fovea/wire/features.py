@@ -1,5 +1,6 @@
 """Vision tensors in streamed pieces: cut by the renderer, put together and checked by sampler and trainer."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 
 import numpy.typing as npt
@@ -8,7 +9,6 @@ from fovea.api.v1 import renderer_pb2, tensor_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import Internal
 from fovea.wire.limits import PIECE_BYTES
-from fovea.wire.manifest import DigestBuilder
 
 FeatureTensors = dict[str, npt.NDArray]
 """Tensors of one image by processor name: `pixel_values` uint8 [patches, width], `image_grid_thw` int64 [1, 3]."""
@@ -16,10 +16,11 @@ FeatureTensors = dict[str, npt.NDArray]
 
 def tensors_sha256(feature: Mapping[str, npt.NDArray]) -> str:
     """Identity of the tensors themselves, in order of name, lower-case hexadecimal."""
-    digest = DigestBuilder()
+    digest = hashlib.sha256()
     for name in sorted(feature):
         array = feature[name]
-        digest.add(name, array.dtype.name, array.shape, array.tobytes())
+        digest.update(f"{name}\0{array.dtype.name}\0{','.join(map(str, array.shape))}\0".encode())
+        digest.update(array.tobytes())
     return digest.hexdigest()
 
 

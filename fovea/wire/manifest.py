@@ -2,13 +2,15 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from typing_extensions import Buffer
+import numpy as np
 
 from fovea.api.v1 import weights_pb2
 
 _ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
+WORD_BYTES = 8
 
 
 def tensor_bytes(spec: weights_pb2.TensorSpec) -> int:
@@ -16,12 +18,17 @@ def tensor_bytes(spec: weights_pb2.TensorSpec) -> int:
     return math.prod(spec.shape) * _ITEM_SIZES[spec.dtype]
 
 
+def padded_bytes(spec: weights_pb2.TensorSpec) -> int:
+    """Room of one tensor in a broadcast: whole words of 8 bytes, filled up with zeros."""
+    return -(-tensor_bytes(spec) // WORD_BYTES) * WORD_BYTES
+
+
 def buckets(specs: Iterable[weights_pb2.TensorSpec], bucket_bytes: int) -> list[list[weights_pb2.TensorSpec]]:
     """Splits tensors, in order, into broadcasts of at most `bucket_bytes`, a larger tensor by itself."""
     result: list[list[weights_pb2.TensorSpec]] = []
     used_bytes = 0
     for spec in specs:
-        size_bytes = tensor_bytes(spec)
+        size_bytes = padded_bytes(spec)
         if not result or used_bytes + size_bytes > bucket_bytes:
             result.append([])
             used_bytes = 0
@@ -30,17 +37,47 @@ def buckets(specs: Iterable[weights_pb2.TensorSpec], bucket_bytes: int) -> list[
     return result
 
 
-class DigestBuilder:
-    """SHA-256 over tensors in order: name, dtype, shape and bytes of each."""
+class SnapshotDigest:
+    """The identity of a run of tensors: SHA-256 over the name, type and shape of each and a fingerprint of all bytes.
 
-    def __init__(self) -> None:
+    The fingerprint is a sum of mixed words, modulo 2^64: any device computes it at the speed of its memory, where
+    SHA-256 has one core do everything. It tells weights apart and finds what was lost or mixed up on the way; it is no
+    defence against somebody who makes tensors collide on purpose.
+
+    Args:
+        arange: Makes int64 [stop - start] of start .. stop - 1, as what is given to `add`: numpy's or torch's.
+    """
+
+    def __init__(self, arange: Callable[[int, int], Any] = np.arange) -> None:
         self._hash = hashlib.sha256()
+        self._arange = arange
+        self._word_count = 0
+        self._sums: list[Any] = []
 
-    def add(self, name: str, dtype: str, shape: Sequence[int], data: Buffer) -> None:
-        """Adds one tensor; `data` is its contiguous bytes, for example a numpy array of uint8."""
-        self._hash.update(f"{name}\0{dtype}\0{','.join(map(str, shape))}\0".encode())
-        self._hash.update(data)
+    def add(self, specs: Iterable[weights_pb2.TensorSpec], words: Any) -> None:
+        """Adds tensors. How many a call does not matter, only their order.
+
+        Args:
+            words: int64 [n], an array or tensor: the bytes of all of them, each padded as `padded_bytes` says.
+        """
+        for spec in specs:
+            self._hash.update(f"{spec.name}\0{spec.dtype}\0{','.join(map(str, spec.shape))}\0".encode())
+        start, self._word_count = self._word_count, self._word_count + len(words)
+        self._sums.append(_mixed(words, self._arange(start, self._word_count)).sum())
 
     def hexdigest(self) -> str:
         """The digest of what was added so far, lower-case hexadecimal."""
-        return self._hash.hexdigest()
+        whole = self._hash.copy()
+        whole.update((sum(int(part) for part in self._sums) % 2**64).to_bytes(8, "little"))
+        return whole.hexdigest()
+
+
+def _mixed(words: Any, positions: Any) -> Any:
+    """splitmix64's finalizer (Steele, Lea and Flood, 2014) of each word, moved on by its position; all modulo 2^64.
+
+    Only operators that numpy and torch share; both shift signed integers arithmetically, hence the masks.
+    """
+    state = words + (positions + 1) * -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed integer
+    state = (state ^ (state >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    return state ^ (state >> 31 & 0x1FFFFFFFF)

@@ -1,8 +1,8 @@
 """Settings of the sampler."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
 
 from fovea.runtime.settings import ServiceSettings
@@ -35,7 +35,9 @@ class SamplerSettings(ServiceSettings):
     )
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model.")
     eager: bool = Field(False, description="No CUDA graphs. A CPU engine never has any.")
-    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(64, description="The largest rank of an adapter.")
+    max_lora_rank: Annotated[Literal[8, 16, 32, 64, 128, 256, 320, 512], BeforeValidator(int)] = Field(
+        64, description="The largest rank of an adapter."
+    )
     max_loras: int = Field(4, ge=1, description="The most adapters in one batch; requests of further ones wait.")
     max_cpu_loras: int | None = Field(None, ge=1, description="Adapters that vLLM keeps built; none is 4 * max-loras.")
     max_adapters: int = Field(

@@ -9,7 +9,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
-from fovea.wire.manifest import buckets
 from services.trainer import commands, full_weights
 from services.trainer.batch import BatchLayout
 from services.trainer.control import ControlGroup
@@ -23,7 +22,7 @@ from services.trainer.model import PackedModel
 from services.trainer.settings import TrainerSettings
 from services.trainer.sharding import ShardedModel
 from services.trainer.snapshot_taker import SnapshotTaker
-from services.trainer.snapshots import SnapshotMemory
+from services.trainer.snapshots import SnapshotMemory, packed_buckets
 from services.trainer.state import StateStore
 from services.trainer.trained import AdapterModel, FullModel, TrainedModel
 from services.trainer.transfer import TransferGroups
@@ -210,11 +209,10 @@ class Engine:
         like = dict(self._sharded.named_shards())
         whole = full_weights.gathered(shards, like)
         error = ""
-        for bucket in buckets(specs, command.bucket_bytes):
-            tensors = [next(whole)[1] for _ in bucket]
+        for _, data in packed_buckets(specs, whole, command.bucket_bytes):
             if self._groups is not None and not error:
                 try:
-                    self._groups.get(command.group_id).send(tensors, command.timeout_s)
+                    self._groups.get(command.group_id).send(data, command.timeout_s)
                 except (RuntimeError, KeyError) as failure:
                     logger.warning("broadcast over %s failed: %s", command.group_id, failure)
                     error = f"the broadcast failed: {failure}"

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -21,14 +21,14 @@ SHARD_BYTES = 4 * 2**30
 INDEX = "model.safetensors.index.json"
 
 
-def gathered(locals_: Mapping[str, Tensor], like: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors by name, in order, each on the device for as long as it is looked at. Collective."""
+def gathered(locals_: Mapping[str, Tensor], like: Mapping[str, DTensor]) -> Iterator[Tensor]:
+    """Whole tensors in order, each on the device for as long as it is looked at. Collective."""
     for name, local in locals_.items():
-        yield name, full_of(local, like[name])
+        yield full_of(local, like[name])
 
 
 def write_checkpoint(
-    tensors: Iterator[tuple[str, Tensor]], folder: Folder, model_dir: Path, control: ControlGroup
+    tensors: Iterable[tuple[str, Tensor]], folder: Folder, model_dir: Path, control: ControlGroup
 ) -> None:
     """Writes a Hugging Face checkpoint: weights by gathering, everything else as the base has it. Collective.
 

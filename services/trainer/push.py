@@ -13,15 +13,15 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from fovea.api.v1 import sampler_pb2, trainer_pb2, weights_pb2
 from fovea.client import SamplerClient
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unavailable
-from fovea.wire.manifest import buckets
 from services.trainer import commands, telemetry
 from services.trainer.command_queue import CommandQueue
 from services.trainer.settings import TrainerSettings
-from services.trainer.snapshots import HeldSnapshot, SnapshotMemory
+from services.trainer.snapshots import HeldSnapshot, SnapshotMemory, packed_buckets
 from services.trainer.transfer import TransferGroups
 
 logger = logging.getLogger(__name__)
@@ -138,8 +138,8 @@ class Pusher:
 
         def send(group_id: str, timeout_s: float) -> None:
             group = self._groups.get(group_id)
-            for bucket in buckets(held.specs, manifest.bucket_bytes):
-                group.send([held.tensors[spec.name] for spec in bucket], timeout_s)
+            for _, data in packed_buckets(held.specs, held.tensors.values(), manifest.bucket_bytes):
+                group.send(data, timeout_s)
 
         async def in_thread(group_id: str, timeout_s: float) -> None:
             await asyncio.get_running_loop().run_in_executor(self._threads, send, group_id, timeout_s)
@@ -272,13 +272,24 @@ class Pusher:
         timeout_s = max(1.0, deadline - time.monotonic())
         request = sampler_pb2.ReceiveSnapshotRequest(group_id=group_id, manifest=payload.manifest, timeout_s=timeout_s)
         streams = {member.address: self._client(member.address).receive_snapshot(request) for member in members}
+        marks = [time.monotonic()]
         try:
             ready = await self._phase(streams, "ready", deadline, tally)
             if len(ready) < len(streams):
                 return
+            marks.append(time.monotonic())
             await asyncio.wait_for(payload.send(group_id, timeout_s), timeout_s + 5.0)
+            marks.append(time.monotonic())
             loaded = await self._phase(streams, "loaded", deadline, tally)
+            marks.append(time.monotonic())
             self._settle(loaded, payload.manifest.snapshot, tally)
+            telemetry.PUSHED_BYTES.inc(len(loaded) * payload.manifest.snapshot.size_bytes)
+            snapshot = payload.manifest.snapshot
+            logger.info(
+                "pushed %s, %d bytes, to %d samplers: ready after %.3f s, sent after %.3f s, loaded after %.3f s",
+                *(snapshot.snapshot_id or "the base", snapshot.size_bytes, len(loaded)),
+                *(later - earlier for earlier, later in pairwise(marks)),
+            )
         except (RuntimeError, TimeoutError):
             # Whoever has broken off says so on its stream; the others are innocent and are tried again.
             loaded = await self._phase(streams, "loaded", time.monotonic() + 1.0, tally, report_waiting=False)

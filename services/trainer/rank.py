@@ -99,6 +99,8 @@ class Rank:
             telemetry.COMMANDS.labels(name, "OK").inc()
             telemetry.COMMAND_SECONDS.labels(name).observe(time.perf_counter() - started)
             telemetry.MODELS.set(len(self.engine.models))
+            if torch.cuda.is_available():
+                telemetry.GPU_PEAK.set(torch.cuda.max_memory_allocated())
             settle(job.result, result)
 
     def _leave(self) -> None:

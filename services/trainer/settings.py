@@ -52,7 +52,7 @@ class TrainerSettings(ServiceSettings):
         "",
         description="Address at which samplers reach this machine; empty takes --host, or the host name for 0.0.0.0.",
     )
-    transfer_bucket_mib: int = Field(64, ge=1, description="Size of one broadcast of weights.")
+    transfer_bucket_mib: int = Field(256, ge=1, description="Size of one broadcast of weights.")
     transfer_timeout_s: float = Field(
         120.0, gt=0, description="Deadline of a push that names none, and of each broadcast over nccl."
     )

@@ -74,6 +74,8 @@ def local_of(shard: DTensor) -> Tensor:
 
 def full_of(local: Tensor, like: DTensor) -> Tensor:
     """The whole tensor of which every rank holds a part laid out as `like`. Collective."""
+    if like.device_mesh.size() == 1:
+        return local.to(like.device)
     shard = DTensor.from_local(
         local.to(like.device),
         like.device_mesh,

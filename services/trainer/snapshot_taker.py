@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import torch
 from google.protobuf import json_format
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from services.trainer.commands import TakeSnapshot
 from services.trainer.control import ControlGroup
 from services.trainer.lora import PEFT_PREFIX
 from services.trainer.sharding import ShardedModel, local_of
-from services.trainer.snapshots import HeldSnapshot, SnapshotMemory, digest_of, spec_of
+from services.trainer.snapshots import HeldSnapshot, SnapshotMemory, digest_of, has_room, size_of, specs_of
 from services.trainer.storage import Folder, write_folder
 from services.trainer.trained import AdapterModel, FullModel, TrainedModel
 
@@ -66,12 +67,14 @@ class SnapshotTaker:
             held = self._held_full(snapshot_id)
             return held.identity, held.specs
         like = dict(self._sharded.named_shards())
+        specs = specs_of(like)
         if self._base_identity is None:
-            digest, size_bytes = digest_of(full_weights.gathered(self._base_locals(live), like))
             self._base_identity = weights_pb2.Snapshot(
-                digest=digest, size_bytes=size_bytes, kind=weights_pb2.SNAPSHOT_KIND_FULL
+                digest=digest_of(specs, full_weights.gathered(self._base_locals(live), like)),
+                size_bytes=size_of(specs),
+                kind=weights_pb2.SNAPSHOT_KIND_FULL,
             )
-        return self._base_identity, [spec_of(name, shard.dtype, shard.shape) for name, shard in like.items()]
+        return self._base_identity, specs
 
     def locals_of(self, snapshot_id: str, live: FullModel | None) -> dict[str, Tensor]:
         """This rank's shards of held full parameters, or of the base. Raises NotFound."""
@@ -87,7 +90,7 @@ class SnapshotTaker:
             return held
         like = dict(self._sharded.named_shards())
         shards = self._control.agree(lambda: full_weights.read_shards(Folder.at(uri), like))
-        held = HeldSnapshot(identity, shards, [spec_of(n, s.dtype, s.shape) for n, s in like.items()], None)
+        held = HeldSnapshot(identity, shards, specs_of(like), None)
         self._full.put(held)
         return held
 
@@ -103,28 +106,32 @@ class SnapshotTaker:
         return {name: local_of(shard) for name, shard in self._sharded.named_shards()}
 
     def _take_adapter(self, identity: weights_pb2.Snapshot, model: AdapterModel, uri: str) -> weights_pb2.Snapshot:
-        flat = model.weights.flat.detach().to("cpu", copy=True)
-        tensors = dict(model.weights.named(flat))
+        tensors = dict(model.weights.named(model.weights.flat.detach().clone()))
+        specs = specs_of(tensors)
         identity.kind = weights_pb2.SNAPSHOT_KIND_ADAPTER
-        identity.digest, identity.size_bytes = digest_of(tensors.items())
+        identity.digest, identity.size_bytes = digest_of(specs, tensors.values()), size_of(specs)
         _refuse_reuse(self._adapters.get(identity.snapshot_id), identity)
         settings = model.settings
         if uri:
             files = peft_format.peft_files(tensors.items(), settings.rank, settings.alpha, self._base_model)
             lora = json_format.MessageToJson(model_lora(model)).encode()
             write_folder(uri, {**files, LORA: lora, IDENTITY: _identity_json(identity)})
-        specs = [spec_of(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
         self._adapters.put(HeldSnapshot(identity, tensors, specs, model_lora(model)))
         return identity
 
     def _take_full(self, identity: weights_pb2.Snapshot, model: FullModel, uri: str) -> weights_pb2.Snapshot:
-        copies = {name: local.to("cpu", copy=True) for name, local in model.locals.items()}
+        specs = specs_of(model.shards)
         identity.kind = weights_pb2.SNAPSHOT_KIND_FULL
-        identity.digest, identity.size_bytes = digest_of(full_weights.gathered(copies, model.shards))
+        identity.size_bytes = size_of(specs)
+        self._full.make_room(identity, identity.size_bytes)
+        device = next(iter(model.locals.values())).device
+        local_bytes = identity.size_bytes // self._control.world_size
+        place = device if has_room(device, local_bytes) else torch.device("cpu")
+        copies = {name: local.to(place, copy=True) for name, local in model.locals.items()}
+        identity.digest = digest_of(specs, full_weights.gathered(copies, model.shards))
         _refuse_reuse(self._full.get(identity.snapshot_id), identity)
         if uri:
             self._write_full(identity, copies, model, uri)
-        specs = [spec_of(name, shard.dtype, shard.shape) for name, shard in model.shards.items()]
         self._full.put(HeldSnapshot(identity, copies, specs, None))
         return identity
 
@@ -132,8 +139,8 @@ class SnapshotTaker:
         self, identity: weights_pb2.Snapshot, copies: dict[str, Tensor], model: FullModel, uri: str
     ) -> None:
         target, draft = self._control.on_first(lambda: (found := Folder.at(uri), found.begin()))
-        tensors = full_weights.gathered(copies, model.shards)
-        full_weights.write_checkpoint(tensors, draft, self._model_dir, self._control)
+        whole = full_weights.gathered(copies, model.shards)
+        full_weights.write_checkpoint(zip(copies, whole, strict=True), draft, self._model_dir, self._control)
 
         def finish() -> None:
             draft.write(IDENTITY, _identity_json(identity))
@@ -183,9 +190,9 @@ def _read_adapter(folder: Folder, identity: weights_pb2.Snapshot) -> HeldSnapsho
         for module in order
         for name in (f"{PEFT_PREFIX}{module}.lora_{part}.weight" for part in "AB")
     }
-    digest, _ = digest_of(named.items())
+    specs = specs_of(named)
+    digest = digest_of(specs, named.values())
     if digest != identity.digest:
         raise InvalidInput(f"{folder.path} has digest {digest}, not {identity.digest}: it is damaged", field="uri")
     lora = json_format.Parse(folder.read(LORA), weights_pb2.LoraConfig())
-    specs = [spec_of(name, tensor.dtype, tensor.shape) for name, tensor in named.items()]
     return HeldSnapshot(identity, named, specs, lora)

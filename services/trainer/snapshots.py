@@ -1,21 +1,24 @@
-"""Frozen weights in host memory, by name, with an identity that any receiver can check.
+"""Frozen weights in memory, by name, with an identity that any receiver can check.
 
 Adapters are held by rank 0 alone; of full parameters every rank holds its shards.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
-from fovea.wire.manifest import DigestBuilder
+from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, tensor_bytes
 from services.trainer.sharding import dtype_name
+
+_DIGEST_BYTES = 256 * 2**20
+_WORKING_BYTES = 16 * 2**30
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class HeldSnapshot:
 
     Args:
         identity: As on the wire.
-        tensors: On the host, in the order of transfer: whole for an adapter, this rank's shards for full parameters.
+        tensors: In the order of transfer: whole for an adapter, this rank's shards for full parameters; on this rank's
+            device, or on the host where that has no room.
         specs: Name, type and whole shape of each, in that order.
         lora: Shape of the adapter; None for full parameters.
         local_bytes: What it takes on this rank.
@@ -52,17 +56,25 @@ class SnapshotMemory:
         self._newest: dict[str, str] = {}
         self._lock = threading.Lock()
 
+    def make_room(self, identity: weights_pb2.Snapshot, size_bytes: int) -> None:
+        """Drops what `put` would drop for a snapshot of that size, before it is made: two sets may not fit at once."""
+        with self._lock:
+            kept = {name for model, name in self._newest.items() if model != identity.model_id}
+            self._shrink(self._max_bytes - size_bytes, {*kept, identity.snapshot_id})
+
     def put(self, snapshot: HeldSnapshot) -> None:
         """Holds a snapshot as the newest of its model."""
         with self._lock:
             self._held[snapshot.identity.snapshot_id] = snapshot
             self._newest[snapshot.identity.model_id] = snapshot.identity.snapshot_id
-            total = sum(_global_bytes(held) for held in self._held.values())
-            kept = set(self._newest.values())
-            for name in [name for name in self._held if name not in kept]:
-                if total <= self._max_bytes:
-                    break
-                total -= _global_bytes(self._held.pop(name))
+            self._shrink(self._max_bytes, set(self._newest.values()))
+
+    def _shrink(self, max_bytes: int, kept: set[str]) -> None:
+        total = sum(_global_bytes(held) for held in self._held.values())
+        for name in [name for name in self._held if name not in kept]:
+            if total <= max_bytes:
+                break
+            total -= _global_bytes(self._held.pop(name))
 
     def get(self, snapshot_id: str) -> HeldSnapshot | None:
         """The snapshot if it is held; counts as a use."""
@@ -88,23 +100,52 @@ def _global_bytes(snapshot: HeldSnapshot) -> int:
     return int(snapshot.identity.size_bytes)
 
 
-def spec_of(name: str, dtype: torch.dtype, shape: Iterable[int]) -> weights_pb2.TensorSpec:
-    """Name, type and shape on the wire."""
-    return weights_pb2.TensorSpec(name=name, dtype=dtype_name(dtype), shape=list(shape))
+def specs_of(tensors: Mapping[str, Tensor]) -> list[weights_pb2.TensorSpec]:
+    """Name, type and shape of each on the wire, in order; of a sharded tensor, the whole shape."""
+    return [
+        weights_pb2.TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
 
 
-def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """The contiguous bytes of a host tensor, without a copy where it is contiguous already."""
-    flat: npt.NDArray[np.uint8] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat
+def size_of(specs: Iterable[weights_pb2.TensorSpec]) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor_bytes(spec) for spec in specs)
 
 
-def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, int]:
-    """SHA-256 over names, types, shapes and bytes, and the size of all tensors."""
-    builder = DigestBuilder()
-    size_bytes = 0
-    for name, tensor in tensors:
-        data = tensor_bytes(tensor.cpu())
-        builder.add(name, dtype_name(tensor.dtype), tuple(tensor.shape), data.data)
-        size_bytes += data.nbytes
-    return builder.hexdigest(), size_bytes
+def packed(specs: Sequence[weights_pb2.TensorSpec], tensors: Iterable[Tensor]) -> Tensor:
+    """uint8 [n] on the tensors' device: what one broadcast carries, each tensor padded as the manifest has it."""
+    parts: list[Tensor] = []
+    for spec, tensor in zip(specs, tensors, strict=True):
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        parts.append(flat)
+        if missing := padded_bytes(spec) - flat.numel():
+            parts.append(flat.new_zeros(missing))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def packed_buckets(
+    specs: Iterable[weights_pb2.TensorSpec], tensors: Iterable[Tensor], bucket_bytes: int
+) -> Iterator[tuple[list[weights_pb2.TensorSpec], Tensor]]:
+    """The broadcasts of a snapshot, one after another; looks at no more tensors than one of them needs."""
+    rest = iter(tensors)
+    for bucket in buckets(specs, bucket_bytes):
+        yield bucket, packed(bucket, islice(rest, len(bucket)))
+
+
+def digest_of(specs: Sequence[weights_pb2.TensorSpec], tensors: Iterable[Tensor]) -> str:
+    """The digest of tensors, computed where they are."""
+    builder: SnapshotDigest | None = None
+    for bucket, data in packed_buckets(specs, tensors, _DIGEST_BYTES):
+        builder = builder or SnapshotDigest(partial(torch.arange, device=data.device))
+        builder.add(bucket, data.view(torch.int64))
+    return (builder or SnapshotDigest()).hexdigest()
+
+
+def has_room(device: torch.device, size_bytes: int) -> bool:
+    """Whether a copy of that size can stay on the device, with some memory left for the work around it."""
+    if device.type == "cpu":
+        return True
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_bytes > 2 * size_bytes + _WORKING_BYTES

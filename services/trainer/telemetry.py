@@ -15,6 +15,8 @@ DATUMS = Counter("fovea_trainer_datums_total", "Datums computed.", ["backward"])
 PACKING = Gauge("fovea_trainer_packing_efficiency", "Share of micro-batch capacity that the last call used.")
 MODELS = Gauge("fovea_trainer_models", "Models that exist.")
 PUSHES = Counter("fovea_trainer_pushes_total", "Snapshots pushed, by sampler and outcome.", ["outcome"])
+PUSHED_BYTES = Counter("fovea_trainer_pushed_bytes_total", "Bytes of snapshots that samplers loaded.")
 PUSH_SECONDS = Histogram(
     "fovea_trainer_push_seconds", "Seconds of a push to all samplers.", buckets=(0.02, 0.1, 0.3, 1, 3, 10, 30, 100)
 )
+GPU_PEAK = Gauge("fovea_trainer_gpu_peak_bytes", "The most GPU memory that rank 0 has used at once.")

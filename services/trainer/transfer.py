@@ -64,16 +64,12 @@ class TransferGroup:
         else:
             raise FailedPrecondition(f"transfer backend {backend!r} is not supported, only gloo and nccl")
 
-    def send(self, tensors: list[Tensor], timeout_s: float) -> None:
-        """Broadcasts tensors as one run of bytes and waits until it has left. Raises RuntimeError on any failure."""
-        parts = [tensor.detach().to(self._device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-        buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
+    def send(self, data: Tensor, timeout_s: float) -> None:
+        """Broadcasts uint8 [n] and waits until it has left. Raises RuntimeError on any failure."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=timeout_s)
-        self._group.broadcast([buffer], options).wait(timedelta(seconds=timeout_s))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._group.broadcast([data.to(self._device)], options).wait(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
         """Leaves the group; members that still wait in it fail."""

@@ -1,13 +1,19 @@
-"""Adapters from memory: the worker keeps the bytes of each and builds vLLM's form of it whenever vLLM wants it."""
+"""Adapters from memory: the worker keeps the bytes of each and builds vLLM's form of it whenever vLLM wants it.
 
+What comes in on the GPU goes into vLLM's slots without a detour over the host; both forms of it follow to host memory
+behind the engine's back, where there is room for many.
+"""
+
+import threading
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from services.sampler.engine.receiving import Arrival
+from services.sampler.engine.receiving import Arrival, side_stream
 
 PATH_SCHEME = "memory://"
 
@@ -35,6 +41,10 @@ class AdapterBank:
         except Exception:
             self.forget(name)
             raise
+        if arrival.device.type == "cuda":
+            torch.cuda.synchronize(arrival.device)
+            built = self._manager._adapter_manager.get_adapter(lora_id)
+            threading.Thread(target=_to_host, args=(arrival, built), name=f"to-host-{name}", daemon=True).start()
 
     def forget(self, name: str) -> None:
         """Frees an adapter that no request uses any more. Unknown names are no error."""
@@ -49,17 +59,32 @@ class AdapterBank:
         manager = self._manager
         model = manager._adapter_manager.model
         config = kept.arrival.manifest.lora
+        dtype = manager.lora_config.lora_dtype
         peft = PEFTHelper.from_dict({"r": config.rank, "lora_alpha": config.alpha, "target_modules": []})
         peft.validate_legal(manager.lora_config)
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         return LoRAModel.from_lora_tensors(
             lora_model_id=request.lora_int_id,
             # vLLM multiplies B by the scale in place: give it copies, or the next build would be scaled twice.
-            tensors={name: tensor.clone() for name, tensor in kept.arrival.tensors()},
+            tensors={name: tensor.to(dtype, copy=True) for name, tensor in kept.arrival.tensors()},
             peft_helper=peft,
-            device="cpu",
-            dtype=manager.lora_config.lora_dtype,
+            device=str(kept.arrival.device),
+            dtype=dtype,
             model_vocab_size=manager.vocab_size,
             weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
             skip_prefixes=getattr(model, "lora_skip_prefixes", None),
         )
+
+
+def _to_host(arrival: Arrival, built: LoRAModel) -> None:
+    with side_stream(arrival.device):
+        for layer in built.loras.values():
+            layer.lora_a, layer.lora_b = _host_copy(layer.lora_a), _host_copy(layer.lora_b)
+        arrival.to_host()
+
+
+def _host_copy(weights: Any) -> Any:
+    """Of one tensor, or of the parts of a packed layer, some of which may be missing."""
+    if isinstance(weights, list):
+        return [_host_copy(part) for part in weights]
+    return weights if weights is None else weights.cpu()

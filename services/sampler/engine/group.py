@@ -36,27 +36,27 @@ class TransferGroup:
         device: torch.device,
     ) -> None:
         self.group_id = group_id
-        self._device = device
+        self.device = device
         timeout = timedelta(seconds=timeout_s)
         self._store = dist.TCPStore(master_address, master_port, world_size, False, timeout, wait_for_workers=False)
         prefixed = dist.PrefixStore(group_id, self._store)
         self._group = _open(prefixed, rank, world_size, timeout, device)
 
     def receive(self, size_bytes: int, deadline: float) -> torch.Tensor:
-        """The next broadcast, uint8 [size_bytes] in host memory. `deadline` is of `time.monotonic`.
+        """The next broadcast, uint8 [size_bytes] on the group's device. `deadline` is of `time.monotonic`.
 
         Raises RuntimeError if the sender is gone or the deadline passes; the group is of no use afterwards.
         """
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             raise RuntimeError("the transfer's time was up before all tensors had come")
-        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=remaining_s)
         work = self._group.broadcast([buffer], options)
         work.wait(timedelta(seconds=remaining_s))
-        return buffer.cpu()
+        return buffer
 
     def close(self) -> None:
         """Gives up whatever is under way and leaves."""

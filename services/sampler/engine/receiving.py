@@ -1,20 +1,24 @@
 """Joins groups and receives snapshots on threads, so that the engine goes on sampling while tensors arrive.
 
-What arrives is kept in host memory until it is whole and its digest is known: a sender that vanishes, or bytes that are
-not what was announced, never touch the model.
+What arrives stays beside the model until it is whole and its digest is known: a sender that vanishes, or bytes that are
+not what was announced, never touch the model. It waits on the GPU if there is room, else in host memory.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
 
 from fovea.api.v1 import weights_pb2
-from fovea.wire.manifest import DigestBuilder, buckets, tensor_bytes
+from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, tensor_bytes
 from services.sampler.engine.group import TransferGroup
+
+_WORKING_BYTES = 2 * 2**30
 
 Phase = Literal["running", "done", "failed"]
 
@@ -31,6 +35,16 @@ class Arrival:
         """(name, tensor) in the manifest's order; views of the received bytes."""
         for specs, buffer in zip(_buckets(self.manifest), self.buffers, strict=True):
             yield from _cut(specs, buffer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it waits."""
+        return self.buffers[0].device
+
+    def to_host(self) -> None:
+        """Frees the GPU of it. May run while `tensors` is looked at."""
+        for index, buffer in enumerate(self.buffers):
+            self.buffers[index] = buffer.cpu()
 
 
 @dataclass
@@ -88,19 +102,23 @@ class SnapshotReceiver:
 
         def receive(task: Task) -> None:
             arrival = Arrival(manifest)
-            digest = DigestBuilder()
-            for specs in _buckets(manifest):
-                buffer = group.receive(sum(tensor_bytes(spec) for spec in specs), deadline)
-                offset = 0
-                for spec in specs:
-                    end = offset + tensor_bytes(spec)
-                    digest.add(spec.name, spec.dtype, list(spec.shape), buffer[offset:end].numpy().data)
-                    offset = end
-                arrival.buffers.append(buffer)
-            arrival.digest = task.digest = digest.hexdigest()
+            sizes = [sum(map(padded_bytes, specs)) for specs in _buckets(manifest)]
+            place = self._place(sum(sizes))
+            with side_stream(self._device):
+                digest = SnapshotDigest(partial(torch.arange, device=self._device))
+                for specs, size_bytes in zip(_buckets(manifest), sizes, strict=True):
+                    buffer = group.receive(size_bytes, deadline).to(self._device)
+                    digest.add(specs, buffer.view(torch.int64))
+                    arrival.buffers.append(buffer.to(place))
+                arrival.digest = task.digest = digest.hexdigest()
             self._arrivals[task_id] = arrival
 
         self._start(task_id, receive)
+
+    def _place(self, size_bytes: int) -> torch.device:
+        if self._device.type == "cuda" and torch.cuda.mem_get_info(self._device)[0] > size_bytes + _WORKING_BYTES:
+            return self._device
+        return torch.device("cpu")
 
     def report(self, task_id: str) -> dict[str, str]:
         """How far a task is. Raises KeyError for an unknown one."""
@@ -135,6 +153,13 @@ class SnapshotReceiver:
         threading.Thread(target=run, name=f"transfer-{task_id}", daemon=True).start()
 
 
+def side_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Work within it runs beside the model's. On a CPU, nothing."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
 def _buckets(manifest: weights_pb2.SnapshotManifest) -> list[list[weights_pb2.TensorSpec]]:
     return buckets(manifest.tensors, manifest.bucket_bytes)
 
@@ -142,11 +167,6 @@ def _buckets(manifest: weights_pb2.SnapshotManifest) -> list[list[weights_pb2.Te
 def _cut(specs: list[weights_pb2.TensorSpec], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     offset = 0
     for spec in specs:
-        end = offset + tensor_bytes(spec)
-        flat = buffer[offset:end]
-        # A view needs an aligned start, which a bucket of mixed types may not give.
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        if flat.storage_offset() % dtype.itemsize:
-            flat = flat.clone()
-        yield spec.name, flat.view(dtype).view(tuple(spec.shape))
-        offset = end
+        flat = buffer[offset : offset + tensor_bytes(spec)]
+        yield spec.name, flat.view(getattr(torch, spec.dtype)).view(tuple(spec.shape))
+        offset += padded_bytes(spec)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.client.sampler import SamplerClient
-from fovea.wire.manifest import DigestBuilder, buckets
+from fovea.wire.manifest import SnapshotDigest, buckets
 from tests.e2e.sampler.reference import ALPHA
 
 _BUCKET_BYTES = 1 << 20
@@ -20,12 +20,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 def manifest_of(snapshot_id: str, tensors: Tensors, rank: int | None = None) -> weights_pb2.SnapshotManifest:
     """The manifest of an adapter of `rank`, or of full weights."""
-    digest = DigestBuilder()
     manifest = weights_pb2.SnapshotManifest(bucket_bytes=_BUCKET_BYTES)
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         manifest.tensors.add(name=name, dtype=dtype, shape=tensor.shape)
-        digest.add(name, dtype, list(tensor.shape), _bytes(tensor).numpy())
+    digest = SnapshotDigest(torch.arange)
+    digest.add(manifest.tensors, torch.cat([_padded(tensor) for tensor in tensors.values()]).view(torch.int64))
     kind = weights_pb2.SNAPSHOT_KIND_FULL if rank is None else weights_pb2.SNAPSHOT_KIND_ADAPTER
     manifest.snapshot.CopyFrom(
         weights_pb2.Snapshot(
@@ -86,7 +86,7 @@ class Sender:
     def broadcast(self, manifest: weights_pb2.SnapshotManifest, tensors: Tensors, bucket_count: int = 1 << 30) -> None:
         """Sends the first `bucket_count` buckets."""
         for specs in buckets(manifest.tensors, manifest.bucket_bytes)[:bucket_count]:
-            self._group.broadcast(torch.cat([_bytes(tensors[spec.name]) for spec in specs]), 0).wait()
+            self._group.broadcast(torch.cat([_padded(tensors[spec.name]) for spec in specs]), 0).wait()
 
     def vanish(self) -> None:
         """Goes away without a word, as a killed trainer does."""
@@ -96,3 +96,8 @@ class Sender:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    data = _bytes(tensor)
+    return torch.cat([data, data.new_zeros(-data.numel() % 8)])

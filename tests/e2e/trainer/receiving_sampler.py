@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc, weights_pb2
 from fovea.wire.errors import InvalidInput, to_status
-from fovea.wire.manifest import DigestBuilder, buckets, tensor_bytes
+from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, tensor_bytes
 
 Event = sampler_pb2.ReceiveSnapshotResponse
 
@@ -95,16 +95,17 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
         )
 
     def _receive(self, group: dist.ProcessGroupGloo, manifest: weights_pb2.SnapshotManifest) -> str:
-        builder = DigestBuilder()
+        builder = SnapshotDigest(torch.arange)
         tensors: dict[str, torch.Tensor] = {}
         options = dist.BroadcastOptions()
         options.rootRank = 0
         for bucket in buckets(manifest.tensors, manifest.bucket_bytes):
-            buffer = torch.empty(sum(tensor_bytes(spec) for spec in bucket), dtype=torch.uint8)
+            buffer = torch.empty(sum(padded_bytes(spec) for spec in bucket), dtype=torch.uint8)
             group.broadcast([buffer], options).wait()
-            for spec, part in zip(bucket, buffer.split([tensor_bytes(spec) for spec in bucket]), strict=True):
-                builder.add(spec.name, spec.dtype, tuple(spec.shape), part.numpy().data)
-                tensors[spec.name] = part.clone().view(getattr(torch, spec.dtype)).view(tuple(spec.shape))
+            builder.add(bucket, buffer.view(torch.int64))
+            for spec, part in zip(bucket, buffer.split([padded_bytes(spec) for spec in bucket]), strict=True):
+                data = part[: tensor_bytes(spec)].clone()
+                tensors[spec.name] = data.view(getattr(torch, spec.dtype)).view(tuple(spec.shape))
         self.received[manifest.snapshot.snapshot_id] = tensors
         self.manifests[manifest.snapshot.snapshot_id] = manifest
         return builder.hexdigest()

@@ -77,7 +77,7 @@ def test_buckets_keep_order_and_bound(sizes: list[int], bound: int) -> None:
     split = manifest.buckets(specs, bound)
     assert [spec.name for bucket in split for spec in bucket] == [spec.name for spec in specs]
     for bucket in split:
-        assert len(bucket) == 1 or sum(map(manifest.tensor_bytes, bucket)) <= bound
+        assert len(bucket) == 1 or sum(map(manifest.padded_bytes, bucket)) <= bound
 
 
 @pytest.mark.parametrize("rows", [0, 1, 683, 2000])

@@ -3,7 +3,8 @@
 import torch
 
 from fovea.api.v1 import weights_pb2
-from services.trainer.snapshots import HeldSnapshot, SnapshotMemory, digest_of
+from fovea.wire.manifest import SnapshotDigest
+from services.trainer.snapshots import HeldSnapshot, SnapshotMemory, digest_of, packed_buckets, specs_of
 
 
 def _held(name: str, size_bytes: int = 10) -> HeldSnapshot:
@@ -42,18 +43,41 @@ def test_dropping() -> None:
     assert memory.get("a@1") is None
 
 
+def _digest(**tensors: torch.Tensor) -> str:
+    return digest_of(specs_of(tensors), tensors.values())
+
+
 def test_digest_covers_names_types_shapes_bytes_and_order() -> None:
     one, two = torch.arange(6, dtype=torch.float32), torch.ones(2)
-    base, size_bytes = digest_of([("x", one), ("y", two)])
-    assert size_bytes == 32
-    assert digest_of([("x", one.clone()), ("y", two)])[0] == base
+    base = _digest(x=one, y=two)
+    assert _digest(x=one.clone(), y=two) == base
     others = [
-        [("z", one), ("y", two)],
-        [("x", one.view(2, 3)), ("y", two)],
-        [("x", one.view(torch.int32)), ("y", two)],
-        [("x", one + 1), ("y", two)],
-        [("y", two), ("x", one)],
+        {"z": one, "y": two},
+        {"x": one.view(2, 3), "y": two},
+        {"x": one.view(torch.int32), "y": two},
+        {"x": one + 1, "y": two},
+        {"x": one.flip(0), "y": two},
+        {"x": -one, "y": two},
+        {"y": two, "x": one},
     ]
-    digests = {digest_of(other)[0] for other in others}
+    digests = {_digest(**other) for other in others}
     assert len(digests) == len(others)
     assert base not in digests
+
+
+def test_digest_does_not_depend_on_how_tensors_are_sent() -> None:
+    tensors = {"a": torch.randn(3, 5), "b": torch.arange(3, dtype=torch.uint8), "c": torch.randn(7).bfloat16()}
+    specs = specs_of(tensors)
+    for bucket_bytes in (1, 64, 1 << 20):
+        builder = SnapshotDigest()
+        for bucket, data in packed_buckets(specs, tensors.values(), bucket_bytes):
+            builder.add(bucket, data.view(torch.int64).numpy())
+        assert builder.hexdigest() == digest_of(specs, tensors.values())
+
+
+def test_room_is_made_of_the_models_own_last_snapshot_but_not_of_others() -> None:
+    memory = SnapshotMemory(25)
+    for name in ("a@1", "b@1"):
+        memory.put(_held(name))
+    memory.make_room(weights_pb2.Snapshot(snapshot_id="a@2", model_id="a"), 10)
+    assert _names(memory, "a@1", "b@1") == ["b@1"]

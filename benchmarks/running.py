@@ -1,0 +1,73 @@
+"""A Fovea that runs on this machine, as its `up.json` describes it: addresses, and the processor time it takes."""
+
+import json
+import os
+import statistics
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+
+@dataclass(frozen=True)
+class Running:
+    """Addresses (host:port), process ids, and URLs of metrics, by service."""
+
+    base_url: str
+    model: str
+    model_name: str
+    addresses: dict[str, str]
+    pids: dict[str, int]
+    metrics: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> "Running":
+        """From the `up.json` in the state directory of `fovea up`."""
+        state = json.loads(path.read_text())
+        services = state["services"]
+        return cls(
+            base_url=state["base_url"],
+            model=state["model"],
+            model_name=state["model_name"],
+            addresses={name: service["address"] for name, service in services.items()},
+            pids={name: service["pid"] for name, service in services.items()},
+            metrics={name: service["metrics"] for name, service in services.items()},
+        )
+
+    def total(self, service: str, sample: str, **labels: str) -> float:
+        """Sum of a service's Prometheus samples of this name that have these labels."""
+        with urllib.request.urlopen(self.metrics[service], timeout=10) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+            found = [one for family in families for one in family.samples if one.name == sample]
+        return float(sum(one.value for one in found if labels.items() <= one.labels.items()))
+
+    @contextmanager
+    def cores(self) -> Iterator[dict[str, float]]:
+        """Yields a dict that is filled at the end: cores that each service kept busy meanwhile, and `client`, we.
+
+        Child processes count apart, together: the sampler's engine as `sampler.children`.
+        """
+        pids = {"client": os.getpid(), **self.pids}
+        processes = {name: [psutil.Process(pid)] for name, pid in pids.items()}
+        children = {f"{name}.children": one[0].children(recursive=True) for name, one in processes.items()}
+        processes |= {name: some for name, some in children.items() if some}
+        found: dict[str, float] = {}
+        begun, before = time.perf_counter(), {name: _cpu_s(some) for name, some in processes.items()}
+        yield found
+        seconds = time.perf_counter() - begun
+        found.update({name: (_cpu_s(some) - before[name]) / seconds for name, some in processes.items()})
+
+
+def busy(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Median cores of each process over rounds, without those that were idle."""
+    medians = {name: statistics.median(one.get(name, 0.0) for one in rounds) for name in rounds[0]}
+    return {name: round(cores, 2) for name, cores in medians.items() if cores >= 0.01}
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    return float(sum(one.cpu_times().user + one.cpu_times().system for one in processes))

@@ -1,0 +1,146 @@
+"""Do tenants share a trainer well? `python -m benchmarks.tenants --up STATE_DIR/up.json --tenants 1 2 4 8`.
+
+Each tenant is a session with a LoRA model of its own and takes the same steps in a thread of its own, as fast as it is
+answered: forward_backward and optim_step, both submitted, then both awaited. The figures are the datums/s of all
+together against those of one alone in the same run, in turns; the seconds of a step; and fairness, the slowest tenant's
+time over the fastest's, 1 at best; and the share of the time in which the trainer ran commands at all, which says what
+more tenants could gain by filling gaps alone.
+"""
+
+import argparse
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import tinker
+from tinker import AdamParams
+
+from benchmarks.client import Bench, datum
+from benchmarks.figure import emit, quantile
+from benchmarks.running import Running, busy
+
+
+@dataclass
+class Tenant:
+    """One model and the data of its next step."""
+
+    bench: Bench
+    training: tinker.TrainingClient
+    data: list[tinker.Datum]
+
+    @classmethod
+    def open(cls, base_url: str, options: argparse.Namespace, number: int) -> "Tenant":
+        """A session, a model, random text."""
+        bench = Bench.open(base_url, options.api_key)
+        rng = np.random.default_rng(number)
+        half = options.length // 2
+        data = [
+            datum(bench.prompt(rng, half), bench.tokens(rng, options.length + 1 - half)) for _ in range(options.datums)
+        ]
+        assert all(one.model_input.length == options.length for one in data)
+        return cls(bench, bench.training(options.rank), data)
+
+    def take_steps(self, count: int, start: threading.Barrier) -> list[float]:
+        """Seconds of each step, from a start together with the others."""
+        start.wait()
+        seconds = []
+        for _ in range(count):
+            begun = time.perf_counter()
+            backward = self.training.forward_backward(self.data, "cross_entropy")
+            step = self.training.optim_step(AdamParams(learning_rate=1e-5))
+            backward.result(600)
+            step.result(600)
+            seconds.append(time.perf_counter() - begun)
+        return seconds
+
+
+@dataclass
+class Rounds:
+    """What was measured of one number of tenants: one entry a round."""
+
+    datum_rates: list[float] = field(default_factory=list)
+    unfairness: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    busy_shares: list[float] = field(default_factory=list)
+    cores: list[dict[str, float]] = field(default_factory=list)
+
+    def add(
+        self, times: Sequence[Sequence[float]], datum_count: int, trainer_s: float, cores: dict[str, float]
+    ) -> None:
+        """Takes one round: seconds of each step of each tenant, datums of a step, seconds of the trainer's commands."""
+        whole = [sum(steps) for steps in times]
+        self.datum_rates.append(sum(map(len, times)) * datum_count / max(whole))
+        self.unfairness.append(max(whole) / min(whole))
+        self.steps.append(quantile([seconds for steps in times for seconds in steps], 0.5))
+        self.busy_shares.append(trainer_s / max(whole))
+        self.cores.append(cores)
+
+
+def measure(tenants: Sequence[Tenant], steps: int) -> list[list[float]]:
+    """Seconds of each step of each tenant, all at once."""
+    start = threading.Barrier(len(tenants))
+    with ThreadPoolExecutor(len(tenants)) as pool:
+        return list(pool.map(lambda tenant: tenant.take_steps(steps, start), tenants))
+
+
+def command_seconds(running: Running) -> float:
+    """Seconds in which the trainer ran losses and steps, since it started."""
+    return sum(
+        running.total("trainer", "fovea_trainer_command_seconds_sum", command=name)
+        for name in ("ForwardBackward", "OptimStep")
+    )
+
+
+def report(count: int, rounds: Rounds, alone: Rounds, model: str, options: argparse.Namespace) -> None:
+    """Prints the figures of one number of tenants."""
+    sizes = {
+        "tenants": count,
+        "datums": options.datums,
+        "length": options.length,
+        "rank": options.rank,
+        "steps": options.steps,
+        "model": Path(model).name,
+    }
+    rates, steps = (alone.datum_rates, alone.steps) if count > 1 else (None, None)
+    emit("tenants.datums", rounds.datum_rates, "datum/s", rates, **sizes, busy_cores=busy(rounds.cores))
+    emit("tenants.step", rounds.steps, "s", steps, **sizes)
+    emit("tenants.trainer_busy", rounds.busy_shares, "of the time", **sizes)
+    if count > 1:
+        emit("tenants.slowest_over_fastest", rounds.unfairness, "ratio", **sizes)
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--up", type=Path, default=Path(".fovea/up.json"), help="written by `fovea up`")
+    parser.add_argument("--api-key", default="tml-local")
+    parser.add_argument("--tenants", type=int, nargs="+", default=[1, 2, 4, 8], help="1 is always measured")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--datums", type=int, default=16, help="of a tenant's step")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a datum")
+    parser.add_argument("--steps", type=int, default=8, help="of each tenant in a round")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    running = Running.read(options.up)
+    counts = sorted({1, *options.tenants})
+    tenants = [Tenant.open(running.base_url, options, number) for number in range(counts[-1])]
+    measure(tenants, 2)  # warms up
+    found = {count: Rounds() for count in counts}
+    for _ in range(options.repeats):
+        for count in counts:
+            before = command_seconds(running)
+            with running.cores() as cores:
+                times = measure(tenants[:count], options.steps)
+            found[count].add(times, options.datums, command_seconds(running) - before, cores)
+    for count in counts:
+        report(count, found[count], found[1], running.model, options)
+    for tenant in tenants:
+        tenant.bench.service.close("success")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""One Fovea a layout of GPUs, in bfloat16. `FOVEA_GPU_SHAPE` takes another size from benchmarks/shapes.py."""
+
+import os
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks.client import Bench
+from benchmarks.shapes import build
+from tests.e2e.stack import Stack, running_stack
+
+LAYOUTS = {
+    "one GPU, gloo": (1, ["--ranks", "1", "--trainer-gpus", "0", "--sampler-gpus", "0"]),
+    "two GPUs, NCCL": (2, ["--ranks", "1", "--trainer-gpus", "0", "--sampler-gpus", "1"]),
+    "two ranks, NCCL": (2, ["--ranks", "2", "--trainer-gpus", "0,1", "--sampler-gpus", "1"]),
+}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A Qwen3-VL with random weights of realistic scale."""
+    shape = os.environ.get("FOVEA_GPU_SHAPE", "tiny")
+    directory = tmp_path_factory.mktemp("shapes") / shape
+    build(shape, directory, "cuda")
+    torch.cuda.empty_cache()
+    return directory
+
+
+@pytest.fixture(scope="session", params=LAYOUTS)
+def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """Fovea on the GPUs of a layout."""
+    gpu_count, arguments = LAYOUTS[request.param]
+    if torch.cuda.device_count() < gpu_count:
+        pytest.skip(f"needs {gpu_count} GPUs, this machine has {torch.cuda.device_count()}")
+    os.environ |= {"FOVEA_SAMPLER_EAGER": "true", "FOVEA_SAMPLER_GPU_MEMORY_FRACTION": "0.4"}
+    with running_stack(request.getfixturevalue("model"), *arguments) as stack:
+        yield stack
+
+
+@pytest.fixture
+def bench(stack: Stack) -> Iterator[Bench]:
+    """The official SDK, pointed at it; its models end with the test."""
+    with Bench.open(stack.base_url) as bench:
+        yield bench

@@ -1,0 +1,94 @@
+"""Training with images, live pushes and the agreement of sampler and trainer on real GPUs, in bfloat16."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tinker
+from tinker import AdamParams
+
+from benchmarks.agreement import compare, kl
+from benchmarks.client import Bench, datum
+
+LARGEST_KL = 1e-3
+"""nat a token; bfloat16 leaves differences of some hundredths at single tokens."""
+
+
+def image_data(bench: Bench) -> list[tinker.Datum]:
+    rng = np.random.default_rng(1)
+    return [datum(bench.prompt(rng, 32, side), bench.tokens(rng, 24)) for side in (0, 256, 320, 256)]
+
+
+def losses(training: tinker.TrainingClient, data: list[tinker.Datum], steps: int, rate: float) -> list[float]:
+    found = []
+    for _ in range(steps):
+        backward = training.forward_backward(data, "cross_entropy")
+        training.optim_step(AdamParams(learning_rate=rate)).result(600)
+        found.append(backward.result(600).metrics["loss:sum"])
+    return found
+
+
+def scores(sampler: Any, data: list[tinker.Datum]) -> npt.NDArray[np.float64]:
+    """The sampler's log-probabilities of all prompt tokens."""
+    pending = [sampler.compute_logprobs(one.model_input) for one in data]
+    return np.array([value for future in pending for value in future.result(600)[1:]], np.float64)
+
+
+def text_differences(one: tinker.Datum, output: Any, sampled: list[float | None]) -> npt.NDArray[np.float64]:
+    """Trainer minus sampler at the positions whose target is no piece of an image."""
+    targets = np.asarray(one.loss_fn_inputs["target_tokens"].data)[:-1]
+    trained = np.asarray(output["logprobs"].data, np.float64)[:-1]
+    difference: npt.NDArray[np.float64] = trained - np.array(sampled[1:], np.float64)
+    return np.compress(targets != 0, difference)
+
+
+def base_scores(bench: Bench, data: list[tinker.Datum]) -> npt.NDArray[np.float64]:
+    return scores(bench.service.create_sampling_client(base_model=bench.model).result(600), data)
+
+
+@pytest.mark.parametrize(("rank", "rate"), [(32, 1e-3), (0, 2e-4)], ids=["adapter", "full"])
+def test_images_are_learnt_and_what_is_pushed_is_what_is_sampled(bench: Bench, rank: int, rate: float) -> None:
+    data = image_data(bench)
+    before = base_scores(bench, data)
+    training = bench.training(rank)
+    found = losses(training, data, 12, rate)
+    assert found[-1] < 0.5 * found[0], found
+    after = scores(training.save_weights_and_get_sampling_client().result(600), data)
+    assert np.abs(after - before).max() > 0.1, "the push changed nothing"
+    for side in (0, 256):
+        for drawn in compare(bench, training, 4, side, temperature=1.0, seed=3):
+            assert kl(drawn.differences) <= LARGEST_KL
+    training.save_weights_and_get_sampling_client().result(600)
+    # The base comes back exactly, over an adapter as over other full weights.
+    np.testing.assert_array_equal(base_scores(bench, data), before)
+
+
+def test_adapters_of_several_ranks_keep_apart(bench: Bench) -> None:
+    data = image_data(bench)
+    tenants = [bench.training(rank) for rank in (8, 32, 64)]
+    for index, training in enumerate(tenants):
+        losses(training, data[index : index + 1], 4, 1e-3)
+    samplers: list[Any] = [training.save_weights_and_get_sampling_client().result(600) for training in tenants]
+    together = [[sampler.compute_logprobs(one.model_input) for one in data] for sampler in samplers]
+    for training, pending in zip(tenants, together, strict=True):
+        outputs = training.forward(data, "cross_entropy").result(600).loss_fn_outputs
+        for one, output, future in zip(data, outputs, pending, strict=True):
+            assert kl(text_differences(one, output, future.result(600))) <= LARGEST_KL
+
+
+def test_a_datum_above_the_token_budget_trains(bench: Bench) -> None:
+    rng = np.random.default_rng(4)
+    long = [datum(bench.prompt(rng, 9000), bench.tokens(rng, 1000))]
+    found = losses(bench.training(8), long, 4, 1e-3)
+    assert found[-1] < found[0]
+
+
+def test_a_repeated_step_gives_the_same_loss_packed_or_alone(bench: Bench) -> None:
+    data = image_data(bench)
+    training = bench.training(8)
+    together = training.forward(data, "cross_entropy").result(600).loss_fn_outputs
+    for one, output in zip(data, together, strict=True):
+        alone = training.forward([one], "cross_entropy").result(600).loss_fn_outputs[0]
+        difference = np.asarray(alone["logprobs"].data) - np.asarray(output["logprobs"].data)
+        assert np.abs(difference).mean() <= 0.05

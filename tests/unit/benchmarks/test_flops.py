@@ -1,0 +1,45 @@
+"""What the FLOPs of a shape are counted from, against transformers' own model of that shape."""
+
+import pytest
+import torch
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from benchmarks.flops import SIZES
+from benchmarks.shapes import SHAPES
+
+
+@pytest.fixture(params=sorted(SIZES))
+def shape(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(shape: str) -> torch.nn.Module:
+    """Without memory: on the meta device."""
+    text, vision = SHAPES[shape]
+    common = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
+    tower = {"num_heads": 16, "out_hidden_size": text["hidden_size"], "patch_size": 16}
+    with torch.device("meta"):
+        return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=common | text, vision_config=tower | vision))
+
+
+def test_language_parameters_are_those_of_its_matrices(shape: str, model: torch.nn.Module) -> None:
+    layers = weights_of(model.model.language_model.layers)
+    assert SIZES[shape].language_parameters == layers + weights_of(model.lm_head)
+
+
+def test_vision_parameters_are_those_of_the_blocks(shape: str, model: torch.nn.Module) -> None:
+    assert SIZES[shape].vision_parameters == weights_of(model.model.visual.blocks)
+
+
+def test_all_parameters_cost_half_as_much_again_as_adapters(shape: str) -> None:
+    size = SIZES[shape]
+    attention = 12 * size.layers * size.heads * 128 * 1000**2 / 2
+    adapters, everything = (size.flops([1000], 0, trains_all) - attention for trains_all in (False, True))
+    assert everything == pytest.approx(1.5 * adapters)
+    assert adapters == pytest.approx(4 * 1000 * size.language_parameters)
+
+
+def weights_of(module: torch.nn.Module) -> int:
+    """Elements of all matrices of linear layers."""
+    return sum(part.weight.numel() for part in module.modules() if isinstance(part, torch.nn.Linear))
