@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test check conformance cookbook format e2e protos lock clean
+.PHONY: help setup demo up test check conformance cookbook format e2e gpu bench protos lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -56,6 +56,12 @@ format: setup ## Format the code and fix what the linter can
 
 e2e: setup ## End-to-end tests alone
 	$(BIN)/python -m pytest tests/e2e
+
+gpu: ## On a machine with GPUs: training, pushes and agreement in bfloat16, one Fovea a layout (FOVEA_GPU_SHAPE=4b for more)
+	$(or $(wildcard $(BIN)/python),python3) -m pytest tests/gpu -v
+
+bench: setup ## The benchmarks that need no GPU, one after another; JSON lines into benchmarks/results/
+	sh benchmarks/cpu.sh
 
 protos: setup ## Regenerate the stubs, and check that v1 did not break against main
 	$(BIN)/buf lint

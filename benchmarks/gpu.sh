@@ -20,7 +20,7 @@ echo "ready after $(($(date +%s) - started)) s"
 echo "$figures" | tr ';' '\n' | while read -r figure; do
     [ -n "$figure" ] || continue
     echo "== $figure ($(($(date +%s) - started)) s)"
-    timeout "${FIGURE_TIMEOUT_S:-200}" python3 -m benchmarks.$figure >> "$out/figures.jsonl" 2>> "$out/errors.log" < /dev/null ||
+    timeout -s INT -k 10 "${FIGURE_TIMEOUT_S:-200}" python3 -m benchmarks.$figure >> "$out/figures.jsonl" 2>> "$out/errors.log" < /dev/null ||
         { echo "failed with $?"; grep -v -i warn "$out/errors.log" | tail -4; }
 done
 python3 - "$out/figures.jsonl" <<'P'

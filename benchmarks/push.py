@@ -76,7 +76,7 @@ def measure(bench: Bench, fovea: Running, rank: int, repeats: int, gpus: list[in
     sent, paused = fovea.total("trainer", "fovea_trainer_pushed_bytes_total"), fovea.total("sampler", PAUSE)
     found = [seconds_to_first_token(bench, training, rng) for _ in range(repeats)]
     size_bytes = (fovea.total("trainer", "fovea_trainer_pushed_bytes_total") - sent) / repeats
-    sizes = {"rank": rank, "model": fovea.model_name, "bytes": int(size_bytes)}
+    sizes: dict[str, Any] = {"rank": rank, "model": fovea.model_name, "bytes": int(size_bytes)}
     reference = broadcast_seconds(gpus, int(size_bytes), repeats) if gpus else None
     emit("push.first_token", found, "s", reference, **sizes)
     emit("push.rate", [size_bytes / seconds / 1e9 for seconds in found], "GB/s", **sizes)

@@ -77,6 +77,12 @@ class ControlGroup:
         dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.group)
         return [bool(count) for count in counts.tolist()]
 
+    def least(self, value: int) -> int:
+        """The smallest value of any rank."""
+        found = torch.tensor(value)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
+        return int(found.item())
+
     def _any(self, flag: bool) -> bool:
         self._flag.fill_(int(flag))
         dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self.group)

@@ -24,6 +24,7 @@ from services.trainer.sharding import ShardedModel
 from services.trainer.snapshot_taker import SnapshotTaker
 from services.trainer.snapshots import SnapshotMemory, packed_buckets
 from services.trainer.state import StateStore
+from services.trainer.token_budget import token_budget
 from services.trainer.trained import AdapterModel, FullModel, TrainedModel
 from services.trainer.transfer import TransferGroups
 from services.trainer.vision_memory import VisionMemory
@@ -91,7 +92,7 @@ class Engine:
         features = FeatureCache(
             settings.feature_cache_mib * MIB, patch_bytes, settings.fetch_timeout_s, settings.renderer
         )
-        budgets = Budgets(settings.token_budget, settings.patch_budget)
+        budgets = self._budgets(0)
         vision = VisionMemory(settings.vision_memory_mib * MIB)
         self._losses = LossComputer(module, self._control, features, layout, vision, self.limits, budgets)
         self._layout = layout
@@ -103,6 +104,14 @@ class Engine:
             self._device,
             "gathered" if keep else "sharded",
         )
+
+    def _budgets(self, reserved_bytes: int) -> Budgets:
+        """The same on all ranks; what is above them recomputes its activations. Collective."""
+        module, settings = self._sharded.module, self._settings
+        own = settings.token_budget or token_budget(module.hf.config, self.dtype, self._device, reserved_bytes)
+        tokens = self._control.least(own)
+        module.recompute_above = {"auto": tokens, "always": 0, "never": math.inf}[settings.recompute]
+        return Budgets(tokens, settings.patch_budget)
 
     def warm_up(self) -> None:
         """One tiny forward and backward with a scratch adapter, vision included. Collective."""
@@ -179,6 +188,9 @@ class Engine:
         else:
             model = AdapterModel(command.lora, self._targets, self._injector, self._device)
         self.models[command.model_id] = model
+        # Adapters are small; a full model leaves less room for activations, and takes more once it has gradients.
+        gradient_bytes = model.gradient_bytes if isinstance(model, FullModel) else 0
+        self._losses.budgets = self._budgets(gradient_bytes)
         return model.trainable_parameter_count
 
     def _delete(self, command: commands.DeleteModel) -> None:
@@ -234,9 +246,8 @@ def load_model(
     if family.has_vision:
         channels = int(hf.config.vision_config.in_channels)
         normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, family.patch_bytes(hf.config)).to(device)
-    recompute_above = {"auto": settings.token_budget, "always": 0, "never": math.inf}[settings.recompute]
     chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, dtype)
-    return family, dtype, PackedModel(family, hf, normalizer, chunk, recompute_above)
+    return family, dtype, PackedModel(family, hf, normalizer, chunk)
 
 
 def _logit_chunk(size_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:

@@ -69,6 +69,16 @@ class Prepared:
     seen: dict[str, SeenImage] | None
 
 
+@dataclass(frozen=True)
+class Scored:
+    """What came of one micro-batch, still on the device: the rows of all datums, the loss and the measures of each."""
+
+    datums: tuple[Datum, ...]
+    rows: list[Tensor]
+    losses: Tensor | None
+    measures: dict[str, Tensor]
+
+
 @dataclass
 class Share:
     """What this rank computed of a call, and the first of its losses that could not be."""
@@ -76,6 +86,26 @@ class Share:
     logprobs: Logprobs = field(default_factory=dict)
     measures: Measures = field(default_factory=lambda: defaultdict(list))
     failure: InvalidInput | None = None
+
+    def take(self, scored: Scored, loss_name: str) -> None:
+        """Brings a micro-batch to the host; finds losses that are not finite."""
+        flat = torch.cat([row.flatten() for row in scored.rows]).cpu()
+        rows = torch.split(flat, [row.numel() for row in scored.rows])
+        for datum, row, like in zip(scored.datums, rows, scored.rows, strict=True):
+            self.logprobs[datum.index] = row.view(like.shape).numpy().copy()
+        if scored.losses is None or self.failure is not None:
+            return
+        for datum, number in zip(scored.datums, found := scored.losses.tolist(), strict=True):
+            if not math.isfinite(number):
+                self.failure = InvalidInput(
+                    f"datum[{datum.index}]: its {loss_name} loss is {number}; check its loss_inputs, whose numbers are "
+                    "too large or whose ratio to the model's log-probabilities overflows",
+                    field=f"datum[{datum.index}]",
+                )
+                return
+        self.measures["loss:sum"] += found
+        for name, values in scored.measures.items():
+            self.measures[name] += values.tolist()
 
 
 @dataclass(frozen=True)
@@ -105,7 +135,7 @@ class LossComputer:
         self._layout = layout
         self._vision = vision
         self._limits = limits
-        self._budgets = budgets
+        self.budgets = budgets
 
     def run(self, command: ForwardBackward, model: TrainedModel) -> Outcome:
         """Computes; adds to the model's gradients if `backward`. Collective.
@@ -113,7 +143,7 @@ class LossComputer:
         Raises, on all ranks: with nothing changed, what `FeatureCache.patches_of` raises; InvalidInput if a loss or its
         gradient is not finite, or if a traced loss fails: with `backward`, the model's gradients are then dropped.
         """
-        schedule = plan(command.sizes, self._control.world_size, self._budgets.tokens, self._budgets.patches)
+        schedule = plan(command.sizes, self._control.world_size, self.budgets.tokens, self.budgets.patches)
         prepared = self._control.agree(lambda: self._prepare(command, model, schedule))
         towers = self._tower_steps(prepared, schedule)
         model.activate()
@@ -161,16 +191,21 @@ class LossComputer:
         towers: list[bool],
         prepared: Prepared,
     ) -> Share:
-        share = Share()
+        share, scored = Share(), []
         for step, run_tower in zip(schedule.steps, towers, strict=True):
             own = [prepared.datums[index] for index in step.datums[self._control.rank]]
             batch = self._layout.pack(own, prepared.patches, run_tower, prepared.seen)
             with torch.set_grad_enabled(command.backward):
                 logprobs_TK = self._module(batch, model.unembedding, prepared.seen)
-                total = _total(batch, logprobs_TK, prepared.loss, share)
+                total, found = _score(batch, logprobs_TK, prepared.loss, share)
             if command.backward:
                 torch.autograd.backward([total])
                 model.collect_gradients()
+            scored.append(found)
+        # Only now: looking at a result makes the device wait for us, and we have the next micro-batch to prepare.
+        for found in scored:
+            if found.datums:
+                share.take(found, prepared.loss.name)
         return share
 
     def _agree_on(self, own: Share, command: ForwardBackward, model: TrainedModel) -> None:
@@ -188,24 +223,24 @@ class LossComputer:
             raise
 
 
-def _total(batch: Batch, logprobs_TK: Tensor, loss: Loss, share: Share) -> Tensor:
-    """The sum of the losses of a micro-batch, scalar with gradient; adds what was measured to `share`.
+def _score(batch: Batch, logprobs_TK: Tensor, loss: Loss, share: Share) -> tuple[Tensor, Scored]:
+    """The sum of the losses of a micro-batch, scalar with gradient, and what there is to tell of it.
 
     Where there is none, a zero that still depends on the model: all ranks must run backward together.
     """
-    rows = batch.split_logprobs(logprobs_TK.detach().cpu())
-    share.logprobs |= {datum.index: row.numpy().copy() for datum, row in zip(batch.datums, rows, strict=True)}
     parts = batch.split_logprobs(logprobs_TK)
+    rows = [part.detach() for part in parts]
     try:
         if share.failure is None and parts:
-            return _losses(batch, parts, loss, share.measures).sum()
+            losses, measures = _losses(batch, parts, loss)
+            return losses.sum(), Scored(batch.datums, rows, losses.detach(), measures)
     except InvalidInput as error:
         share.failure = error
-    return logprobs_TK.sum() * 0.0
+    return logprobs_TK.sum() * 0.0, Scored(batch.datums, rows, None, {})
 
 
-def _losses(batch: Batch, parts: list[Tensor], loss: Loss, measures: Measures) -> Tensor:
-    """The loss of each datum, 1-D with gradient. Raises InvalidInput naming the datum that has none."""
+def _losses(batch: Batch, parts: list[Tensor], loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each datum, 1-D with gradient, and its measures. Raises InvalidInput naming the datum without one."""
     values = []
     for datum, part, inputs in zip(batch.datums, parts, batch.inputs, strict=True):
         try:
@@ -213,17 +248,8 @@ def _losses(batch: Batch, parts: list[Tensor], loss: Loss, measures: Measures) -
         except InvalidInput as error:
             raise InvalidInput(f"datum[{datum.index}] {error.message}", field=f"datum[{datum.index}]") from None
     losses = torch.stack([value.loss for value in values])
-    for datum, number in zip(batch.datums, found := losses.tolist(), strict=True):
-        if not math.isfinite(number):
-            raise InvalidInput(
-                f"datum[{datum.index}]: its {loss.name} loss is {number}; check its loss_inputs, whose numbers are "
-                "too large or whose ratio to the model's log-probabilities overflows",
-                field=f"datum[{datum.index}]",
-            )
-    measures["loss:sum"] += found
-    for name in values[0].metrics:
-        measures[name] += torch.stack([value.metrics[name] for value in values]).tolist()
-    return losses
+    names = values[0].metrics
+    return losses, {name: torch.stack([value.metrics[name] for value in values]).detach() for name in names}
 
 
 def _reduce(parts: list[Measures]) -> Metrics:

@@ -5,6 +5,7 @@ Shapes: T packed tokens, K targets a position, D hidden size, M placeholder toke
 
 # ruff: noqa: N806 -- the suffix of a tensor's name is its shape
 
+import math
 from typing import Any
 
 import torch
@@ -29,18 +30,18 @@ class PackedModel(nn.Module):
     Args:
         normalizer: None for a model without vision.
         chunk_positions: Logits are made for so many positions at a time.
-        recompute_above: Micro-batches of more tokens keep no activations but each block's input.
+
+    `recompute_above` may be set: micro-batches of more tokens keep no activations but each block's input.
     """
 
-    def __init__(
-        self, family: Family, hf: Any, normalizer: PatchNormalizer | None, chunk_positions: int, recompute_above: float
-    ) -> None:
+    recompute_above = math.inf
+
+    def __init__(self, family: Family, hf: Any, normalizer: PatchNormalizer | None, chunk_positions: int) -> None:
         super().__init__()
         self.family = family
         self.hf = hf
         self._normalizer = normalizer
         self._chunk_positions = chunk_positions
-        self._recompute_above = recompute_above
         hf.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, batch: Batch, unembedding: LoraPair | None, seen: dict[str, SeenImage] | None) -> Tensor:
@@ -50,7 +51,7 @@ class PackedModel(nn.Module):
             seen: What a frozen tower made of images so far, by digest; new ones are added. None if it is trained.
         """
         for block in self.family.blocks(self.hf):
-            block.gradient_checkpointing = len(batch.tokens_T) > self._recompute_above  # type: ignore[assignment]
+            block.gradient_checkpointing = len(batch.tokens_T) > self.recompute_above  # type: ignore[assignment]
         hidden_TD = self._hidden(batch, seen)
         return target_logprobs(hidden_TD, self.hf.lm_head.weight, unembedding, batch.targets_TK, self._chunk_positions)
 

@@ -27,7 +27,9 @@ class TrainerSettings(ServiceSettings):
     max_models: int = Field(256, ge=1, description="The most models at once.")
     max_context_length: int = Field(0, ge=0, description="The most tokens of a datum; 0 takes the model's own limit.")
     max_datums: int = Field(4096, ge=1, description="The most datums of one call.")
-    token_budget: int = Field(8192, ge=1, description="The most tokens of one micro-batch of one rank.")
+    token_budget: int = Field(
+        0, ge=0, description="The most tokens of one micro-batch of one rank; 0 takes what the GPU's memory allows."
+    )
     patch_budget: int = Field(65536, ge=1, description="The most vision patches of one micro-batch of one rank.")
     recompute: Literal["auto", "always", "never"] = Field(
         "auto",

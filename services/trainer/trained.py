@@ -133,6 +133,12 @@ class FullModel(TrainedModel):
         self.optimizer = AdamW(list(self.masters.values()))
         self.trainable_parameter_count = sum(shard.numel() for shard in self.shards.values())
 
+    @property
+    def gradient_bytes(self) -> int:
+        """What this rank's gradients take once there are any: accumulated ones, and those of one backward pass."""
+        kinds = (self.masters.values(), self.locals.values())
+        return sum(tensor.numel() * tensor.element_size() for kind in kinds for tensor in kind)
+
     def activate(self) -> None:
         self._injector.activate(None)
 
@@ -155,7 +161,7 @@ class FullModel(TrainedModel):
         return [master.grad for master in self.masters.values() if master.grad is not None]
 
     def reduce_gradients(self) -> Tensor:
-        squares = torch.stack([gradient.square().sum() for gradient in self.gradients()]).sum()
+        squares = torch.stack(torch._foreach_norm(self.gradients())).square().sum()
         dist.all_reduce(squares)
         return squares
 

@@ -13,7 +13,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from services.sampler.engine.receiving import Arrival, side_stream
+from services.sampler.engine.host_copies import HostCopier
+from services.sampler.engine.receiving import Arrival
 
 PATH_SCHEME = "memory://"
 
@@ -30,6 +31,7 @@ class AdapterBank:
     def __init__(self, worker_manager: Any) -> None:
         self._manager = worker_manager
         self._kept: dict[str, _Kept] = {}
+        self._copier: HostCopier | None = None
         # vLLM drops adapters from its own cache whenever it likes; it gets them again from here.
         worker_manager._load_adapter = self._load
 
@@ -44,7 +46,9 @@ class AdapterBank:
         if arrival.device.type == "cuda":
             torch.cuda.synchronize(arrival.device)
             built = self._manager._adapter_manager.get_adapter(lora_id)
-            threading.Thread(target=_to_host, args=(arrival, built), name=f"to-host-{name}", daemon=True).start()
+            self._copier = self._copier or HostCopier(arrival.device)
+            copying = (arrival, built, self._copier)
+            threading.Thread(target=_to_host, args=copying, name=f"to-host-{name}", daemon=True).start()
 
     def forget(self, name: str) -> None:
         """Frees an adapter that no request uses any more. Unknown names are no error."""
@@ -76,15 +80,14 @@ class AdapterBank:
         )
 
 
-def _to_host(arrival: Arrival, built: LoRAModel) -> None:
-    with side_stream(arrival.device):
-        for layer in built.loras.values():
-            layer.lora_a, layer.lora_b = _host_copy(layer.lora_a), _host_copy(layer.lora_b)
-        arrival.to_host()
+def _to_host(arrival: Arrival, built: LoRAModel, copy: HostCopier) -> None:
+    for layer in built.loras.values():
+        layer.lora_a, layer.lora_b = _host_copy(layer.lora_a, copy), _host_copy(layer.lora_b, copy)
+    arrival.to_host(copy)
 
 
-def _host_copy(weights: Any) -> Any:
+def _host_copy(weights: Any, copy: HostCopier) -> Any:
     """Of one tensor, or of the parts of a packed layer, some of which may be missing."""
     if isinstance(weights, list):
-        return [_host_copy(part) for part in weights]
-    return weights if weights is None else weights.cpu()
+        return [_host_copy(part, copy) for part in weights]
+    return weights if weights is None else copy(weights)

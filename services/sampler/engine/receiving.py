@@ -7,7 +7,6 @@ not what was announced, never touch the model. It waits on the GPU if there is r
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -41,10 +40,10 @@ class Arrival:
         """Where it waits."""
         return self.buffers[0].device
 
-    def to_host(self) -> None:
+    def to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Frees the GPU of it. May run while `tensors` is looked at."""
         for index, buffer in enumerate(self.buffers):
-            self.buffers[index] = buffer.cpu()
+            self.buffers[index] = copy(buffer)
 
 
 @dataclass
@@ -66,6 +65,8 @@ class SnapshotReceiver:
     def __init__(self, device: torch.device, worker_rank: int) -> None:
         self._device = device
         self._worker_rank = worker_rank
+        # One for all arrivals: torch keeps memory apart by stream, and gives none of it to another.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._groups: dict[str, TransferGroup] = {}
         self._tasks: dict[str, Task] = {}
         self._arrivals: dict[str, Arrival] = {}
@@ -104,7 +105,7 @@ class SnapshotReceiver:
             arrival = Arrival(manifest)
             sizes = [sum(map(padded_bytes, specs)) for specs in _buckets(manifest)]
             place = self._place(sum(sizes))
-            with side_stream(self._device):
+            with torch.cuda.stream(self._stream):
                 digest = SnapshotDigest(partial(torch.arange, device=self._device))
                 for specs, size_bytes in zip(_buckets(manifest), sizes, strict=True):
                     buffer = group.receive(size_bytes, deadline).to(self._device)
@@ -151,13 +152,6 @@ class SnapshotReceiver:
                 task.phase = "failed"
 
         threading.Thread(target=run, name=f"transfer-{task_id}", daemon=True).start()
-
-
-def side_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Work within it runs beside the model's. On a CPU, nothing."""
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _buckets(manifest: weights_pb2.SnapshotManifest) -> list[list[weights_pb2.TensorSpec]]:

@@ -64,15 +64,15 @@ def _attention(
 @fused
 def swiglu(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer, 2020)."""
-    return (functional.silu(gate_TI.float()) * up_TI.float()).to(gate_TI.dtype)
+    return functional.silu(gate_TI) * up_TI
 
 
 @fused
 def norm_and_rotate(heads_THD: Tensor, weight_D: Tensor, epsilon: float, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """RMSNorm over each head, then rotary position embedding of its two halves (Su et al., 2021)."""
     values_THD = heads_THD.float()
-    values_THD = values_THD * torch.rsqrt(values_THD.square().mean(-1, keepdim=True) + epsilon) * weight_D.float()
-    first, second = values_THD.chunk(2, dim=-1)
+    values_THD = values_THD * torch.rsqrt(values_THD.square().mean(-1, keepdim=True) + epsilon)
+    normed_THD = weight_D * values_THD.to(heads_THD.dtype)
+    first, second = normed_THD.chunk(2, dim=-1)
     turned_THD = torch.cat((-second, first), dim=-1)
-    cos_T1D, sin_T1D = cos_TD.unsqueeze(-2).float(), sin_TD.unsqueeze(-2).float()
-    return (values_THD * cos_T1D + turned_THD * sin_T1D).to(heads_THD.dtype)
+    return normed_THD * cos_TD.unsqueeze(-2) + turned_THD * sin_TD.unsqueeze(-2)
