@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from fovea.runtime.byte_lru import ByteLru
 from fovea.wire.errors import FeatureEvicted, ResourceExhausted
@@ -21,7 +22,7 @@ class Feature:
     tensors_sha256: str
     size_bytes: int
 
-    @property
+    @cached_property
     def grid(self) -> Grid:
         """The patch grid before merging."""
         time, height, width = (int(extent) for extent in self.tensors["image_grid_thw"].reshape(3))

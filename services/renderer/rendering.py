@@ -77,6 +77,7 @@ class Renderer:
         self.images = images
         self._fetcher = fetcher
         self._process = process
+        self._first_reserved_id = min(model.family.reserved_ids, default=model.vocabulary_size)
 
     async def render(self, chunks: Sequence[Chunk]) -> Rendered:
         """Splices one input.
@@ -101,9 +102,9 @@ class Renderer:
 
     def _check_text(self, index: int, ids: TokenIds, previous_id: int) -> None:
         """Raises InvalidInput for the first id that is none, or that stands for an image nobody sent."""
-        outside = np.flatnonzero((ids < 0) | (ids >= self.model.vocabulary_size))
-        if outside.size:
-            at = int(outside[0])
+        highest = int(ids.max())
+        if ids.min() < 0 or highest >= self.model.vocabulary_size:
+            at = int(np.flatnonzero((ids < 0) | (ids >= self.model.vocabulary_size))[0])
             raise invalid_input(
                 Refusal(
                     "vocabulary",
@@ -111,6 +112,8 @@ class Renderer:
                 ),
                 index,
             )
+        if highest < self._first_reserved_id:
+            return
         family = self.model.family
         lost = find_lost_image(ids, family.image_opener_id, family.reserved_ids, previous_id)
         if lost is not None:
@@ -223,6 +226,8 @@ class Renderer:
 
 async def _first_error(jobs: Sequence[Awaitable[Result]]) -> list[Result]:
     """All results; or, once all jobs ended, the error of the first in order, so that one input has one answer."""
+    if len(jobs) <= 1:
+        return [await job for job in jobs]  # A task for it would cost more than looking up a held image.
     results = await asyncio.gather(*jobs, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

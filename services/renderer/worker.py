@@ -12,7 +12,6 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -21,7 +20,8 @@ from services.renderer import pixels
 from services.renderer.image_header import ImageHeader
 from services.renderer.processor import ImagePatcher
 from services.renderer.refusals import Refusal
-from services.renderer.worker_protocol import Done, Failed, Job, Ready, Refused
+from services.renderer.shared_memory import SharedMemory
+from services.renderer.worker_protocol import Done, Failed, Job, Ready, Refused, send
 
 WARM_UP_SIZE = (320, 240)
 
@@ -30,6 +30,7 @@ def main() -> None:
     """Serves jobs until the service closes the socket or is gone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connection", type=int, required=True, help="Inherited descriptor of the socket pair.")
+    parser.add_argument("--tensors", type=int, required=True, help="Inherited descriptor of the shared memory.")
     parser.add_argument("--model", required=True, help="Model directory.")
     parser.add_argument("--memory-bytes", type=int, required=True, help="Limit of this process; 0 is none.")
     arguments = parser.parse_args()
@@ -40,45 +41,43 @@ def main() -> None:
     if arguments.memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (arguments.memory_bytes, arguments.memory_bytes))
     patcher = ImagePatcher(arguments.model)
-    _warm_up(patcher)
+    memory = SharedMemory(arguments.tensors)
+    _warm_up(patcher, memory)
     with Connection(arguments.connection) as connection:
         try:
-            connection.send(Ready(patcher.settings, patcher.fingerprint()))
+            send(connection, Ready(patcher.settings, patcher.fingerprint()))
             while True:
-                _serve_one(connection, patcher)
+                _serve_one(connection, memory, patcher)
         except (EOFError, ConnectionError):
             return
 
 
-def _serve_one(connection: Connection, patcher: ImagePatcher) -> None:
+def _serve_one(connection: Connection, memory: SharedMemory, patcher: ImagePatcher) -> None:
     job: Job = connection.recv()
-    data = connection.recv_bytes()
     start = time.perf_counter()
     try:
         header = job.header
-        image = pixels.decode(data, header.format, header.width, header.height)
-        tensors = patcher.tensors(image)
-        sha256 = tensors_sha256(tensors)
+        image = pixels.decode(job.data, header.format, header.width, header.height)
+        memory.clear()
+        sha256 = tensors_sha256(patcher.tensors(image, memory.allocate))
     except Refusal as refusal:
-        connection.send(Refused(refusal.cause, refusal.message))
+        send(connection, Refused(refusal.cause, refusal.message))
         return
     except Exception as error:  # Whatever it is, the service must hear of it: it waits for an answer.
         out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-        connection.send(Failed(traceback.format_exc(), out_of_memory))
+        send(connection, Failed(traceback.format_exc(), out_of_memory))
         return
-    described = tuple((name, array.dtype.name, array.shape) for name, array in tensors.items())
-    connection.send(Done(described, sha256, time.perf_counter() - start))
-    for array in tensors.values():
-        connection.send_bytes(array.reshape(-1).view(np.uint8).data)
+    send(connection, Done(memory.places, sha256, time.perf_counter() - start))
 
 
-def _warm_up(patcher: ImagePatcher) -> None:
+def _warm_up(patcher: ImagePatcher, memory: SharedMemory) -> None:
     """Decodes and processes one image of each format, so that the first client's image waits for nothing."""
     image = Image.new("RGB", WARM_UP_SIZE, (120, 60, 30))
     for header in (ImageHeader("PNG", *WARM_UP_SIZE), ImageHeader("JPEG", *WARM_UP_SIZE)):
         file = io.BytesIO()
         image.save(file, header.format)
-        patcher.tensors(pixels.decode(file.getvalue(), header.format, header.width, header.height))
+        memory.clear()
+        patcher.tensors(pixels.decode(file.getvalue(), header.format, header.width, header.height), memory.allocate)
 
 
 if __name__ == "__main__":

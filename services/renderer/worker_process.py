@@ -1,4 +1,4 @@
-"""One image worker as the service sees it: a process and a socket, started again when it dies. Blocking calls."""
+"""One image worker as the service sees it: process, socket, shared memory; started again when it dies. Calls block."""
 
 import logging
 import os
@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
-
 from fovea.wire.errors import DeadlineExceeded, FoveaError, Internal, ResourceExhausted, Unavailable
 from fovea.wire.features import FeatureTensors
 from services.renderer.image_header import ImageHeader
 from services.renderer.refusals import Refusal
-from services.renderer.worker_protocol import Done, Failed, Job, Ready, Refused
+from services.renderer.shared_memory import SharedMemory
+from services.renderer.worker_protocol import Done, Failed, Job, Ready, Refused, send
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class WorkerSettings:
     job_timeout_s: float
     start_timeout_s: float
     module: str = "services.renderer.worker"
-    """What is run; speaks `worker_protocol` over the descriptor that it is given."""
+    """What is run; speaks `worker_protocol` over the descriptors that it is given."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ class WorkerProcess:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._memory: SharedMemory | None = None
 
     def start(self) -> Ready:
         """Starts the process and waits until it processed a warm-up image.
@@ -61,14 +61,18 @@ class WorkerProcess:
         Raises Unavailable if it ends first or takes too long; its standard error says why.
         """
         ours, theirs = socket.socketpair()
+        self._memory = memory = SharedMemory.create()
         with theirs:
             command = [sys.executable, "-m", self._settings.module, "--connection", str(theirs.fileno())]
-            command += ["--model", str(self._settings.model_directory)]
+            command += ["--tensors", str(memory.descriptor), "--model", str(self._settings.model_directory)]
             command += ["--memory-bytes", str(self._settings.memory_bytes)]
             path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
             environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+                command,
+                pass_fds=[theirs.fileno(), memory.descriptor],
+                env=environment,
+                stdin=subprocess.DEVNULL,
             )
         self._connection = Connection(ours.detach())
         try:
@@ -98,8 +102,9 @@ class WorkerProcess:
             self.stop()
             self.start()
         assert self._connection is not None
+        assert self._memory is not None
         try:
-            return self._exchange(self._connection, header, data)
+            return self._exchange(self._connection, self._memory, header, data)
         except (EOFError, ConnectionError):
             exit_code = self.stop()
             logger.error("an image worker ended with exit code %s in the middle of a job", exit_code)
@@ -110,6 +115,9 @@ class WorkerProcess:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         if self._process is None:
             return None
         process, self._process = self._process, None
@@ -120,18 +128,16 @@ class WorkerProcess:
                 process.kill()
         return process.wait()
 
-    def _exchange(self, connection: Connection, header: ImageHeader, data: bytes) -> ProcessedImage:
-        connection.send(Job(header))
-        connection.send_bytes(data)
+    def _exchange(
+        self, connection: Connection, memory: SharedMemory, header: ImageHeader, data: bytes
+    ) -> ProcessedImage:
+        send(connection, Job(header, data))
         if not connection.poll(self._settings.job_timeout_s):
             self.stop()
             raise DeadlineExceeded(f"processing the image took more than {self._settings.job_timeout_s:.0f} s")
         answer = connection.recv()
         if isinstance(answer, Done):
-            tensors: FeatureTensors = {}
-            for name, dtype, shape in answer.tensors:
-                tensors[name] = np.frombuffer(connection.recv_bytes(), dtype).reshape(shape)
-            return ProcessedImage(tensors, answer.tensors_sha256, answer.seconds)
+            return ProcessedImage(memory.copy(answer.places), answer.tensors_sha256, answer.seconds)
         if isinstance(answer, Refused):
             raise Refusal(answer.cause, answer.message)
         assert isinstance(answer, Failed)

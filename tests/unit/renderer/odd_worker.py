@@ -8,7 +8,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from services.renderer.worker_protocol import Done, Failed, Job, Ready, Refused
+from services.renderer.shared_memory import SharedMemory
+from services.renderer.worker_protocol import Done, Failed, Job, Ready, Refused, send
 
 GOOD, DIES, HANGS, REFUSES, FAILS, RUNS_OUT_OF_MEMORY, DIES_ONCE = range(1, 8)
 
@@ -16,21 +17,22 @@ GOOD, DIES, HANGS, REFUSES, FAILS, RUNS_OUT_OF_MEMORY, DIES_ONCE = range(1, 8)
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--connection", type=int, required=True)
+    parser.add_argument("--tensors", type=int, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--memory-bytes", type=int, required=True)
     arguments = parser.parse_args()
+    memory = SharedMemory(arguments.tensors)
     with Connection(arguments.connection) as connection:
-        connection.send(Ready({}, "00" * 32))
+        send(connection, Ready({}, "00" * 32))
         while True:
             try:
                 job: Job = connection.recv()
-                data = connection.recv_bytes()
             except EOFError:
                 return
-            _answer(connection, job, data, arguments.model)
+            _answer(connection, memory, job, arguments.model)
 
 
-def _answer(connection: Connection, job: Job, data: bytes, directory: str) -> None:
+def _answer(connection: Connection, memory: SharedMemory, job: Job, directory: str) -> None:
     width = job.header.width
     marker = os.path.join(directory, "died")
     if width == DIES or (width == DIES_ONCE and not os.path.exists(marker)):
@@ -39,14 +41,13 @@ def _answer(connection: Connection, job: Job, data: bytes, directory: str) -> No
     if width == HANGS:
         time.sleep(600)
     if width == REFUSES:
-        connection.send(Refused("corrupt", "no picture"))
+        send(connection, Refused("corrupt", "no picture"))
     elif width in (FAILS, RUNS_OUT_OF_MEMORY):
-        connection.send(Failed("a traceback", width == RUNS_OUT_OF_MEMORY))
+        send(connection, Failed("a traceback", width == RUNS_OUT_OF_MEMORY))
     else:
-        tensors = {"pixel_values": np.frombuffer(data, np.uint8)}
-        described = tuple((name, array.dtype.name, array.shape) for name, array in tensors.items())
-        connection.send(Done(described, hashlib.sha256(data).hexdigest(), 0.0))
-        connection.send_bytes(data)
+        memory.clear()
+        memory.allocate("pixel_values", (len(job.data),), np.uint8)[:] = np.frombuffer(job.data, np.uint8)
+        send(connection, Done(memory.places, hashlib.sha256(job.data).hexdigest(), 0.0))
 
 
 if __name__ == "__main__":

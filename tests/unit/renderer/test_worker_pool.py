@@ -54,7 +54,7 @@ async def test_a_job_whose_worker_dies_is_tried_on_another(pool: WorkerPool) -> 
     assert processed.tensors["pixel_values"].tobytes() == b"unlucky"
 
 
-async def test_large_tensors_cross_the_socket(pool: WorkerPool) -> None:
+async def test_large_tensors_cross(pool: WorkerPool) -> None:
     data = bytes(range(256)) * (20 * 4096)
     processed = await pool.process(header(odd_worker.GOOD), data)
     assert processed.tensors["pixel_values"].tobytes() == data

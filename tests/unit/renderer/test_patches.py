@@ -1,0 +1,79 @@
+"""Our own patches are the Hugging Face processor's, bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoImageProcessor
+
+from services.renderer import processor
+from services.renderer.patches import QwenPatches
+from services.renderer.processor import ImagePatcher, anywhere
+from tests.unit.renderer.pictures import picture
+
+QWEN3 = {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 1_000_000}}
+QWEN2_5 = {"patch_size": 14, "size": {"shortest_edge": 3_136, "longest_edge": 500_000}}
+
+
+def write(directory: Path, **config: Any) -> str:
+    """A directory with a processor of Qwen's class."""
+    content = {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2, "temporal_patch_size": 2, **config}
+    (directory / "preprocessor_config.json").write_text(json.dumps(content))
+    return str(directory)
+
+
+@pytest.fixture(scope="module", params=[QWEN3, QWEN2_5], ids=["16", "14"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[QwenPatches, Any]:
+    """Ours and the family's own."""
+    own = AutoImageProcessor.from_pretrained(write(tmp_path_factory.mktemp("model"), **request.param))
+    return QwenPatches(json.loads(own.to_json_string())), own
+
+
+def check_equal(pair: tuple[QwenPatches, Any], width: int, height: int, seed: int = 0) -> None:
+    patches, own = pair
+    image = picture(width, height, seed)
+    expected = own([image], return_tensors="np", do_rescale=False, do_normalize=False)
+    found = patches(image, anywhere)
+    assert found["pixel_values"].dtype == np.uint8
+    assert set(found) == set(expected)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 600), st.integers(1, 600), st.integers(0, 1000))
+def test_any_size(pair: tuple[QwenPatches, Any], width: int, height: int, seed: int) -> None:
+    if max(width, height) <= 200 * min(width, height):
+        check_equal(pair, width, height, seed)
+
+
+@pytest.mark.parametrize("size", [(448, 448), (1, 1), (1, 200), (3000, 2000), (28, 28), (64, 2016), (1021, 1019)])
+def test_sizes_that_stay_grow_and_shrink(pair: tuple[QwenPatches, Any], size: tuple[int, int]) -> None:
+    check_equal(pair, *size)
+
+
+@pytest.mark.parametrize(
+    "other", [{"resample": 2}, {"do_resize": False}, {"image_processor_type": "ViTImageProcessor"}]
+)
+def test_another_processor_is_used_itself(tmp_path: Path, other: dict[str, Any]) -> None:
+    own = AutoImageProcessor.from_pretrained(write(tmp_path, **{**QWEN3, **other}))
+    assert not QwenPatches.suits(own)
+
+
+def test_what_differs_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write(tmp_path, **QWEN3)
+    image = picture(448, 448)
+    expected = ImagePatcher(directory).tensors(image, anywhere)
+
+    class Wrong(QwenPatches):
+        def __call__(self, image: Any, allocate: Any) -> Any:
+            tensors = super().__call__(image, allocate)
+            tensors["pixel_values"][-1, -1] ^= 1
+            return tensors
+
+    monkeypatch.setattr(processor, "QwenPatches", Wrong)
+    found = ImagePatcher(directory).tensors(image, anywhere)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
