@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -138,12 +139,16 @@ def _configure_sqlite(connection: Any, _: object) -> None:
 
 def insert_new(connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> bool:
     """Inserts a row unless a unique key has it already; returns whether it is new."""
-    if connection.dialect.name == "postgresql":
+    return bool(connection.execute(_insertion(connection.dialect.name, table), values).rowcount)
+
+
+@cache
+def _insertion(dialect: str, table: sa.Table) -> sa.Insert:
+    """Made once: SQLAlchemy takes longer to build a statement than SQLite to run it."""
+    if dialect == "postgresql":
         from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 
-        statement: Any = postgresql_insert(table).values(**values).on_conflict_do_nothing()
-    else:
-        from sqlalchemy.dialects.sqlite import insert as sqlite_insert
+        return postgresql_insert(table).on_conflict_do_nothing()
+    from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
-        statement = sqlite_insert(table).values(**values).on_conflict_do_nothing()
-    return bool(connection.execute(statement).rowcount)
+    return sqlite_insert(table).on_conflict_do_nothing()

@@ -10,6 +10,10 @@ from gateway.store.database import insert_new
 from gateway.store.schema import future_requests, future_results, futures
 
 _IDS_PER_STATEMENT = 500
+# Built once: building one takes SQLAlchemy longer than SQLite takes to run it, and every request runs these.
+_UPDATE = sa.update(futures).where(futures.c.future_id == sa.bindparam("key"))
+_KEEP_REQUEST = sa.insert(future_requests)
+_DROP_REQUEST = sa.delete(future_requests).where(future_requests.c.future_id == sa.bindparam("key"))
 
 
 class StoredFuture(NamedTuple):
@@ -34,22 +38,21 @@ def insert(connection: sa.Connection, pending: Pending, request: bytes) -> bool:
     }
     if not insert_new(connection, futures, row):
         return False
-    connection.execute(sa.insert(future_requests).values(future_id=pending.future_id, request=request))
+    connection.execute(_KEEP_REQUEST, {"future_id": pending.future_id, "request": request})
     return True
 
 
 def set_running(connection: sa.Connection, future_id: str) -> None:
     """Notes that work began whose effect cannot be undone by running it again."""
-    where = futures.c.future_id == future_id
-    connection.execute(sa.update(futures).where(where).values(state=State.RUNNING.value))
+    connection.execute(_UPDATE, {"key": future_id, "state": State.RUNNING.value})
 
 
 def finish(connection: sa.Connection, future_id: str, outcome: Outcome, finished_at: float, number: int) -> None:
     """Keeps an outcome and drops the request. `number` rises from one finished future to the next."""
     values = {"state": outcome.state.value, "finished_at": finished_at, "finish_number": number}
-    connection.execute(sa.update(futures).where(futures.c.future_id == future_id).values(**values))
+    connection.execute(_UPDATE, {"key": future_id, **values})
     insert_new(connection, future_results, {"future_id": future_id, "result": outcome.to_blob()})
-    connection.execute(sa.delete(future_requests).where(future_requests.c.future_id == future_id))
+    connection.execute(_DROP_REQUEST, {"key": future_id})
 
 
 def get(connection: sa.Connection, future_id: str) -> StoredFuture | None:

@@ -12,6 +12,8 @@ from gateway.store.checkpoints import public_models
 from gateway.store.database import insert_new
 from gateway.store.schema import models
 
+_UPDATE = sa.update(models).where(models.c.model_id == sa.bindparam("key"))
+
 
 class ModelState(enum.StrEnum):
     """Where a model stands."""
@@ -69,7 +71,7 @@ def insert(connection: sa.Connection, model: Model) -> bool:
 
 def save(connection: sa.Connection, row: dict[str, Any]) -> None:
     """Writes a row made by `frozen`."""
-    connection.execute(sa.update(models).where(models.c.model_id == row["model_id"]).values(**row))
+    connection.execute(_UPDATE, {**row, "key": row["model_id"]})
 
 
 def frozen(model: Model) -> dict[str, Any]:
