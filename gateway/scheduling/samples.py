@@ -150,6 +150,7 @@ class SampleRunner:
             target_tokens=targets.to_score(work.cells) if work.cells else None,
             alt_token_count=work.request.alt_token_count,
             prompt_logprobs_last_n=work.request.prompt_logprobs_last_n,
+            at_once=work.pending is not None,
         )
         try:
             with metrics.SAMPLES_RUNNING.labels(sampler.address).track_inprogress():

@@ -63,7 +63,10 @@ class TargetRows:
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """One sample request, every part of it checked. `prompt_logprobs_last_n` is 0 for all."""
+    """One sample request, every part of it checked. `prompt_logprobs_last_n` is 0 for all.
+
+    With `at_once` each sequence comes as one Delta if it is small.
+    """
 
     request_id: str
     snapshot_id: str
@@ -77,6 +80,7 @@ class SampleSpec:
     targets: TargetRows | None = None
     alt_token_count: int = 0
     prompt_logprobs_last_n: int = 0
+    at_once: bool = False
 
     @property
     def scores_prompt(self) -> bool:

@@ -47,6 +47,7 @@ def read_request(request: sampler_pb2.SampleRequest, limits: Limits, family: Fam
         targets=targets,
         alt_token_count=request.alt_token_count,
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        at_once=request.at_once,
     )
 
 

@@ -14,6 +14,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from services.sampler.engine.host_copies import HostCopier
+from services.sampler.engine.punica import RANKS
 from services.sampler.engine.receiving import Arrival
 
 PATH_SCHEME = "memory://"
@@ -38,6 +39,7 @@ class AdapterBank:
     def keep(self, name: str, lora_id: int, arrival: Arrival) -> None:
         """Takes an adapter and has vLLM load it once, so that a bad one fails here. Raises ValueError for a bad one."""
         self._kept[name] = _Kept(lora_id, arrival)
+        RANKS[lora_id] = arrival.manifest.lora.rank
         try:
             self._manager.add_adapter(LoRARequest(name, lora_id, PATH_SCHEME + name))
         except Exception:
@@ -55,6 +57,7 @@ class AdapterBank:
         kept = self._kept.pop(name, None)
         if kept is not None:
             self._manager.remove_adapter(kept.lora_id)
+            RANKS.pop(kept.lora_id, None)
 
     def _load(self, request: LoRARequest) -> LoRAModel:
         kept = self._kept.get(request.lora_path.removeprefix(PATH_SCHEME))

@@ -10,6 +10,7 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_POLL_S = 0.002
-_SLOWEST_POLL_S = 0.05
+_SLOWEST_POLL_S = 0.01
 
 
 class Engine:
@@ -46,6 +47,7 @@ class Engine:
 
     async def prepare(self) -> None:
         """Readies the workers. To be called once, before anything else."""
+        envs.enable_envs_cache()  # else vLLM reads the environment for every token
         await self._command("fovea_prepare", str(self._checkpoint))
 
     @property

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from services.sampler.engine import norms
+
 _PACKAGE = "services.sampler.engine"
 
 
@@ -17,6 +19,8 @@ def adapt_platform() -> None:
         wrapper = f"{_PACKAGE}.punica.RunwisePunicaWrapper"
         # Compiling with inductor costs 10 s at the first request of each kind.
         platform.simple_compile_backend = "eager"
+        norms.register()
+        platform.get_default_ir_op_priority = classmethod(lambda _, config: norms.priority(config))
     platform.get_punica_wrapper = classmethod(lambda _: wrapper)
     _adapt_every_unembedding()
 

@@ -12,6 +12,7 @@ from vllm.inputs import mm_input, tokens_input
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
 
+from fovea.wire.limits import MESSAGE_BYTES
 from services.sampler.engine.scoring import PLAN_KEY, ScorePlan
 from services.sampler.families.base import FeatureTensors
 from services.sampler.requests import SampleSpec
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _MODALITY = "image"
+_MOST_AT_ONCE = MESSAGE_BYTES // 16
+"""Tokens of one message: an id and a log-probability take 8 bytes."""
 
 
 class PromptMaker:
@@ -80,8 +83,13 @@ def sampling_params(
         # Only stop strings need text; making it is most of the cost of logprobs.
         detokenize=bool(draw.stop_strings),
         skip_special_tokens=False,
-        output_kind=RequestOutputKind.DELTA,
+        output_kind=RequestOutputKind.FINAL_ONLY if _is_at_once(spec) else RequestOutputKind.DELTA,
         # A prompt token that comes from the cache has no logits.
         skip_reading_prefix_cache=plan is not None,
         extra_args={PLAN_KEY: plan.to_message()} if plan else None,
     )
+
+
+def _is_at_once(spec: SampleSpec) -> bool:
+    """Whether a sequence may come as one message: alternatives of a long one would not fit, ids and logprobs do."""
+    return spec.at_once and not spec.top_sample_logprobs and spec.draw.max_tokens <= _MOST_AT_ONCE

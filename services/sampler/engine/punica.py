@@ -11,7 +11,7 @@ Shape suffixes: N rows, I input width, O output width, R maximum rank, S adapter
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
@@ -19,8 +19,18 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 if TYPE_CHECKING:
     from vllm.lora.layers import LoRAMapping
 
-Run = tuple[int, int, int]
-"""First row, row after the last, adapter slot."""
+
+class Run(NamedTuple):
+    """Neighbouring rows with the same adapter: the first, the one after the last, its slot and its true rank."""
+
+    start: int
+    end: int
+    slot: int
+    rank: int | None
+
+
+RANKS: dict[int, int] = {}
+"""True rank by adapter id; slots are padded to the largest. Adapters that are not listed are applied padded."""
 
 
 class RunwisePunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
@@ -56,7 +66,7 @@ class RunwisePunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
         """y[i] += x @ A[i]^T * scale, for y of [slices, N, R] and x of [N, I]."""
         x_NI = x.view(-1, x.shape[-1])
         for y_NR, a_SxRI in zip(y, lora_a_stacked, strict=True):
-            for start, end, slot in self._token_runs:
+            for start, end, slot, _rank in self._token_runs:
                 y_NR[start:end] += (x_NI[start:end].to(y_NR.dtype) @ _matrix(a_SxRI, slot, y_NR.dtype).T) * scale
 
     def add_expand(
@@ -73,7 +83,7 @@ class RunwisePunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
         y_NO = y.view(-1, y.shape[-1])
         offset = offset_start
         for x_NR, b_SxOR, width in zip(x, lora_b_stacked, output_slices, strict=True):
-            for start, end, slot in self._token_runs:
+            for start, end, slot, _rank in self._token_runs:
                 delta = (x_NR[start:end] @ _matrix(b_SxOR, slot, x_NR.dtype).T).to(y_NO.dtype)
                 target = y_NO[start:end, offset : offset + width]
                 target.copy_(target + delta if add_inputs else delta)
@@ -82,8 +92,7 @@ class RunwisePunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **_: object
     ) -> None:
-        """y += x @ B^T for adapters of an embedding, which Fovea does not train: only all-zero ones come here."""
-        self.add_expand(y, x.unsqueeze(0), (lora_b_stacked,), (y.shape[-1],), add_inputs=add_inputs)
+        """Nothing: Fovea trains no embeddings, a manifest that names one is refused, so only zeros come here."""
 
     def add_lora_linear(
         self,
@@ -101,8 +110,8 @@ class RunwisePunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
         x_NI, y_NO = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         offset = 0
         for a_SxRI, b_SxOR, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            for start, end, slot in self._token_runs:
-                _apply(y_NO[start:end, offset : offset + width], x_NI[start:end], a_SxRI, b_SxOR, slot, scale)
+            for run in self._token_runs:
+                _apply(y_NO[:, offset : offset + width], x_NI, a_SxRI, b_SxOR, run, scale)
             offset += width
 
     def add_lora_logits(
@@ -120,13 +129,13 @@ class RunwisePunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
         """
         x_NI, y_NO = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         if self._logits_slot is not None:
-            runs = [(0, x_NI.shape[0], self._logits_slot)] if self._logits_slot >= 0 else []
+            runs = [Run(0, x_NI.shape[0], self._logits_slot, None)] if self._logits_slot >= 0 else []
         else:
             runs = self._logits_runs
-        if runs and runs[-1][1] > x_NI.shape[0]:
-            raise RuntimeError(f"{x_NI.shape[0]} rows of logits, but adapters are known for {runs[-1][1]}")
-        for start, end, slot in runs:
-            _apply(y_NO[start:end], x_NI[start:end], lora_a_stacked, lora_b_stacked, slot, scale)
+        if runs and runs[-1].end > x_NI.shape[0]:
+            raise RuntimeError(f"{x_NI.shape[0]} rows of logits, but adapters are known for {runs[-1].end}")
+        for run in runs:
+            _apply(y_NO, x_NI, lora_a_stacked, lora_b_stacked, run, scale)
 
     def apply_lora_full_linear(self, *_: object, **__: object) -> None:
         """Raises NotImplementedError: Fovea serves no classification heads."""
@@ -140,10 +149,10 @@ def _runs(lora_ids: tuple[int, ...], slots: dict[int, int]) -> list[Run]:
         if lora_id <= 0:
             continue
         slot = slots[lora_id]
-        if runs and runs[-1][1] == row and runs[-1][2] == slot:
-            runs[-1] = (runs[-1][0], row + 1, slot)
+        if runs and runs[-1].end == row and runs[-1].slot == slot:
+            runs[-1] = runs[-1]._replace(end=row + 1)
         else:
-            runs.append((row, row + 1, slot))
+            runs.append(Run(row, row + 1, slot, RANKS.get(lora_id)))
     return runs
 
 
@@ -154,9 +163,14 @@ def _matrix(stacked: torch.Tensor, slot: int, dtype: torch.dtype) -> torch.Tenso
 
 
 def _apply(
-    y_NO: torch.Tensor, x_NI: torch.Tensor, a_SxRI: torch.Tensor, b_SxOR: torch.Tensor, slot: int, scale: float
+    y_NO: torch.Tensor, x_NI: torch.Tensor, a_SxRI: torch.Tensor, b_SxOR: torch.Tensor, run: Run, scale: float
 ) -> None:
-    reduced_NR = x_NI.to(torch.float32) @ _matrix(a_SxRI, slot, torch.float32).T
-    delta_NO = (reduced_NR * scale) @ _matrix(b_SxOR, slot, torch.float32).T
-    width = min(y_NO.shape[-1], delta_NO.shape[-1])  # the base layer may pad its output
-    y_NO[:, :width] += delta_NO[:, :width].to(y_NO.dtype)
+    """y += x @ A^T @ B^T * scale in float32 for the rows of a run."""
+    a_RI = _matrix(a_SxRI, run.slot, torch.float32)[: run.rank]
+    b_OR = _matrix(b_SxOR, run.slot, torch.float32)[: y_NO.shape[-1], : run.rank]
+    rows_NO = y_NO[run.start : run.end, : b_OR.shape[0]]  # the base layer may pad its output
+    reduced_NR = x_NI[run.start : run.end].to(torch.float32) @ a_RI.T
+    if rows_NO.dtype == torch.float32:
+        rows_NO.addmm_(reduced_NR, b_OR.T, alpha=scale)
+    else:
+        rows_NO += (reduced_NR @ b_OR.T * scale).to(rows_NO.dtype)

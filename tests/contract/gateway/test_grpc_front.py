@@ -122,6 +122,7 @@ async def test_train_save_and_sample(stand: Stand, stub: Any) -> None:
         params=sampler_pb2.SamplingParams(max_tokens=4, seed=5),
     )
     events = [event async for event in stub.SampleTokens(request, metadata=KEYED)]
+    assert not stand.sampler.of("Sample")[-1].at_once
     assert events[0].prompt.cached_token_count == 3
     tokens = [b"".join(e.delta.tokens for e in events[1:] if e.delta.index == index) for index in range(2)]
     expected = [FakeSampler.tokens_of(f"{model_id}@1", 5, index, 4) for index in range(2)]

@@ -231,5 +231,6 @@ async def test_sequences_differ_by_seed_only(stand: Stand, rest: Rest) -> None:
         params = {"max_tokens": 4, "seed": 3}
         response = await rest.sample(sampling_id, seq_id, num_samples=2, sampling_params=params)
         results.append((await rest.result(response.json()["request_id"]))["sequences"])
+    assert all(request.at_once for request in stand.sampler.of("Sample")), "nobody reads a kept sample along"
     assert results[0] == results[1]
     assert results[0][0]["tokens"] == FakeSampler.tokens_of("", 3, 0, 4)

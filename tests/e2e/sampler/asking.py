@@ -40,6 +40,7 @@ def request_for(
     target_rows: Sequence[Sequence[int]] | None = None,
     alt_token_count: int = 0,
     prompt_logprobs_last_n: int = 0,
+    at_once: bool = False,
     **params: float,
 ) -> sampler_pb2.SampleRequest:
     """A request; `params` are the fields of SamplingParams, `target_rows` hold ids for each prompt token but one."""
@@ -55,6 +56,7 @@ def request_for(
         target_tokens=None if target_rows is None else target_tokens(target_rows),
         alt_token_count=alt_token_count,
         prompt_logprobs_last_n=prompt_logprobs_last_n,
+        at_once=at_once,
     )
 
 
@@ -74,6 +76,7 @@ class Drawn:
     top_ids: list[list[int]] = field(default_factory=list)
     top_logprobs: list[list[float]] = field(default_factory=list)
     finish: int = 0
+    delta_count: int = 0
     snapshot_ids: set[str] = field(default_factory=set)
 
 
@@ -121,4 +124,5 @@ def _add(sequence: Drawn, delta: sampler_pb2.SequenceDelta) -> None:
         sequence.top_ids += tensors.decode(delta.top_logprobs.token_ids).tolist()
         sequence.top_logprobs += tensors.decode(delta.top_logprobs.logprobs).tolist()
     sequence.finish = delta.finish_reason
+    sequence.delta_count += 1
     sequence.snapshot_ids.add(delta.snapshot_id)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import aclosing
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -38,6 +39,34 @@ async def test_sequence_i_draws_with_seed_plus_i(client: SamplerClient, prompts:
     assert [drawn.tokens for drawn in together.sequences] == [answer.sequences[0].tokens for answer in alone]
     assert len({tuple(drawn.tokens) for drawn in together.sequences}) == 4
     assert all(drawn.finish == LENGTH and len(drawn.tokens) == 20 for drawn in together.sequences)
+
+
+@pytest.mark.parametrize("scored", [{}, {"prompt_logprobs": True, "alt_token_count": 2}])
+async def test_what_nobody_reads_along_comes_at_once_and_is_the_same(
+    client: SamplerClient, prompts: PromptMaker, scored: dict[str, int]
+) -> None:
+    wire = prompts.make("Once ", picture(5), " more").wire
+    options = {"sample_count": 2, "seed": 5, "max_tokens": 24, "stop": THROUGH, **scored, **HOT}
+    streamed = await ask(client, request_for(wire, **options))
+    whole = await ask(client, request_for(wire, at_once=True, **options))
+    assert [drawn.delta_count for drawn in whole.sequences] == [1, 1]
+    assert all(drawn.delta_count > 1 for drawn in streamed.sequences)
+    for one, other in zip(whole.sequences, streamed.sequences, strict=True):
+        assert one.tokens == other.tokens
+        assert one.finish == other.finish
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    if scored:
+        np.testing.assert_allclose(whole.prompt_logprobs, streamed.prompt_logprobs, atol=1e-4)
+        np.testing.assert_array_equal(whole.alt_ids, streamed.alt_ids)
+
+
+async def test_alternatives_are_streamed_whatever_was_asked(client: SamplerClient, prompts: PromptMaker) -> None:
+    request = request_for(
+        prompts.make("Which").wire, top_sample_logprobs=3, at_once=True, max_tokens=24, stop=THROUGH, **HOT
+    )
+    (drawn,) = (await ask(client, request)).sequences
+    assert drawn.delta_count > 1
+    assert len(drawn.top_ids) == 24
 
 
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1])

@@ -1,0 +1,60 @@
+"""Our kernels for vLLM's CPU engine, against their formulas."""
+
+# ruff: noqa: N806 -- shape suffixes
+
+import pytest
+import torch
+
+from services.sampler.engine import norms
+from services.sampler.engine.punica import Run, _apply, _runs
+
+SLOTS, MOST, WIDE, OUT = 3, 8, 12, 10
+
+
+@pytest.mark.parametrize("rank", [2, 8, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_gets_its_adapter_and_no_other_row_changes(rank: int | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a_SxRI = torch.zeros(SLOTS, 1, MOST, WIDE, dtype=dtype)
+    b_SxOR = torch.zeros(SLOTS, 1, OUT, MOST, dtype=dtype)
+    true = rank or MOST
+    a_SxRI[1, 0, :true] = torch.randn(true, WIDE)
+    b_SxOR[1, 0, :, :true] = torch.randn(OUT, true)
+    x_NI, y_NO = torch.randn(6, WIDE).to(dtype), torch.randn(6, 2 * OUT).to(dtype)
+    expected = y_NO.clone().double()
+    delta = x_NI[2:5].double() @ a_SxRI[1, 0].double().T @ b_SxOR[1, 0].double().T * 0.5
+    expected[2:5, OUT : OUT + 7] += delta[:, :7]  # a base layer that is narrower than the adapter
+    _apply(y_NO[:, OUT : OUT + 7], x_NI, a_SxRI, b_SxOR, Run(2, 5, 1, rank), 0.5)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(y_NO.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_neighbours_with_one_adapter_are_one_run() -> None:
+    runs = _runs((0, 7, 7, 9, 0, 9), {7: 2, 9: 0})
+    assert [run[:3] for run in runs] == [(1, 3, 2), (3, 4, 0), (5, 6, 0)]
+
+
+@pytest.mark.parametrize("shape", [(5, 128), (3, 4, 32)])
+def test_norms_are_those_of_vllm(shape: tuple[int, ...]) -> None:
+    from vllm import ir
+
+    torch.manual_seed(0)
+    norms.register()
+    norms.register()
+    wide = torch.randn(*shape[:-1], 2 * shape[-1])
+    x, weight = wide[..., : shape[-1]], torch.randn(shape[-1])
+    native = ir.ops.rms_norm.impls["native"].impl_fn
+    torch.testing.assert_close(norms._rms_norm(x, weight, 1e-6), native(x, weight, 1e-6))
+    x, residual = x.contiguous(), torch.randn(shape)
+    native = ir.ops.fused_add_rms_norm.impls["native"].impl_fn
+    expected = native(x.clone(), residual.clone(), weight, 1e-6)
+    torch.testing.assert_close(norms._fused_add_rms_norm(x, residual, weight, 1e-6), expected)
+
+
+def test_what_the_kernels_cannot_do_is_left_to_vllm() -> None:
+    x = torch.randn(2, 24)
+    assert not norms._takes(x, torch.ones(24), 1e-6), "not a multiple of 16"
+    assert not norms._takes(x[:, :16], torch.ones(16, dtype=torch.float64), 1e-6)
+    assert not norms._takes(x[:, :16], None, 1e-6)
+    assert norms._takes(x[:, :16], torch.ones(16), 1e-6)
+    assert not norms._takes_sum(x[:, :16], x[:, :16], torch.ones(16), 1e-6), "rows are not contiguous"
