@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, tensor_bytes
+from services.trainer.device_memory import free_bytes
 from services.trainer.sharding import dtype_name
 
 _DIGEST_BYTES = 256 * 2**20
@@ -146,6 +147,4 @@ def has_room(device: torch.device, size_bytes: int) -> bool:
     """Whether a copy of that size can stay on the device, with some memory left for the work around it."""
     if device.type == "cpu":
         return True
-    free_bytes = torch.cuda.mem_get_info(device)[0]
-    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free_bytes > 2 * size_bytes + _WORKING_BYTES
+    return free_bytes(device) > 2 * size_bytes + _WORKING_BYTES

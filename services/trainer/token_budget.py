@@ -3,6 +3,8 @@
 import torch
 from transformers import PretrainedConfig
 
+from services.trainer.device_memory import free_bytes
+
 CPU_TOKENS = 8192
 MOST_TOKENS = 16384
 """More does not make a step faster, measured with a model of 4 billion parameters."""
@@ -13,9 +15,7 @@ def token_budget(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     """The most tokens whose activations fit beside what is allocated now and `reserved_bytes` to come."""
     if device.type == "cpu":
         return CPU_TOKENS
-    free_bytes = torch.cuda.mem_get_info(device)[0]
-    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    tokens = (free_bytes - reserved_bytes) // activation_bytes(config, dtype)
+    tokens = (free_bytes(device) - reserved_bytes) // activation_bytes(config, dtype)
     return max(_LEAST_TOKENS, min(MOST_TOKENS, tokens // 1024 * 1024))
 
 

@@ -1,7 +1,7 @@
 """The parts of a Qwen language layer between its matrix products, as one kernel each on a GPU.
 
 Left to themselves they are some fifty passes over memory a layer, as much time as the products. The formulas are the
-Hugging Face modules' own, without rounding between their steps.
+Hugging Face modules' own.
 
 Shapes: T packed tokens, H heads, D head size, I intermediate size.
 """
