@@ -19,8 +19,11 @@ def test_a_fresh_fovea_keeps_every_promise(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "verdicts.json"
     command = [sys.executable, "-m", "conformance.fresh", "--json", out, "--html", tmp_path / "verdicts.html"]
     result = subprocess.run([*command, "--long-job-s", "100"], capture_output=True, text=True, timeout=880)
-    assert result.returncode == 0, result.stdout[-20000:] + result.stderr[-5000:]
-    verdicts = {row["id"]: row["status"] for row in json.loads(out.read_text())}
+    assert out.exists(), result.stdout[-20000:] + result.stderr[-5000:]
+    rows = json.loads(out.read_text())
+    assert [row for row in rows if row["status"] == "failed"] == []
+    assert result.returncode == 0, result.stderr[-5000:]
+    verdicts = {row["id"]: row["status"] for row in rows}
     assert len(verdicts) == 119
     assert {name for name, status in verdicts.items() if status == "refused"} == REFUSED
     assert {name for name, status in verdicts.items() if status == "not_applicable"} == COOKBOOK_CHECKS
