@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tinker
-from tinker import AdamParams, SamplingParams
+from tinker import SamplingParams
 
-from benchmarks.client import Bench, datum, scored_part
+from benchmarks.client import Bench, datum, scored_part, take_step
 from benchmarks.figure import emit
 
 _NEW_TOKENS = 128
@@ -97,9 +97,7 @@ def train(bench: Bench, training: tinker.TrainingClient, steps: int, image_side:
     rng = np.random.default_rng(99)
     for _ in range(steps):
         data = [datum(bench.prompt(rng, 96, side), bench.tokens(rng, 64)) for side in (0, image_side) * 4]
-        backward = training.forward_backward(data, "cross_entropy")
-        training.optim_step(AdamParams(learning_rate=rate)).result(600)
-        backward.result(600)
+        take_step(training, data, rate)
 
 
 def float32_logprobs(directory: str, device: str, drawn: list[Drawn]) -> Logprobs:

@@ -95,6 +95,13 @@ def datum(prompt: types.ModelInput, continuation: Sequence[int]) -> types.Datum:
     )
 
 
+def take_step(training: tinker.TrainingClient, data: list[types.Datum], rate: float) -> tinker.ForwardBackwardOutput:
+    """forward_backward and optim_step, both submitted, then both awaited."""
+    backward = training.forward_backward(data, "cross_entropy")
+    training.optim_step(types.AdamParams(learning_rate=rate)).result(600)
+    return backward.result(600)
+
+
 def scored_part(output: Any, count: int) -> npt.NDArray[np.float64]:
     """The last `count` logprobs of a datum's output."""
     return np.asarray(output["logprobs"].data, np.float64)[-count:]

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import tinker
-from tinker import AdamParams, SamplingParams
+from tinker import SamplingParams
 
 from benchmarks.broadcast import broadcast_seconds
-from benchmarks.client import Bench, datum
+from benchmarks.client import Bench, datum, take_step
 from benchmarks.figure import emit
 from benchmarks.running import Running
 
@@ -52,10 +52,7 @@ class Neighbour:
 
 def step(bench: Bench, training: tinker.TrainingClient, rng: np.random.Generator) -> None:
     """Changes the weights."""
-    data = [datum(bench.prompt(rng, 32), bench.tokens(rng, 32))]
-    backward = training.forward_backward(data, "cross_entropy")
-    training.optim_step(AdamParams(learning_rate=1e-5)).result(600)
-    backward.result(600)
+    take_step(training, [datum(bench.prompt(rng, 32), bench.tokens(rng, 32))], 1e-5)
 
 
 def seconds_to_first_token(bench: Bench, training: tinker.TrainingClient, rng: np.random.Generator) -> float:

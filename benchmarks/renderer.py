@@ -15,7 +15,6 @@ import itertools
 import os
 import sys
 import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -30,6 +29,7 @@ from transformers import AutoImageProcessor
 
 import tinyvlm
 from benchmarks.figure import emit
+from benchmarks.running import cpu_seconds, metric_total
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
 from fovea.cli.ports import free_ports
 from fovea.client.renderer import SERVICE, RendererClient
@@ -66,14 +66,13 @@ class Service:
 
     def cpu_s(self) -> float:
         """Processor seconds that the service and its workers have used."""
-        times = [each.cpu_times() for each in (self.process, *self.process.children(recursive=True))]
-        return float(sum(each.user + each.system for each in times))
+        return cpu_seconds([self.process, *self.process.children(recursive=True)])
 
     def rendered_count(self) -> int:
         """Images that workers processed."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics") as answer:
-            lines: list[str] = answer.read().decode().splitlines()
-        return int(next(float(line.split()[1]) for line in lines if line.startswith("fovea_renderer_images_rendered")))
+        return int(
+            metric_total(f"http://127.0.0.1:{self.metrics_port}/metrics", "fovea_renderer_images_rendered_total")
+        )
 
 
 def draw(rng: np.random.Generator, image_format: str, width: int, height: int) -> Picture:

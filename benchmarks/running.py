@@ -41,10 +41,7 @@ class Running:
 
     def total(self, service: str, sample: str, **labels: str) -> float:
         """Sum of a service's Prometheus samples of this name that have these labels."""
-        with urllib.request.urlopen(self.metrics[service], timeout=10) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-            found = [one for family in families for one in family.samples if one.name == sample]
-        return float(sum(one.value for one in found if labels.items() <= one.labels.items()))
+        return metric_total(self.metrics[service], sample, **labels)
 
     @contextmanager
     def cores(self) -> Iterator[dict[str, float]]:
@@ -57,10 +54,18 @@ class Running:
         children = {f"{name}.children": one[0].children(recursive=True) for name, one in processes.items()}
         processes |= {name: some for name, some in children.items() if some}
         found: dict[str, float] = {}
-        begun, before = time.perf_counter(), {name: _cpu_s(some) for name, some in processes.items()}
+        begun, before = time.perf_counter(), {name: cpu_seconds(some) for name, some in processes.items()}
         yield found
         seconds = time.perf_counter() - begun
-        found.update({name: (_cpu_s(some) - before[name]) / seconds for name, some in processes.items()})
+        found.update({name: (cpu_seconds(some) - before[name]) / seconds for name, some in processes.items()})
+
+
+def metric_total(url: str, sample: str, **labels: str) -> float:
+    """Sum of the Prometheus samples of this name on a page that have these labels."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        found = [one for family in families for one in family.samples if one.name == sample]
+    return float(sum(one.value for one in found if labels.items() <= one.labels.items()))
 
 
 def busy(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -69,5 +74,6 @@ def busy(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: round(cores, 2) for name, cores in medians.items() if cores >= 0.01}
 
 
-def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """Processor seconds that they have used since they started."""
     return float(sum(one.cpu_times().user + one.cpu_times().system for one in processes))

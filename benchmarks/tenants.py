@@ -17,9 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import tinker
-from tinker import AdamParams
 
-from benchmarks.client import Bench, datum
+from benchmarks.client import Bench, datum, take_step
 from benchmarks.figure import emit, quantile
 from benchmarks.running import Running, busy
 
@@ -50,10 +49,7 @@ class Tenant:
         seconds = []
         for _ in range(count):
             begun = time.perf_counter()
-            backward = self.training.forward_backward(self.data, "cross_entropy")
-            step = self.training.optim_step(AdamParams(learning_rate=1e-5))
-            backward.result(600)
-            step.result(600)
+            take_step(self.training, self.data, 1e-5)
             seconds.append(time.perf_counter() - begun)
         return seconds
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +221,12 @@ class Engine:
         shards = self._snapshots.locals_of(command.snapshot_id, self._live_full())
         like = dict(self._sharded.named_shards())
         whole = full_weights.gathered(shards, like)
+        if self._groups is None:
+            deque(whole, maxlen=0)  # this rank takes part in the gathering and sends nothing
+            return ""
         error = ""
         for _, data in packed_buckets(specs, whole, command.bucket_bytes):
-            if self._groups is not None and not error:
+            if not error:
                 try:
                     self._groups.get(command.group_id).send(data, command.timeout_s)
                 except (RuntimeError, KeyError) as failure:

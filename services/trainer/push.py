@@ -283,7 +283,6 @@ class Pusher:
             loaded = await self._phase(streams, "loaded", deadline, tally)
             marks.append(time.monotonic())
             self._settle(loaded, payload.manifest.snapshot, tally)
-            telemetry.PUSHED_BYTES.inc(len(loaded) * payload.manifest.snapshot.size_bytes)
             snapshot = payload.manifest.snapshot
             logger.info(
                 "pushed %s, %d bytes, to %d samplers: ready after %.3f s, sent after %.3f s, loaded after %.3f s",
@@ -336,6 +335,7 @@ class Pusher:
         for address, response in responses.items():
             if response.loaded.digest == snapshot.digest:
                 tally.loaded[address] = response.loaded.pause_s
+                telemetry.PUSHED_BYTES.inc(snapshot.size_bytes)
             else:
                 tally.failed[address] = f"it received digest {response.loaded.digest}, sent was {snapshot.digest}"
 

@@ -6,10 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tinker
-from tinker import AdamParams
 
 from benchmarks.agreement import compare, kl
-from benchmarks.client import Bench, datum
+from benchmarks.client import Bench, datum, take_step
 
 LARGEST_KL = 1e-3
 """nat a token; bfloat16 leaves differences of some hundredths at single tokens."""
@@ -21,12 +20,7 @@ def image_data(bench: Bench) -> list[tinker.Datum]:
 
 
 def losses(training: tinker.TrainingClient, data: list[tinker.Datum], steps: int, rate: float) -> list[float]:
-    found = []
-    for _ in range(steps):
-        backward = training.forward_backward(data, "cross_entropy")
-        training.optim_step(AdamParams(learning_rate=rate)).result(600)
-        found.append(backward.result(600).metrics["loss:sum"])
-    return found
+    return [take_step(training, data, rate).metrics["loss:sum"] for _ in range(steps)]
 
 
 def scores(sampler: Any, data: list[tinker.Datum]) -> npt.NDArray[np.float64]:

@@ -36,7 +36,7 @@ class TransferGroup:
         device: torch.device,
     ) -> None:
         self.group_id = group_id
-        self.device = device
+        self._device = device
         timeout = timedelta(seconds=timeout_s)
         self._store = dist.TCPStore(master_address, master_port, world_size, False, timeout, wait_for_workers=False)
         prefixed = dist.PrefixStore(group_id, self._store)
@@ -50,7 +50,7 @@ class TransferGroup:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             raise RuntimeError("the transfer's time was up before all tensors had come")
-        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=remaining_s)

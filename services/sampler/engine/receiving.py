@@ -103,11 +103,12 @@ class SnapshotReceiver:
 
         def receive(task: Task) -> None:
             arrival = Arrival(manifest)
-            sizes = [sum(map(padded_bytes, specs)) for specs in _buckets(manifest)]
+            broadcasts = _buckets(manifest)
+            sizes = [sum(map(padded_bytes, specs)) for specs in broadcasts]
             place = self._place(sum(sizes))
             with torch.cuda.stream(self._stream):
                 digest = SnapshotDigest(partial(torch.arange, device=self._device))
-                for specs, size_bytes in zip(_buckets(manifest), sizes, strict=True):
+                for specs, size_bytes in zip(broadcasts, sizes, strict=True):
                     buffer = group.receive(size_bytes, deadline).to(self._device)
                     digest.add(specs, buffer.view(torch.int64))
                     arrival.buffers.append(buffer.to(place))
