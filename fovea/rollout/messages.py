@@ -1,0 +1,142 @@
+"""Messages in OpenAI's shape, and what they consist of: text and pictures."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from fovea.wire.errors import InvalidInput
+
+Role = Literal["system", "user", "assistant", "tool"]
+PictureFormat = Literal["png", "jpeg"]
+
+_SIGNATURES: dict[bytes, PictureFormat] = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An encoded picture. Conversations share it by reference: a history never copies its bytes.
+
+    Attributes:
+        data: The file.
+        format: What it is encoded as.
+    """
+
+    data: bytes = field(repr=False)
+    format: PictureFormat
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the file, hexadecimal."""
+        return hashlib.sha256(self.data).hexdigest()
+
+    @classmethod
+    def of_bytes(cls, data: bytes, where: str = "image") -> Picture:
+        """From a PNG or JPEG file. Raises InvalidInput naming `where` for anything else."""
+        for signature, kind in _SIGNATURES.items():
+            if data.startswith(signature):
+                return cls(data, kind)
+        raise InvalidInput(f"{where} is neither a PNG nor a JPEG file: encode it as one of the two", field=where)
+
+    @classmethod
+    def of_pixels(cls, pixels: npt.NDArray[np.uint8]) -> Picture:
+        """From uint8 [height, width, 3], as a PNG."""
+        from PIL import Image
+
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        return cls(buffer.getvalue(), "png")
+
+    @property
+    def data_uri(self) -> str:
+        """As `image_url` has it."""
+        return f"data:image/{self.format};base64,{base64.b64encode(self.data).decode()}"
+
+
+Part = str | Picture
+
+
+@dataclass(frozen=True)
+class Message:
+    """What somebody other than the sampled model says; texts and pictures in order."""
+
+    role: Role
+    parts: tuple[Part, ...]
+
+    @property
+    def text(self) -> str:
+        """Its texts, joined."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """Its pictures."""
+        return tuple(part for part in self.parts if isinstance(part, Picture))
+
+
+MessageLike = Message | Mapping[str, Any]
+
+
+def parse_message(message: MessageLike, where: str = "message") -> Message:
+    """Reads `{"role": ..., "content": text or parts}`, parts being `{"type": "text", "text": ...}` and
+    `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
+
+    Raises:
+        InvalidInput: Naming the field. URLs that are not data URIs are refused: fetch the picture first.
+    """
+    if isinstance(message, Message):
+        return message
+    _refuse_unknown(message, {"role", "content"}, where)
+    if message.get("role") not in get_args(Role):
+        seen = message.get("role")
+        raise InvalidInput(f"{where}.role is {seen!r}; use one of {get_args(Role)}", field=f"{where}.role")
+    role: Role = message["role"]
+    content = message.get("content")
+    if isinstance(content, str):
+        return Message(role, (content,))
+    if not isinstance(content, Sequence) or not content:
+        raise InvalidInput(f"{where}.content must be a text or a list of parts", field=f"{where}.content")
+    return Message(role, tuple(_parse_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)))
+
+
+def parse_messages(messages: Sequence[MessageLike], where: str = "messages") -> tuple[Message, ...]:
+    """`parse_message` of each."""
+    return tuple(parse_message(message, f"{where}[{index}]") for index, message in enumerate(messages))
+
+
+def _parse_part(part: Any, where: str) -> Part:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        _refuse_unknown(part, {"type", "text"}, where)
+        return str(part["text"])
+    if kind != "image_url":
+        raise InvalidInput(f"{where}.type is {kind!r}; use 'text' or 'image_url'", field=f"{where}.type")
+    _refuse_unknown(part, {"type", "image_url"}, where)
+    url = part.get("image_url")
+    if isinstance(url, Mapping):
+        url = url.get("url")
+    where = f"{where}.image_url.url"
+    if not isinstance(url, str) or not url.startswith("data:image/"):
+        raise InvalidInput(f"{where} must be a data URI, data:image/png;base64,...", field=where)
+    header, comma, encoded = url.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise InvalidInput(f"{where} must be base64, data:image/png;base64,...", field=where)
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except binascii.Error as error:
+        raise InvalidInput(f"{where} is not base64: {error}", field=where) from None
+    return Picture.of_bytes(data, where)
+
+
+def _refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> None:
+    if unknown := sorted(set(found) - known):
+        raise InvalidInput(f"{where} has the unknown field {unknown[0]!r}; known are {sorted(known)}", field=where)
