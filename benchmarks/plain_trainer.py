@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--way", choices=("padded", "packed"), default="packed")
-    parser.add_argument("--tokens", type=int, default=8192, help="of one micro-batch")
+    parser.add_argument("--tokens", type=int, default=6144, help="of one micro-batch")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     lengths: list[int] = json.load(sys.stdin)

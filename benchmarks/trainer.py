@@ -4,7 +4,8 @@ Datums have log-normal lengths, 64 to 4,096 tokens, half of them with one 448 x 
 the model FLOPs utilisation of forward_backward and optim_step through the SDK: one step at a time, both calls submitted
 together and awaited, and with the next step submitted before the last one is awaited, as a training loop would. FLOPs
 are counted by benchmarks/flops.py. With `--plain-gpu 0` the references are the loops of benchmarks/plain_trainer.py,
-packed and padded, on the same lengths; they run on that GPU while Fovea rests.
+packed and padded, on the same lengths; they run on that GPU while Fovea rests, with micro-batches of `--plain-tokens`:
+those of Fovea's own size do not fit their memory, which keeps more of a token and all logits at once.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import tinker
@@ -44,10 +46,10 @@ def lengths_of(rng: np.random.Generator, count: int) -> list[int]:
     return found
 
 
-def make_step(bench: Bench, rng: np.random.Generator, count: int) -> Step:
-    """Random datums, every other one with a picture where it fits."""
-    data = []
-    for index, length in enumerate(lengths_of(rng, count)):
+def make_step(bench: Bench, sizes: np.random.Generator, count: int) -> Step:
+    """Random datums with lengths from `sizes`, every other one with a picture where it fits. No two runs share any."""
+    data, rng = [], np.random.default_rng()
+    for index, length in enumerate(lengths_of(sizes, count)):
         side = IMAGE_SIDE if index % 2 and length > 2 * PATCHES // 4 else 0
         text = length - (PATCHES // 4 + 2 if side else 0)
         data.append(datum(bench.prompt(rng, text // 2, side), bench.tokens(rng, text - text // 2)))
@@ -89,28 +91,35 @@ def seconds_ahead(training: tinker.TrainingClient, steps: list[Step]) -> float:
     return time.perf_counter() - begun
 
 
-def plain_seconds(model: str, gpu: str, rank: int, way: str, lengths: list[int]) -> list[float]:
-    """Of each step of the loop written by hand."""
+def plain_loop(options: argparse.Namespace, model: str, rank: int, way: str, lengths: list[int]) -> dict[str, Any]:
+    """What the loop written by hand prints: seconds of each step, and GiB at the peak."""
     command = [sys.executable, "-m", "benchmarks.plain_trainer", model, "--rank", str(rank), "--way", way]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+    command += ["--tokens", str(options.plain_tokens)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": options.plain_gpu}
     answer = subprocess.run(
         command, input=json.dumps(lengths), env=environment, text=True, stdout=subprocess.PIPE, check=True
     )
-    found: list[float] = json.loads(answer.stdout.splitlines()[-1])["seconds"]
+    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
     return found
 
 
 def measure(options: argparse.Namespace, fovea: Running, rank: int) -> None:
     """Prints the figures of one rank."""
-    rng = np.random.default_rng(11)
+    rng, repeats = np.random.default_rng(11), options.repeats
     with Bench.open(fovea.base_url) as bench:
         training = bench.training(rank)
-        steps = [make_step(bench, rng, options.datums) for _ in range(options.repeats)]
-        seconds_alone(training, steps[:2])
+        # Every image is new: a frozen tower's outputs are remembered, and that would not be work done.
+        warm_up, steps, more = (
+            [make_step(bench, rng, options.datums) for _ in range(n)] for n in (2, repeats, repeats)
+        )
+        seconds_alone(training, warm_up)
         seconds = seconds_alone(training, steps)
-        ahead = seconds_ahead(training, steps)
-    tokens = [sum(step.lengths) for step in steps]
-    flops = [SIZES[options.shape].flops(step.lengths, step.image_count, rank == 0) for step in steps]
+        ahead = seconds_ahead(training, more)
+    tokens, tokens_ahead = ([sum(step.lengths) for step in part] for part in (steps, more))
+    flops, flops_ahead = (
+        [SIZES[options.shape].flops(step.lengths, step.image_count, rank == 0) for step in part]
+        for part in (steps, more)
+    )
     peak = H200_BF16_FLOPS * options.gpus
     sizes = {"shape": options.shape, "rank": rank, "datums": options.datums, "tokens": tokens[0]}
     sizes |= {"images": steps[0].image_count, "gpus": options.gpus}
@@ -118,12 +127,14 @@ def measure(options: argparse.Namespace, fovea: Running, rank: int) -> None:
     shares = [done / took / peak for done, took in zip(flops, seconds, strict=True)]
     emit("trainer.tokens", rates, "token/s", **sizes)
     emit("trainer.mfu", shares, "of 989 TFLOP/s a GPU", **sizes)
-    emit("trainer.tokens.ahead", [sum(tokens[1:]) / ahead], "token/s", **sizes)
-    emit("trainer.mfu.ahead", [sum(flops[1:]) / ahead / peak], "of 989 TFLOP/s a GPU", **sizes)
+    emit("trainer.tokens.ahead", [sum(tokens_ahead[1:]) / ahead], "token/s", **sizes)
+    emit("trainer.mfu.ahead", [sum(flops_ahead[1:]) / ahead / peak], "of 989 TFLOP/s a GPU", **sizes)
     emit("trainer.memory", [fovea.total("trainer", "fovea_trainer_gpu_peak_bytes") / 2**30], "GiB", **sizes)
     for way in ("packed", "padded") if options.plain_gpu else ():
-        plain = plain_seconds(fovea.model, options.plain_gpu, rank, way, steps[0].lengths)
-        emit(f"trainer.tokens.against_{way}", rates, "token/s", [tokens[0] / took for took in plain], **sizes)
+        plain = plain_loop(options, fovea.model, rank, way, steps[0].lengths)
+        reference = [tokens[0] / took for took in plain["seconds"]]
+        facts = {"plain_tokens": options.plain_tokens, "plain_gib": round(plain["peak_gib"], 1)}
+        emit(f"trainer.tokens.against_{way}", rates, "token/s", reference, **sizes, **facts)
 
 
 def main() -> None:
@@ -136,6 +147,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--gpus", type=int, default=1, help="that the trainer has")
     parser.add_argument("--plain-gpu", help="where the loops written by hand run")
+    parser.add_argument("--plain-tokens", type=int, default=6144, help="of one of their micro-batches")
     options = parser.parse_args()
     fovea = Running.read(options.up)
     for rank in options.ranks:

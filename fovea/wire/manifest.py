@@ -37,6 +37,11 @@ def buckets(specs: Iterable[weights_pb2.TensorSpec], bucket_bytes: int) -> list[
     return result
 
 
+def layout_of(manifest: weights_pb2.SnapshotManifest) -> bytes:
+    """A key that manifests share if they list the same tensors, in name, type, shape and order."""
+    return weights_pb2.SnapshotManifest(tensors=manifest.tensors).SerializeToString(deterministic=True)
+
+
 class SnapshotDigest:
     """The identity of a run of tensors: SHA-256 over the name, type and shape of each and a fingerprint of all bytes.
 

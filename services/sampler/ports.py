@@ -26,10 +26,6 @@ class SampleEngine(Protocol):
 class WeightEngine(Protocol):
     """Takes weights. All methods raise Unavailable if the engine is dead and DeadlineExceeded if it does not answer."""
 
-    async def manifest_problem(self, manifest: weights_pb2.SnapshotManifest) -> str:
-        """What is wrong with a manifest for this model, or the empty string."""
-        ...
-
     async def join_group(
         self,
         group_id: str,
@@ -47,7 +43,10 @@ class WeightEngine(Protocol):
         ...
 
     async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
-        """Begins to take part in the broadcasts of a snapshot; returns the name of the task."""
+        """Begins to take part in the broadcasts of a snapshot; returns the name of the task.
+
+        Raises InvalidInput for a manifest that does not fit the model, before anything begins.
+        """
         ...
 
     async def wait_received(self, task_id: str, timeout_s: float) -> str:
@@ -58,8 +57,11 @@ class WeightEngine(Protocol):
         """Frees what a task received and was not loaded."""
         ...
 
-    async def keep_adapter(self, task_id: str, adapter: AdapterName) -> None:
-        """Makes an adapter that has arrived ready to sample from."""
+    async def keep_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
+        """Waits for the tensors of an adapter and makes it ready to sample from if they have this digest.
+
+        Returns their digest. Raises Unavailable if the sender is gone or late.
+        """
         ...
 
     async def forget_adapter(self, adapter: AdapterName) -> None:

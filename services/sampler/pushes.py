@@ -89,7 +89,7 @@ class SnapshotPushes:
         kind = "adapter" if manifest.snapshot.kind == _ADAPTER else "full"
         outcome = "failed"
         try:
-            await self._check(manifest)
+            self._check(manifest)
             lock = self._groups.get(group_id)
             if lock is None:
                 raise FailedPrecondition(f"transfer group {group_id!r} does not stand; join it first", field="group_id")
@@ -111,7 +111,7 @@ class SnapshotPushes:
         arrived = False
         try:
             yield Ready()
-            digest = await self._engine.wait_received(task_id, deadline - time.monotonic())
+            digest = await self._take(task_id, manifest, deadline - time.monotonic())
             arrived = True
             yield await self._load(task_id, manifest, digest, deadline)
         finally:
@@ -120,12 +120,10 @@ class SnapshotPushes:
                 await settled(self.leave(group_id))
             await settled(self._engine.forget_task(task_id))
 
-    async def _check(self, manifest: weights_pb2.SnapshotManifest) -> None:
+    def _check(self, manifest: weights_pb2.SnapshotManifest) -> None:
         snapshot = manifest.snapshot
         if snapshot.kind == _ADAPTER and snapshot.snapshot_id == BASE:
             raise InvalidInput("an adapter needs a snapshot id", field="manifest.snapshot.snapshot_id")
-        if problem := await self._engine.manifest_problem(manifest):
-            raise InvalidInput(f"manifest: {problem}", field="manifest")
         held = self._snapshots.shelf.find(snapshot.snapshot_id)
         if snapshot.kind == _ADAPTER and held is not None and held.digest != snapshot.digest:
             raise AlreadyExists(
@@ -134,6 +132,15 @@ class SnapshotPushes:
         if snapshot.kind == _ADAPTER and held is None:
             self._snapshots.shelf.leaving_for(_size_bytes(manifest))  # refused now rather than after the broadcast
 
+    async def _take(self, task_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
+        """Waits for the tensors, which an adapter can be sampled with from then on; returns their digest."""
+        snapshot = manifest.snapshot
+        if snapshot.kind == _FULL or self._snapshots.shelf.find(snapshot.snapshot_id) is not None:
+            return await self._engine.wait_received(task_id, timeout_s)
+        return await self._snapshots.hold_adapter(
+            task_id, snapshot.snapshot_id, snapshot.digest, _size_bytes(manifest), timeout_s
+        )
+
     async def _load(self, task_id: str, manifest: weights_pb2.SnapshotManifest, digest: str, deadline: float) -> Loaded:
         snapshot = manifest.snapshot
         if digest != snapshot.digest:
@@ -141,12 +148,10 @@ class SnapshotPushes:
                 f"snapshot {snapshot.snapshot_id!r} arrived with digest {digest}, the manifest says {snapshot.digest}"
             )
         pause_s = 0.0
-        async with _within(deadline, "samples in flight kept the weights in place"):
-            if snapshot.kind == _FULL:
+        if snapshot.kind == _FULL:
+            async with _within(deadline, "samples in flight kept the weights in place"):
                 pause_s = await self._snapshots.load_full(task_id, snapshot.snapshot_id)
-                metrics.PAUSE_SECONDS.observe(pause_s)
-            elif self._snapshots.shelf.find(snapshot.snapshot_id) is None:
-                await self._snapshots.hold_adapter(task_id, snapshot.snapshot_id, digest, _size_bytes(manifest))
+            metrics.PAUSE_SECONDS.observe(pause_s)
         logger.info("loaded snapshot %r, %d bytes, pause %.3f s", snapshot.snapshot_id, _size_bytes(manifest), pause_s)
         return Loaded(digest, pause_s)
 

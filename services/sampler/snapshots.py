@@ -54,9 +54,27 @@ class Snapshots:
             with held.in_use() as name:
                 yield name
 
-    async def hold_adapter(self, task_id: str, snapshot_id: str, digest: str, size_bytes: int) -> None:
-        """Makes an adapter that has arrived ready to sample from. Raises ResourceExhausted if all others are in use."""
-        await settled(self._hold_adapter(task_id, snapshot_id, digest, size_bytes))
+    async def hold_adapter(self, task_id: str, snapshot_id: str, digest: str, size_bytes: int, timeout_s: float) -> str:
+        """Makes an adapter ready to sample from once it has arrived; returns its digest, and holds no other one.
+
+        Idle adapters leave for it at once, while it arrives. Raises ResourceExhausted if all others are in use,
+        Unavailable if it does not arrive.
+        """
+        for leaving in self.shelf.leaving_for(size_bytes):
+            self.shelf.take_out(leaving.snapshot_id)
+            await settled(self._engine.forget_adapter(leaving.engine_name))
+        name = self.shelf.name_anew(snapshot_id)
+        try:
+            arrived = await self._engine.keep_adapter(task_id, name, digest, timeout_s)
+        except BaseException:
+            await settled(self._engine.forget_adapter(name))
+            raise
+        if arrived == digest:
+            if self.shelf.find(snapshot_id) is None:
+                self.shelf.add(HeldAdapter(snapshot_id, name, digest, size_bytes))
+            else:  # another group brought the same snapshot meanwhile
+                await settled(self._engine.forget_adapter(name))
+        return arrived
 
     async def load_full(self, task_id: str, snapshot_id: str) -> float:
         """Puts full weights that have arrived into the model; returns the seconds of standstill.
@@ -72,17 +90,6 @@ class Snapshots:
         if held is not None:
             # The caller may give up waiting; the engine must still get rid of it.
             await asyncio.shield(asyncio.create_task(self._forget_when_drained(held)))
-
-    async def _hold_adapter(self, task_id: str, snapshot_id: str, digest: str, size_bytes: int) -> None:
-        for leaving in self.shelf.leaving_for(size_bytes):
-            self.shelf.take_out(leaving.snapshot_id)
-            await self._engine.forget_adapter(leaving.engine_name)
-        name = self.shelf.name_anew(snapshot_id)
-        await self._engine.keep_adapter(task_id, name)
-        if self.shelf.find(snapshot_id) is None:
-            self.shelf.add(HeldAdapter(snapshot_id, name, digest, size_bytes))
-        else:  # another group brought the same snapshot meanwhile
-            await self._engine.forget_adapter(name)
 
     async def _load_full(self, task_id: str, snapshot_id: str) -> float:
         self._resident = None

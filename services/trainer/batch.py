@@ -17,6 +17,9 @@ from services.trainer.datums import Datum
 from services.trainer.families.base import Documents
 from services.trainer.vision_memory import Grid
 
+FILLER_TOKENS = 2
+"""Of a rank without a datum in a step. One would have torch.compile make kernels for that size alone."""
+
 Patches = npt.NDArray[np.uint8]
 
 
@@ -105,14 +108,14 @@ class BatchLayout:
         run_tower: bool,
         seen: Container[str] | None,
     ) -> Batch:
-        """Packs datums; an empty list makes a filler of one token.
+        """Packs datums; an empty list makes a filler.
 
         Args:
             patches: uint8 [P, W] by digest.
             run_tower: Whether the ranks run the vision tower in this step.
             seen: Digests of images whose output is known; None if the tower is trained and every image is run.
         """
-        lengths = [len(datum.tokens) for datum in datums] or [1]
+        lengths = [len(datum.tokens) for datum in datums] or [FILLER_TOKENS]
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         width = max((datum.targets.shape[1] for datum in datums), default=1)
         tower = self._tower(datums, patches, seen) if run_tower else None
@@ -142,17 +145,9 @@ class BatchLayout:
         return tuple(moved)
 
     def _filler(self, bounds: npt.NDArray[np.int32], tower: TowerInput | None) -> Batch:
-        zero_11 = torch.zeros(1, 1, device=self.device)
-        return Batch(
-            zero_11.long().squeeze(0),
-            torch.zeros(3 if self.uses_mrope else 1, 1, dtype=torch.int64, device=self.device),
-            Documents(self._move(bounds), 1),
-            zero_11.long(),
-            (),
-            tower,
-            None,
-            (),
-        )
+        zeros = torch.zeros(FILLER_TOKENS, 1, dtype=torch.int64, device=self.device)
+        positions = zeros.T.expand(3 if self.uses_mrope else 1, -1)
+        return Batch(zeros[:, 0], positions, Documents(self._move(bounds), FILLER_TOKENS), zeros, (), tower, None, ())
 
     def _positions(self, datum: Datum) -> npt.NDArray[np.int64]:
         rows = 3 if self.uses_mrope else 1
@@ -183,7 +178,10 @@ class BatchLayout:
         return Placement(tuple(digests), self._move(np.concatenate(index))) if index else None
 
     def _move(self, array: npt.NDArray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        if self.device.type == "cpu":
+            return torch.from_numpy(array)
+        # From memory that is not pinned the copy waits for the kernels before it, and the next ones come late.
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
 
 def wanted_images(datums: Iterable[Datum], seen: Container[str] | None) -> list[tuple[str, Grid]]:

@@ -1,7 +1,9 @@
 """What rank 0 tells all ranks to do. Plain data, sent to our own processes only."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from services.trainer.datums import Datum
 from services.trainer.lora import LoraSettings
 from services.trainer.optimizer import Adam
 from services.trainer.packing import DatumSize
@@ -34,13 +36,20 @@ class DeleteModel:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Compute a loss. `header` and `datums` are serialized messages that were checked on rank 0; `sizes` are theirs."""
+    """Compute a loss. `header` and `datums` are serialized messages that were checked on rank 0; `sizes` are theirs.
+
+    `decoded` is what rank 0 made of them when it checked; it is not sent.
+    """
 
     model_id: str
     header: bytes
     backward: bool
     datums: list[bytes]
     sizes: list[DatumSize]
+    decoded: list[Datum] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "decoded": None}
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,17 @@ class ControlGroup:
         self._flag = torch.zeros(1, dtype=torch.int32)
 
     def broadcast(self, value: T | None) -> T:
-        """Rank 0's value on every rank."""
+        """Rank 0's value on every rank; on rank 0 that very object."""
+        if self.world_size == 1:
+            return cast(T, value)
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.group)
         return cast(T, box[0])
 
     def gather(self, value: T) -> list[T]:
         """All ranks' values on rank 0, in rank order; an empty list elsewhere."""
+        if self.world_size == 1:
+            return [value]
         values: list[T | None] | None = [None] * self.world_size if self.rank == 0 else None
         dist.gather_object(value, values, dst=0, group=self.group)
         return cast(list[T], values or [])

@@ -85,6 +85,12 @@ class Datum:
         """What it costs."""
         return DatumSize(len(self.tokens), sum(span.patch_count for span in self.spans))
 
+    @classmethod
+    def blank(cls, length: int) -> "Datum":
+        """Text of `length` zeros with targets of zero, without inputs for a loss."""
+        zeros = np.zeros(length, np.int64)
+        return cls(0, zeros, None, (), zeros[:, None], {}, True)
+
 
 def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: InputLimits) -> Datum:
     """Decodes one example. Raises InvalidInput naming `datum[index].field` for anything that is not computable."""

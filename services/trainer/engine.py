@@ -3,6 +3,7 @@
 import logging
 import math
 from collections import deque
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, Resou
 from services.trainer import commands, full_weights
 from services.trainer.batch import BatchLayout
 from services.trainer.control import ControlGroup
-from services.trainer.datums import InputLimits
+from services.trainer.datums import Datum, InputLimits
 from services.trainer.families import Family, family_of
 from services.trainer.families.base import PatchNormalizer
 from services.trainer.features import FeatureCache
-from services.trainer.forward_backward import Budgets, LossComputer, Outcome
+from services.trainer.forward_backward import LossComputer, Outcome
 from services.trainer.lora import LoraInjector, LoraSettings
 from services.trainer.model import PackedModel
 from services.trainer.settings import TrainerSettings
@@ -25,7 +26,7 @@ from services.trainer.sharding import ShardedModel
 from services.trainer.snapshot_taker import SnapshotTaker
 from services.trainer.snapshots import SnapshotMemory, packed_buckets
 from services.trainer.state import StateStore
-from services.trainer.token_budget import token_budget
+from services.trainer.token_budget import Budgets, fitting_budgets
 from services.trainer.trained import AdapterModel, FullModel, TrainedModel
 from services.trainer.transfer import TransferGroups
 from services.trainer.vision_memory import VisionMemory
@@ -33,6 +34,9 @@ from services.trainer.vision_memory import VisionMemory
 logger = logging.getLogger(__name__)
 
 MIB = 2**20
+
+WARM_UP_TOKENS = 67
+"""Equal to no other size of a model: torch.compile takes sizes that are equal once for equal always."""
 
 
 class Engine:
@@ -93,7 +97,7 @@ class Engine:
         features = FeatureCache(
             settings.feature_cache_mib * MIB, patch_bytes, settings.fetch_timeout_s, settings.renderer
         )
-        budgets = self._budgets(0)
+        budgets = self._budgets(0, False)
         vision = VisionMemory(settings.vision_memory_mib * MIB)
         self._losses = LossComputer(module, self._control, features, layout, vision, self.limits, budgets)
         self._layout = layout
@@ -106,24 +110,32 @@ class Engine:
             "gathered" if keep else "sharded",
         )
 
-    def _budgets(self, reserved_bytes: int) -> Budgets:
+    def _budgets(self, reserved_bytes: int, trains_vision: bool) -> Budgets:
         """The same on all ranks; what is above them recomputes its activations. Collective."""
         module, settings = self._sharded.module, self._settings
-        own = settings.token_budget or token_budget(module.hf.config, self.dtype, self._device, reserved_bytes)
-        tokens = self._control.least(own)
+        fitting = fitting_budgets(module.hf.config, self.dtype, self._device, reserved_bytes, trains_vision)
+        tokens = self._control.least(settings.token_budget or fitting.tokens)
+        patches = self._control.least(settings.patch_budget or fitting.patches)
         module.recompute_above = {"auto": tokens, "always": 0, "never": math.inf}[settings.recompute]
-        return Budgets(tokens, settings.patch_budget)
+        return Budgets(tokens, patches)
 
     def warm_up(self) -> None:
-        """One tiny forward and backward with a scratch adapter, vision included. Collective."""
+        """Passes of a scratch adapter, vision included. Collective."""
         settings = LoraSettings(1, 1.0, 0, True, True, True, self.family.has_vision)
-        scratch = AdapterModel(settings, self._targets, self._injector, self._device)
-        scratch.activate()
-        batch = self._layout.pack([], {}, self.family.has_vision, None)
-        self._sharded.module(batch, scratch.unembedding, None).sum().backward()
+        scratch = AdapterModel(settings, self._targets, self._injector, self._device, self.dtype)
+        self._warm_up(scratch)
         scratch.reduce_gradients()
         self._injector.activate(None)
         self._control.barrier()
+
+    def _warm_up(self, model: TrainedModel) -> None:
+        """Passes without gradients and with them, so that no kernel is compiled at the first call."""
+        model.activate()
+        batch = self._layout.pack([Datum.blank(WARM_UP_TOKENS)], {}, self.family.has_vision, None)
+        with torch.no_grad():
+            self._sharded.module(batch, model.unembedding, None)
+        self._sharded.module(batch, model.unembedding, None).sum().backward()
+        model.zero_gradients()
 
     def execute(self, command: commands.Command) -> Any:
         """Does one command. Raises FoveaError on all ranks alike; anything else is the end of this trainer."""
@@ -186,12 +198,15 @@ class Engine:
         model: TrainedModel
         if command.lora is None:
             model = FullModel(self._sharded, self._injector)
+            self._warm_up(model)
         else:
-            model = AdapterModel(command.lora, self._targets, self._injector, self._device)
+            model = AdapterModel(command.lora, self._targets, self._injector, self._device, self.dtype)
         self.models[command.model_id] = model
         # Adapters are small; a full model leaves less room for activations, and takes more once it has gradients.
         gradient_bytes = model.gradient_bytes if isinstance(model, FullModel) else 0
-        self._losses.budgets = self._budgets(gradient_bytes)
+        trains_vision = self.family.has_vision and any(model.trains_vision for model in self.models.values())
+        self._losses.budgets = self._budgets(gradient_bytes, trains_vision)
+        logger.info("micro-batches of up to %d tokens, %d patches", *astuple(self._losses.budgets))
         return model.trainable_parameter_count
 
     def _delete(self, command: commands.DeleteModel) -> None:

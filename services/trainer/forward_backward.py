@@ -27,6 +27,7 @@ from services.trainer.features import FeatureCache
 from services.trainer.losses import Loss, loss_of
 from services.trainer.model import PackedModel
 from services.trainer.packing import Plan, plan
+from services.trainer.token_budget import Budgets
 from services.trainer.trained import TrainedModel
 from services.trainer.vision_memory import SeenImage, VisionMemory
 
@@ -108,14 +109,6 @@ class Share:
             self.measures[name] += values.tolist()
 
 
-@dataclass(frozen=True)
-class Budgets:
-    """The most tokens and patches of one micro-batch of one rank."""
-
-    tokens: int
-    patches: int
-
-
 class LossComputer:
     """Runs forward_backward calls on this rank."""
 
@@ -160,15 +153,17 @@ class LossComputer:
 
     def _prepare(self, command: ForwardBackward, model: TrainedModel, schedule: Plan) -> Prepared:
         loss = loss_of(trainer_pb2.ForwardBackwardHeader.FromString(command.header))
-        datums = {
-            index: decode_datum(trainer_pb2.Datum.FromString(command.datums[index]), index, loss, self._limits)
-            for index in schedule.datums_of(self._control.rank)
-        }
+        datums = {index: self._datum(command, index, loss) for index in schedule.datums_of(self._control.rank)}
         seen = None
         if not model.trains_vision:
             grids = {span.feature.digest: span.grid_thw for datum in datums.values() for span in datum.spans}
             seen = self._vision.recall(grids)
         return Prepared(loss, datums, self._features.patches_of(datums.values(), seen or {}), seen)
+
+    def _datum(self, command: ForwardBackward, index: int, loss: Loss) -> Datum:
+        if command.decoded is not None:
+            return command.decoded[index]
+        return decode_datum(trainer_pb2.Datum.FromString(command.datums[index]), index, loss, self._limits)
 
     def _tower_steps(self, prepared: Prepared, schedule: Plan) -> list[bool]:
         """For each step, whether the ranks run the vision tower: the same on all of them. Collective."""

@@ -10,6 +10,8 @@ from torch import Tensor
 
 def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorates a pure function of tensors, the first of which says where it runs. Any sizes share one kernel."""
+    # Adapters and full parameters, with gradients and without, are kernels of their own; above the limit none is made.
+    torch._dynamo.config.recompile_limit = 32
     # Rounding between steps stays as written: the sampler rounds there too, and agrees better for it.
     compiled: Any = torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
 

@@ -18,6 +18,8 @@ def launch(settings: TrainerSettings) -> int:
     and the status is 1: whoever supervises starts the trainer anew.
     """
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    # Micro-batches differ in size: without it, blocks of other sizes lie around unused, 4 GiB of them at the limit.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

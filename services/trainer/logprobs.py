@@ -15,22 +15,32 @@ import torch
 from torch import Tensor
 
 from services.trainer.fusing import fused
-from services.trainer.lora_pair import LoraPair, add_lora
+from services.trainer.lora_pair import LoraPair, add_product
+from services.trainer.products import gradient_of
 
 
 def target_logprobs(
-    hidden_TD: Tensor, weight_VD: Tensor, lora: LoraPair | None, targets_TK: Tensor, chunk_positions: int
+    hidden_TD: Tensor, weight_VD: Tensor, trained: LoraPair | Tensor | None, targets_TK: Tensor, chunk_positions: int
 ) -> Tensor:
-    """float32 [T, K], differentiable in the hidden states, the weight and the adapter."""
-    a, b, scale = (lora.a, lora.b, lora.scale) if lora else (None, None, 0.0)
+    """float32 [T, K], differentiable in the hidden states, the weight and the adapter.
+
+    Args:
+        trained: An adapter of the weight; or its float32 master, [V, D], to whose gradient that of the weight is added.
+    """
     apply: Any = _TargetLogprobs.apply
-    result: Tensor = apply(hidden_TD, weight_VD, a, b, scale, targets_TK, chunk_positions)
+    lora = trained if isinstance(trained, LoraPair) else None
+    master = trained if isinstance(trained, Tensor) else None
+    result: Tensor = apply(hidden_TD, weight_VD, lora and lora.a, lora, master, targets_TK, chunk_positions)
     return result
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, lora: LoraPair | None) -> Tensor:
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, lora: LoraPair | None) -> tuple[Tensor, Tensor | None]:
+    """[C, V], and x A' [C, R] if there is an adapter."""
     logits_CV = hidden_CD @ weight_VD.T
-    return logits_CV if lora is None else add_lora(logits_CV, hidden_CD @ lora.a.to(hidden_CD.dtype).T, lora)
+    if lora is None:
+        return logits_CV, None
+    low_CR = lora.project(hidden_CD)
+    return lora.add_output(logits_CV, low_CR), low_CR
 
 
 @fused
@@ -46,67 +56,54 @@ def _softmax_gradient(logits_CV: Tensor, normalizers_C: Tensor, total_C: Tensor)
 
 
 class _TargetLogprobs(torch.autograd.Function):
+    """Of an adapter it is given A too, only to be part of its graph: see lora_pair.py."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden_TD: Tensor,
         weight_VD: Tensor,
         a: Tensor | None,
-        b: Tensor | None,
-        scale: float,
+        lora: LoraPair | None,
+        master_VD: Tensor | None,
         targets_TK: Tensor,
         chunk_positions: int,
     ) -> Tensor:
-        lora = LoraPair.of(a, b, scale)
         logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
         normalizers_T = torch.empty(hidden_TD.shape[0], dtype=torch.float32, device=hidden_TD.device)
         for start in range(0, hidden_TD.shape[0], chunk_positions):
             rows = slice(start, start + chunk_positions)
-            logits_CV = _logits(hidden_TD[rows], weight_VD, lora)
+            logits_CV, _ = _logits(hidden_TD[rows], weight_VD, lora)
             normalizers_T[rows] = _normalizers(logits_CV)
             logprobs_TK[rows] = logits_CV.gather(1, targets_TK[rows]).float() - normalizers_T[rows, None]
-        ctx.save_for_backward(hidden_TD, weight_VD, a, b, targets_TK, normalizers_T)
-        ctx.scale, ctx.chunk_positions = scale, chunk_positions
+        ctx.save_for_backward(hidden_TD, weight_VD, targets_TK, normalizers_T)
+        ctx.lora, ctx.master_VD, ctx.chunk_positions = lora, master_VD, chunk_positions
         return logprobs_TK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, a, b, targets_TK, normalizers_T = ctx.saved_tensors
-        need_hidden, need_weight, need_a, need_b = ctx.needs_input_grad[:4]
-        lora = LoraPair.of(a, b, ctx.scale)
+        hidden_TD, weight_VD, targets_TK, normalizers_T = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        lora: LoraPair | None = ctx.lora
         grad_TK = grads[0]
         d_hidden = torch.zeros_like(hidden_TD) if need_hidden else None
-        d_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if need_weight else None
-        d_a = torch.zeros_like(a) if need_a else None
-        d_b = torch.zeros_like(b) if need_b else None
+        d_weight = None
+        if need_weight and ctx.master_VD is not None:
+            d_weight = gradient_of(ctx.master_VD)
+        elif need_weight:
+            d_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
         positions = grad_TK.abs().sum(dim=1).nonzero().squeeze(1)
         for rows in torch.split(positions, ctx.chunk_positions):
             hidden_CD, grad_CK = hidden_TD[rows], grad_TK[rows]
-            logits_CV = _logits(hidden_CD, weight_VD, lora)
+            logits_CV, low_CR = _logits(hidden_CD, weight_VD, lora)
             d_logits_CV = _softmax_gradient(logits_CV, normalizers_T[rows], grad_CK.sum(dim=1))
             d_logits_CV.scatter_add_(1, targets_TK[rows], grad_CK.to(d_logits_CV.dtype))
             d_hidden_CD = d_logits_CV @ weight_VD if need_hidden else None
-            if lora is not None:
-                kind = hidden_CD.dtype
-                d_low_CR = lora.scale * (d_logits_CV @ lora.b.to(kind))
-                if d_hidden_CD is not None:
-                    d_hidden_CD.addmm_(d_low_CR, lora.a.to(kind))
-                if d_a is not None:
-                    d_a += d_low_CR.T @ hidden_CD
-                if d_b is not None:
-                    d_b += lora.scale * (d_logits_CV.T @ (hidden_CD @ lora.a.to(kind).T))
+            if lora is not None and low_CR is not None:
+                lora.add_gradients(d_logits_CV, hidden_CD, low_CR, d_hidden_CD)
             if d_hidden is not None and d_hidden_CD is not None:
                 d_hidden[rows] = d_hidden_CD
             if d_weight is not None:
-                _add_product(d_weight, d_logits_CV.T, hidden_CD)
-        if d_weight is not None:
-            d_weight = d_weight.to(weight_VD.dtype)
-        return d_hidden, d_weight, d_a, d_b, None, None, None
-
-
-def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
-    """total += left right, summed in float32, without a float32 copy of the factors."""
-    if total_VD.is_cuda and left_VC.dtype != total_VD.dtype:
-        torch.addmm(total_VD, left_VC, right_CD, out_dtype=total_VD.dtype, out=total_VD)  # type: ignore[call-overload]
-    else:
-        total_VD.addmm_(left_VC.to(total_VD.dtype), right_CD.to(total_VD.dtype))
+                add_product(d_weight, d_logits_CV.T, hidden_CD)
+        passed_on = d_weight.to(weight_VD.dtype) if d_weight is not None and ctx.master_VD is None else None
+        return d_hidden, passed_on, None, None, None, None, None

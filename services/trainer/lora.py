@@ -5,17 +5,19 @@ parameter, one copy for a snapshot. Every rank holds the same values.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fovea.wire.errors import InvalidInput
 from services.trainer.families.base import LoraTarget, Role
-from services.trainer.lora_pair import LoraPair, lora_linear
+from services.trainer.lora_pair import LoraPair
+from services.trainer.products import Trained, shared_products
 
 PEFT_PREFIX = "base_model.model."
 DEFAULT_ALPHA = 32.0
@@ -75,12 +77,15 @@ class LoraWeights:
         settings: What to adapt.
         targets: All modules that could be.
         device: Where the tensors live.
+        dtype: The type of the model that it is computed with.
 
     A is uniform within 1/sqrt(in), as kaiming_uniform_(a=sqrt(5)), from the seed and the module's name alone, so that
     neither the number of ranks nor the other modules change it. B is zero.
     """
 
-    def __init__(self, settings: LoraSettings, targets: Iterable[LoraTarget], device: torch.device) -> None:
+    def __init__(
+        self, settings: LoraSettings, targets: Iterable[LoraTarget], device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.settings = settings
         shapes: dict[str, tuple[int, int]] = {}
         for target in targets:
@@ -89,19 +94,23 @@ class LoraWeights:
                 shapes[f"{target.name}.lora_B"] = (target.module.out_features, settings.rank)
         self.flat = torch.zeros(sum(r * c for r, c in shapes.values()), device=device)
         self.flat_grad = torch.zeros_like(self.flat)
+        self._cast = self.flat if dtype == self.flat.dtype else torch.zeros_like(self.flat, dtype=dtype)
         self._tensors: dict[str, Tensor] = {}
+        views: dict[str, list[Tensor]] = {}
         for (name, shape), offset in zip(shapes.items(), _offsets(shapes.values()), strict=True):
-            leaf = self.flat.narrow(0, offset, math.prod(shape)).view(shape)
+            flats = (self.flat, self._cast, self.flat_grad)
+            views[name] = [flat.narrow(0, offset, math.prod(shape)).view(shape) for flat in flats]
+            leaf = self._tensors[name] = views[name][0]
             if name.endswith("lora_A"):
                 leaf.copy_(_initial_a(name, shape, settings.seed))
             leaf.requires_grad_()
-            leaf.grad = self.flat_grad.narrow(0, offset, math.prod(shape)).view(shape)
-            self._tensors[name] = leaf
         modules = dict.fromkeys(name.removesuffix(".lora_A").removesuffix(".lora_B") for name in shapes)
-        self.pairs = {
-            module: LoraPair(self._tensors[f"{module}.lora_A"], self._tensors[f"{module}.lora_B"], settings.scale)
-            for module in modules
-        }
+        self.pairs = {module: _pair(views, module, settings.scale) for module in modules}
+
+    def cast(self) -> None:
+        """Has the next passes compute with the weights as they are now."""
+        if self._cast is not self.flat:
+            self._cast.copy_(self.flat)
 
     def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The parts of a buffer laid out as this adapter, under PEFT's names, in order."""
@@ -110,6 +119,11 @@ class LoraWeights:
             part = flat.narrow(0, offset, tensor.numel()).view(tensor.shape)
             yield f"{PEFT_PREFIX}{name}.weight", part
             offset += tensor.numel()
+
+
+def _pair(views: Mapping[str, list[Tensor]], module: str, scale: float) -> LoraPair:
+    (a, a_cast, a_grad), (b, b_cast, b_grad) = views[f"{module}.lora_A"], views[f"{module}.lora_B"]
+    return LoraPair(a, b, a_cast, b_cast, a_grad, b_grad, scale)
 
 
 def _offsets(shapes: Iterable[tuple[int, int]]) -> Iterator[int]:
@@ -127,21 +141,32 @@ def _initial_a(name: str, shape: tuple[int, int], seed: int) -> Tensor:
 
 
 class LoraInjector:
-    """Makes the active adapter part of the linear modules of the frozen base model; placed once."""
+    """Makes what is trained part of the linear modules of the base model; placed once."""
 
     def __init__(self, targets: Iterable[LoraTarget]) -> None:
-        self._pairs: dict[str, LoraPair] = {}
+        self._trained: Mapping[str, Trained] = {}
+        self.names: list[str] = []
         for target in targets:
             # The unembedding is no module call: logits are made in chunks, see logprobs.py.
             if target.role is not Role.UNEMBEDDING:
-                target.module.forward = partial(self._forward, target.name, target.module)  # type: ignore[method-assign]
+                self.names.append(target.name)
+                module: Any = target.module
+                module.trained = partial(self._trained_of, target.name)
+                module.forward = partial(_forward, module)
 
     def activate(self, weights: LoraWeights | None) -> None:
         """Makes an adapter take part in all forward passes from now on; None for the bare base."""
-        self._pairs = weights.pairs if weights else {}
+        self._trained = weights.pairs if weights else {}
+        if weights is not None:
+            weights.cast()
 
-    def _forward(self, name: str, module: nn.Linear, x: Tensor) -> Tensor:
-        pair = self._pairs.get(name)
-        if pair is None:
-            return nn.functional.linear(x, module.weight, module.bias)
-        return lora_linear(x, module.weight, module.bias, pair)
+    def activate_full(self, masters: Mapping[str, Tensor]) -> None:
+        """Sums the gradients of weights, by module, into those of their float32 masters from now on."""
+        self._trained = masters
+
+    def _trained_of(self, name: str) -> Trained | None:
+        return self._trained.get(name)
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return shared_products(x, module)[0]

@@ -1,7 +1,11 @@
-"""The adapter of one linear module."""
+"""The adapter of one linear module, and what it adds to that module's product and gradients.
+
+Shapes: T rows of input, R rank.
+"""
+
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,53 +17,46 @@ class LoraPair:
     """y += scale * B (A x).
 
     Args:
-        a: float32 [rank, in].
-        b: float32 [out, rank].
+        a: float32 [rank, in], what is trained.
+        b: float32 [out, rank], likewise.
+        a_cast: What is computed with: `a` in the type of the model.
+        b_cast: Likewise.
+        a_grad: float32 [rank, in], to which backward passes add.
+        b_grad: Likewise.
         scale: alpha / rank.
     """
 
     a: Tensor
     b: Tensor
+    a_cast: Tensor
+    b_cast: Tensor
+    a_grad: Tensor
+    b_grad: Tensor
     scale: float
 
-    @classmethod
-    def of(cls, a: Tensor | None, b: Tensor | None, scale: float) -> "LoraPair | None":
-        """The pair, or None if there is none."""
-        return None if a is None or b is None else cls(a, b, scale)
+    def project(self, x: Tensor) -> Tensor:
+        """x A', [T, R]."""
+        return functional.linear(x, self.a_cast)
+
+    def add_output(self, output: Tensor, low_TR: Tensor) -> Tensor:
+        """output += scale * low B', in place; `low_TR` is x A'."""
+        return output.addmm_(low_TR, self.b_cast.T, alpha=self.scale)
+
+    def add_gradients(self, grad: Tensor, x: Tensor, low_TR: Tensor, d_x: Tensor | None) -> None:
+        """Adds what follows from the gradient of the output: to `d_x`, and to the gradients of A and B.
+
+        Sums are made in float32; those of A and B are not rounded to the type of the model in between.
+        """
+        d_low_TR = torch.empty_like(low_TR).addmm_(grad, self.b_cast, beta=0, alpha=self.scale)
+        if d_x is not None:
+            d_x.addmm_(d_low_TR, self.a_cast)
+        add_product(self.a_grad, d_low_TR.T, x)
+        add_product(self.b_grad, grad.T, low_TR, self.scale)
 
 
-def add_lora(output: Tensor, low: Tensor, pair: LoraPair) -> Tensor:
-    """output += scale * low B', in place; all in the type of the output, where `low` is x A', [T, rank]."""
-    return output.addmm_(low, pair.b.to(output.dtype).T, alpha=pair.scale)
-
-
-def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, pair: LoraPair) -> Tensor:
-    """x W' + bias + scale * (x A') B', with gradients for x and the pair; W and bias are frozen.
-
-    Args:
-        x: [..., in], of the type of `weight`.
-    """
-    apply: Any = _LoraLinear.apply
-    result: Tensor = apply(x.reshape(-1, x.shape[-1]), weight, bias, pair.a, pair.b, pair.scale)
-    return result.view(*x.shape[:-1], -1)
-
-
-class _LoraLinear(torch.autograd.Function):
-    """Adds in place where autograd would make and sum separate tensors: a tenth of a training step, measured."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        low = functional.linear(x, a.to(x.dtype))
-        ctx.save_for_backward(x, low, weight, a, b)
-        ctx.scale = scale
-        return add_lora(functional.linear(x, weight, bias), low, LoraPair(a, b, scale))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, low, weight, a, b = ctx.saved_tensors
-        (grad,) = grads
-        d_low = (grad @ b.to(grad.dtype)).mul_(ctx.scale)
-        d_x = (grad @ weight).addmm_(d_low, a.to(grad.dtype)) if ctx.needs_input_grad[0] else None
-        d_a = (d_low.T @ x).to(a.dtype)
-        d_b = (grad.T @ low).to(b.dtype).mul_(ctx.scale)
-        return d_x, None, None, d_a, d_b, None
+def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """total += scale * left right, summed in float32, without a float32 copy of the factors on a GPU."""
+    if total.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, alpha=scale, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), alpha=scale)

@@ -44,10 +44,11 @@ class PackedModel(nn.Module):
         self._chunk_positions = chunk_positions
         hf.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def forward(self, batch: Batch, unembedding: LoraPair | None, seen: dict[str, SeenImage] | None) -> Tensor:
+    def forward(self, batch: Batch, unembedding: LoraPair | Tensor | None, seen: dict[str, SeenImage] | None) -> Tensor:
         """Log-probabilities of the targets, float32 [T, K], with gradients.
 
         Args:
+            unembedding: What is trained of it, as `target_logprobs` takes it.
             seen: What a frozen tower made of images so far, by digest; new ones are added. None if it is trained.
         """
         for block in self.family.blocks(self.hf):

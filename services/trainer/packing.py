@@ -1,7 +1,7 @@
 """Which datum is computed where: a plan of micro-batches that every rank computes alike from sizes alone.
 
 Pure functions. The plan gives every rank the same number of steps, because every step is a set of collectives that all
-ranks must join; a rank without a datum in a step computes a one-token filler whose loss is zero.
+ranks must join; a rank without a datum in a step computes a filler whose loss is zero.
 """
 
 from collections.abc import Sequence

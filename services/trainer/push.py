@@ -15,13 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
+
 from fovea.api.v1 import sampler_pb2, trainer_pb2, weights_pb2
 from fovea.client import SamplerClient
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unavailable
+from fovea.wire.manifest import buckets, padded_bytes
 from services.trainer import commands, telemetry
 from services.trainer.command_queue import CommandQueue
 from services.trainer.settings import TrainerSettings
-from services.trainer.snapshots import HeldSnapshot, SnapshotMemory, packed_buckets
+from services.trainer.snapshots import PACKED, HeldSnapshot, SnapshotMemory
 from services.trainer.transfer import TransferGroups
 
 logger = logging.getLogger(__name__)
@@ -138,7 +141,8 @@ class Pusher:
 
         def send(group_id: str, timeout_s: float) -> None:
             group = self._groups.get(group_id)
-            for _, data in packed_buckets(held.specs, held.tensors.values(), manifest.bucket_bytes):
+            sizes = [sum(map(padded_bytes, bucket)) for bucket in buckets(held.specs, manifest.bucket_bytes)]
+            for data in torch.split(held.tensors[PACKED], sizes):
                 group.send(data, timeout_s)
 
         async def in_thread(group_id: str, timeout_s: float) -> None:

@@ -19,6 +19,7 @@ from services.trainer.commands import Command, Shutdown
 from services.trainer.control import ControlGroup
 from services.trainer.engine import Engine
 from services.trainer.peers import PeerWatch
+from services.trainer.profiling import CommandProfiler
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfer import TransferGroups
 
@@ -42,6 +43,7 @@ class Rank:
         self._settings = settings
         self._on_peer_lost = on_peer_lost
         self._groups = groups
+        self._profiler = CommandProfiler(settings.profile, settings.profile_first)
         self.engine: Engine
 
     def start(self) -> None:
@@ -87,7 +89,8 @@ class Rank:
         name = type(job.command).__name__
         started = time.perf_counter()
         try:
-            result = self.engine.execute(job.command)
+            with self._profiler.around(job.command):
+                result = self.engine.execute(job.command)
         except FoveaError as error:
             telemetry.COMMANDS.labels(name, error.reason).inc()
             settle(job.result, error=error)

@@ -208,6 +208,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             header.backward,
             [datum.SerializeToString() for datum in datums],
             sizes,
+            decoded,
         )
 
 

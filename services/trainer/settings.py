@@ -1,5 +1,6 @@
 """Settings of the trainer: command line over `FOVEA_TRAINER_*` over default."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -30,7 +31,9 @@ class TrainerSettings(ServiceSettings):
     token_budget: int = Field(
         0, ge=0, description="The most tokens of one micro-batch of one rank; 0 takes what the GPU's memory allows."
     )
-    patch_budget: int = Field(65536, ge=1, description="The most vision patches of one micro-batch of one rank.")
+    patch_budget: int = Field(
+        0, ge=0, description="The most vision patches of one micro-batch of one rank; 0 takes what memory allows."
+    )
     recompute: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Whether backward passes compute activations again instead of keeping them, a third more work; "
@@ -61,3 +64,9 @@ class TrainerSettings(ServiceSettings):
     join_timeout_s: float = Field(20.0, gt=0, description="Deadline for samplers to meet in a transfer group.")
     collective_timeout_s: float = Field(1800.0, gt=0, description="Deadline of one collective between ranks.")
     heartbeat_s: float = Field(30.0, gt=0, description="Seconds between signs of life among idle ranks.")
+    profile: Path | None = Field(
+        None, description="Directory into which rank 0 writes what its device did during four commands of training."
+    )
+    profile_first: int = Field(
+        5, ge=1, description="The first forward_backward or optim_step that --profile looks at, counted from 1."
+    )

@@ -1,7 +1,11 @@
 """TakeSnapshot and its way back: from live weights to a frozen, named, digested copy, and from storage to memory."""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from google.protobuf import json_format
@@ -9,17 +13,29 @@ from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
+from fovea.wire.manifest import SnapshotDigest, padded_bytes
 from services.trainer import full_weights, peft_format
 from services.trainer.commands import TakeSnapshot
 from services.trainer.control import ControlGroup
-from services.trainer.lora import PEFT_PREFIX
+from services.trainer.lora import PEFT_PREFIX, LoraWeights
 from services.trainer.sharding import ShardedModel, local_of
-from services.trainer.snapshots import HeldSnapshot, SnapshotMemory, digest_of, has_room, size_of, specs_of
+from services.trainer.snapshots import (
+    PACKED,
+    HeldSnapshot,
+    SnapshotMemory,
+    digest_of,
+    has_room,
+    packed,
+    size_of,
+    specs_of,
+)
 from services.trainer.storage import Folder, write_folder
 from services.trainer.trained import AdapterModel, FullModel, TrainedModel
 
 IDENTITY = "fovea_snapshot.json"
 LORA = "fovea_lora.json"
+
+_DIGEST_BYTES = 256 * 2**20
 
 
 class SnapshotTaker:
@@ -46,6 +62,7 @@ class SnapshotTaker:
         self._model_dir = model_dir
         self._base_model = base_model
         self._base_identity: weights_pb2.Snapshot | None = None
+        self._layouts: WeakKeyDictionary[LoraWeights, _Layout] = WeakKeyDictionary()
 
     def take(self, command: TakeSnapshot, model: TrainedModel) -> weights_pb2.Snapshot:
         """Freezes a model, in storage too if asked. Raises AlreadyExists for a name that other weights have."""
@@ -106,17 +123,23 @@ class SnapshotTaker:
         return {name: local_of(shard) for name, shard in self._sharded.named_shards()}
 
     def _take_adapter(self, identity: weights_pb2.Snapshot, model: AdapterModel, uri: str) -> weights_pb2.Snapshot:
-        tensors = dict(model.weights.named(model.weights.flat.detach().clone()))
-        specs = specs_of(tensors)
+        flat = model.weights.flat.detach().clone()
+        if model.weights not in self._layouts:
+            self._layouts[model.weights] = _Layout.of(dict(model.weights.named(flat)))
+        layout = self._layouts[model.weights]
+        data = flat.view(torch.uint8)
+        if data.numel() != layout.packed_bytes:  # an odd size somewhere
+            data = packed(layout.specs, dict(model.weights.named(flat)).values())
         identity.kind = weights_pb2.SNAPSHOT_KIND_ADAPTER
-        identity.digest, identity.size_bytes = digest_of(specs, tensors.values()), size_of(specs)
+        identity.digest, identity.size_bytes = packed_digest(layout.specs, data), layout.size_bytes
         _refuse_reuse(self._adapters.get(identity.snapshot_id), identity)
         settings = model.settings
         if uri:
-            files = peft_format.peft_files(tensors.items(), settings.rank, settings.alpha, self._base_model)
+            tensors = model.weights.named(flat)
+            files = peft_format.peft_files(tensors, settings.rank, settings.alpha, self._base_model)
             lora = json_format.MessageToJson(model_lora(model)).encode()
             write_folder(uri, {**files, LORA: lora, IDENTITY: _identity_json(identity)})
-        self._adapters.put(HeldSnapshot(identity, tensors, specs, model_lora(model)))
+        self._adapters.put(HeldSnapshot(identity, {PACKED: data}, layout.specs, model_lora(model)))
         return identity
 
     def _take_full(self, identity: weights_pb2.Snapshot, model: FullModel, uri: str) -> weights_pb2.Snapshot:
@@ -147,6 +170,29 @@ class SnapshotTaker:
             target.commit(draft)
 
         self._control.on_first(finish)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How one model's adapter is sent; the same for all its snapshots."""
+
+    specs: list[weights_pb2.TensorSpec]
+    size_bytes: int
+    packed_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "_Layout":
+        specs = specs_of(tensors)
+        return cls(specs, size_of(specs), sum(map(padded_bytes, specs)))
+
+
+def packed_digest(specs: Sequence[weights_pb2.TensorSpec], data: Tensor) -> str:
+    """The digest of tensors that are packed already, uint8 [n], computed where they are."""
+    digest = SnapshotDigest(partial(torch.arange, device=data.device))
+    digest.add(specs, data[:0].view(torch.int64))
+    for part in torch.split(data, _DIGEST_BYTES):
+        digest.add((), part.view(torch.int64))
+    return digest.hexdigest()
 
 
 def model_lora(model: AdapterModel) -> weights_pb2.LoraConfig:
@@ -191,8 +237,9 @@ def _read_adapter(folder: Folder, identity: weights_pb2.Snapshot) -> HeldSnapsho
         for name in (f"{PEFT_PREFIX}{module}.lora_{part}.weight" for part in "AB")
     }
     specs = specs_of(named)
-    digest = digest_of(specs, named.values())
+    data = packed(specs, named.values())
+    digest = packed_digest(specs, data)
     if digest != identity.digest:
         raise InvalidInput(f"{folder.path} has digest {digest}, not {identity.digest}: it is damaged", field="uri")
     lora = json_format.Parse(folder.read(LORA), weights_pb2.LoraConfig())
-    return HeldSnapshot(identity, named, specs, lora)
+    return HeldSnapshot(identity, {PACKED: data}, specs, lora)

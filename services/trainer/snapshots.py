@@ -20,6 +20,8 @@ from services.trainer.sharding import dtype_name
 
 _DIGEST_BYTES = 256 * 2**20
 _WORKING_BYTES = 16 * 2**30
+PACKED = "packed"
+"""Name of the one tensor that an adapter is held as, uint8 [n]: what a push broadcasts, bucket after bucket."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class HeldSnapshot:
 
     Args:
         identity: As on the wire.
-        tensors: In the order of transfer: whole for an adapter, this rank's shards for full parameters; on this rank's
-            device, or on the host where that has no room.
+        tensors: Of an adapter one, `PACKED`; of full parameters this rank's shards, in the order of transfer. On this
+            rank's device, or on the host where that has no room.
         specs: Name, type and whole shape of each, in that order.
         lora: Shape of the adapter; None for full parameters.
         local_bytes: What it takes on this rank.

@@ -25,7 +25,8 @@ class TrainedModel(ABC):
     step = 0
     optimizer: AdamW
     trains_vision: bool
-    unembedding: LoraPair | None
+    unembedding: LoraPair | Tensor | None
+    """What is trained of the unembedding, as `target_logprobs` takes it."""
     trainable_parameter_count: int
 
     @abstractmethod
@@ -81,10 +82,15 @@ class AdapterModel(TrainedModel):
     """A LoRA adapter. Gradients stay on the rank that made them until the step."""
 
     def __init__(
-        self, settings: LoraSettings, targets: Sequence[LoraTarget], injector: LoraInjector, device: torch.device
+        self,
+        settings: LoraSettings,
+        targets: Sequence[LoraTarget],
+        injector: LoraInjector,
+        device: torch.device,
+        dtype: torch.dtype,
     ):
         self.settings = settings
-        self.weights = LoraWeights(settings, targets, device)
+        self.weights = LoraWeights(settings, targets, device, dtype)
         self.optimizer = AdamW([self.weights.flat])
         self.trains_vision = settings.train_vision
         self.unembedding = self.weights.pairs.get(UNEMBEDDING)
@@ -95,7 +101,7 @@ class AdapterModel(TrainedModel):
         self._injector.activate(self.weights)
 
     def collect_gradients(self) -> None:
-        """Nothing to do: the gradients of the parts are views of one buffer, and autograd adds to them."""
+        """Nothing to do: backward passes add to the buffer of the gradients."""
 
     def gradients(self) -> list[Tensor]:
         return [self.weights.flat_grad]
@@ -116,11 +122,11 @@ class FullModel(TrainedModel):
     """All parameters of the base. Each rank optimizes its shards; the base's own shards are kept to come back to.
 
     What is optimized is `masters`, float32; the shards that the model computes with follow them, in the model's type.
-    A model in float32 has one set for both.
+    A model in float32 has one set for both. With one rank, linear modules add their gradients to those of the masters
+    where they make them; all others come through FSDP, which copies them three times.
     """
 
     trains_vision = True
-    unembedding = None
 
     def __init__(self, sharded: ShardedModel, injector: LoraInjector) -> None:
         self._sharded = sharded
@@ -129,6 +135,12 @@ class FullModel(TrainedModel):
         self.shards = dict(sharded.named_shards())
         self.locals = {name: local_of(shard) for name, shard in self.shards.items()}
         self.masters = {name: local.to(torch.float32) for name, local in self.locals.items()}
+        self._summed: dict[str, Tensor] = {}
+        self.unembedding = None
+        if sharded.mesh.size() == 1:
+            self._summed = {name: self.masters[f"{name}.weight"] for name in injector.names}
+            output = sharded.module.hf.get_output_embeddings().weight
+            self.unembedding = next(self.masters[name] for name, shard in self.shards.items() if shard is output)
         self.base = {name: local.to("cpu", copy=True) for name, local in self.locals.items()}
         self.optimizer = AdamW(list(self.masters.values()))
         self.trainable_parameter_count = sum(shard.numel() for shard in self.shards.values())
@@ -136,11 +148,11 @@ class FullModel(TrainedModel):
     @property
     def gradient_bytes(self) -> int:
         """What this rank's gradients take once there are any: accumulated ones, and those of one backward pass."""
-        kinds = (self.masters.values(), self.locals.values())
-        return sum(tensor.numel() * tensor.element_size() for kind in kinds for tensor in kind)
+        passing = [local for name, local in self.locals.items() if name.removesuffix(".weight") not in self._summed]
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.masters.values(), *passing))
 
     def activate(self) -> None:
-        self._injector.activate(None)
+        self._injector.activate_full(self._summed)
 
     def collect_gradients(self) -> None:
         for name, shard in self.shards.items():
@@ -167,12 +179,10 @@ class FullModel(TrainedModel):
 
     def zero_gradients(self) -> None:
         for name, shard in self.shards.items():
-            shard.grad = None
-            self.masters[name].grad = None
+            shard.grad = self.masters[name].grad = None
 
     def weights_changed(self) -> None:
-        for name, local in self.locals.items():
-            local.copy_(self.masters[name])
+        torch._foreach_copy_(list(self.locals.values()), list(self.masters.values()))
         self._sharded.release()
 
     def restore_base(self) -> None:

@@ -1,4 +1,6 @@
-"""One Fovea a layout of GPUs, in bfloat16. `FOVEA_GPU_SHAPE` takes another size from benchmarks/shapes.py."""
+"""One Fovea a layout of GPUs, in bfloat16. `FOVEA_GPU_SHAPE` takes another size from benchmarks/shapes.py, `FOVEA_GPUS`
+other devices than 0,1.
+"""
 
 import os
 import pathlib
@@ -11,10 +13,11 @@ from benchmarks.client import Bench
 from benchmarks.shapes import build
 from tests.e2e.stack import Stack, running_stack
 
+FIRST, SECOND = os.environ.get("FOVEA_GPUS", "0,1").split(",")
 LAYOUTS = {
-    "one GPU, gloo": (1, ["--ranks", "1", "--trainer-gpus", "0", "--sampler-gpus", "0"]),
-    "two GPUs, NCCL": (2, ["--ranks", "1", "--trainer-gpus", "0", "--sampler-gpus", "1"]),
-    "two ranks, NCCL": (2, ["--ranks", "2", "--trainer-gpus", "0,1", "--sampler-gpus", "1"]),
+    "one GPU, gloo": (1, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", FIRST]),
+    "two GPUs, NCCL": (2, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", SECOND]),
+    "two ranks, NCCL": (2, ["--ranks", "2", "--trainer-gpus", f"{FIRST},{SECOND}", "--sampler-gpus", SECOND]),
 }
 
 

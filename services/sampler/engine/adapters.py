@@ -1,10 +1,12 @@
-"""Adapters from memory: the worker keeps the bytes of each and builds vLLM's form of it whenever vLLM wants it.
+"""Adapters from memory: the worker keeps each as one flat tensor, and vLLM loads it from there whenever it wants.
 
-What comes in on the GPU goes into vLLM's slots without a detour over the host; both forms of it follow to host memory
-behind the engine's back, where there is room for many.
+What comes in on the GPU goes into vLLM's slots without a detour over the host; it follows to host memory behind the
+engine's back, where there is room for many.
 """
 
 import threading
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,44 +15,88 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
+from fovea.api.v1 import weights_pb2
+from fovea.wire.manifest import layout_of, padded_bytes
 from services.sampler.engine.host_copies import HostCopier
+from services.sampler.engine.lora_slots import WHOLE_MODEL, LoraSlots, Piece, PlannedAdapter, SlotPlan
 from services.sampler.engine.punica import RANKS
 from services.sampler.engine.receiving import Arrival
 
 PATH_SCHEME = "memory://"
 
+_MAX_FORMS = 32
 
-@dataclass
+
+@dataclass(frozen=True)
+class _Layer:
+    """What vLLM's manager reads of a layer's weights, and hands to `LoraSlots.set_lora`."""
+
+    lora_a: PlannedAdapter
+    lora_b: None = None
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What adapters of one layout have in common: where vLLM wants them, and the pieces that are B."""
+
+    plan: SlotPlan
+    scaled: list[Piece]
+
+
+@dataclass(frozen=True)
 class _Kept:
     lora_id: int
-    arrival: Arrival
+    adapter: PlannedAdapter
 
 
 class AdapterBank:
-    """The adapters that one worker holds, by vLLM name. Names are never used twice."""
+    """The adapters that one worker holds, by vLLM name. Names are never used twice.
+
+    Args:
+        worker_manager: vLLM's LRUCacheWorkerLoRAManager; which adapters it has in its slots stays its own business.
+    """
 
     def __init__(self, worker_manager: Any) -> None:
         self._manager = worker_manager
+        self._slots = LoraSlots(worker_manager._adapter_manager)
+        self._forms: OrderedDict[bytes, _Form] = OrderedDict()
+        self._planning = threading.Lock()
         self._kept: dict[str, _Kept] = {}
         self._copier: HostCopier | None = None
         # vLLM drops adapters from its own cache whenever it likes; it gets them again from here.
         worker_manager._load_adapter = self._load
+        worker_manager._adapter_manager._add_adapter = self._register
 
-    def keep(self, name: str, lora_id: int, arrival: Arrival) -> None:
-        """Takes an adapter and has vLLM load it once, so that a bad one fails here. Raises ValueError for a bad one."""
-        self._kept[name] = _Kept(lora_id, arrival)
-        RANKS[lora_id] = arrival.manifest.lora.rank
+    def build(self, arrival: Arrival) -> PlannedAdapter:
+        """An adapter that has arrived, ready for vLLM; takes its bytes. May run beside the engine.
+
+        Raises ValueError or TypeError if vLLM has no use for it.
+        """
+        manifest = arrival.manifest
+        dtype: torch.dtype = self._manager.lora_config.lora_dtype
+        runs = [run.to(dtype) for run in arrival.runs()]
+        arrival.buffers.clear()
+        flat = runs[0] if len(runs) == 1 else torch.cat(runs)
+        form = self._form(manifest, flat.numel())
+        scale = manifest.lora.alpha / manifest.lora.rank
+        if scale != 1:
+            torch._foreach_mul_([piece.of(flat) for piece in form.scaled], scale)
+        return PlannedAdapter(flat, manifest.lora.rank, form.plan)
+
+    def keep(self, name: str, lora_id: int, adapter: PlannedAdapter) -> None:
+        """Takes an adapter and has vLLM load it once, so that a bad one fails here; twice is no error."""
+        if name in self._kept:
+            return
+        self._kept[name] = _Kept(lora_id, adapter)
+        RANKS[lora_id] = adapter.rank
         try:
             self._manager.add_adapter(LoRARequest(name, lora_id, PATH_SCHEME + name))
         except Exception:
             self.forget(name)
             raise
-        if arrival.device.type == "cuda":
-            torch.cuda.synchronize(arrival.device)
-            built = self._manager._adapter_manager.get_adapter(lora_id)
-            self._copier = self._copier or HostCopier(arrival.device)
-            copying = (arrival, built, self._copier)
-            threading.Thread(target=_to_host, args=copying, name=f"to-host-{name}", daemon=True).start()
+        if adapter.flat.is_cuda:
+            self._copier = self._copier or HostCopier(adapter.flat.device)
+            threading.Thread(target=_to_host, args=(adapter, self._copier), name=f"to-host-{name}", daemon=True).start()
 
     def forget(self, name: str) -> None:
         """Frees an adapter that no request uses any more. Unknown names are no error."""
@@ -60,37 +106,52 @@ class AdapterBank:
             RANKS.pop(kept.lora_id, None)
 
     def _load(self, request: LoRARequest) -> LoRAModel:
+        """Takes the place of WorkerLoRAManager._load_adapter."""
         kept = self._kept.get(request.lora_path.removeprefix(PATH_SCHEME))
         if kept is None:
             raise ValueError(f"adapter {request.lora_name} is not held")
-        manager = self._manager
-        model = manager._adapter_manager.model
-        config = kept.arrival.manifest.lora
-        dtype = manager.lora_config.lora_dtype
-        peft = PEFTHelper.from_dict({"r": config.rank, "lora_alpha": config.alpha, "target_modules": []})
-        peft.validate_legal(manager.lora_config)
+        return LoRAModel(request.lora_int_id, kept.adapter.rank, {WHOLE_MODEL: _Layer(kept.adapter)})
+
+    def _register(self, model: LoRAModel) -> None:
+        """Takes the place of LoRAModelManager._add_adapter, which packs and scales: that is done."""
+        self._manager._adapter_manager._registered_adapters[model.id] = model
+
+    def _form(self, manifest: weights_pb2.SnapshotManifest, length: int) -> _Form:
+        layout = layout_of(manifest)
+        with self._planning:
+            if layout not in self._forms:
+                plan = self._slots.plan(lambda flat: self._views(manifest, flat), length)
+                self._forms[layout] = _Form(plan, [piece for name, piece in _cut(manifest) if ".lora_B." in name])
+                if len(self._forms) > _MAX_FORMS:
+                    self._forms.popitem(last=False)
+            self._forms.move_to_end(layout)
+            return self._forms[layout]
+
+    def _views(self, manifest: weights_pb2.SnapshotManifest, flat: torch.Tensor) -> LoRAModel:
+        model = self._manager._adapter_manager.model
+        rank = manifest.lora.rank
+        peft = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": []})
+        peft.validate_legal(self._manager.lora_config)
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         return LoRAModel.from_lora_tensors(
-            lora_model_id=request.lora_int_id,
-            # vLLM multiplies B by the scale in place: give it copies, or the next build would be scaled twice.
-            tensors={name: tensor.to(dtype, copy=True) for name, tensor in kept.arrival.tensors()},
+            lora_model_id=1,
+            tensors={name: piece.of(flat) for name, piece in _cut(manifest)},
             peft_helper=peft,
-            device=str(kept.arrival.device),
-            dtype=dtype,
-            model_vocab_size=manager.vocab_size,
+            device=str(flat.device),
+            model_vocab_size=self._manager.vocab_size,
             weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
             skip_prefixes=getattr(model, "lora_skip_prefixes", None),
         )
 
 
-def _to_host(arrival: Arrival, built: LoRAModel, copy: HostCopier) -> None:
-    for layer in built.loras.values():
-        layer.lora_a, layer.lora_b = _host_copy(layer.lora_a, copy), _host_copy(layer.lora_b, copy)
-    arrival.to_host(copy)
+def _cut(manifest: weights_pb2.SnapshotManifest) -> Iterator[tuple[str, Piece]]:
+    """(name, piece) of each tensor of an adapter's flat tensor, where they are padded as on the wire."""
+    start = 0
+    for spec in manifest.tensors:
+        rows, columns = spec.shape
+        yield spec.name, Piece((rows, columns), (columns, 1), start)
+        start += padded_bytes(spec) // getattr(torch, spec.dtype).itemsize
 
 
-def _host_copy(weights: Any, copy: HostCopier) -> Any:
-    """Of one tensor, or of the parts of a packed layer, some of which may be missing."""
-    if isinstance(weights, list):
-        return [_host_copy(part, copy) for part in weights]
-    return weights if weights is None else copy(weights)
+def _to_host(adapter: PlannedAdapter, copy: HostCopier) -> None:
+    adapter.move(copy(adapter.flat))

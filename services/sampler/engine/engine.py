@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIRST_POLL_S = 0.002
+_FASTEST_POLL_S = 0.001
 _SLOWEST_POLL_S = 0.01
+_NOT_ARRIVED = "the snapshot did not arrive"
 
 
 class Engine:
@@ -119,11 +120,6 @@ class Engine:
                     for delta in outputs.deltas(result, spec, index):
                         yield delta
 
-    async def manifest_problem(self, manifest: weights_pb2.SnapshotManifest) -> str:
-        """See WeightEngine.manifest_problem."""
-        problems: list[str] = await self._command("fovea_problem", manifest.SerializeToString())
-        return next(filter(None, problems), "")
-
     async def join_group(
         self,
         group_id: str,
@@ -147,7 +143,7 @@ class Engine:
             self.transfer_backend,
         )
         try:
-            await self._wait(task_id, timeout_s, f"transfer group {group_id} did not meet")
+            await self._wait(f"transfer group {group_id} did not meet", timeout_s, "fovea_report", task_id)
         finally:
             await self.forget_task(task_id)
 
@@ -158,23 +154,25 @@ class Engine:
     async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
         """See WeightEngine.start_receive."""
         task_id = self._new_task()
-        await self._command("fovea_receive", task_id, group_id, manifest.SerializeToString(), timeout_s)
+        problems: list[str] = await self._command(
+            "fovea_receive", task_id, group_id, manifest.SerializeToString(), timeout_s
+        )
+        if problem := next(filter(None, problems), ""):
+            raise InvalidInput(f"manifest: {problem}", field="manifest")
         return task_id
 
     async def wait_received(self, task_id: str, timeout_s: float) -> str:
         """See WeightEngine.wait_received."""
-        digests = await self._wait(task_id, timeout_s, "the snapshot did not arrive")
-        if len(set(digests)) != 1:
-            raise Internal(f"the engine's workers received different tensors: {sorted(set(digests))}")
-        return digests[0]
+        return _common(await self._wait(_NOT_ARRIVED, timeout_s, "fovea_report", task_id))
 
     async def forget_task(self, task_id: str) -> None:
         """See WeightEngine.forget_task."""
         await self._command("fovea_forget_task", task_id)
 
-    async def keep_adapter(self, task_id: str, adapter: AdapterName) -> None:
+    async def keep_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
         """See WeightEngine.keep_adapter."""
-        await self._command("fovea_keep_adapter", task_id, adapter.name, adapter.lora_id)
+        keep = ("fovea_keep_adapter", task_id, adapter.name, adapter.lora_id, digest)
+        return _common(await self._wait(_NOT_ARRIVED, timeout_s, *keep))
 
     async def forget_adapter(self, adapter: AdapterName) -> None:
         """See WeightEngine.forget_adapter."""
@@ -198,21 +196,20 @@ class Engine:
                 self._paused = False
         return time.monotonic() - start
 
-    async def _wait(self, task_id: str, timeout_s: float, what: str) -> list[str]:
-        """Polls a task on all workers until it is done; returns the digests."""
-        deadline = time.monotonic() + timeout_s
-        poll_s = _FIRST_POLL_S
+    async def _wait(self, what: str, timeout_s: float, method: str, *arguments: object) -> list[str]:
+        """Calls a method of all workers that reports on a task until it is done; returns the digests."""
+        begun = time.monotonic()
         while True:
-            reports: list[dict[str, str]] = await self._command("fovea_report", task_id)
+            reports: list[dict[str, str]] = await self._command(method, *arguments)
             failed = [report["error"] for report in reports if report["phase"] == "failed"]
             if failed:
                 raise Unavailable(f"{what}: {failed[0]}")
             if all(report["phase"] == "done" for report in reports):
                 return [report["digest"] for report in reports]
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - begun
+            if waited_s > timeout_s:
                 raise Unavailable(f"{what} within {timeout_s:.1f} s")
-            await asyncio.sleep(poll_s)
-            poll_s = min(poll_s * 1.5, _SLOWEST_POLL_S)
+            await asyncio.sleep(min(max(waited_s / 8, _FASTEST_POLL_S), _SLOWEST_POLL_S))
 
     async def _command(self, method: str, *arguments: object) -> list[Any]:
         """Calls a method of all workers, under a deadline."""
@@ -238,6 +235,13 @@ def _translated() -> Iterator[None]:
         raise InvalidInput(f"the engine refuses the request: {error}") from error
     except TimeoutError as error:
         raise DeadlineExceeded("the engine did not answer in time") from error
+
+
+def _common(digests: list[str]) -> str:
+    """What all workers received. Raises Internal if that differs."""
+    if len(set(digests)) != 1:
+        raise Internal(f"the engine's workers received different tensors: {sorted(set(digests))}")
+    return digests[0]
 
 
 def _lora_request(adapter: AdapterName | None) -> LoRARequest | None:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from itertools import groupby
+from typing import Any, Literal
 
 import torch
 
@@ -35,15 +36,19 @@ class Arrival:
         for specs, buffer in zip(_buckets(self.manifest), self.buffers, strict=True):
             yield from _cut(specs, buffer)
 
+    def runs(self) -> Iterator[torch.Tensor]:
+        """[n] of one element type each, the tensors one after another with their padding, as few as can be."""
+        for specs, buffer in zip(_buckets(self.manifest), self.buffers, strict=True):
+            start = 0
+            for dtype, run in groupby(specs, lambda spec: spec.dtype):
+                end = start + sum(map(padded_bytes, run))
+                yield buffer[start:end].view(getattr(torch, dtype))
+                start = end
+
     @property
     def device(self) -> torch.device:
         """Where it waits."""
         return self.buffers[0].device
-
-    def to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Frees the GPU of it. May run while `tensors` is looked at."""
-        for index, buffer in enumerate(self.buffers):
-            self.buffers[index] = copy(buffer)
 
 
 @dataclass
@@ -69,7 +74,7 @@ class SnapshotReceiver:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._groups: dict[str, TransferGroup] = {}
         self._tasks: dict[str, Task] = {}
-        self._arrivals: dict[str, Arrival] = {}
+        self._arrivals: dict[str, Any] = {}
 
     def start_join(
         self,
@@ -95,9 +100,18 @@ class SnapshotReceiver:
         self._start(task_id, join)
 
     def start_receive(
-        self, task_id: str, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float
+        self,
+        task_id: str,
+        group_id: str,
+        manifest: weights_pb2.SnapshotManifest,
+        timeout_s: float,
+        finish: Callable[[Arrival], Any],
     ) -> None:
-        """Begins to take part in the broadcasts of one snapshot. Raises KeyError for a group that was not joined."""
+        """Begins to take part in the broadcasts of one snapshot. Raises KeyError for a group that was not joined.
+
+        Args:
+            finish: Called on the thread that received, with what arrived; what it returns is `arrival`'s.
+        """
         group = self._groups[group_id]
         deadline = time.monotonic() + timeout_s
 
@@ -113,7 +127,10 @@ class SnapshotReceiver:
                     digest.add(specs, buffer.view(torch.int64))
                     arrival.buffers.append(buffer.to(place))
                 arrival.digest = task.digest = digest.hexdigest()
-            self._arrivals[task_id] = arrival
+                finished = finish(arrival)
+            if self._stream is not None:
+                self._stream.synchronize()
+            self._arrivals[task_id] = finished
 
         self._start(task_id, receive)
 
@@ -126,8 +143,8 @@ class SnapshotReceiver:
         """How far a task is. Raises KeyError for an unknown one."""
         return self._tasks[task_id].report()
 
-    def arrival(self, task_id: str) -> Arrival:
-        """The tensors of a task that is done. Raises KeyError otherwise."""
+    def arrival(self, task_id: str) -> Any:
+        """What `finish` made of the tensors of a task that is done. Raises KeyError otherwise."""
         return self._arrivals[task_id]
 
     def forget(self, task_id: str) -> None:

@@ -36,21 +36,17 @@ class WorkerExtension:
         """Once, after the model is loaded: adapters from memory, snapshots, and the logprobs that Fovea promises."""
         manager = self.model_runner.lora_manager
         self._receiver = SnapshotReceiver(self.device, self.rank)
-        self._bank = AdapterBank(manager)
         self._checker = ManifestChecker(
             checkpoint_shapes(Path(checkpoint)),
             _rename_of(self.model_runner.get_model()),
             _adaptable_modules(manager._adapter_manager),
             manager.lora_config.max_lora_rank,
         )
+        self._bank = AdapterBank(manager)  # last: vLLM's manager no longer shows its modules
         self.weight_transfer_engine.find_arrival = self._receiver.arrival
         rewind_draws_on_cpu(self.model_runner)
         report_temperature_logprobs(self.model_runner)
         PromptScorer(self.model_runner).install()
-
-    def fovea_problem(self, manifest: bytes) -> str:
-        """What is wrong with a serialized SnapshotManifest, or the empty string."""
-        return self._checker.problem(weights_pb2.SnapshotManifest.FromString(manifest))
 
     def fovea_join(
         self,
@@ -68,9 +64,18 @@ class WorkerExtension:
             task_id, group_id, master_address, master_port, rank_offset, world_size, timeout_s, backend
         )
 
-    def fovea_receive(self, task_id: str, group_id: str, manifest: bytes, timeout_s: float) -> None:
-        """Begins to receive a snapshot; `fovea_report` tells when it is whole."""
-        self._receiver.start_receive(task_id, group_id, weights_pb2.SnapshotManifest.FromString(manifest), timeout_s)
+    def fovea_receive(self, task_id: str, group_id: str, manifest: bytes, timeout_s: float) -> str:
+        """Begins to receive a snapshot; `fovea_report` tells when it is whole.
+
+        Returns what is wrong with the serialized SnapshotManifest, or the empty string.
+        """
+        parsed = weights_pb2.SnapshotManifest.FromString(manifest)
+        if problem := self._checker.problem(parsed):
+            return problem
+        is_adapter = parsed.snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER
+        finish = self._bank.build if is_adapter else lambda arrival: arrival
+        self._receiver.start_receive(task_id, group_id, parsed, timeout_s, finish)
+        return ""
 
     def fovea_report(self, task_id: str) -> dict[str, str]:
         """How far a task is: phase, error, digest."""
@@ -84,9 +89,15 @@ class WorkerExtension:
         """Leaves a group."""
         self._receiver.leave(group_id)
 
-    def fovea_keep_adapter(self, task_id: str, name: str, lora_id: int) -> None:
-        """Makes an arrived adapter known to vLLM under an unused name and id."""
-        self._bank.keep(name, lora_id, self._receiver.arrival(task_id))
+    def fovea_keep_adapter(self, task_id: str, name: str, lora_id: int, digest: str) -> dict[str, str]:
+        """Makes an adapter known to vLLM under an unused name and id if it has arrived with that digest.
+
+        Returns what `fovea_report` does. To be called until all workers have it.
+        """
+        report = self._receiver.report(task_id)
+        if report["phase"] == "done" and report["digest"] == digest:
+            self._bank.keep(name, lora_id, self._receiver.arrival(task_id))
+        return report
 
     def fovea_forget_adapter(self, name: str) -> None:
         """Frees an adapter that no request uses."""

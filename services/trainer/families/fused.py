@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from services.trainer.attention import packed_attention
 from services.trainer.fusing import fused
+from services.trainer.products import shared_products
 
 
 def fuse_layers(layers: Iterable[Any]) -> None:
@@ -35,7 +36,7 @@ def _norm(norm: Any, hidden: Tensor) -> Tensor:
 
 
 def _mlp(mlp: Any, hidden: Tensor) -> Tensor:
-    product: Tensor = mlp.down_proj(swiglu(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
+    product: Tensor = mlp.down_proj(swiglu(*shared_products(hidden, mlp.gate_proj, mlp.up_proj)))
     return product
 
 
@@ -45,11 +46,12 @@ def _attention(
     rows_1T = hidden_states.shape[:-1]
     heads = (*rows_1T, -1, attention.head_dim)
     cos_1TD, sin_1TD = position_embeddings
+    found = shared_products(hidden_states, attention.q_proj, attention.k_proj, attention.v_proj)
+    query_1THD, key_1THD, value_1THD = (product.view(heads) for product in found)
     query_1THD, key_1THD = (
-        norm_and_rotate(projection(hidden_states).view(heads), norm.weight, norm.variance_epsilon, cos_1TD, sin_1TD)
-        for projection, norm in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm))
+        norm_and_rotate(product_1THD, norm.weight, norm.variance_epsilon, cos_1TD, sin_1TD)
+        for product_1THD, norm in ((query_1THD, attention.q_norm), (key_1THD, attention.k_norm))
     )
-    value_1THD = attention.v_proj(hidden_states).view(heads)
     out_1THD, _ = packed_attention(
         attention,
         query_1THD.transpose(1, 2),

@@ -69,9 +69,7 @@ class QwenVl(Family):
     ) -> Tensor:
         deepstack: dict[str, Any] = {}
         if vision is not None and vision.deepstack and image_index_M is not None:
-            is_image_1T = torch.zeros(1, embeddings_TD.shape[0], dtype=torch.bool, device=embeddings_TD.device)
-            is_image_1T[0, image_index_M] = True
-            deepstack = {"visual_pos_masks": is_image_1T, "deepstack_visual_embeds": list(vision.deepstack)}
+            deepstack = {"visual_pos_masks": image_index_M, "deepstack_visual_embeds": list(vision.deepstack)}
         output = model.model.language_model(
             inputs_embeds=embeddings_TD.unsqueeze(0),
             position_ids=positions.unsqueeze(1),

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +19,9 @@ from tests.e2e.sampler.sender import Sender, manifest_of
 RANK = 4
 
 
-def attention_adapter(reference: Reference, seed: int) -> dict[str, torch.Tensor]:
+def attention_adapter(reference: Reference, seed: int, rank: int = RANK) -> dict[str, torch.Tensor]:
     """A small adapter."""
-    adapter = random_adapter(reference, RANK, seed, scale=0.2)
+    adapter = random_adapter(reference, rank, seed, scale=0.2)
     return {name: tensor for name, tensor in adapter.items() if "self_attn" in name}
 
 
@@ -55,6 +56,30 @@ async def test_more_adapters_than_the_engine_keeps_built(
     for name in (await client.info()).adapter_snapshot_ids:
         await client.drop_snapshot(name)
     assert not (await client.info()).adapter_snapshot_ids
+
+
+async def test_adapters_of_other_shapes_take_over_each_others_slots(
+    client: SamplerClient, prompts: PromptMaker, reference: Reference, model: Path
+) -> None:
+    """Three slots, six adapters in turns, of two shapes and of mixed types: nothing of the one before is left."""
+    sender = await Sender(client).join()
+    prompt = prompts.make("Slots ", picture(1))
+    expected = {}
+    for number in range(6):
+        name, rank = f"shape-{number}@1", (8, RANK)[number % 2]
+        adapter = random_adapter(reference, rank, number, scale=0.1) if number % 2 else {}
+        adapter = adapter or attention_adapter(reference, number, rank)
+        if number > 3:
+            adapter = {n: t.bfloat16() if "layers.1." in n else t for n, t in adapter.items()}
+        await sender.push(name, adapter, rank)
+        merged = Reference(model).merge({n: t.float() for n, t in adapter.items()}, rank)
+        expected[name] = merged.prompt_logprobs(prompt.tokens, prompt.images)[1:]
+        for held in [*expected][-4:]:
+            answer = await ask(client, request_for(prompt.wire, held, max_tokens=1, prompt_logprobs=True))
+            assert answer.prompt_logprobs is not None
+            assert np.abs(answer.prompt_logprobs[1:] - expected[held]).max() < 1e-3
+    for name in (await client.info()).adapter_snapshot_ids:
+        await client.drop_snapshot(name)
 
 
 async def test_dropping_waits_for_the_requests_in_flight(

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,8 @@ ARGUMENTS = {
         *("--token-budget", "160", "--logit-chunk-mib", "1"),
     ],
     "qwen3": ["--token-budget", "48", "--join-timeout-s", "4"],
+    # One rank, which adds full gradients up by itself; several micro-batches.
+    "one_rank": ["--ranks", "1", "--token-budget", "160"],
 }
 
 
@@ -90,10 +92,11 @@ def adam(**changes: float) -> trainer_pb2.AdamParams:
     return trainer_pb2.AdamParams(**{**defaults, **changes})
 
 
-async def start_bench(kind: tinyvlm.Kind, scratch: Path) -> Bench:
+async def start_bench(name: str, scratch: Path) -> Bench:
     """A running trainer with its surroundings."""
+    kind: tinyvlm.Kind = "qwen3_vl" if name == "one_rank" else cast(tinyvlm.Kind, name)
     model_dir = tinyvlm.ensure(kind)
-    process = TrainerProcess(model_dir, scratch / "trainer.log", *ARGUMENTS[kind])
+    process = TrainerProcess(model_dir, scratch / "trainer.log", *ARGUMENTS[name])
     loader = AutoModelForCausalLM if kind == "qwen3" else AutoModelForImageTextToText
     reference = loader.from_pretrained(model_dir, dtype=torch.float32)
     images = ImageService(model_dir, getattr(reference.model, "get_rope_index", None))
@@ -110,27 +113,35 @@ async def stop_bench(bench: Bench) -> None:
 @pytest.fixture(scope="session")
 async def benches(
     tmp_path_factory: pytest.TempPathFactory,
-) -> AsyncIterator[Callable[[tinyvlm.Kind], Awaitable[Bench]]]:
-    """Starts each family's trainer when it is first asked for."""
-    running: dict[tinyvlm.Kind, Bench] = {}
+) -> AsyncIterator[Callable[[str], Awaitable[Bench]]]:
+    """Starts each trainer of ARGUMENTS when it is first asked for."""
+    running: dict[str, Bench] = {}
 
-    async def get(kind: tinyvlm.Kind) -> Bench:
-        if kind not in running:
-            running[kind] = await start_bench(kind, tmp_path_factory.mktemp(kind))
-        return running[kind]
+    async def get(name: str) -> Bench:
+        if name not in running:
+            running[name] = await start_bench(name, tmp_path_factory.mktemp(name))
+        return running[name]
 
     yield get
     for bench in running.values():
         await stop_bench(bench)
 
 
-Benches = Callable[[tinyvlm.Kind], Awaitable[Bench]]
+Benches = Callable[[str], Awaitable[Bench]]
 
 
 @pytest.fixture(params=["qwen3_vl", "qwen2_5_vl"])
 async def vlm(request: pytest.FixtureRequest, benches: Benches) -> AsyncIterator[Bench]:
     """Each vision-language family, without models of earlier tests."""
     bench = await benches(request.param)
+    yield bench
+    await bench.clean()
+
+
+@pytest.fixture
+async def one_rank(benches: Benches) -> AsyncIterator[Bench]:
+    """Qwen3-VL on one rank, without models of earlier tests."""
+    bench = await benches("one_rank")
     yield bench
     await bench.clean()
 

@@ -90,13 +90,23 @@ async def test_adapter_gradients_equal_peft(vlm: Bench) -> None:
 
 
 async def test_full_gradients_equal_transformers(vlm: Bench) -> None:
-    model_id = await vlm.create(None)
-    datums = datums_of(vlm.images, "mixed")
-    await vlm.client.forward_backward(header(model_id, len(datums)), datums)
-    model = _fresh(vlm)
-    reference.cross_entropy(model, vlm.images, chunk_lists("mixed"), datums).backward()
-    expected = {name: -parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    descent = await vlm.descend(model_id)
+    await _assert_full_gradients_equal_transformers(vlm)
+
+
+async def test_full_gradients_of_one_rank_equal_transformers(one_rank: Bench) -> None:
+    await _assert_full_gradients_equal_transformers(one_rank)
+
+
+async def _assert_full_gradients_equal_transformers(bench: Bench) -> None:
+    """Over two calls, whose gradients add up."""
+    model_id = await bench.create(None)
+    datums = datums_of(bench.images, "mixed")
+    for _ in range(2):
+        await bench.client.forward_backward(header(model_id, len(datums)), datums)
+    model = _fresh(bench)
+    reference.cross_entropy(model, bench.images, chunk_lists("mixed"), datums).backward()
+    expected = {name: -2 * parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    descent = await bench.descend(model_id)
     assert _relative_difference({name: descent[name] for name in expected}, expected) < 1e-4
     assert all(not descent[name].any() for name in set(descent) - set(expected))
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fovea.api.v1 import weights_pb2
-from fovea.wire.errors import Unavailable
+from fovea.wire.errors import InvalidInput, Unavailable
 from services.sampler.families.base import FeatureTensors
 from services.sampler.requests import AdapterName, AltRows, Delta, Event, PromptFacts, SampleSpec
 
@@ -75,10 +75,6 @@ class MemoryEngine:
         finally:
             self.running -= 1
 
-    async def manifest_problem(self, manifest: weights_pb2.SnapshotManifest) -> str:
-        """Manifests without tensors are refused."""
-        return "" if manifest.tensors else "the manifest lists no tensors"
-
     async def join_group(
         self,
         group_id: str,
@@ -98,7 +94,9 @@ class MemoryEngine:
         self.groups.discard(group_id)
 
     async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
-        """Begins."""
+        """Begins. Manifests without tensors are refused."""
+        if not manifest.tensors:
+            raise InvalidInput("manifest: the manifest lists no tensors", field="manifest")
         task_id = f"task-{len(self.digests)}"
         self.tasks[task_id] = manifest
         self.digests[task_id] = manifest.snapshot.digest
@@ -117,10 +115,13 @@ class MemoryEngine:
         """Forgets."""
         self.tasks.pop(task_id, None)
 
-    async def keep_adapter(self, task_id: str, adapter: AdapterName) -> None:
-        """Keeps."""
+    async def keep_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
+        """Waits for `arrived`, then keeps."""
         assert adapter.name not in self.adapters, "a name was used twice"
-        self.adapters[adapter.name] = self.tasks[task_id].snapshot.digest
+        arrived = await self.wait_received(task_id, timeout_s)
+        if arrived == digest:
+            self.adapters[adapter.name] = arrived
+        return arrived
 
     async def forget_adapter(self, adapter: AdapterName) -> None:
         """Forgets."""

@@ -25,6 +25,13 @@ def _reference(inputs: dict[str, torch.Tensor], targets: torch.Tensor, lora: boo
     return logits.log_softmax(-1).gather(1, targets)
 
 
+def _pair(given: dict[str, torch.Tensor]) -> LoraPair:
+    """Gradients arrive where a leaf keeps them."""
+    a, b = given["a"], given["b"]
+    a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
+    return LoraPair(a, b, a.detach(), b.detach(), a.grad, b.grad, SCALE)
+
+
 def _targets() -> torch.Tensor:
     targets = torch.randint(0, V, (T, K), generator=torch.Generator().manual_seed(5))
     targets[2] = 4  # the same target three times
@@ -39,7 +46,7 @@ def test_values_and_gradients(chunk: int, lora: bool) -> None:
     expected = _reference(exact, targets, lora)
     (expected * exact["direction"].detach()).sum().backward()
     given = {name: tensor.requires_grad_() for name, tensor in _inputs().items()}
-    pair = LoraPair(given["a"], given["b"], SCALE) if lora else None
+    pair = _pair(given) if lora else None
     found = target_logprobs(given["hidden"], given["weight"], pair, targets, chunk)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     (found * given["direction"].detach()).sum().backward()
@@ -47,10 +54,24 @@ def test_values_and_gradients(chunk: int, lora: bool) -> None:
         torch.testing.assert_close(given[name].grad.double(), exact[name].grad, rtol=1e-4, atol=1e-5)
 
 
+def test_the_gradient_of_the_weight_adds_to_its_master() -> None:
+    inputs, targets = _inputs(), _targets()
+    weight = inputs["weight"].requires_grad_()
+    (target_logprobs(inputs["hidden"], weight, None, targets, 3) * inputs["direction"]).sum().backward()
+    assert weight.grad is not None
+    expected, weight.grad = weight.grad, None
+    master = weight.detach().clone()
+    for _ in range(2):
+        (target_logprobs(inputs["hidden"], weight, master, targets, 3) * inputs["direction"]).sum().backward()
+    assert weight.grad is None
+    assert master.grad is not None
+    torch.testing.assert_close(master.grad, 2 * expected)
+
+
 def test_gradient_by_finite_differences() -> None:
     inputs, targets, step = _inputs(torch.float64), _targets(), 1e-6
     given = {name: tensor.float().requires_grad_() for name, tensor in inputs.items()}
-    pair = LoraPair(given["a"], given["b"], SCALE)
+    pair = _pair(given)
     found = target_logprobs(given["hidden"], given["weight"], pair, targets, 3)
     (found * given["direction"].detach()).sum().backward()
     for name in ("hidden", "a", "b"):

@@ -30,7 +30,7 @@ def _targets() -> list[LoraTarget]:
 
 
 def test_tensors_are_views_of_one_buffer_under_peft_names() -> None:
-    weights = LoraWeights(_settings(), _targets(), CPU)
+    weights = LoraWeights(_settings(), _targets(), CPU, torch.float32)
     names = dict(weights.named(weights.flat))
     assert list(names) == [
         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
@@ -46,7 +46,7 @@ def test_tensors_are_views_of_one_buffer_under_peft_names() -> None:
 def test_injection_adds_scaled_product_and_gradients_land_in_the_buffer() -> None:
     targets = _targets()
     injector = LoraInjector(targets)
-    weights = LoraWeights(_settings(), targets, CPU)
+    weights = LoraWeights(_settings(), targets, CPU, torch.float32)
     with torch.no_grad():
         weights.flat.normal_(generator=torch.Generator().manual_seed(0))
     module, x = targets[0].module, torch.randn(3, 5, 6)
@@ -63,6 +63,27 @@ def test_injection_adds_scaled_product_and_gradients_land_in_the_buffer() -> Non
     )
     injector.activate(None)
     torch.testing.assert_close(module(x), plain)
+
+
+def test_low_precision_follows_the_weights_and_gradients_are_summed_in_float32() -> None:
+    target = LoraTarget("q_proj", nn.Linear(64, 48, bias=False, dtype=torch.bfloat16), Role.ATTENTION, False)
+    injector = LoraInjector([target])
+    weights = LoraWeights(_settings(rank=8), [target], CPU, torch.bfloat16)
+    x, direction = torch.randn(32, 64).bfloat16(), torch.randn(32, 48).bfloat16()
+    for _ in range(2):
+        with torch.no_grad():
+            weights.flat.normal_(generator=torch.Generator().manual_seed(0))
+        weights.flat_grad.zero_()
+        injector.activate(weights)
+        for _ in range(3):
+            target.module(x).backward(direction)
+        pair = weights.pairs["q_proj"]
+        a, b = (leaf.detach().bfloat16().float().requires_grad_() for leaf in (pair.a, pair.b))
+        (4.0 * x.float() @ a.T @ b.T).backward(3 * direction.float())
+        assert a.grad is not None
+        assert b.grad is not None
+        torch.testing.assert_close(pair.a_grad, a.grad, rtol=0.02, atol=0.02 * a.grad.abs().max().item())
+        torch.testing.assert_close(pair.b_grad, b.grad, rtol=0.02, atol=0.02 * b.grad.abs().max().item())
 
 
 @pytest.mark.parametrize(
@@ -82,7 +103,7 @@ def test_impossible_settings(changes: dict[str, object], field: str) -> None:
 
 
 def test_peft_files_come_back() -> None:
-    weights = LoraWeights(_settings(), _targets(), CPU)
+    weights = LoraWeights(_settings(), _targets(), CPU, torch.float32)
     files = peft_files(weights.named(weights.flat), 2, 32.0, "base")
     flat = torch.zeros_like(weights.flat)
     copy_into(weights.named(flat), read_tensors(files["adapter_model.safetensors"], "file"), "file")

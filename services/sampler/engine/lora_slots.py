@@ -1,0 +1,166 @@
+"""vLLM's LoRA slots as one layer: where the parts of an adapter go is found out once, and many are copied in one call.
+
+vLLM 0.32.0 goes through a model module by module and tensor by tensor, 40 ms for an adapter of 504 tensors. What it
+would copy where is asked of its own code, with tensors that hold nothing, so that no knowledge of its layers is needed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+
+WHOLE_MODEL = "whole-model"
+"""Name of the one layer that vLLM sees."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A view of an adapter's flat tensor; all in elements."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The view."""
+        return flat.as_strided(self.size, self.stride, self.start)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotPlan:
+    """Which pieces of the adapters of one layout go where, for each slot; the first `dense_count` into whole rows."""
+
+    pieces: list[Piece]
+    targets: list[list[torch.Tensor]]
+    dense_count: int
+
+    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The pieces of an adapter."""
+        return [piece.of(flat) for piece in self.pieces]
+
+
+@dataclass
+class PlannedAdapter:
+    """An adapter in vLLM's element type, B scaled.
+
+    Args:
+        flat: All its tensors, one after another; on the GPU or on the host.
+        rank: Of A and B.
+        plan: Of its layout.
+    """
+
+    flat: torch.Tensor
+    rank: int
+    plan: SlotPlan
+
+    def __post_init__(self) -> None:
+        self.parts = self.plan.parts(self.flat)
+
+    def move(self, flat: torch.Tensor) -> None:
+        """Lets go of where it was. May run while it is copied into a slot."""
+        self.flat, self.parts = flat, self.plan.parts(flat)
+
+
+class LoraSlots:
+    """All LoRA layers of a model; to vLLM they are one, with the methods that it calls of a layer.
+
+    Args:
+        manager: vLLM's LoRAModelManager, which sees this layer alone from now on.
+
+    Raises TypeError if vLLM's layers do not work as this expects.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._modules: dict[str, BaseLayerWithLoRA] = dict(manager.modules)
+        self._slot_count: int = manager.lora_slots
+        if manager._is_moe or manager.is_pooling_model:
+            raise TypeError("adapters are served for dense language models only")
+        self._zeroed = [self._reset_targets(slot) for slot in range(self._slot_count)]
+        # What a slot holds; nothing is known of what vLLM tried out while it started.
+        self._held: list[SlotPlan | None] = [None] * self._slot_count
+        manager.modules = {WHOLE_MODEL: self}
+
+    @torch.inference_mode()
+    def plan(self, build: Callable[[torch.Tensor], LoRAModel], length: int) -> SlotPlan:
+        """Finds out what vLLM would copy where. Copies nothing, and may run beside the engine.
+
+        Args:
+            build: vLLM's form of an adapter from its flat tensor, all of it views.
+            length: Elements of the flat tensor.
+
+        Raises TypeError if vLLM would copy anything but parts of that tensor, or leave some of it out.
+        """
+        flat = torch.empty(length, device="meta")
+        model = build(flat)
+        tensor_count = 2 * len(model.loras)
+        self._manager._create_merged_loras_inplace(model)
+        recorded = [self._copies(slot, model) for slot in range(self._slot_count)]
+        if any(part.untyped_storage()._cdata != flat.untyped_storage()._cdata for _, part in recorded[0]):
+            raise TypeError("vLLM changes adapters on their way into its slots: lora_slots.py was written for 0.32.0")
+        if len(recorded[0]) < tensor_count:
+            raise TypeError(f"vLLM takes {len(recorded[0])} of the adapter's {tensor_count} tensors")
+        for copies in recorded:
+            copies.sort(key=lambda copy: not copy[0].is_contiguous())
+        pieces = [Piece(tuple(part.size()), part.stride(), int(part.storage_offset())) for _, part in recorded[0]]
+        dense_count = sum(target.is_contiguous() for target, _ in recorded[0])
+        return SlotPlan(pieces, [[target for target, _ in copies] for copies in recorded], dense_count)
+
+    @torch.inference_mode()
+    def set_lora(self, index: int, adapter: PlannedAdapter, _: None = None) -> None:
+        """Puts an adapter into a slot. Called by vLLM."""
+        plan, parts = adapter.plan, adapter.parts
+        if self._held[index] is not plan:  # another of the same layout is overwritten to its last element
+            self.reset_lora(index)
+        if parts[0].is_cuda:
+            parts[0].record_stream(torch.cuda.current_stream())
+        # Apart, for torch's GPU kernels take many tensors at once only if all of them are dense.
+        for some in (slice(0, plan.dense_count), slice(plan.dense_count, None)):
+            if parts[some]:
+                torch._foreach_copy_(plan.targets[index][some], parts[some], non_blocking=True)
+        self._held[index] = plan
+
+    @torch.inference_mode()
+    def reset_lora(self, index: int) -> None:
+        """Empties a slot. Called by vLLM."""
+        self._held[index] = None
+        torch._foreach_zero_(self._zeroed[index])
+
+    @torch.inference_mode()
+    def _reset_targets(self, slot: int) -> list[torch.Tensor]:
+        recorder = _Recorder()
+        with recorder:
+            for module in self._modules.values():
+                module.reset_lora(slot)
+        if not recorder.written:
+            raise TypeError("vLLM empties its slots in another way than that of 0.32.0")
+        return [target for target, _ in recorder.written]
+
+    def _copies(self, slot: int, model: LoRAModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        recorder = _Recorder()
+        with recorder:
+            for name, layer in model.loras.items():
+                self._modules[name].set_lora(slot, layer.lora_a, layer.lora_b)
+        return [(target, part) for target, part in recorder.written if part is not None and part.is_meta]
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what would be filled (source None) or copied, (target, source), instead of doing it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.fill_.Tensor, aten.fill_.Scalar, aten.zero_.default):
+            self.written.append((args[0], None))
+            return args[0]
+        if func is aten.copy_.default:
+            self.written.append((args[0], args[1]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
