@@ -5,10 +5,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from fovea.api.v1 import sampler_pb2
+from fovea.api.v1 import model_input_pb2, sampler_pb2
 from fovea.client import SamplerClient
 from fovea.wire.errors import DeadlineExceeded, FoveaError, Unavailable
 from gateway.discovery.discovery import Discovery
+from gateway.routing.affinity import Affinity, prefix_keys
 from gateway.routing.residency import Residency
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,11 @@ class Sampler:
         self.slots = asyncio.Semaphore(concurrency)
         self.queued = 0
         self.residency = Residency(lambda wanted: change(self, wanted))
+
+    @property
+    def instance_id(self) -> str:
+        """Of its engine, another one after a restart; empty before it first answered."""
+        return self.info.instance_id if self.info is not None else ""
 
     async def refresh(self) -> None:
         """Asks the sampler what it holds."""
@@ -94,6 +100,7 @@ class Samplers:
         self._samplers: dict[str, Sampler] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._any_up = asyncio.Event()
+        self._affinity = Affinity()
 
     async def start(self) -> None:
         """Begins to watch every sampler."""
@@ -124,21 +131,37 @@ class Samplers:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._any_up.wait(), max(timeout_s, 0.0))
 
-    def pick(self, snapshot_id: str) -> Sampler:
-        """The least busy sampler, one that holds the snapshot if possible. Raises Unavailable if none is up."""
+    def pick(self, snapshot_id: str, prompt: model_input_pb2.RenderedInput) -> Sampler:
+        """A sampler that holds the snapshot if possible: the one that has seen most of the prompt, or the least busy.
+
+        Raises Unavailable if none is up.
+        """
         if not self.up:
             raise Unavailable("no sampler answers")
         holders = [s for s in self.up if snapshot_id in s.adapters or snapshot_id == s.residency.resident]
-        others = min(self.up, key=lambda sampler: sampler.queued)
-        best = min(holders, key=lambda sampler: sampler.queued, default=others)
+        least = min(self.up, key=_queued)
+        best = min(holders, key=_queued, default=least)
         # A holder is preferred until it is much busier: then loading the snapshot elsewhere pays.
-        return best if best.queued <= 2 * others.queued + 8 else others
+        if best.queued > 2 * least.queued + 8:
+            best = least
+        keys = prefix_keys(snapshot_id, prompt)
+        seen = self._affinity.longest(keys)
+        affine = min((s for s in holders if s.instance_id in seen), key=_queued, default=best)
+        # A cached prefix is soon computed again: it is worth a short wait only.
+        if affine.queued <= 1.25 * least.queued + 4:
+            best = affine
+        self._affinity.note(keys, best.instance_id)
+        return best
 
     def _note(self) -> None:
         if self.up:
             self._any_up.set()
         else:
             self._any_up.clear()
+
+
+def _queued(sampler: Sampler) -> int:
+    return sampler.queued
 
 
 async def _watch_forever(sampler: Sampler) -> None:

@@ -118,7 +118,7 @@ class SampleRunner:
             work.wait_on("rendering the prompt")
             work.rendered = await self._renderers.render(work.request.prompt, "prompt")
             await self._check(work)
-        sampler = self._samplers.pick(work.sampling.snapshot_id)
+        sampler = self._samplers.pick(work.sampling.snapshot_id, work.rendered)
         sampler.queued += 1
         try:
             work.wait_on("waiting for a place in a sampler", QueueState.PAUSED)

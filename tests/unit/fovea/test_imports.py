@@ -5,10 +5,11 @@ import sys
 
 import pytest
 
+ROLLOUT = ["fovea.rollout.batch", "fovea.rollout.template", "fovea.rollout.grpc_policy"]
 HEAVY = {"torch", "vllm", "transformers", "torchvision", "peft", "matplotlib", "sklearn"}
 
 
-@pytest.mark.parametrize("module", ["fovea.cli.main", "fovea.client", "fovea.runtime.server", "gateway.app"])
+@pytest.mark.parametrize("module", ["fovea.cli.main", "fovea.client", "fovea.runtime.server", "gateway.app", *ROLLOUT])
 def test_importing_loads_no_heavy_module(module: str) -> None:
     program = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()

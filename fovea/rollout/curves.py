@@ -1,0 +1,68 @@
+"""Curves as inline SVG."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 336, 132, 44, 8, 18
+
+
+def curve_figure(name: str, values: Sequence[float]) -> str:
+    """An HTML figure of one number a step; steps without a finite one are passed over. Colours are the page's."""
+    points = [(step, value) for step, value in enumerate(values) if math.isfinite(value)]
+    label = html.escape(name)
+    if not points:
+        return f'<figure class="curve"><figcaption><span>{label}</span><b>–</b></figcaption></figure>'
+    first, latest = _short(points[0][1]), _short(points[-1][1])
+    low, high = _range([value for _, value in points])
+    last = max(len(values) - 1, 1)
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        x = _LEFT + step / last * (_WIDTH - _LEFT - 6)
+        y = _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+        return round(x, 1), round(y, 1)
+
+    places = [place(step, value) for step, value in points]
+    path = " L".join(f"{x} {y}" for x, y in places)
+    floor = _HEIGHT - _BOTTOM
+    area = f"M{places[0][0]} {floor} L{path} L{places[-1][0]} {floor} Z"
+    grid = "".join(_grid_line(place(0, value)[1], value) for value in (low, (low + high) / 2, high))
+    hits = "".join(
+        f'<circle class="hit" cx="{x}" cy="{y}" r="5"><title>step {step}: {value:.4g}</title></circle>'
+        for (x, y), (step, value) in zip(places, points, strict=True)
+    )
+    dot = f'<circle class="dot" cx="{places[-1][0]}" cy="{places[-1][1]}" r="3"/>'
+    steps = f'<text x="{_LEFT}" y="{_HEIGHT - 4}">0</text>'
+    steps += f'<text x="{_WIDTH - 6}" y="{_HEIGHT - 4}" text-anchor="end">step {len(values) - 1}</text>'
+    return (
+        f'<figure class="curve"><figcaption><span>{label}</span><b>{first} → {latest}</b></figcaption>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}, from {first} to {latest}">{grid}'
+        f'<path class="area" d="{area}"/><path class="path" d="M{path}"/>{dot}{hits}{steps}</svg></figure>'
+    )
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """From 0 where it is near, so that a curve does not look steeper than it is."""
+    low, high = min(values), max(values)
+    if low > 0 and low < 0.7 * high:
+        low = 0.0
+    if high - low < 1e-12:
+        low, high = low - 0.5, high + 0.5
+    return low, high
+
+
+def _grid_line(y: float, value: float) -> str:
+    return (
+        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - 6}" y1="{y}" y2="{y}"/>'
+        f'<text x="{_LEFT - 5}" y="{y + 3.5}" text-anchor="end">{_short(value)}</text>'
+    )
+
+
+def _short(value: float) -> str:
+    """Three digits: 0.982, 12.5, 2.1e-8."""
+    if value != 0 and not 1e-3 <= abs(value) < 1e4:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.3g}"

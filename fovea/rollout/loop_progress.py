@@ -1,0 +1,64 @@
+"""Two lines that say how far a loop is."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich import progress
+from rich.console import Console
+
+from fovea.rollout.step_report import StepReport
+from fovea.rollout.trajectory import Trajectory
+
+
+class LoopProgress:
+    """Steps, and the rollouts of the coming one. Use as `with`.
+
+    Args:
+        steps: In all.
+        rollouts: Of one step.
+        is_shown: None for on a terminal only.
+    """
+
+    def __init__(self, steps: int, rollouts: int, is_shown: bool | None) -> None:
+        console = Console(stderr=True)
+        self._rollouts, self._finished, self._failed = rollouts, 0, 0
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description:<8}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[words]}"),
+            progress.TimeElapsedColumn(),
+            console=console,
+            disable=not (console.is_terminal if is_shown is None else is_shown),
+        )
+        self._steps_task = self._bar.add_task("steps", total=steps, words="")
+        self._rollouts_task = self._bar.add_task("rollouts", total=rollouts, words="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def count_rollout(self, trajectory: Trajectory) -> None:
+        """Counts one that has ended."""
+        self._finished += 1
+        self._failed += trajectory.end == "failed"
+        self._show_rollouts()
+
+    def count_step(self, report: StepReport) -> None:
+        """Counts a step; its rollouts are off the second line, those that ran ahead stay on it."""
+        self._finished -= sum(len(group) for group in report.trajectories)
+        agreement = "nothing to train on" if report.agreement is None else f"kl {report.agreement.kl:.1e}"
+        words = f"reward {report.reward_mean:.3f}, signal {report.signal_share:.0%}, lag {report.lag}, {agreement}"
+        self._bar.update(self._steps_task, advance=1, words=words)
+        self._show_rollouts()
+
+    def _show_rollouts(self) -> None:
+        words = f"{self._failed} failed"
+        self._bar.update(self._rollouts_task, completed=min(self._finished, self._rollouts), words=words)
