@@ -28,6 +28,7 @@ class TrainingDatum:
         conversation: Of the rollout.
         turns: Indices of the turns that its loss is on.
         pictures: Their digests, in order.
+        mask: bool [N]: which targets were sampled.
     """
 
     datum: tinker.Datum
@@ -35,6 +36,7 @@ class TrainingDatum:
     conversation: str
     turns: tuple[int, ...]
     pictures: tuple[str, ...]
+    mask: npt.NDArray[np.bool_]
 
 
 async def training_datums(
@@ -64,12 +66,12 @@ async def training_datums(
 async def _datum(trajectory: Trajectory, segment: Segment, rows: Sequence[Floats], policy: Policy) -> TrainingDatum:
     turn_of = dict(zip(segment.sampled, segment.turns, strict=True))
     chunks: list[tinker.EncodedTextChunk | ImageChunk] = []
-    columns: dict[str, list[npt.NDArray]] = {"target_tokens": [], "logprobs": [], "advantages": []}
+    columns: dict[str, list[npt.NDArray]] = {name: [] for name in (*_DTYPES, "mask")}
     for index, chunk in enumerate(segment.chunks[: max(turn_of) + 1]):
         chunks.append(await model_input_chunk(chunk, policy))
-        values: tuple[npt.ArrayLike, ...] = (np.zeros(chunks[-1].length),) * 3
+        values: tuple[npt.ArrayLike, ...] = (np.zeros(chunks[-1].length),) * 4
         if index in turn_of and isinstance(chunk, Tokens):
-            values = (chunk.ids, segment.sampled[index], rows[turn_of[index]])
+            values = (chunk.ids, segment.sampled[index], rows[turn_of[index]], np.ones(len(chunk.ids)))
         for column, value in zip(columns.values(), values, strict=True):
             column.append(np.asarray(value))
     # What is left of the last chunk is what predicts its last token.
@@ -77,16 +79,15 @@ async def _datum(trajectory: Trajectory, segment: Segment, rows: Sequence[Floats
     assert isinstance(last, tinker.EncodedTextChunk), "only tokens are sampled"
     if last.length > 1:
         chunks.append(tinker.EncodedTextChunk(tokens=last.tokens[:-1]))
-    inputs = {
-        name: tinker.TensorData.from_numpy(np.concatenate(column)[1:].astype(_DTYPES[name]))
-        for name, column in columns.items()
-    }
+    shifted = {name: np.concatenate(column)[1:] for name, column in columns.items()}
+    inputs = {name: tinker.TensorData.from_numpy(shifted[name].astype(dtype)) for name, dtype in _DTYPES.items()}
     return TrainingDatum(
         tinker.Datum(model_input=tinker.ModelInput(chunks=chunks), loss_fn_inputs=inputs),
         joined_versions([trajectory.turns[turn] for turn in segment.turns]),
         trajectory.conversation,
         segment.turns,
         tuple(picture.digest for picture in segment.pictures),
+        shifted["mask"].astype(np.bool_),
     )
 
 

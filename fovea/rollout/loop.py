@@ -44,6 +44,9 @@ class LoopSettings:
             `inflight`: always; those that run while weights change go on with the new ones. Each datum's `versions`
             are the bounds of what sampled it.
         max_lag: For `inflight`: the most steps by which weights that sampled may be older than those trained.
+        discount: Of later rewards, 0 to 1: each turn is then judged by what came of it, among the rollouts of its group
+            at that turn (they differ in how they got there; rewards for each step tell more). None: all turns of a
+            rollout are judged by its total reward.
         substeps: Optimizer steps of one step: its datums are split into that many parts. More than one is off-policy
             after the first: use a loss that clips, as `ppo` does.
         loss: Of the server: `importance_sampling`, `ppo` or `cispo`; `loss_config` goes with it.
@@ -61,6 +64,7 @@ class LoopSettings:
     mode: Mode = "on_policy"
     max_lag: int = 2
     estimator: Estimator = "grpo"
+    discount: float | None = None
     substeps: int = 1
     loss: Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"] = "importance_sampling"
     loss_config: Mapping[str, float] = field(default_factory=dict)
@@ -80,6 +84,8 @@ class LoopSettings:
                 f"group_size is {self.group_size}; advantages compare rollouts of a group: use 2 or more",
                 field="group_size",
             )
+        if self.discount is not None and not 0.0 <= self.discount <= 1.0:
+            raise InvalidInput(f"discount is {self.discount:g}; it must be from 0 to 1", field="discount")
         if self.kl_coefficient and self.rollout.sampling.temperature != 1.0:
             raise InvalidInput(
                 f"kl_coefficient needs temperature 1, at which the base is scored; temperature is "
@@ -178,7 +184,11 @@ class _Loop:
             groups = await self.pool.take(settings.groups_per_step, step - settings.allowed_lag)
         with self._timed("batch"):
             batch = await training_batch(
-                groups, settings.estimator, filter_groups=settings.filter_groups, policy=self.policy
+                groups,
+                settings.estimator,
+                filter_groups=settings.filter_groups,
+                policy=self.policy,
+                discount=settings.discount,
             )
             if settings.kl_coefficient and self._base is not None and batch.data:
                 batch = await batch.penalised(self._base, settings.kl_coefficient)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from fovea.rollout.messages import Picture
-from fovea.rollout.training_batch import rewards_of, training_batch
+from fovea.rollout.training_batch import returns_of, rewards_of, training_batch
 from fovea.rollout.trajectory import Failure
 from tests.unit.fovea.rollout.rollouts import FourTokenPictures, rollout, turn
 
@@ -60,3 +60,24 @@ async def test_parts_have_every_datum_once() -> None:
     assert all(len(part.masks) == len(part.data) for part in parts)
     assert len(batch.split(9, (0, 1))) == 5
     assert batch.split(1, (0, 1))[0].data == batch.data
+
+
+async def test_turns_are_judged_by_what_came_of_them() -> None:
+    """Rewards 0.25 then 1, 0.75 then 0, and 0.5 at the only turn; a broken rollout does not count."""
+
+    def played(*rewards: float, is_broken: bool = False):
+        turns = [turn([1, *[5, 7] * index], [5], [-1.0], reward=reward) for index, reward in enumerate(rewards)]
+        return rollout(*turns, failure=BROKEN if is_broken else None)
+
+    group = [played(0.25, 1.0), played(0.75, 0.0), played(0.5), played(9.0, 9.0, is_broken=True)]
+    np.testing.assert_array_equal(returns_of(group, 0.5), [[0.75, 0.75, 0.5, np.nan], [1.0, 0.0, np.nan, np.nan]])
+    batch = await training_batch([group], "dr_grpo", filter_groups=True, policy=FourTokenPictures(), discount=0.0)
+    found = [datum.datum.loss_fn_inputs["advantages"].tolist() for datum in batch.data]
+    # At the first turn 0.25, 0.75, 0.5 around 0.5; at the second 1 and 0 around 0.5.
+    assert found == [[-0.25, 0.0, 0.5], [0.25, 0.0, -0.5], [0.0]]
+
+
+async def test_a_group_is_left_out_if_no_turn_has_a_signal() -> None:
+    same = [one(1.0), one(1.0)]
+    batch = await training_batch([same], "grpo", filter_groups=True, policy=FourTokenPictures(), discount=0.9)
+    assert batch.data == []
