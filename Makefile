@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test check conformance cookbook format e2e gpu bench protos lock clean
+.PHONY: help setup demo rl up test check conformance cookbook format e2e gpu bench protos lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -28,6 +28,9 @@ $(VENV)/ready: requirements/cpu.txt pyproject.toml
 
 demo: setup ## The main job: a tiny VLM learns real digits; writes demo/report.html and demo/result.json
 	$(BIN)/python -m demo
+
+rl: setup ## Reinforcement learning: three examples that learn; writes examples/results.json, curves and pages
+	$(BIN)/python -m examples
 
 up: setup ## Start Fovea on this machine with the tiny model (fovea up --help for more)
 	$(BIN)/fovea up

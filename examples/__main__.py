@@ -1,0 +1,57 @@
+"""`make rl`: the three reinforcement-learning examples against a Fovea of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import tinyvlm
+from demo.up import running_fovea
+from examples.chart import draw_curves
+
+FOLDER = pathlib.Path(__file__).parent
+EXAMPLES = ("rl_digits", "rl_geometry", "rl_gridworld")
+API_KEY = "tml-local"
+
+
+def main(
+    examples: Annotated[list[str] | None, typer.Argument(help=f"Some of {', '.join(EXAMPLES)}; default: all.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds from 0.")] = 1,
+    out: Annotated[pathlib.Path, typer.Option(help="Where curves and pages go.")] = FOLDER / "out",
+    results: Annotated[pathlib.Path, typer.Option(help="What was measured.")] = FOLDER / "results.json",
+) -> None:
+    """Run the examples, and write what they learnt."""
+    # The SDK would otherwise report its use of our own server to our own server.
+    environment = os.environ | {"TINKER_TELEMETRY": "0"}
+    console = Console()
+    out.mkdir(parents=True, exist_ok=True)
+    with running_fovea(out / "fovea", tinyvlm.ensure(), "--port", "0", "--grpc-port", "0") as up:
+        server = ("--base-url", up["base_url"], "--api-key", API_KEY, "--out", str(out))
+        for name in examples or EXAMPLES:
+            for seed in range(seeds):
+                console.rule(f"{name}, seed {seed}")
+                command = [sys.executable, "-m", f"examples.{name}", *server, "--seed", str(seed)]
+                subprocess.run(command, env=environment, cwd=FOLDER.parent, check=True)
+                keep(json.loads((out / f"{name}-{seed}.json").read_text()), results)
+            draw_curves([out / f"{name}-{seed}.json" for seed in range(seeds)], out / f"{name}.png")
+    console.print(f"results: {results}; curves and pages: {out}")
+
+
+def keep(run: dict[str, Any], results: pathlib.Path) -> None:
+    """Puts a run into the results, in the place of the last one of the same example and seed."""
+    rows: list[dict[str, Any]] = json.loads(results.read_text()) if results.exists() else []
+    rows = [row for row in rows if (row["example"], row["seed"]) != (run["example"], run["seed"])]
+    rows.append({name: value for name, value in run.items() if name != "rewards"})
+    rows.sort(key=lambda row: (row["example"], row["seed"]))
+    results.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

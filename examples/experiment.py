@@ -1,0 +1,177 @@
+"""One run of a reinforcement-learning example: connect, warm up, measure, learn, measure, write down.
+
+Nothing here is Fovea's own: any server that speaks the Tinker API will do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import tinker
+
+from examples.random_player import RandomPlayer
+from fovea.rollout.batch import run_batch
+from fovea.rollout.datums import training_datums
+from fovea.rollout.environment import Environment
+from fovea.rollout.evaluation import evaluate
+from fovea.rollout.loop import LoopSettings, train
+from fovea.rollout.policy import Policy, SamplingSettings
+from fovea.rollout.rollout import RolloutSettings
+from fovea.rollout.step_report import StepReport, reward_mean
+from fovea.rollout.template import ChatTemplate
+from fovea.rollout.tinker_policy import TinkerPolicy
+from fovea.rollout.trajectory import Trajectory
+from fovea.rollout.viewer import write_viewer
+
+Sources = Sequence[Callable[[], Environment]]
+WARM_UP_EPISODES = 400
+WARM_UP_BATCH = 32
+WARM_UP_ADAM = tinker.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
+SHOWN = 64
+
+
+def read_arguments(about: str, *, steps: int, warm_up: int) -> argparse.Namespace:
+    """Of the command line. `steps` and `warm_up` are defaults."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--base-url", help="of a Tinker server; default: TINKER_BASE_URL")
+    parser.add_argument("--api-key", help="default: TINKER_API_KEY")
+    parser.add_argument("--model", help="default: the first that the server has")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=steps, help="of reinforcement learning (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=warm_up, help="steps that teach the format (%(default)s)")
+    parser.add_argument("--held-out", type=int, default=200, help="episodes of each measurement (%(default)s)")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("examples/out"))
+    return parser.parse_args()
+
+
+class Experiment:
+    """Made by `begin`.
+
+    Attributes:
+        policy: What samples with the newest weights.
+        result: What was measured, by name.
+    """
+
+    def __init__(
+        self, name: str, arguments: argparse.Namespace, rollout: RolloutSettings, training: tinker.TrainingClient
+    ) -> None:
+        self._name, self._arguments, self._rollout, self._training = name, arguments, rollout, training
+        self._tokenizer = training.get_tokenizer()
+        self._template = ChatTemplate(self._tokenizer)
+        self._rewards: list[float] = []
+        self._trajectories: list[Trajectory] = []
+        self._start = time.monotonic()
+        self.policy: Policy
+        self.result: dict[str, float | str] = {"example": name, "seed": arguments.seed, "steps": arguments.steps}
+
+    @classmethod
+    async def begin(cls, name: str, arguments: argparse.Namespace, rollout: RolloutSettings) -> Experiment:
+        """Connects, and makes a LoRA to be trained."""
+        service = tinker.ServiceClient(base_url=arguments.base_url, api_key=arguments.api_key)
+        model = arguments.model
+        if model is None:
+            server = tinker.RestClient(base_url=arguments.base_url, api_key=arguments.api_key)
+            capabilities = await server.get_server_capabilities()
+            model = capabilities.supported_models[0].model_name
+        training = await service.create_lora_training_client(base_model=model, rank=32, seed=arguments.seed)
+        experiment = cls(name, arguments, rollout, training)
+        await experiment._publish()
+        return experiment
+
+    async def warm_up(self, sources: Sources, draw: Callable[[], str]) -> None:
+        """Teaches what an answer looks like, and nothing about pictures: clones a player that answers at random.
+
+        Its mean reward is `random` in the result.
+        """
+        player = RandomPlayer(self.policy, self._tokenizer, draw)
+        played = await run_batch(
+            player,
+            self._template,
+            sources[: min(WARM_UP_EPISODES, WARM_UP_BATCH * self._arguments.warm_up)],
+            self._rollout,
+            name="random",
+        )
+        self.result["random"] = reward_mean(played)
+        data = [
+            tinker.Datum(
+                model_input=one.datum.model_input,
+                loss_fn_inputs={
+                    "target_tokens": one.datum.loss_fn_inputs["target_tokens"],
+                    "weights": one.datum.loss_fn_inputs["advantages"],  # 1 where the player spoke
+                },
+            )
+            for trajectory in played
+            for one in await training_datums(trajectory, [1.0] * len(trajectory.turns), player)
+        ]
+        rng = np.random.default_rng(self._arguments.seed)
+        for _ in range(self._arguments.warm_up):
+            batch = [data[i] for i in rng.choice(len(data), WARM_UP_BATCH)]
+            backward = self._training.forward_backward(batch, "cross_entropy")
+            await self._training.optim_step(WARM_UP_ADAM)
+            await backward
+        await self._publish()
+        self._say(f"warm-up done; the random player's reward is {self.result['random']:.3f}")
+
+    async def measure(self, moment: str, sources: Sources) -> None:
+        """Plays one greedy episode a source; their mean reward and metrics become `moment` in the result."""
+        sampling = SamplingSettings(self._rollout.sampling.max_tokens, temperature=0.0)
+        settings = RolloutSettings(sampling, self._rollout.max_turns, self._rollout.max_context)
+        found = await evaluate(self.policy, self._template, sources, settings, name=moment)
+        if found.failures:
+            raise RuntimeError(f"{len(found.failures)} rollouts failed, the first: {found.failures[0]}")
+        self.result[moment] = found.reward_mean
+        self.result |= {f"{moment}_{name}": value for name, value in found.metrics.items()}
+        self._trajectories = list(found.trajectories[:SHOWN])
+        self._say(f"{moment}: reward {found.reward_mean:.3f}, {_shown(found.metrics)}")
+
+    async def learn(self, sources: Sources, settings: LoopSettings) -> None:
+        """Trains by rewards alone. A KL penalty is measured from the warmed-up model."""
+        self.policy = await train(
+            self._training, self._template, sources, settings, self._take, base=self._sampling, progress=False
+        )
+        self.result["prefix_breaks"] = self._breaks
+
+    def write(self) -> None:
+        """Writes result, curve and viewer into the folder of `--out`."""
+        self.result["seconds"] = round(time.monotonic() - self._start, 1)
+        folder: pathlib.Path = self._arguments.out
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{self._name}-{self._arguments.seed}"
+        curve = {"rewards": self._rewards}
+        (folder / f"{stem}.json").write_text(json.dumps(self.result | curve, indent=1))
+        write_viewer(
+            folder / f"{stem}.html",
+            self._trajectories,
+            f"{self._name}, seed {self._arguments.seed}",
+            decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=False)),
+            curves={"mean reward of a step's rollouts": self._rewards},
+        )
+        self._say(f"written: {folder / stem}.json and .html")
+
+    _breaks = 0
+
+    def _take(self, report: StepReport) -> None:
+        self._rewards.append(report.reward_mean)
+        self._breaks += sum(one.prefix_breaks for group in report.trajectories for one in group)
+        own = {name: value for name, value in report.metrics.items() if not name.startswith("trainer/")}
+        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
+        self._say(
+            f"step {report.step}: reward {report.reward_mean:.3f}, signal {report.signal_share:.2f}, "
+            f"KL {report.base_kl or 0.0:.3f}, {_shown(own)}; {seconds}"
+        )
+
+    async def _publish(self) -> None:
+        self._sampling = await self._training.save_weights_and_get_sampling_client()
+        self.policy = TinkerPolicy(self._sampling)
+
+    def _say(self, text: str) -> None:
+        print(f"{time.monotonic() - self._start:5.0f} s  {text}", flush=True)
+
+
+def _shown(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())

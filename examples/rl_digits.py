@@ -1,0 +1,65 @@
+"""Reinforcement learning, one turn: a model that says digits at random learns to read real scans of them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from functools import partial
+
+import numpy as np
+
+from demo.digits import QUESTION, Scan, load_scans
+from examples.experiment import Experiment, read_arguments
+from fovea.rollout.environment import Answer, Step
+from fovea.rollout.loop import LoopSettings
+from fovea.rollout.messages import Message, Picture
+from fovea.rollout.policy import SamplingSettings
+from fovea.rollout.rollout import RolloutSettings
+
+
+class DigitEnvironment:
+    """Shows one scan; the reward is 1 for its digit."""
+
+    def __init__(self, scan: Scan) -> None:
+        self._scan = scan
+
+    async def reset(self) -> list[Message]:
+        """The scan and the question."""
+        return [Message("user", (Picture.of_bytes(self._scan.png), QUESTION))]
+
+    async def step(self, answer: Answer) -> Step:
+        """Says nothing: one answer ends it."""
+        return Step(reward=float(answer.text.strip() == str(self._scan.digit)), is_done=True)
+
+    async def close(self) -> None:
+        """Holds nothing."""
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """Runs the example."""
+    rollout = RolloutSettings(SamplingSettings(max_tokens=2, seed=arguments.seed), max_turns=1)
+    train, held_out = ([partial(DigitEnvironment, scan) for scan in scans] for scans in load_scans())
+    held_out = held_out[: arguments.held_out]
+    experiment = await Experiment.begin("rl_digits", arguments, rollout)
+    rng = np.random.default_rng(arguments.seed)
+    await experiment.measure("base", held_out)
+    await experiment.warm_up(train, lambda: str(rng.integers(10)))
+    await experiment.measure("before", held_out)
+    settings = LoopSettings(
+        steps=arguments.steps,
+        groups_per_step=64,
+        group_size=4,
+        learning_rate=2e-3,
+        estimator="dr_grpo",
+        kl_coefficient=0.2,
+        adam={"eps": 1e-8},
+        rollout=rollout,
+        seed=arguments.seed,
+    )
+    await experiment.learn(train, settings)
+    await experiment.measure("after", held_out)
+    experiment.write()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(read_arguments(__doc__, steps=120, warm_up=30)))

@@ -1,0 +1,136 @@
+"""Reinforcement learning, one picture and several turns: a model learns to measure, told how far off it was."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from examples.experiment import Experiment, read_arguments
+from fovea.rollout.environment import Answer, Step
+from fovea.rollout.loop import LoopSettings
+from fovea.rollout.messages import Message, Picture
+from fovea.rollout.policy import SamplingSettings
+from fovea.rollout.rollout import RolloutSettings
+
+SIDE, UNIT, WIDEST = 64, 8, 7
+TRIES = 3
+LATER_LOSES = 0.25
+QUESTION = "How many squares wide is the bar? Call calc_score."
+INKS = ((220, 30, 30), (30, 170, 50), (40, 60, 220), (240, 220, 40))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A bar on squared paper.
+
+    Attributes:
+        width: Its width in squares; all are six high, the tiny model being short-sighted.
+        column: Of its first square.
+        ink: Red, green and blue, 0 to 255.
+    """
+
+    width: int
+    column: int
+    ink: tuple[int, int, int]
+
+    def draw(self) -> npt.NDArray[np.uint8]:
+        """uint8 [64, 64, 3]."""
+        pixels = np.full((SIDE, SIDE, 3), 10, np.uint8)
+        pixels[::UNIT] = pixels[:, ::UNIT] = 60
+        left = self.column * UNIT
+        pixels[UNIT + 1 : -UNIT, left + 1 : left + self.width * UNIT] = self.ink
+        return pixels
+
+
+def draw_problem(rng: np.random.Generator) -> Problem:
+    """Every width is as likely, and every place where it fits."""
+    width = int(rng.integers(1, WIDEST + 1))
+    column = int(rng.integers(SIDE // UNIT - width + 1))
+    return Problem(width, column, INKS[rng.integers(len(INKS))])
+
+
+class GeometryEnvironment:
+    """Shows a problem; the tool `calc_score` says whether an answer is too low or too high, and the model tries again.
+
+    The reward of a right answer is 1, and a quarter less with each try before it.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._tries = 0
+
+    async def reset(self) -> list[Message]:
+        """The picture and the question."""
+        return [Message("user", (Picture.of_pixels(self._problem.draw()), QUESTION))]
+
+    async def step(self, answer: Answer) -> Step:
+        """Runs the tool that the model called."""
+        self._tries += 1
+        difference = self._difference(answer)
+        if difference == 0:
+            reward = 1.0 - LATER_LOSES * (self._tries - 1)
+            return Step((), reward, True, {"right": 1.0, "at_once": float(self._tries == 1)})
+        if difference is None:
+            feedback = answer.malformed or "Call calc_score with a number."
+        else:
+            feedback = "too low" if difference < 0 else "too high"
+        # What Qwen's templates make of the role `tool`; the tiny model's has no such role.
+        message = Message("user", (f"<tool_response>\n{feedback}\n</tool_response>",))
+        return Step([message], 0.0, self._tries == TRIES, {"right": 0.0, "at_once": 0.0})
+
+    async def close(self) -> None:
+        """Holds nothing."""
+
+    def _difference(self, answer: Answer) -> int | None:
+        """Answer minus width; None if there is no readable answer."""
+        for call in answer.tool_calls:
+            value = call.arguments.get("answer")
+            if call.name == "calc_score" and isinstance(value, int):
+                return value - self._problem.width
+        return None
+
+
+def tool_call(answer: int) -> str:
+    """What the model has to write."""
+    call = json.dumps({"name": "calc_score", "arguments": {"answer": answer}})
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def draw_sources(rng: np.random.Generator, count: int) -> list[partial[GeometryEnvironment]]:
+    """Problems; each is one source of rollouts."""
+    return [partial(GeometryEnvironment, draw_problem(rng)) for _ in range(count)]
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """Runs the example."""
+    rng = np.random.default_rng(arguments.seed)
+    held_out, train = draw_sources(rng, arguments.held_out), draw_sources(rng, 1000)
+    rollout = RolloutSettings(SamplingSettings(max_tokens=40, seed=arguments.seed), max_turns=TRIES)
+    experiment = await Experiment.begin("rl_geometry", arguments, rollout)
+    await experiment.warm_up(train, lambda: tool_call(int(rng.integers(1, WIDEST + 1))))
+    await experiment.measure("before", held_out)
+    settings = LoopSettings(
+        steps=arguments.steps,
+        groups_per_step=16,
+        group_size=8,
+        learning_rate=1e-3,
+        estimator="dr_grpo",
+        kl_coefficient=0.1,
+        filter_groups=False,
+        adam={"eps": 1e-8, "grad_clip_norm": 1.0},
+        rollout=rollout,
+        seed=arguments.seed,
+    )
+    await experiment.learn(train, settings)
+    await experiment.measure("after", held_out)
+    experiment.write()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(read_arguments(__doc__, steps=100, warm_up=200)))

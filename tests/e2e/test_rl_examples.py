@@ -1,0 +1,36 @@
+"""The reinforcement-learning examples, two steps each, given nothing but an address and a key."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from examples.__main__ import EXAMPLES
+from tests.e2e.stack import API_KEY, Stack
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str, stack: Stack, tmp_path: pathlib.Path) -> None:
+    server = ["--base-url", stack.base_url, "--api-key", API_KEY]
+    size = ["--steps", "2", "--warm-up", "2", "--held-out", "8", "--seed", "5"]
+    run = subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{name}.py", *server, *size, "--out", tmp_path],
+        env=os.environ | {"TINKER_TELEMETRY": "0"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / f"{name}-5.json").read_text())
+    assert result["example"] == name
+    assert result["prefix_breaks"] == 0
+    assert len(result["rewards"]) == 2
+    for moment in ("random", "before", "after"):
+        assert 0.0 <= result[moment] <= 1.0
+    assert "data:image/png" in (tmp_path / f"{name}-5.html").read_text()

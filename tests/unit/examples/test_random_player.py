@@ -1,0 +1,27 @@
+"""What the warm-up clones."""
+
+import itertools
+from typing import Any
+
+from examples.random_player import RandomPlayer
+from fovea.rollout.messages import Picture
+from fovea.rollout.policy import SamplingSettings
+from tests.unit.fovea.rollout.scripted import END, PICTURE_TOKENS, ScriptedPolicy, ids_of
+
+
+class Letters:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return list(ids_of(text))
+
+
+async def test_it_says_what_was_drawn_and_ends_its_turn() -> None:
+    answers = itertools.count(1)
+    tokenizer: Any = Letters()
+    player = RandomPlayer(ScriptedPolicy(lambda _: "|"), tokenizer, lambda: str(next(answers)))
+    for expected in ("1", "2"):
+        sampled = await player.sample([], SamplingSettings(), [END], "one")
+        assert sampled.ids == (*ids_of(expected), END)
+        assert len(sampled.logprobs) == len(sampled.ids)
+        assert sampled.stop_reason == "stop"
+    assert await player.token_count(Picture(b"", "png")) == PICTURE_TOKENS
