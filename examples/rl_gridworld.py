@@ -9,7 +9,7 @@ import argparse
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat
 
 import gymnasium
 import minigrid  # noqa: F401  (registers its environments)
@@ -25,13 +25,35 @@ MAX_STEPS = 6
 """The longest of the shortest ways: two turns and four steps."""
 # Words that the tiny model knows: turn left, turn right, go ahead.
 RULES = Rules("Where is it?", {"left": 0, "right": 1, "top": 2}, max_steps=MAX_STEPS)
+RIGHT, DOWN = 0, 1
 
 
-def make_environment(seed: int) -> Any:
-    """A `GymnasiumEnvironment`: a room of three by three squares; the seed says where the agent stands and looks.
+class Walk(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Rewards the goal with 1; or, to learn from, each step with how much nearer it brings, in steps."""
 
-    The reward of the goal is 1 less 0.9 for the share of `MAX_STEPS` that it took.
-    """
+    def __init__(self, env: gymnasium.Env[Any, Any], *, by_steps: bool) -> None:
+        super().__init__(env)
+        self._by_steps = by_steps
+
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        """As MiniGrid's, with another reward."""
+        before = self._distance()
+        seen, reward, is_terminated, is_truncated, info = self.env.step(action)
+        earned = before - self._distance() if self._by_steps else float(float(reward) > 0)
+        return seen, earned, is_terminated, is_truncated, info
+
+    def _distance(self) -> int:
+        """Fewest actions to the goal, which is in the lower right corner of the empty room."""
+        room: Any = self.env.unwrapped
+        (x, y), facing = room.agent_pos, room.agent_dir
+        right, down = room.width - 2 - x, room.height - 2 - y
+        wanted = [way for way, squares in ((RIGHT, right), (DOWN, down)) if squares]
+        turns = min((min((facing - way) % 4, (way - facing) % 4) for way in wanted), default=0)
+        return int(right + down + turns + (len(wanted) == 2))
+
+
+def make_environment(seed: int, *, by_steps: bool = False) -> Any:
+    """A `GymnasiumEnvironment`: a room of three by three squares; the seed says where the agent stands and looks."""
     room = gymnasium.make(
         "MiniGrid-Empty-Random-5x5-v0",
         render_mode="rgb_array",
@@ -41,30 +63,32 @@ def make_environment(seed: int) -> Any:
         highlight=False,
         tile_size=16,
     )
-    return GymnasiumEnvironment(room, RULES, seed)
+    return GymnasiumEnvironment(Walk(room, by_steps=by_steps), RULES, seed)
 
 
-def draw_sources(rng: np.random.Generator, count: int) -> list[Callable[[], Any]]:
+def draw_sources(rng: np.random.Generator, count: int, *, by_steps: bool = False) -> list[Callable[[], Any]]:
     """Starts; each is one source of rollouts."""
-    return [partial(make_environment, int(seed)) for seed in rng.integers(2**31, size=count)]
+    return [partial(make_environment, int(seed), by_steps=by_steps) for seed in rng.integers(2**31, size=count)]
 
 
 async def main(arguments: argparse.Namespace) -> None:
     """Runs the example."""
     rng = np.random.default_rng(arguments.seed)
-    held_out, train = draw_sources(rng, arguments.held_out), draw_sources(rng, 1000)
+    held_out, played = draw_sources(rng, arguments.held_out), draw_sources(rng, 400)
+    train = draw_sources(rng, 1000, by_steps=True)
     rollout = RolloutSettings(SamplingSettings(max_tokens=2, seed=arguments.seed), max_turns=MAX_STEPS)
     experiment = await Experiment.begin("rl_gridworld", arguments, rollout)
     words = list(RULES.actions)
-    await experiment.warm_up(train, lambda: words[rng.integers(len(words))])
+    await experiment.warm_up(played, lambda: words[rng.integers(len(words))])
     await experiment.measure("before", held_out)
     settings = LoopSettings(
         steps=arguments.steps,
-        groups_per_step=16,
+        groups_per_step=12,
         group_size=8,
         learning_rate=2e-3,
         estimator="dr_grpo",
-        kl_coefficient=0.1,
+        discount=0.0,  # each step is judged by itself: the reward says at once what it was worth
+        kl_coefficient=0.05,
         adam={"eps": 1e-8, "grad_clip_norm": 1.0},
         rollout=rollout,
         seed=arguments.seed,

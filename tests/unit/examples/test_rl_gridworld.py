@@ -1,21 +1,19 @@
-"""The room: starts differ, the goal can be reached in time, and earlier is better."""
+"""The room: starts differ, and rewards by steps lead to the goal on a shortest way."""
 
-from itertools import product
-
-from examples.rl_gridworld import MAX_STEPS, RULES, make_environment
+from examples.rl_gridworld import MAX_STEPS, make_environment
 from fovea.rollout.environment import Answer
 
 
-def play(seed: int, words: tuple[str, ...]) -> tuple[float, float]:
-    """Reward and success of a walk; the words may be more than it takes."""
-    environment = make_environment(seed)
+def play(seed: int, words: tuple[str, ...], *, by_steps: bool = False) -> tuple[float, float]:
+    """Reward of a walk's last step, and whether it succeeded; the words may be more than it takes."""
+    environment = make_environment(seed, by_steps=by_steps)
     environment.reset()
     for word in words:
         step = environment.step(Answer(word))
         if step.is_done:
             break
     environment.close()
-    return step.reward, step.metrics["success"]
+    return step.reward, step.metrics.get("success", 0.0)
 
 
 def test_starts_differ_and_the_same_seed_gives_the_same() -> None:
@@ -27,18 +25,32 @@ def test_starts_differ_and_the_same_seed_gives_the_same() -> None:
     assert digests[0] == digests[-1]
 
 
-def test_the_goal_is_reached_in_time_from_every_start_and_earlier_is_better() -> None:
-    turns = ((), ("left",), ("right",), ("left", "left"))
-    for seed in range(8):
-        rewards = set()
-        for first, ahead, second in product(turns, (0, 1, 2), ("left", "right")):
-            walk = (*first, *["top"] * ahead, second, *["top"] * MAX_STEPS)[:MAX_STEPS]
-            reward, success = play(seed, walk)
-            assert success == (reward > 0)
-            rewards.add(reward)
-        best = max(rewards)
-        assert 0.1 <= round(best, 6) < 1.0
+def test_from_every_start_some_step_brings_nearer_by_one_and_none_by_more() -> None:
+    """So what a walk earns by steps is how far the start was, counted in actions, and the longest way is allowed."""
+    longest = 0
+    for seed in range(60):
+        lengths = set()
+        for order in (("left", "right", "top"), ("top", "right", "left")):
+            earned, is_there = walk_greedily(seed, order)
+            assert is_there
+            lengths.add(earned)
+        assert len(lengths) == 1, "every greedy walk is a shortest one"
+        longest = max(longest, *lengths)
+    assert longest == MAX_STEPS
 
 
-def test_the_words_are_the_three_moves() -> None:
-    assert list(RULES.actions.values()) == [0, 1, 2]
+def walk_greedily(seed: int, order: tuple[str, ...]) -> tuple[int, bool]:
+    """Steps that always take the first word that brings nearer; how many, and whether they end at the goal."""
+    taken: tuple[str, ...] = ()
+    while len(taken) < MAX_STEPS:
+        rewards = {word: play(seed, (*taken, word), by_steps=True) for word in order}
+        assert max(reward for reward, _ in rewards.values()) == 1.0
+        taken = (*taken, next(word for word in order if rewards[word][0] == 1.0))
+        if rewards[taken[-1]][1]:
+            return len(taken), True
+    return len(taken), False
+
+
+def test_only_the_goal_is_rewarded_where_it_is_measured() -> None:
+    rewards = {play(seed, ("top",)) for seed in range(60)}
+    assert rewards == {(0.0, 0.0), (1.0, 1.0)}
