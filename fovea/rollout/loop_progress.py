@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
-from rich import progress
-from rich.console import Console
-
+from fovea.rollout.display import Display
 from fovea.rollout.step_report import StepReport
 from fovea.rollout.trajectory import Trajectory
 
 
-class LoopProgress:
+class LoopProgress(Display):
     """Steps, and the rollouts of the coming one. Use as `with`.
 
     Args:
@@ -22,28 +17,10 @@ class LoopProgress:
     """
 
     def __init__(self, steps: int, rollouts: int, is_shown: bool | None) -> None:
-        console = Console(stderr=True)
+        super().__init__(is_shown)
         self._rollouts, self._finished, self._failed = rollouts, 0, 0
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description:<8}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[words]}"),
-            progress.TimeElapsedColumn(),
-            console=console,
-            disable=not (console.is_terminal if is_shown is None else is_shown),
-        )
         self._steps_task = self._bar.add_task("steps", total=steps, words="")
         self._rollouts_task = self._bar.add_task("rollouts", total=rollouts, words="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def count_rollout(self, trajectory: Trajectory) -> None:
         """Counts one that has ended."""

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
-from rich import progress
-from rich.console import Console
-
+from fovea.rollout.display import Display
 from fovea.rollout.messages import Picture
 from fovea.rollout.policy import Chunk, Policy, Sampled, SamplingSettings
 from fovea.rollout.trajectory import Trajectory
 
 
-class Progress:
+class Progress(Display):
     """A policy that counts what it samples, and shows it. Use as `with`.
 
     Args:
@@ -24,27 +20,9 @@ class Progress:
     """
 
     def __init__(self, policy: Policy, total: int, is_shown: bool | None) -> None:
-        console = Console(stderr=True)
+        super().__init__(is_shown)
         self._policy, self._failed, self._turns, self._tokens = policy, 0, 0, 0
-        self._bar = progress.Progress(
-            progress.TextColumn("rollouts"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[words]}"),
-            progress.TimeElapsedColumn(),
-            console=console,
-            disable=not (console.is_terminal if is_shown is None else is_shown),
-        )
         self._task = self._bar.add_task("rollouts", total=total, words="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     async def sample(
         self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str

@@ -117,7 +117,7 @@ class Skeleton:
         for count in range(len(entries) - 1, 0, -1):
             try:
                 self._run(entries[:count], is_prompt)
-            except Exception:
+            except Exception:  # Whatever a template raises; the caller has the error of the whole history.
                 continue
             return count
         return 0
@@ -127,7 +127,7 @@ class Skeleton:
         self._takes_texts = True
         try:
             return "question" in self._run([_QUESTION], True)
-        except Exception:
+        except Exception:  # A template for parts; if parts fail too, that is raised.
             return False
 
     def _first_control(self, text: str) -> tuple[str, int | None]:

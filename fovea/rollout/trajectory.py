@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -134,20 +135,23 @@ def after_prefix(prompt: Sequence[Chunk], prefix: Sequence[Chunk]) -> tuple[Chun
 
     How tokens are cut into chunks does not matter.
     """
-    remaining = [chunk for chunk in prompt if isinstance(chunk, Picture) or chunk.ids]
+    remaining = deque(chunk for chunk in prompt if isinstance(chunk, Picture) or chunk.ids)
     for chunk in prefix:
         if isinstance(chunk, Picture):
-            if not remaining or not _is_same(remaining.pop(0), chunk):
+            if not remaining or not _is_same(remaining.popleft(), chunk):
                 return None
             continue
         ids = chunk.ids
         while ids:
-            head = remaining[0] if remaining else None
-            count = min(len(ids), len(head.ids)) if isinstance(head, Tokens) else 0
-            if not isinstance(head, Tokens) or head.ids[:count] != ids[:count]:
+            head = remaining.popleft() if remaining else None
+            if not isinstance(head, Tokens):
+                return None
+            count = min(len(ids), len(head.ids))
+            if head.ids[:count] != ids[:count]:
                 return None
             ids = ids[count:]
-            remaining[:1] = [Tokens(head.ids[count:])] if count < len(head.ids) else []
+            if count < len(head.ids):
+                remaining.appendleft(Tokens(head.ids[count:]))
     return tuple(remaining)
 
 
