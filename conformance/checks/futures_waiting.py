@@ -16,13 +16,13 @@ from starlette.responses import Response
 from tinker import types
 from tinker.proto import tinker_public_pb2
 
-from conformance.check import check, expect
+from conformance.check import Failed, check, expect
 from conformance.checks.sequencing import is_pending
 from conformance.proxy import Exchange, Proxy
 from conformance.target import Target, unique_name
 
 _SUBMIT_S = 1.0
-_BUSY_S = 2.5
+_BUSY_S = (2.5, 7.5, 22.5)
 _DELIVERY_S = 0.2
 _POLLS = 2000
 _HTTPX_GIVES_UP_S, _PYQWEST_GIVES_UP_S = 45.0, 90.0
@@ -31,10 +31,25 @@ _QUEUE_STATES = ("active", "paused_capacity", "paused_rate_limit")
 
 @check("C13", "Every submit answers under 1 s while the engine is busy")
 def c13_submit_while_busy(target: Target) -> str:
-    """Losses sized to keep the trainer busy for 10 s, long samples beside them; then two submissions of each kind."""
+    """Losses sized to keep the trainer busy for 10 s, long samples beside them; then two submissions of each kind.
+
+    Again with more losses where the trainer ended them too soon: times beside an idle trainer say nothing.
+    """
+    for busy_s in _BUSY_S:
+        slowest, still_busy = _submit_while_busy(target, busy_s)
+        slow = {name: round(seconds, 2) for name, seconds in slowest.items() if seconds > _SUBMIT_S}
+        expect(not slow, f"the best of two submissions took longer than {_SUBMIT_S} s while the trainer worked: {slow}")
+        if still_busy:
+            worst = max(slowest, key=slowest.__getitem__)
+            return f"{len(slowest)} kinds while busy, the slowest {worst} in {slowest[worst]:.3f} s"
+    raise Failed(f"the trainer ended losses sized to take it {4 * _BUSY_S[-1]:.0f} s too soon to be seen busy")
+
+
+def _submit_while_busy(target: Target, busy_s: float) -> tuple[dict[str, float], bool]:
+    """Seconds that each kind's better submission took, and whether the trainer was busy to the end."""
     session_id = target.session()
     model_id, sampler_id = target.raw_model(session_id), target.sampling_session(session_id)
-    busy = _keep_busy(target, model_id)
+    busy = _keep_busy(target, model_id, busy_s)
     for number in range(2):
         target.submit_sample(sampler_id, 10 + number, 2000, num_samples=2)
     seq_ids = itertools.count(7)
@@ -43,11 +58,7 @@ def c13_submit_while_busy(target: Target) -> str:
         slowest[name] = min(_timed(submit) for _ in range(2))
     still_busy = is_pending(target, busy, 0.05)
     _finish(target, session_id)
-    slow = {name: round(seconds, 2) for name, seconds in slowest.items() if seconds > _SUBMIT_S}
-    expect(not slow, f"the best of two submissions took longer than {_SUBMIT_S} s while the trainer worked: {slow}")
-    expect(still_busy, "the trainer ended its work too soon: the times above say nothing; run C13 again")
-    worst = max(slowest, key=slowest.__getitem__)
-    return f"{len(slowest)} kinds while busy, the slowest {worst} in {slowest[worst]:.3f} s"
+    return slowest, still_busy
 
 
 @check("C14", "An unfinished future is held 20-40 s, then answered 408 or try_again; under 4 polls a minute",
@@ -234,13 +245,13 @@ def _poll_once(http: httpx.Client, request_id: str) -> httpx.Response:
     return http.post("retrieve_future", json={"request_id": request_id, "allow_metadata_only": False})
 
 
-def _keep_busy(target: Target, model_id: str) -> str:
-    """Four losses that take the trainer `_BUSY_S` each, by the time of a small one; the last one's request_id."""
+def _keep_busy(target: Target, model_id: str, busy_s: float) -> str:
+    """Four losses that take the trainer `busy_s` each, by the time of a small one; the last one's request_id."""
     target.output(target.submit_loss(model_id, 1, [target.datum(256)] * 4))
     begun = time.monotonic()
     target.output(target.submit_loss(model_id, 2, [target.datum(256)] * 4))
     datums_per_s = 4 / (time.monotonic() - begun)
-    data = [target.datum(256)] * min(max(int(datums_per_s * _BUSY_S), 8), 1000)
+    data = [target.datum(256)] * min(max(int(datums_per_s * busy_s), 8), 1000)
     return [target.submit_loss(model_id, seq_id, data) for seq_id in (3, 4, 5, 6)][-1]
 
 

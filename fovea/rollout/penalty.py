@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import tinker
 
+from fovea.rollout.shared_calls import SharedCalls
 from fovea.wire.errors import InvalidInput
 
 Floats = npt.NDArray[np.float64]
@@ -59,22 +60,37 @@ def kl_penalty(
 
 
 async def base_logprobs(data: Sequence[tinker.Datum], base: tinker.SamplingClient) -> list[Floats]:
-    """What the base model gives each target, a datum float64 [N]: one scoring of its input and last target each.
+    """What the base model gives each target, a datum float64 [N]: one scoring of its input and last target.
 
-    A scoring takes one token more than the rollout did: `RolloutSettings.max_context` must be below the server's own.
+    Rollouts that read and said the same are scored once. A scoring takes one token more than the rollout did:
+    `RolloutSettings.max_context` must be below the server's own.
 
     Raises:
         InvalidInput: A datum's score has another length than its targets.
     """
-    return list(await asyncio.gather(*(_score(datum, base, index) for index, datum in enumerate(data))))
+    scored: SharedCalls[tuple[Hashable, ...], list[float | None]] = SharedCalls()
+
+    async def score(index: int, datum: tinker.Datum) -> Floats:
+        targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+        read = datum.model_input.append_int(int(targets[-1]))
+        scores = await scored.get(_identity(read), lambda: base.compute_logprobs(read))
+        return _of_targets(scores, len(targets), index)
+
+    return list(await asyncio.gather(*(score(index, datum) for index, datum in enumerate(data))))
 
 
-async def _score(datum: tinker.Datum, base: tinker.SamplingClient, index: int) -> Floats:
-    targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
-    scores = await base.compute_logprobs(datum.model_input.append_int(int(targets[-1])))
-    if len(scores) != len(targets) + 1:
+def _identity(read: tinker.ModelInput) -> tuple[Hashable, ...]:
+    """Equal for inputs that a model reads alike."""
+    return tuple(
+        tuple(chunk.tokens) if isinstance(chunk, tinker.EncodedTextChunk) else tuple(chunk.model_dump().values())
+        for chunk in read.chunks
+    )
+
+
+def _of_targets(scores: list[float | None], count: int, index: int) -> Floats:
+    if len(scores) != count + 1:
         raise InvalidInput(
-            f"data[{index}] has {len(targets)} targets, but the base model scored {len(scores) - 1}: "
+            f"data[{index}] has {count} targets, but the base model scored {len(scores) - 1}: "
             "its pictures take another number of tokens",
             field=f"data[{index}].target_tokens",
         )

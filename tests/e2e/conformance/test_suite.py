@@ -21,7 +21,7 @@ def test_a_fresh_fovea_keeps_every_promise(tmp_path: pathlib.Path) -> None:
     result = subprocess.run([*command, "--long-job-s", "100"], capture_output=True, text=True, timeout=880)
     assert out.exists(), result.stdout[-20000:] + result.stderr[-5000:]
     rows = json.loads(out.read_text())
-    assert [row for row in rows if row["status"] == "failed"] == []
+    assert [f"{row['id']}: {row['detail']}" for row in rows if row["status"] == "failed"] == []
     assert result.returncode == 0, result.stderr[-5000:]
     verdicts = {row["id"]: row["status"] for row in rows}
     assert len(verdicts) == 119
