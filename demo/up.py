@@ -5,6 +5,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ def running_fovea(
     state_file, log_file = state_dir / "up.json", state_dir / "up.log"
     state_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "fovea.cli.main", "up", "--model", str(model), "--state-dir", str(state_dir)]
-    with log_file.open("w") as log:
+    with log_file.open("w") as log, _unwound_by_sigterm():
         process = subprocess.Popen([*command, *arguments], stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             yield _wait(process, state_file, log_file, timeout_s)
@@ -36,6 +37,20 @@ def running_fovea(
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
             process.wait(90.0)
+
+
+@contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """A SIGTERM ends the program as Ctrl-C does, so that its Fovea is stopped; a handler of the program's own stays."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _wait(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -116,18 +116,21 @@ async def main(arguments: argparse.Namespace) -> None:
     await experiment.warm_up(train, lambda: tool_call(int(rng.integers(1, WIDEST + 1))))
     await experiment.measure("before", held_out)
     settings = LoopSettings(
-        steps=arguments.steps,
-        groups_per_step=16,
+        steps=arguments.steps * 4 // 5,
+        groups_per_step=32,
         group_size=8,
-        learning_rate=1e-3,
+        learning_rate=2e-3,
         estimator="dr_grpo",
-        kl_coefficient=0.1,
-        filter_groups=False,
+        discount=0.0,  # each try is judged by itself
+        kl_coefficient=0.2,  # below, it settles on one number before it sees anything
         adam={"eps": 1e-8, "grad_clip_norm": 1.0},
-        rollout=rollout,
+        rollout=replace(rollout, max_turns=1),
         seed=arguments.seed,
     )
+    # First one try each, in which a group differs in nothing but its answer; then all of them.
     await experiment.learn(train, settings)
+    tries = replace(settings, steps=arguments.steps - settings.steps, groups_per_step=16, rollout=rollout)
+    await experiment.learn(train, tries)
     await experiment.measure("after", held_out)
     experiment.write()
 
