@@ -16,7 +16,7 @@ WINDOW = 9
 
 
 def draw_curves(runs: Sequence[pathlib.Path], path: pathlib.Path) -> None:
-    """Mean reward of a step's rollouts over steps, a line a run, smoothed by a centred mean of nine steps.
+    """Mean reward a turn of a step's rollouts over steps, a line a run, smoothed by a centred mean of nine steps.
 
     Args:
         runs: Files that `Experiment.write` wrote, all of one example.
@@ -27,10 +27,9 @@ def draw_curves(runs: Sequence[pathlib.Path], path: pathlib.Path) -> None:
     for run in found:
         rewards = np.array(run["rewards"], dtype=np.float64)
         (line,) = axes.plot(rewards, alpha=0.2, linewidth=0.8)
-        share = f"held out {run['before']:.2f} → {run['after']:.2f}"
+        share = f"held out {run['before']:.2f} → {run['after']:.2f} (at random {run['random']:.2f})"
         axes.plot(smoothed(rewards), color=line.get_color(), label=f"seed {run['seed']}: {share}")
-    axes.axhline(found[0]["random"], color="0.4", linestyle="--", linewidth=1, label="random player")
-    axes.set(title=found[0]["example"], xlabel="step", ylabel="mean reward", ylim=(0, 1.02))
+    axes.set(title=found[0]["example"], xlabel="step", ylabel="mean reward a turn", ylim=(None, 1.02))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=150)

@@ -149,15 +149,17 @@ class Experiment:
             self._trajectories,
             f"{self._name}, seed {self._arguments.seed}",
             decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=False)),
-            curves={"mean reward of a step's rollouts": self._rewards},
+            curves={"mean reward a turn": self._rewards},
         )
         self._say(f"written: {folder / stem}.json and .html")
 
     _breaks = 0
 
     def _take(self, report: StepReport) -> None:
-        self._rewards.append(report.reward_mean)
-        self._breaks += sum(one.prefix_breaks for group in report.trajectories for one in group)
+        played = [one for group in report.trajectories for one in group]
+        # A turn's share compares single tries with whole episodes.
+        self._rewards.append(sum(one.reward for one in played) / max(sum(len(one.turns) for one in played), 1))
+        self._breaks += sum(one.prefix_breaks for one in played)
         own = {name: value for name, value in report.metrics.items() if not name.startswith("trainer/")}
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
         self._say(
