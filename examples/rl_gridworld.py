@@ -53,8 +53,8 @@ class Walk(gymnasium.Wrapper[Any, Any, Any, Any]):
         return int(right + down + turns + (len(wanted) == 2))
 
 
-def make_environment(seed: int, *, by_steps: bool = False, max_steps: int = MAX_STEPS) -> Any:
-    """A `GymnasiumEnvironment`: a room of three by three squares; the seed says where the agent stands and looks."""
+def make_environment(seed: int, *, by_steps: bool = False, max_steps: int = MAX_STEPS) -> GymnasiumEnvironment:
+    """A room of three by three squares; the seed says where the agent stands and looks."""
     room = gymnasium.make(
         "MiniGrid-Empty-Random-5x5-v0",
         render_mode="rgb_array",
@@ -67,7 +67,7 @@ def make_environment(seed: int, *, by_steps: bool = False, max_steps: int = MAX_
     return GymnasiumEnvironment(Walk(room, by_steps=by_steps), replace(RULES, max_steps=max_steps), seed)
 
 
-def draw_sources(rng: np.random.Generator, count: int, **options: Any) -> list[Callable[[], Any]]:
+def draw_sources(rng: np.random.Generator, count: int, **options: Any) -> list[Callable[[], GymnasiumEnvironment]]:
     """Starts; each is one source of rollouts."""
     return [partial(make_environment, int(seed), **options) for seed in rng.integers(2**31, size=count)]
 

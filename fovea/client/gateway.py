@@ -104,9 +104,16 @@ class GatewayClient(ServiceClient):
         future = await self._unary(self._stub.SubmitOptimStep, request, SUBMIT_TIMEOUT_S)
         return dict((await self.wait(future.future_id)).metrics.values)
 
-    async def save_for_sampler(self, model_id: str, seq_id: int, name: str = "") -> gateway_pb2.SnapshotSaved:
-        """Freezes weights for sampling and waits until they are; without a name, opens a sampling session on them."""
-        request = gateway_pb2.SubmitSaveForSamplerRequest(model_id=model_id, seq_id=seq_id, name=name)
+    async def save_for_sampler(
+        self, model_id: str, seq_id: int, name: str = "", *, inflight: bool = False
+    ) -> gateway_pb2.SnapshotSaved:
+        """Freezes weights for sampling and waits until they are; without a name, opens a sampling session on them.
+
+        Later ones with `inflight` move that session forward too, under the samples that run.
+        """
+        request = gateway_pb2.SubmitSaveForSamplerRequest(
+            model_id=model_id, seq_id=seq_id, name=name, inflight=inflight
+        )
         future = await self._unary(self._stub.SubmitSaveForSampler, request, SUBMIT_TIMEOUT_S)
         return (await self.wait(future.future_id)).snapshot_saved
 

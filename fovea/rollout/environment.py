@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -55,16 +55,19 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode. Methods may be plain functions too: these are run in a thread."""
+    """One episode. Methods are async or plain: plain ones are run in a thread."""
 
-    async def reset(self) -> Sequence[MessageLike]:
+    def reset(self) -> Awaitable[Sequence[MessageLike]] | Sequence[MessageLike]:
         """Begins the episode; returns what the model reads first."""
+        ...
 
-    async def step(self, answer: Answer) -> Step:
+    def step(self, answer: Answer) -> Awaitable[Step] | Step:
         """Takes what the model said."""
+        ...
 
-    async def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
         """Frees what the episode holds; called once, whatever happened."""
+        ...
 
 
 EnvironmentFactory = Callable[[Mapping[str, Any]], Environment]

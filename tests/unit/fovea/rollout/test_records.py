@@ -106,7 +106,7 @@ class Count:
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    environment.register("count", Count)  # type: ignore[arg-type]
+    environment.register("count", Count)
     yield
     environment.unregister("count")
 
