@@ -192,7 +192,7 @@ def _own_namespace() -> str:
 def _own_configuration() -> client.Configuration:
     configuration = client.Configuration()
     try:
-        load_incluster_config(client_configuration=configuration)
+        load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     except ConfigException as error:
         raise InvalidInput(
             f"--discovery kubernetes works in a pod with a service account: {error}", field="discovery"
