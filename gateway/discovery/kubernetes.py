@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from http import HTTPStatus
@@ -17,7 +18,7 @@ from typing import Any
 
 import aiohttp
 from kubernetes.aio import client
-from kubernetes.aio.config import ConfigException, load_incluster_config
+from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
 from fovea.wire.errors import InvalidInput
 from gateway.discovery.address import join, split
@@ -37,20 +38,27 @@ class KubernetesDiscovery:
     Args:
         address: service:port, the port by its name in the service or by the number that replicas listen on.
         namespace: Of the service; empty is the one that this pod runs in.
-        configuration: Where the API server is, and who asks; by default the pod's service account.
+        configuration: Where the API server is, and who asks; by default what KUBECONFIG says, else the pod's service
+            account.
 
-    Raises InvalidInput if no namespace or no service account is found.
+    Raises InvalidInput if no namespace, or neither of those two, is found.
     """
 
     def __init__(self, address: str, namespace: str = "", configuration: client.Configuration | None = None) -> None:
         self._service, self._port = split(address, "address")
         self._namespace = namespace or _own_namespace()
-        self._configuration = configuration or _own_configuration()
+        self._kubeconfig = os.environ.get("KUBECONFIG", "")
+        self._configuration = configuration
+        if configuration is None and not self._kubeconfig:
+            self._configuration = _service_account()
         self._problem = ""
 
     async def watch(self) -> AsyncGenerator[Addresses, None]:
         """Yields the addresses of ready endpoints whenever they differ from the last ones."""
         known: Addresses | None = None
+        if self._configuration is None:
+            self._configuration = client.Configuration()
+            await load_kube_config(self._kubeconfig, client_configuration=self._configuration)  # type: ignore[no-untyped-call]
         async with client.ApiClient(self._configuration) as api_client, aclosing(self._slices(api_client)) as changes:
             async for slices in changes:
                 found = self._addresses(slices)
@@ -116,10 +124,11 @@ class KubernetesDiscovery:
                 yield event["type"], event["object"]
 
     async def _get(self, api: client.DiscoveryV1Api, timeout_s: float, **more: Any) -> aiohttp.ClientResponse:
-        return await api.list_namespaced_endpoint_slice_without_preload_content(
+        response: aiohttp.ClientResponse = await api.list_namespaced_endpoint_slice_without_preload_content(
             self._namespace, label_selector=f"kubernetes.io/service-name={self._service}", _request_timeout=timeout_s,
             **more,
         )  # fmt: skip
+        return response
 
     def _addresses(self, slices: Iterable[dict[str, Any]]) -> Addresses:
         by_family: dict[str, set[str]] = {"IPv4": set(), "IPv6": set(), "FQDN": set()}
@@ -189,12 +198,12 @@ def _own_namespace() -> str:
         ) from None
 
 
-def _own_configuration() -> client.Configuration:
+def _service_account() -> client.Configuration:
     configuration = client.Configuration()
     try:
         load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     except ConfigException as error:
         raise InvalidInput(
-            f"--discovery kubernetes works in a pod with a service account: {error}", field="discovery"
+            f"--discovery kubernetes needs a pod with a service account, or KUBECONFIG: {error}", field="discovery"
         ) from error
     return configuration

@@ -152,7 +152,7 @@ class Renderers(Replicas[Renderer]):
         return sorted(ranked, key=lambda renderer: renderer.queued > most)
 
 
-def _image_key(chunk: model_input_pb2.ModelInputChunk) -> bytes:
+def _image_key(chunk: model_input_pb2.Chunk) -> bytes:
     """Alike for the same image under the same name."""
     reference = chunk.image_reference
     return hashlib.sha256(chunk.image.data or (reference.sha256 or reference.uri).encode()).digest()
