@@ -134,7 +134,7 @@ async def serving() -> AsyncIterator[ApiServer]:
     server = ApiServer()
     application = web.Application()
     application.router.add_get(_PATH, server._answer)
-    runner = web.AppRunner(application, shutdown_timeout=0.1, access_log=None)
+    runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
