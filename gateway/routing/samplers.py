@@ -30,6 +30,10 @@ class Weights(Protocol):
         """Brings what the peers are sampled with. Raises FoveaError."""
         ...
 
+    def is_lost(self, snapshot_id: str) -> bool:
+        """Whether nobody who lacks a snapshot can be given it."""
+        ...
+
 
 class Left(Exception):
     """A sampler leaves before a request was sent to it: the request goes to another, and nothing was lost."""
@@ -114,6 +118,7 @@ class Samplers(Replicas[Sampler]):
 
     def __init__(self, discovery: Discovery, concurrency: int, weights: Weights) -> None:
         super().__init__("sampler", discovery, lambda address: Sampler(address, concurrency, weights, lambda: self.up))
+        self._weights = weights
         self._affinity = Affinity()
 
     @property
@@ -129,7 +134,7 @@ class Samplers(Replicas[Sampler]):
         if not self.up:
             raise Unavailable("no sampler answers")
         holders = [s for s in self.up if snapshot_id in s.adapters or snapshot_id == s.residency.resident]
-        least = min(self.up, key=_queued)
+        least = min(holders if holders and self._weights.is_lost(snapshot_id) else self.up, key=_queued)
         best = min(holders, key=_queued, default=least)
         # A holder is preferred until it is much busier: then loading the snapshot elsewhere pays.
         if best.queued > 2 * least.queued + 8:

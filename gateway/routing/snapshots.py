@@ -42,6 +42,7 @@ class Snapshots:
         self._pushes: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._users: Counter[str] = Counter()
         self._recent: OrderedDict[str, None] = OrderedDict()
+        self._lost: set[str] = set()
         self._retired: dict[str, Callable[[], list[Sampler]]] = {}
         self._frees: dict[str, asyncio.Task[None]] = {}
 
@@ -90,6 +91,10 @@ class Snapshots:
             done = wanted
             async with sampler.residency.hold(wanted):
                 await self._bring_adapters(sampler, peers)
+
+    def is_lost(self, snapshot_id: str) -> bool:
+        """Whether a push has found that the trainer has lost the snapshot: only samplers still hold it."""
+        return snapshot_id in self._lost
 
     async def _bring_adapters(self, sampler: Sampler, peers: Callable[[], list[Sampler]]) -> None:
         hopeless: set[str] = set()
@@ -158,6 +163,7 @@ class Snapshots:
     async def _drop(self, snapshot_id: str, samplers: list[Sampler]) -> bool:
         self._known.pop(snapshot_id, None)
         self._recent.pop(snapshot_id, None)
+        self._lost.discard(snapshot_id)
         holders = [sampler for sampler in samplers if snapshot_id in sampler.adapters]
         for sampler in holders:
             sampler.adapters.discard(snapshot_id)
@@ -211,23 +217,23 @@ class Snapshots:
         uri = kept.uri if kept else ""
         info = await self._trainer.require()
         if kept and not uri and kept.trainer_instance != info.instance_id:
-            raise _gone(snapshot_id)
+            raise self._gone(snapshot_id)
         try:
             return await self._trainer.client.push_snapshot(snapshot_id, addresses, uri, self._push_timeout_s)
         except NotFound:
-            raise _gone(snapshot_id) from None
+            raise self._gone(snapshot_id) from None
         except DeadlineExceeded as error:
             raise Unavailable(f"the push of {snapshot_id or 'the base weights'} took too long: {error}") from None
+
+    def _gone(self, snapshot_id: str) -> FoveaError:
+        self._lost.add(snapshot_id)
+        return ModelLost(
+            f"snapshot {snapshot_id} was held in the memory of a trainer that has restarted, and it was saved without "
+            "a name: it cannot be loaded again. Save weights with a name (save_weights_for_sampler) to keep them"
+        )
 
 
 def _most_common_resident(samplers: list[Sampler]) -> str | None:
     """The full weights that most samplers have in place; None if none is known."""
     places = Counter(sampler.residency.resident for sampler in samplers if sampler.residency.resident is not None)
     return places.most_common(1)[0][0] if places else None
-
-
-def _gone(snapshot_id: str) -> FoveaError:
-    return ModelLost(
-        f"snapshot {snapshot_id} was held in the memory of a trainer that has restarted, and it was saved without a "
-        "name: it cannot be loaded again. Save weights with a name (save_weights_for_sampler) to keep them"
-    )

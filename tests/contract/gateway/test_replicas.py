@@ -181,6 +181,21 @@ async def test_a_late_sampler_that_cannot_be_pushed_to_waits_and_is_tried_again(
     assert late.adapters == first.adapters
 
 
+async def test_weights_that_the_trainer_lost_are_sampled_where_they_are(cluster: Cluster) -> None:
+    first, late, _ = cluster.stand.samplers
+    sampling_id = await cluster.rest.snapshot(await cluster.rest.create_model(), 1)
+    await cluster.finish([await cluster.begin(sampling_id)])
+    cluster.stand.trainer.restart()
+    await cluster.join("sampler", late)
+    await cluster.settled(first, late)
+    first.open.clear()
+    ids = [await cluster.begin(sampling_id) for _ in range(30)]
+    await eventually(lambda: first.running == 8)
+    first.open.set()
+    await cluster.finish(ids)
+    assert late.of("Sample") == []
+
+
 async def test_kill_one_of_three_under_load(cluster: Cluster) -> None:
     samplers = cluster.stand.samplers
     sampling_id = await cluster.rest.snapshot(await cluster.rest.create_model(), 1)
