@@ -24,6 +24,7 @@ class Replica(ABC):
     """One replica as the gateway knows it.
 
     Attributes:
+        answers: Whether it answered when it was last asked or called.
         up: Whether it answers and takes requests.
         queued: Requests that are bound for it, waiting or inside.
         is_leaving: Set for good once discovery no longer names it: what runs ends, nothing new is sent.
@@ -31,7 +32,7 @@ class Replica(ABC):
 
     def __init__(self, service: str, address: str) -> None:
         self.service, self.address = service, address
-        self.up = False
+        self.answers = self.up = False
         self.queued = 0
         self.is_leaving = False
         self._is_reported_down = False
@@ -67,7 +68,7 @@ class Replica(ABC):
         except FoveaError as error:
             self.mark_down(str(error))
             return
-        self._is_reported_down = False
+        self.answers, self._is_reported_down = True, False
         if not self.up and (is_first or await self.prepare()) and not self.is_leaving:
             logger.info("%s %s is up", self.service, self.address)
             self.up = True
@@ -78,7 +79,7 @@ class Replica(ABC):
         if not self._is_reported_down and not self.is_leaving:
             logger.warning("%s %s does not answer: %s", self.service, self.address, reason)
         self._is_reported_down = True
-        self.up = False
+        self.answers = self.up = False
         self.on_change()
 
     @asynccontextmanager
@@ -201,9 +202,12 @@ class Replicas(Generic[R]):
         if earlier := self._leaving.get(member.address):
             await asyncio.wait([earlier])
         while True:
-            if self._began.is_set():
-                await member.refresh()
-            await asyncio.sleep(_POLL_S if member.up else _POLL_DOWN_S)
+            try:
+                if self._began.is_set():
+                    await member.refresh()
+            except Exception:
+                logger.exception("%s %s could not be looked at; it is tried again", member.service, member.address)
+            await asyncio.sleep(_POLL_S if member.answers else _POLL_DOWN_S)
 
     def _note(self) -> None:
         metrics.REPLICAS.labels(self._service, "known").set(len(self._members))
