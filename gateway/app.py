@@ -18,7 +18,7 @@ from gateway.capabilities import Capabilities
 from gateway.checkpoints import Checkpoints
 from gateway.copies import Copies
 from gateway.custom_losses import CustomLosses
-from gateway.discovery.discovery import StaticDiscovery
+from gateway.discovery.choice import choose
 from gateway.exports import Exports
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending
@@ -28,7 +28,7 @@ from gateway.keys import KeyRing
 from gateway.models import Models
 from gateway.rest.api import build_api
 from gateway.routing.renderers import Renderers
-from gateway.routing.samplers import Sampler, Samplers
+from gateway.routing.samplers import Samplers
 from gateway.routing.snapshots import Snapshots
 from gateway.routing.trainer import TrainerLink
 from gateway.sampling import Sampling
@@ -54,12 +54,14 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
-        discovery = StaticDiscovery(settings.renderer, settings.sampler, settings.trainer)
+        kind, namespace = settings.discovery, settings.kubernetes_namespace
+        renderers = choose(kind, "renderer", settings.renderer, namespace)
+        samplers = choose(kind, "sampler", settings.sampler, namespace)
         self.database = Database(settings.store_url)
-        self.trainer = TrainerLink(discovery, settings.trainer_wait_s)
-        self.renderers = Renderers(discovery, settings.renderer_concurrency, settings.retry_deadline_s)
+        self.trainer = TrainerLink(settings.trainer, settings.trainer_wait_s)
+        self.renderers = Renderers(renderers, settings.renderer_concurrency, settings.retry_deadline_s)
         self.snapshots = Snapshots(self.database, self.trainer, settings.push_timeout_s)
-        self.samplers = Samplers(discovery, settings.sampler_concurrency, self._put_resident)
+        self.samplers = Samplers(samplers, settings.sampler_concurrency, self.snapshots)
         self.board = FutureBoard(self.database, settings.result_ttl_s)
         self.sessions = Sessions(self.database, settings.session_ttl_s)
         self.models = Models(self.database)
@@ -114,7 +116,7 @@ class Gateway:
         await self.keys.load()
         await self.exports.open()
         await self.trainer.start()
-        await self.samplers.start()
+        await asyncio.gather(self.renderers.start(), self.samplers.start())
         await self._restore()
         listener = _listen(self.settings.host, self.settings.port)
         self.rest_port = listener.getsockname()[1]
@@ -187,9 +189,6 @@ class Gateway:
             self.custom_losses.start(pending)
         else:
             self.training.start(pending)
-
-    async def _put_resident(self, sampler: Sampler, snapshot_id: str) -> None:
-        await self.snapshots.put_resident(sampler, snapshot_id)
 
     async def _end_session(self, session: Session) -> None:
         self._freeing.add(task := self._spawn(self._free_session(session), f"end {session.session_id}"))

@@ -18,3 +18,5 @@ SAMPLES_RUNNING = Gauge("fovea_gateway_samples_running", "Sample requests now in
 SAMPLE_RETRIES = Counter("fovea_gateway_sample_retries_total", "Samples that were tried again, by reason.", ["reason"])
 PUSHES = Counter("fovea_gateway_snapshot_pushes_total", "Pushes of snapshots to samplers by outcome.", ["outcome"])
 PUSH_SECONDS = Histogram("fovea_gateway_snapshot_push_seconds", "Seconds of a push.", buckets=_SECONDS)
+REPLICAS = Gauge("fovea_gateway_replicas", "Replicas by service: known to discovery, and up.", ["service", "state"])
+RENDER_RETRIES = Counter("fovea_gateway_render_retries_total", "Renders that were tried again, by reason.", ["reason"])

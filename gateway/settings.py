@@ -6,6 +6,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from fovea.runtime.settings import ServiceSettings
+from gateway.discovery.choice import Kind
 
 
 class GatewaySettings(ServiceSettings):
@@ -16,9 +17,18 @@ class GatewaySettings(ServiceSettings):
     model_name: str = Field(description="Name that clients use as `base_model`.")
     model: str = Field(description="Directory or hub name of the model, as the services were given it.")
     tokenizer: str = Field("", description="Tokenizer that clients are told to load; the model's by default.")
-    renderer: list[str] = Field(description="host:port of a renderer; repeat for several.")
-    sampler: list[str] = Field(description="host:port of a sampler; repeat for several.")
-    trainer: str = Field(description="host:port of the trainer.")
+    discovery: Kind = Field(
+        "static",
+        description="How renderers and samplers are found: at the addresses given; under a DNS name that resolves to"
+        " all of them; or as the EndpointSlices of a service, through the Kubernetes API.",
+    )
+    renderer: list[str] = Field(
+        description="static: host:port of a renderer, repeated for several. dns: one name:port. kubernetes: one"
+        " service:port, the port a number or its name in the service."
+    )
+    sampler: list[str] = Field(description="The samplers, as the renderers.")
+    trainer: str = Field(description="host:port of the trainer, whatever --discovery says.")
+    kubernetes_namespace: str = Field("", description="Namespace of the services; by default the pod's own.")
     port: int = Field(8000, ge=0, le=65535, description="REST port; 0 takes a free one.")
     grpc_port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     base_path: str = Field("", description="Path in front of all REST paths, such as /fovea.")

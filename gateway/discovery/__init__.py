@@ -1,1 +1,1 @@
-"""Where the services are. Everything else asks here and takes whatever changes."""
+"""Where the replicas of a service are. Everything else watches here and takes whatever changes."""

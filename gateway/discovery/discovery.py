@@ -1,39 +1,20 @@
-"""The interface of discovery, and the static one: addresses given at start."""
+"""The interface of discovery: where the replicas of one service are, now and from now on."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator
 from typing import Protocol
+
+Addresses = frozenset[str]
+"""host:port of each replica that takes requests; [host]:port for IPv6."""
 
 
 class Discovery(Protocol):
-    """Tells the addresses (host:port) of the services as they are now; asked again every few seconds."""
+    """Finds the replicas of one service."""
 
-    async def renderers(self) -> Sequence[str]:
-        """Renderers, all alike."""
+    def watch(self) -> AsyncGenerator[Addresses, None]:
+        """Yields all addresses as soon as they are known, then again whenever they change.
+
+        A source that fails is asked again, with growing pauses; meanwhile what was last yielded holds. It ends only if
+        nothing can change any more. An address that is missing from a later set leaves: it ends what it has begun and
+        is sent nothing new.
+        """
         ...
-
-    async def samplers(self) -> Sequence[str]:
-        """Samplers of one model."""
-        ...
-
-    async def trainer(self) -> str:
-        """The trainer."""
-        ...
-
-
-class StaticDiscovery:
-    """Addresses that never change."""
-
-    def __init__(self, renderers: Sequence[str], samplers: Sequence[str], trainer: str) -> None:
-        self._renderers, self._samplers, self._trainer = tuple(renderers), tuple(samplers), trainer
-
-    async def renderers(self) -> Sequence[str]:
-        """As given."""
-        return self._renderers
-
-    async def samplers(self) -> Sequence[str]:
-        """As given."""
-        return self._samplers
-
-    async def trainer(self) -> str:
-        """As given."""
-        return self._trainer

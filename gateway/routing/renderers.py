@@ -9,12 +9,16 @@ import numpy as np
 from fovea.api.v1 import model_input_pb2, renderer_pb2
 from fovea.client import RendererClient
 from fovea.wire import tensors
-from fovea.wire.errors import ContextOverflow, InvalidInput, Unavailable
+from fovea.wire.errors import ContextOverflow, InvalidInput, ResourceExhausted, Unavailable
+from gateway import metrics
 from gateway.discovery.discovery import Discovery
+from gateway.routing.replicas import Replica, Replicas
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_MORE = 4
+"""Calls in a renderer that never count as busy."""
 
 
 def least_token_count(model_input: model_input_pb2.ModelInput) -> int:
@@ -29,8 +33,26 @@ def least_token_count(model_input: model_input_pb2.ModelInput) -> int:
     return count
 
 
-class Renderers:
-    """All renderers as one.
+class Renderer(Replica):
+    """One renderer as the gateway knows it."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__("renderer", address)
+        self._client = RendererClient(address)
+        self.info: renderer_pb2.GetRendererInfoResponse | None = None
+
+    @property
+    def client(self) -> RendererClient:
+        """Typed calls."""
+        return self._client
+
+    async def ask(self) -> None:
+        """Asks what it serves."""
+        self.info = await self.client.info(timeout_s=5.0)
+
+
+class Renderers(Replicas[Renderer]):
+    """All renderers as one. Call `start` before use.
 
     Args:
         discovery: Where they are.
@@ -39,21 +61,17 @@ class Renderers:
     """
 
     def __init__(self, discovery: Discovery, concurrency: int, retry_deadline_s: float) -> None:
-        self._discovery = discovery
+        super().__init__("renderer", discovery, Renderer)
         self._retry_deadline_s = retry_deadline_s
-        self._clients: dict[str, RendererClient] = {}
         self._slots = asyncio.Semaphore(concurrency)
         self._info: renderer_pb2.GetRendererInfoResponse | None = None
 
-    async def close(self) -> None:
-        """Closes the channels."""
-        await asyncio.gather(*(client.close() for client in self._clients.values()))
-
     async def info(self) -> renderer_pb2.GetRendererInfoResponse:
-        """What the renderers serve; asked once. Raises Unavailable while none answers."""
+        """What the renderers serve: they are all alike. Raises Unavailable before one has answered."""
         if self._info is None:
-            address = (await self._discovery.renderers())[0]
-            self._info = await self._client(address).info(timeout_s=5.0)
+            self._info = next((renderer.info for renderer in self.members if renderer.info is not None), None)
+        if self._info is None:
+            raise Unavailable("no renderer has answered yet")
         return self._info
 
     async def render(self, model_input: model_input_pb2.ModelInput, field: str) -> model_input_pb2.RenderedInput:
@@ -100,31 +118,41 @@ class Renderers:
     ) -> model_input_pb2.RenderedInput:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._retry_deadline_s
+        failure = "none is known"
         async with self._slots:
             while True:
-                for address in await self._by_affinity(model_input):
+                for renderer in self._by_affinity(model_input):
                     try:
-                        return await self._client(address).render(model_input)
-                    except Unavailable as error:
-                        logger.warning("renderer %s: %s", address, error)
+                        async with renderer.bound():
+                            return await renderer.client.render(model_input)
+                    except (Unavailable, ResourceExhausted) as error:
+                        if isinstance(error, Unavailable):
+                            renderer.mark_down(str(error))
+                        metrics.RENDER_RETRIES.labels(error.reason).inc()
+                        failure = f"renderer {renderer.address}: {error.message}"
                     except InvalidInput as error:
                         raise type(error)(f"{field}: {error.message}", error.field or field, **error.metadata) from None
                 if loop.time() >= give_up_at:
-                    raise Unavailable(f"no renderer answered within {self._retry_deadline_s:.0f} s")
+                    raise Unavailable(f"no renderer answered within {self._retry_deadline_s:.0f} s: {failure}")
                 await asyncio.sleep(_RETRY_S)
 
-    async def _by_affinity(self, model_input: model_input_pb2.ModelInput) -> list[str]:
-        """Renderers in order of rendezvous hashing over the images, so that the same image meets the same cache."""
-        addresses = await self._discovery.renderers()
-        if len(addresses) == 1:
-            return list(addresses)
-        key = hashlib.sha256()
-        for chunk in model_input.chunks:
-            key.update(chunk.image.data or chunk.image_reference.sha256.encode())
-        base = key.digest()
-        return sorted(addresses, key=lambda address: hashlib.sha256(base + address.encode()).digest())
+    def _by_affinity(self, model_input: model_input_pb2.ModelInput) -> list[Renderer]:
+        """Renderers in the order to try them: rendezvous hashing over the first image, the much busier last.
 
-    def _client(self, address: str) -> RendererClient:
-        if address not in self._clients:
-            self._clients[address] = RendererClient(address)
-        return self._clients[address]
+        The turns of a conversation share their first image, so all of its images meet the same cache.
+        """
+        renderers = self.up or self.members
+        if len(renderers) < 2:
+            return renderers
+        image = next((chunk for chunk in model_input.chunks if chunk.WhichOneof("kind") != "tokens"), None)
+        key = _image_key(image) if image is not None else b""
+        ranked = sorted(renderers, key=lambda renderer: hashlib.sha256(key + renderer.address.encode()).digest())
+        # An image is soon rendered again: its cache is worth a short wait only.
+        most = 2 * min(renderer.queued for renderer in renderers) + _MORE
+        return sorted(ranked, key=lambda renderer: renderer.queued > most)
+
+
+def _image_key(chunk: model_input_pb2.Chunk) -> bytes:
+    """Alike for the same image under the same name."""
+    reference = chunk.image_reference
+    return hashlib.sha256(chunk.image.data or (reference.sha256 or reference.uri).encode()).digest()

@@ -42,6 +42,13 @@ class Residency:
         self._resident = resident
         self._advance()
 
+    def dismiss(self, error: Exception) -> None:
+        """Ends all waiting: `hold` raises the error. Who is inside stays."""
+        for _, turn in self._waiting:
+            if not turn.done():
+                turn.set_exception(error)
+        self._waiting.clear()
+
     @asynccontextmanager
     async def hold(self, wanted: str) -> AsyncIterator[None]:
         """Waits until `wanted` is in place and keeps it there. Raises what changing raised."""

@@ -2,23 +2,44 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Callable
+from typing import Protocol
 
 from fovea.api.v1 import model_input_pb2, sampler_pb2
 from fovea.client import SamplerClient
-from fovea.wire.errors import DeadlineExceeded, FoveaError, Unavailable
+from fovea.wire.errors import FoveaError, Unavailable
 from gateway.discovery.discovery import Discovery
 from gateway.routing.affinity import Affinity, prefix_keys
+from gateway.routing.replicas import Replica, Replicas
 from gateway.routing.residency import Residency
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 2.0
-_POLL_DOWN_S = 0.3
+_PATIENCE_S = 60.0
+"""How long a sampler that cannot be given the current weights is kept out while others serve."""
 
 
-class Sampler:
+class Weights(Protocol):
+    """Brings weights to samplers."""
+
+    async def put_resident(self, sampler: "Sampler", snapshot_id: str) -> None:
+        """Puts full weights in place. Raises FoveaError."""
+        ...
+
+    async def catch_up(self, sampler: "Sampler", peers: Callable[[], list["Sampler"]]) -> None:
+        """Brings what the peers are sampled with. Raises FoveaError."""
+        ...
+
+    def is_lost(self, snapshot_id: str) -> bool:
+        """Whether nobody who lacks a snapshot can be given it."""
+        ...
+
+
+class Left(Exception):
+    """A sampler leaves before a request was sent to it: the request goes to another, and nothing was lost."""
+
+
+class Sampler(Replica):
     """One sampler as the gateway knows it.
 
     Attributes:
@@ -27,109 +48,83 @@ class Sampler:
         slots: Bounds the requests inside.
     """
 
-    def __init__(
-        self,
-        address: str,
-        concurrency: int,
-        change: Callable[["Sampler", str], Awaitable[None]],
-        on_change: Callable[[], None],
-    ) -> None:
-        self._on_change = on_change
-        self.address = address
-        self.client = SamplerClient(address)
+    def __init__(self, address: str, concurrency: int, weights: Weights, peers: Callable[[], list["Sampler"]]) -> None:
+        super().__init__("sampler", address)
+        self._client = SamplerClient(address)
+        self._weights, self._peers = weights, peers
+        self._behind_since: float | None = None
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
-        self.up = asyncio.Event()
-        self._is_reported_down = False
         self.adapters: set[str] = set()
         self.slots = asyncio.Semaphore(concurrency)
-        self.queued = 0
-        self.residency = Residency(lambda wanted: change(self, wanted))
+        self.residency = Residency(lambda wanted: weights.put_resident(self, wanted))
+
+    @property
+    def client(self) -> SamplerClient:
+        """Typed calls."""
+        return self._client
 
     @property
     def instance_id(self) -> str:
         """Of its engine, another one after a restart; empty before it first answered."""
         return self.info.instance_id if self.info is not None else ""
 
-    async def refresh(self) -> None:
-        """Asks the sampler what it holds."""
-        try:
-            info = await self.client.info(timeout_s=5.0)
-        except DeadlineExceeded:
-            # Busy is not dead: a peer that is gone breaks the connection, which keepalive notices.
-            logger.warning("sampler %s is slow to answer", self.address)
-            return
-        except FoveaError as error:
-            self.mark_down(str(error))
-            return
-        is_new = self.info is None or self.info.instance_id != info.instance_id
+    async def ask(self) -> None:
+        """Asks what it holds; a new engine has to be prepared anew."""
+        info = await self.client.info(timeout_s=5.0)
+        is_new = info.instance_id != self.instance_id
         self.info = info
         if is_new:
-            logger.info("sampler %s is up, instance %s", self.address, info.instance_id)
+            logger.info("sampler %s answers, instance %s", self.address, info.instance_id)
+            self.up = False
             self.adapters = set(info.adapter_snapshot_ids)
             self.residency.reset(info.resident_snapshot_id)
-        elif not self.up.is_set():
-            logger.info("sampler %s is up again, same instance", self.address)
-        self._is_reported_down = False
-        self.up.set()
-        self._on_change()
 
-    def mark_down(self, reason: str) -> None:
-        """Notes that calls fail; it is asked again soon."""
-        if not self._is_reported_down:
-            logger.warning("sampler %s does not answer: %s", self.address, reason)
-        self._is_reported_down = True
-        self.up.clear()
-        self._on_change()
+    async def prepare(self) -> bool:
+        """Gives it the weights that the others are sampled with now."""
+        try:
+            await self._weights.catch_up(self, self._peers)
+        except FoveaError as error:
+            now = asyncio.get_running_loop().time()
+            if self._behind_since is None:
+                self._behind_since = now
+                logger.warning("sampler %s waits for the current weights: %s", self.address, error)
+            if self._peers() and now - self._behind_since < _PATIENCE_S:
+                return False
+            logger.warning("sampler %s takes requests without the current weights: %s", self.address, error)
+        self._behind_since = None
+        return True
+
+    def leave(self) -> None:
+        """Sends those who wait for it elsewhere."""
+        super().leave()
+        for _ in range(self.queued):
+            self.slots.release()
+        self.residency.dismiss(Left(self.address))
+
+    def check_stays(self) -> None:
+        """Raises Left if nothing new is to be sent."""
+        if self.is_leaving:
+            raise Left(self.address)
 
 
-class Samplers:
+class Samplers(Replicas[Sampler]):
     """All samplers. Call `start` before use.
 
     Args:
         discovery: Where they are.
         concurrency: Requests inside one sampler at once.
-        change: Puts full weights in place in one sampler.
+        weights: Brings weights to them.
     """
 
-    def __init__(
-        self, discovery: Discovery, concurrency: int, change: Callable[[Sampler, str], Awaitable[None]]
-    ) -> None:
-        self._discovery = discovery
-        self._concurrency = concurrency
-        self._change = change
-        self._samplers: dict[str, Sampler] = {}
-        self._watches: dict[str, asyncio.Task[None]] = {}
-        self._any_up = asyncio.Event()
+    def __init__(self, discovery: Discovery, concurrency: int, weights: Weights) -> None:
+        super().__init__("sampler", discovery, lambda address: Sampler(address, concurrency, weights, lambda: self.up))
+        self._weights = weights
         self._affinity = Affinity()
-
-    async def start(self) -> None:
-        """Begins to watch every sampler."""
-        for address in await self._discovery.samplers():
-            sampler = self._samplers[address] = Sampler(address, self._concurrency, self._change, self._note)
-            self._watches[address] = asyncio.create_task(_watch_forever(sampler), name=f"watch {address}")
-        await asyncio.gather(*(sampler.refresh() for sampler in self._samplers.values()))
-
-    async def close(self) -> None:
-        """Stops watching and closes the channels."""
-        for watch in self._watches.values():
-            watch.cancel()
-        await asyncio.gather(*self._watches.values(), return_exceptions=True)
-        await asyncio.gather(*(sampler.client.close() for sampler in self._samplers.values()))
-
-    @property
-    def up(self) -> list[Sampler]:
-        """Samplers that answer."""
-        return [sampler for sampler in self._samplers.values() if sampler.up.is_set()]
 
     @property
     def info(self) -> sampler_pb2.GetSamplerInfoResponse | None:
         """What a sampler serves: they are all alike. None before one was ever seen."""
-        return next((sampler.info for sampler in self._samplers.values() if sampler.info is not None), None)
-
-    async def wait_up(self, timeout_s: float) -> None:
-        """Returns once a sampler answers, or after `timeout_s`."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._any_up.wait(), max(timeout_s, 0.0))
+        return next((sampler.info for sampler in self.members if sampler.info is not None), None)
 
     def pick(self, snapshot_id: str, prompt: model_input_pb2.RenderedInput) -> Sampler:
         """A sampler that holds the snapshot if possible: the one that has seen most of the prompt, or the least busy.
@@ -139,7 +134,7 @@ class Samplers:
         if not self.up:
             raise Unavailable("no sampler answers")
         holders = [s for s in self.up if snapshot_id in s.adapters or snapshot_id == s.residency.resident]
-        least = min(self.up, key=_queued)
+        least = min(holders if holders and self._weights.is_lost(snapshot_id) else self.up, key=_queued)
         best = min(holders, key=_queued, default=least)
         # A holder is preferred until it is much busier: then loading the snapshot elsewhere pays.
         if best.queued > 2 * least.queued + 8:
@@ -153,18 +148,6 @@ class Samplers:
         self._affinity.note(keys, best.instance_id)
         return best
 
-    def _note(self) -> None:
-        if self.up:
-            self._any_up.set()
-        else:
-            self._any_up.clear()
-
 
 def _queued(sampler: Sampler) -> int:
     return sampler.queued
-
-
-async def _watch_forever(sampler: Sampler) -> None:
-    while True:
-        await asyncio.sleep(_POLL_S if sampler.up.is_set() else _POLL_DOWN_S)
-        await sampler.refresh()

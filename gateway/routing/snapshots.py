@@ -25,6 +25,10 @@ from gateway.store.database import Database
 logger = logging.getLogger(__name__)
 
 _KNOWN = 4096
+_RECENT = 64
+"""So many snapshots, those used last, a sampler that joins is given if its peers hold them."""
+_ROUNDS = 3
+"""So often a sampler that joins is brought to the full weights of its peers, which change meanwhile."""
 
 
 class Snapshots:
@@ -37,6 +41,8 @@ class Snapshots:
         self._known: OrderedDict[str, KeptSnapshot] = OrderedDict()
         self._pushes: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._users: Counter[str] = Counter()
+        self._recent: OrderedDict[str, None] = OrderedDict()
+        self._lost: set[str] = set()
         self._retired: dict[str, Callable[[], list[Sampler]]] = {}
         self._frees: dict[str, asyncio.Task[None]] = {}
 
@@ -75,6 +81,35 @@ class Snapshots:
         await self._push_once([sampler], snapshot_id)
         sampler.adapters.clear()
 
+    async def catch_up(self, sampler: Sampler, peers: Callable[[], list[Sampler]]) -> None:
+        """Brings to a sampler, before it takes requests, what its peers are sampled with. Raises what a push raises."""
+        done: str | None = None
+        for _ in range(_ROUNDS):
+            wanted = _most_common_resident(peers())
+            if wanted in (None, done):
+                return
+            done = wanted
+            async with sampler.residency.hold(wanted):
+                await self._bring_adapters(sampler, peers)
+
+    def is_lost(self, snapshot_id: str) -> bool:
+        """Whether a push has found that the trainer has lost the snapshot: only samplers still hold it."""
+        return snapshot_id in self._lost
+
+    async def _bring_adapters(self, sampler: Sampler, peers: Callable[[], list[Sampler]]) -> None:
+        hopeless: set[str] = set()
+        while True:
+            held = {snapshot_id for peer in peers() for snapshot_id in peer.adapters} - sampler.adapters - hopeless
+            # The longest unused first, so that it is also the first that the sampler evicts.
+            snapshot_id = next((recent for recent in self._recent if recent in held), None)
+            if snapshot_id is None:
+                return
+            try:
+                await self.ensure_adapter(sampler, snapshot_id, [])
+            except (ModelLost, NotFound) as error:
+                logger.warning("sampler %s cannot be given %s: %s", sampler.address, snapshot_id, error)
+                hopeless.add(snapshot_id)
+
     async def forget(self, model_ids: list[str], samplers: list[Sampler]) -> None:
         """Frees the unnamed snapshots of models that are over. What cannot be freed now goes with the next restart."""
         for snapshot_id in await self._database.read(lambda connection: rows.unnamed_snapshots(connection, model_ids)):
@@ -84,6 +119,10 @@ class Snapshots:
     def using(self, snapshot_id: str) -> Iterator[None]:
         """Keeps a snapshot from being freed while somebody samples from it or pushes it."""
         self._users[snapshot_id] += 1
+        self._recent[snapshot_id] = None
+        self._recent.move_to_end(snapshot_id)
+        if len(self._recent) > _RECENT:
+            self._recent.popitem(last=False)
         try:
             yield
         finally:
@@ -123,6 +162,8 @@ class Snapshots:
 
     async def _drop(self, snapshot_id: str, samplers: list[Sampler]) -> bool:
         self._known.pop(snapshot_id, None)
+        self._recent.pop(snapshot_id, None)
+        self._lost.discard(snapshot_id)
         holders = [sampler for sampler in samplers if snapshot_id in sampler.adapters]
         for sampler in holders:
             sampler.adapters.discard(snapshot_id)
@@ -176,17 +217,23 @@ class Snapshots:
         uri = kept.uri if kept else ""
         info = await self._trainer.require()
         if kept and not uri and kept.trainer_instance != info.instance_id:
-            raise _gone(snapshot_id)
+            raise self._gone(snapshot_id)
         try:
             return await self._trainer.client.push_snapshot(snapshot_id, addresses, uri, self._push_timeout_s)
         except NotFound:
-            raise _gone(snapshot_id) from None
+            raise self._gone(snapshot_id) from None
         except DeadlineExceeded as error:
             raise Unavailable(f"the push of {snapshot_id or 'the base weights'} took too long: {error}") from None
 
+    def _gone(self, snapshot_id: str) -> FoveaError:
+        self._lost.add(snapshot_id)
+        return ModelLost(
+            f"snapshot {snapshot_id} was held in the memory of a trainer that has restarted, and it was saved without "
+            "a name: it cannot be loaded again. Save weights with a name (save_weights_for_sampler) to keep them"
+        )
 
-def _gone(snapshot_id: str) -> FoveaError:
-    return ModelLost(
-        f"snapshot {snapshot_id} was held in the memory of a trainer that has restarted, and it was saved without a "
-        "name: it cannot be loaded again. Save weights with a name (save_weights_for_sampler) to keep them"
-    )
+
+def _most_common_resident(samplers: list[Sampler]) -> str | None:
+    """The full weights that most samplers have in place; None if none is known."""
+    places = Counter(sampler.residency.resident for sampler in samplers if sampler.residency.resident is not None)
+    return places.most_common(1)[0][0] if places else None

@@ -7,7 +7,6 @@ from contextlib import suppress
 from fovea.api.v1 import trainer_pb2
 from fovea.client import TrainerClient
 from fovea.wire.errors import DeadlineExceeded, FoveaError, Unavailable
-from gateway.discovery.discovery import Discovery
 
 logger = logging.getLogger(__name__)
 
@@ -16,10 +15,10 @@ _POLL_DOWN_S = 0.5
 
 
 class TrainerLink:
-    """Watches the one trainer of this gateway. Call `start` before use."""
+    """Watches the one trainer of this gateway, at host:port. Call `start` before use."""
 
-    def __init__(self, discovery: Discovery, wait_s: float) -> None:
-        self._discovery = discovery
+    def __init__(self, address: str, wait_s: float) -> None:
+        self.address = address
         self._wait_s = wait_s
         self._client: TrainerClient | None = None
         self._info: trainer_pb2.GetTrainerInfoResponse | None = None
@@ -27,11 +26,9 @@ class TrainerLink:
         self._watch: asyncio.Task[None] | None = None
         self._down_since = 0.0
         self._is_reported_down = False
-        self.address = ""
 
     async def start(self) -> None:
         """Begins to watch."""
-        self.address = await self._discovery.trainer()
         self._down_since = asyncio.get_running_loop().time()
         self._client = TrainerClient(self.address)
         await self._refresh()

@@ -20,7 +20,7 @@ from fovea.wire.errors import (
 from gateway import metrics
 from gateway.futures.future import Pending, QueueState
 from gateway.routing.renderers import Renderers
-from gateway.routing.samplers import Sampler, Samplers
+from gateway.routing.samplers import Left, Sampler, Samplers
 from gateway.routing.snapshots import Snapshots
 from gateway.scheduling import sequences, targets
 from gateway.scheduling.targets import Cells
@@ -95,6 +95,8 @@ class SampleRunner:
                 async with aclosing(self._attempt(work)) as attempt:
                     events = [event async for event in attempt]
                 return sequences.gather(events, work.request, work.cells)
+            except Left:
+                continue
             except FoveaError as error:
                 await self._mend(work, error)
 
@@ -108,6 +110,8 @@ class SampleRunner:
                         is_begun = True
                         yield event
                 return
+            except Left:
+                continue
             except FoveaError as error:
                 if is_begun:
                     raise
@@ -119,10 +123,10 @@ class SampleRunner:
             work.rendered = await self._renderers.render(work.request.prompt, "prompt")
             await self._check(work)
         sampler = self._samplers.pick(work.sampling.snapshot_id, work.rendered)
-        sampler.queued += 1
-        try:
+        async with sampler.bound():
             work.wait_on("waiting for a place in a sampler", QueueState.PAUSED)
             async with sampler.slots:
+                sampler.check_stays()
                 work.wait_on("waiting for the weights to be loaded")
                 work.snapshot_id = work.sampling.snapshot_id
                 with self._snapshots.using(work.snapshot_id):
@@ -131,11 +135,10 @@ class SampleRunner:
                         if wanted != work.snapshot_id:
                             peers = [peer for peer in self._samplers.up if peer.residency.resident == wanted]
                             await self._snapshots.ensure_adapter(sampler, work.snapshot_id, peers)
+                        sampler.check_stays()
                         work.wait_on("sampling")
                         async for event in self._sample(sampler, work):
                             yield event
-        finally:
-            sampler.queued -= 1
 
     async def _sample(self, sampler: Sampler, work: SampleWork) -> Events:
         request = sampler_pb2.SampleRequest(

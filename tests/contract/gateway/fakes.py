@@ -139,6 +139,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
 
     def __init__(self) -> None:
         super().__init__()
+        self.sample_delay_s = 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -175,6 +176,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         self.most_running = max(self.most_running, self.running)
         try:
             await self.note("Sample", request)
+            await asyncio.sleep(self.sample_delay_s)
             for event in self._events(request):
                 yield event
             self.completed.append(request.request_id)

@@ -1,0 +1,63 @@
+"""A name that resolves to all replicas, such as a headless service."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator
+
+from fovea.wire.errors import InvalidInput
+from gateway.discovery.address import join, split
+from gateway.discovery.discovery import Addresses
+
+logger = logging.getLogger(__name__)
+
+_NO_ADDRESS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+"""A headless service without a ready pod answers so: nobody is there. Other failures say nothing."""
+
+
+class DnsDiscovery:
+    """Resolves a name again and again.
+
+    Args:
+        address: name:port; the port is the same on all replicas.
+        interval_s: Pause between two look-ups.
+
+    Raises InvalidInput if `address` has no number for a port.
+    """
+
+    def __init__(self, address: str, interval_s: float = 2.0) -> None:
+        self._name, port = split(address, "address")
+        if not port.isdecimal():
+            raise InvalidInput(f"port {port!r} of {address!r} is no number, and DNS knows no names of ports")
+        self._port, self._interval_s = int(port), interval_s
+
+    async def watch(self) -> AsyncGenerator[Addresses, None]:
+        """Yields the addresses whenever they differ from the last ones."""
+        known: Addresses | None = None
+        problem = ""
+        while True:
+            try:
+                found = await self._resolve()
+            except socket.gaierror as error:
+                if str(error) != problem:
+                    logger.warning("%s cannot be resolved, what is known holds: %s", self._name, error)
+                problem = str(error)
+            else:
+                problem = ""
+                if found != known:
+                    known = found
+                    yield found
+            await asyncio.sleep(self._interval_s)
+
+    async def _resolve(self) -> Addresses:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            if error.errno in _NO_ADDRESS:
+                return frozenset()
+            raise
+        # A replica with both kinds of address counts once.
+        hosts = [str(address[0]) for family, *_, address in found if family == socket.AF_INET]
+        hosts = hosts or [str(address[0]) for _, *_, address in found]
+        return frozenset(join(host, self._port) for host in hosts)

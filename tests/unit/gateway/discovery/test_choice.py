@@ -1,0 +1,34 @@
+"""The settings choose a discovery, and a wrong one is refused by name."""
+
+import re
+
+import pytest
+
+from fovea.wire.errors import InvalidInput
+from gateway.discovery.choice import Kind, choose
+from gateway.discovery.dns import DnsDiscovery
+from gateway.discovery.static import StaticDiscovery
+
+
+async def test_static_addresses_are_told_once() -> None:
+    discovery = choose("static", "sampler", ["a:1", "b:2", "a:1"])
+    assert isinstance(discovery, StaticDiscovery)
+    assert [addresses async for addresses in discovery.watch()] == [{"a:1", "b:2"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "addresses", "words"),
+    [
+        ("dns", ["a:1", "b:1"], "--discovery dns takes one --sampler name:port, not 2"),
+        ("kubernetes", [], "--discovery kubernetes takes one --sampler name:port, not 0"),
+        ("dns", ["a"], "address is 'a'; write it as name:port"),
+        ("dns", ["a:grpc"], "port 'grpc' of 'a:grpc' is no number"),
+    ],
+)
+def test_wrong_settings_are_refused(kind: Kind, addresses: list[str], words: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(words)):
+        choose(kind, "sampler", addresses)
+
+
+def test_dns_takes_a_name_and_a_port() -> None:
+    assert isinstance(choose("dns", "sampler", ["samplers:50052"]), DnsDiscovery)
