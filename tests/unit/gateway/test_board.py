@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +16,10 @@ def pending(seq_id: int = 1, kind: Kind = Kind.OPTIM_STEP, **more: object) -> Pe
 
 
 class Shelf:
-    """A board on a file, which can be left and opened again."""
+    """A board on a database, which can be left and opened again."""
 
-    def __init__(self, path: Path) -> None:
-        self.url = f"sqlite:///{path / 'gateway.db'}"
+    def __init__(self, url: str) -> None:
+        self.url = url
         self.started: list[str] = []
 
     async def open(self) -> FutureBoard:
@@ -32,8 +31,8 @@ class Shelf:
 
 
 @pytest.fixture
-async def shelf(tmp_path: Path) -> AsyncIterator[Shelf]:
-    opened = Shelf(tmp_path)
+async def shelf(database_url: str) -> AsyncIterator[Shelf]:
+    opened = Shelf(database_url)
     yield opened
     await opened.database.close()
 
