@@ -10,9 +10,7 @@ from gateway.settings import GatewaySettings
 
 
 async def _run(settings: GatewaySettings) -> None:
-    gateway = Gateway(settings)
-    await gateway.start()
-    await gateway.run_until_stopped()
+    await Gateway(settings).run()
 
 
 def main() -> None:

@@ -2,23 +2,24 @@
 
 import asyncio
 import contextlib
-import fcntl
 import logging
+import os
 import signal
 import socket
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import uvicorn
 
 from fovea.api.v1 import gateway_pb2_grpc
 from fovea.runtime.server import ServiceServer
-from fovea.wire.errors import FoveaError, Internal, SessionEnded
+from fovea.wire.errors import FoveaError, SessionEnded
 from gateway.capabilities import Capabilities
 from gateway.checkpoints import Checkpoints
 from gateway.copies import Copies
 from gateway.custom_losses import CustomLosses
 from gateway.discovery.choice import choose
+from gateway.door import Door
 from gateway.exports import Exports
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending
@@ -50,7 +51,7 @@ _SWEEP_S = 30.0
 
 
 class Gateway:
-    """One gateway. `start`, then `run_until_stopped`; `stop` is part of the latter."""
+    """One gateway. `run` is all of its life; `start` and `stop` are parts of it."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
@@ -58,6 +59,7 @@ class Gateway:
         renderers = choose(kind, "renderer", settings.renderer, namespace)
         samplers = choose(kind, "sampler", settings.sampler, namespace)
         self.database = Database(settings.store_url)
+        self.database.on_superseded = _die
         self.trainer = TrainerLink(settings.trainer, settings.trainer_wait_s)
         self.renderers = Renderers(renderers, settings.renderer_concurrency, settings.retry_deadline_s)
         self.snapshots = Snapshots(self.database, self.trainer, settings.push_timeout_s)
@@ -98,9 +100,11 @@ class Gateway:
         self.sessions.on_end = self._end_session
         self._background: set[asyncio.Task[Any]] = set()
         self._freeing: set[asyncio.Task[Any]] = set()
-        self._lock: IO[str] | None = None
+        self._stopping = asyncio.Event()
         self.rest_port = 0
         self.grpc = ServiceServer(settings.model_copy(update={"port": settings.grpc_port}), [SERVICE])
+        self._door = Door(SERVICE)
+        self.grpc.grpc.add_generic_rpc_handlers((self._door,))
         servicer = GatewayServicer(
             self.keys, self.sessions, self.models, self.training, self.sampling, self.board, self.capabilities,
             self.custom_losses, ImageShelf(), settings,
@@ -109,44 +113,63 @@ class Gateway:
         self._rest = _RestServer(self._rest_config())
         self._rest_task: asyncio.Task[None] | None = None
 
+    async def run(self) -> None:
+        """Starts, serves until SIGTERM or SIGINT, and stops. Raises what `start` raises."""
+        await self._listen()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        beginning = asyncio.create_task(self._begin(), name="begin")
+        ending = asyncio.create_task(self._stopping.wait(), name="end")
+        try:
+            await asyncio.wait((beginning, ending), return_when=asyncio.FIRST_COMPLETED)
+            if beginning.done():
+                await beginning
+                await ending
+        finally:
+            for task in (beginning, ending):
+                task.cancel()
+            await asyncio.gather(beginning, ending, return_exceptions=True)
+            await self.stop()
+
     async def start(self) -> None:
-        """Opens the database, takes up what an earlier process left, and listens."""
-        self._lock_state()
+        """Listens, waits until the state is this gateway's, takes up what an earlier one left, and lets clients in."""
+        await self._listen()
+        await self._begin()
+
+    async def _listen(self) -> None:
+        listener = _listen(self.settings.host, self.settings.port)
+        self.rest_port = listener.getsockname()[1]
+        await self.grpc.start()
+        self._rest_task = asyncio.create_task(self._rest.serve([listener]), name="rest")
+        logger.info("REST on http://%s:%d%s", self.settings.host, self.rest_port, self.settings.base_path)
+
+    async def _begin(self) -> None:
         await self.database.open()
         await self.keys.load()
         await self.exports.open()
         await self.trainer.start()
         await asyncio.gather(self.renderers.start(), self.samplers.start())
         await self._restore()
-        listener = _listen(self.settings.host, self.settings.port)
-        self.rest_port = listener.getsockname()[1]
-        self._rest_task = asyncio.create_task(self._rest.serve([listener]), name="rest")
-        await self.grpc.start()
+        self._door.is_open = True
         self._spawn(self._sweep_forever(), "sweep")
         self._spawn(self._watch_services(), "services")
-        logger.info("REST on http://%s:%d%s", self.settings.host, self.rest_port, self.settings.base_path)
-
-    async def run_until_stopped(self) -> None:
-        """Serves until SIGTERM or SIGINT, then stops."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._begin_stop)
-        await self.grpc.run_until_stopped()
-        await self.stop()
-
-    def _begin_stop(self) -> None:
-        """Refuses new connections on both fronts, and lets go of those who poll."""
-        self._rest.should_exit = True
-        self.board.release_waiters()
-        self.grpc.request_stop()
 
     async def stop(self) -> None:
-        """Lets running commands end, leaves what is queued to the next process, and closes everything."""
+        """Lets what runs end, leaves what waits to the next process, and closes everything.
+
+        Until nothing runs any more, clients are served: what they submit is kept for the next process.
+        """
+        self._stopping.set()
+        await self.grpc.set_serving(False)
+        drain_s = self.settings.drain_s
+        await asyncio.gather(self.training.drain(drain_s), self.sampling.drain(drain_s))
         self.board.release_waiters()
-        await self.training.drain(self.settings.drain_s)
         self._rest.should_exit = True
+        self.grpc.request_stop()
+        await self.grpc.run_until_stopped()
         if self._rest_task is not None:
             await self._rest_task
-        await self.grpc.grpc.stop(0)
         await self.sampling.stop()
         await self.custom_losses.stop()
         await self.training.stop()
@@ -160,8 +183,6 @@ class Gateway:
         await self.renderers.close()
         await self.trainer.close()
         await self.database.close()
-        if self._lock is not None:
-            self._lock.close()
         logger.info("stopped")
 
     async def _restore(self) -> None:
@@ -211,7 +232,7 @@ class Gateway:
 
     async def _watch_services(self) -> None:
         """Health is SERVING while every service answers once; it is not taken back when one of them restarts."""
-        while True:
+        while not self._stopping.is_set():
             try:
                 await self.renderers.info()
             except FoveaError:
@@ -245,7 +266,7 @@ class Gateway:
             self.board, self.checkpoints, self.copies, self.exports, self.custom_losses,
         )  # fmt: skip
         return uvicorn.Config(
-            api,
+            self._door.guard(api),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -254,15 +275,6 @@ class Gateway:
             backlog=4096,
         )
 
-    def _lock_state(self) -> None:
-        """One gateway a state folder: two would both run what is queued."""
-        self.settings.state_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.settings.state_dir / "gateway.lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise Internal(f"another gateway uses {self.settings.state_dir}; give each its own --state-dir") from None
-
 
 class _RestServer(uvicorn.Server):
     """uvicorn without signal handlers of its own: the process has one place that stops it."""
@@ -270,6 +282,12 @@ class _RestServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _die() -> None:
+    """What this process has in memory is no longer true: whatever it still did might be done twice."""
+    logging.shutdown()
+    os._exit(1)
 
 
 def _listen(host: str, port: int) -> socket.socket:

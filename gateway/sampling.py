@@ -49,6 +49,7 @@ class Sampling:
         self._known: dict[str, SamplingSession] = {}
         self._newest: dict[str, str] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_draining = False
 
     async def open(
         self, caller: Caller, session_id: str, request_seq_id: int, base_model: str, model_path: str
@@ -159,7 +160,9 @@ class Sampling:
         return future_id, identity.sequence_ids(future_id, 0 if rejection else request.sample_count)
 
     def start(self, pending: Pending) -> None:
-        """Begins to work on an accepted sample."""
+        """Begins to work on an accepted sample, unless the process is about to end: then the next one does."""
+        if self._is_draining:
+            return
         pending.work = asyncio.create_task(self._run(pending), name=pending.future_id)
         self._keep(pending.work)
 
@@ -195,6 +198,15 @@ class Sampling:
         await self._sessions.require(caller, sampling.session_id)
         if sampling.model_path:
             await self._checkpoints.check_sampled(caller, sampling.model_path, sampling.snapshot_id)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Begins no further sample, and gives those that a sampler works on `timeout_s` to end."""
+        self._is_draining = True
+        begun = self._tasks & self._runner.sampling
+        for task in self._tasks - begun:
+            task.cancel()
+        if begun:
+            await asyncio.wait(begun, timeout=timeout_s)
 
     async def stop(self) -> None:
         """Stops all work, for the end of the process: it stays in the database and runs after a restart."""

@@ -1,6 +1,10 @@
-"""What holds for all tests."""
+"""What all tests may ask for, and what holds for all of them."""
 
 import logging
+
+from tests.postgresql import database_url, postgresql
+
+__all__ = ["database_url", "postgresql"]
 
 
 def _is_no_missed_heartbeat(record: logging.LogRecord) -> bool:

@@ -57,14 +57,21 @@ class FutureBoard:
         known = self._pending.get(pending.future_id)
         if known is not None:
             await known.accepted.wait()
+            if known.refusal is not None:
+                raise known.refusal
             return False
         self._pending[pending.future_id] = pending
+        # Whoever submits may go away meanwhile: what is in the database must be begun all the same.
+        return await asyncio.shield(asyncio.create_task(self._accept(pending)))
+
+    async def _accept(self, pending: Pending) -> bool:
         blob = pending.request or b""
         if pending.rejection is not None:
             pending.state, blob = State.REJECTED, to_status(pending.rejection).SerializeToString()
         try:
             is_new = await self._database.write(lambda connection: rows.insert(connection, pending, blob))
-        except BaseException:
+        except BaseException as error:
+            pending.refusal = error
             del self._pending[pending.future_id]
             pending.accepted.set()
             raise

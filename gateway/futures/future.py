@@ -89,6 +89,7 @@ class Pending:
         waiting_for: Words for whoever polls.
         work: The task that works on it, if cancelling is possible.
         accepted: Set once the submission is kept, or has failed to be.
+        refusal: Why it could not be kept.
         done: Set once there is an outcome.
         woken: Set when waiters should look, done or not.
     """
@@ -107,6 +108,7 @@ class Pending:
     waiting_for: str = "queued"
     work: asyncio.Task[None] | None = None
     is_finishing: bool = False
+    refusal: BaseException | None = None
     accepted: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     woken: asyncio.Event = field(default_factory=asyncio.Event)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.wire.errors import (
@@ -87,6 +87,8 @@ class SampleRunner:
         self._snapshots = snapshots
         self._retry_deadline_s = retry_deadline_s
         self._timeout_s = timeout_s
+        self.sampling: set[asyncio.Task[Any]] = set()
+        """Tasks whose request a sampler works on, until they have ended: to stop one then is to do it twice."""
 
     async def collect(self, work: SampleWork) -> list[gateway_pb2.SampleTokensResponse]:
         """Samples to the end. A sampler that fails midway costs nothing but time: the request starts again."""
@@ -155,6 +157,7 @@ class SampleRunner:
             prompt_logprobs_last_n=work.request.prompt_logprobs_last_n,
             at_once=work.pending is not None,
         )
+        self._note_sampling()
         try:
             with metrics.SAMPLES_RUNNING.labels(sampler.address).track_inprogress():
                 answer = cast(Events, sampler.client.sample(request, self._timeout_s))
@@ -170,8 +173,15 @@ class SampleRunner:
             sampler.mark_down(str(error))
             raise
 
+    def _note_sampling(self) -> None:
+        if (task := asyncio.current_task()) and task not in self.sampling:
+            self.sampling.add(task)
+            task.add_done_callback(self.sampling.discard)
+
     async def _mend(self, work: SampleWork, error: FoveaError) -> None:
         """Prepares the next try, or raises the error if there is none."""
+        if task := asyncio.current_task():
+            self.sampling.discard(task)
         now = asyncio.get_running_loop().time()
         if isinstance(error, SnapshotNotLoaded | FeatureEvicted):
             work.mends += 1

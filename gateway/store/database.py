@@ -9,108 +9,138 @@ changes threads for every statement and took 2.2 ms of CPU for a future where th
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import sqlalchemy as sa
 
-from fovea.wire.errors import Internal
-from gateway.store import migrations, schema
+from fovea.wire.errors import InvalidInput, Unavailable
+from gateway.store.claim import Superseded
+from gateway.store.engine import describe, is_lost, make_engine, parse_url
+from gateway.store.writer import Job as Job
+from gateway.store.writer import Result, Stopped, Writer
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-Job = Callable[[sa.Connection], Result]
 _GROUP_SIZE = 256
 _READERS = 4
+_READ_RETRY_S = 0.2
+_START_PATIENCE_S = 30.0
+_CLOSE_PATIENCE_S = 5.0
 
 
 class Database:
-    """Opens a database and runs jobs on it. A write job may run twice, if another one of its group fails."""
+    """Opens a database and runs jobs on it. A write job may run twice, if another one of its group fails.
 
-    def __init__(self, url: str) -> None:
-        self._engine = _engine(url)
-        self._writer = ThreadPoolExecutor(1, "database-writer")
-        self._readers = ThreadPoolExecutor(_READERS, "database-reader")
+    While the database is away, everybody waits for it, however long: a write that was given up might take effect later,
+    unknown to whoever gave it up, and work that was accepted must not fail for want of a read.
+
+    Set `on_superseded` to what must happen when another gateway has taken over the state.
+
+    Args:
+        url: As SQLAlchemy reads it; `postgresql://` means psycopg 3.
+        patience_s: How long the first connection may take.
+
+    Raises:
+        InvalidInput: For a URL that cannot be used.
+    """
+
+    def __init__(self, url: str, patience_s: float = _START_PATIENCE_S) -> None:
+        self._engine = make_engine(parse_url(url), _READERS + 1)
+        self._reading = self._engine
+        if self._engine.dialect.name == "postgresql":  # spares each read two round trips
+            self._reading = self._engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._stopped = threading.Event()
+        self._writer = Writer(self._engine, patience_s, self._stopped)
+        self._writer_thread = ThreadPoolExecutor(1, "database-writer")
+        self._reader_threads = ThreadPoolExecutor(_READERS, "database-reader")
         self._queue: asyncio.Queue[tuple[Job[Any], asyncio.Future[Any]]] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
+        self.on_superseded: Callable[[], None] = _nothing
 
     async def open(self) -> None:
-        """Makes or migrates the tables and starts the writer. Raises Internal for a schema that it does not know."""
-        await asyncio.get_running_loop().run_in_executor(self._writer, self._prepare)
+        """Waits until this gateway has the state for itself, makes or migrates the tables and starts the writer.
+
+        Raises:
+            Unavailable: The database does not answer.
+            Internal: It has a schema that is not known, or its folder is another gateway's.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._writer_thread, self._writer.open)
         self._task = asyncio.create_task(self._write_forever(), name="database writer")
 
     async def close(self) -> None:
-        """Commits what is queued and closes."""
+        """Commits what is queued, gives the state free and closes. Waits a few seconds for a database that is away."""
+        if self._task:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._queue.join(), _CLOSE_PATIENCE_S)
+        self._stopped.set()
         if self._task:
             await self._queue.join()
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._writer.shutdown()
-        self._readers.shutdown()
+        await asyncio.get_running_loop().run_in_executor(self._writer_thread, self._writer.close)
+        self._writer_thread.shutdown()
+        self._reader_threads.shutdown()
         self._engine.dispose()
 
     async def write(self, job: Job[Result]) -> Result:
-        """Runs a job in a transaction; returns once it is committed. Raises what the job raised."""
+        """Runs a job in a transaction; returns once it is committed.
+
+        Raises what the job raised, InvalidInput for values that the database cannot keep, Unavailable for what it could
+        not do.
+        """
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         await self._queue.put((job, done))
         # The job itself must not be undone by a caller who stops waiting: others may rely on its effect.
         return await asyncio.shield(done)
 
     async def read(self, job: Job[Result]) -> Result:
-        """Runs a job that only reads."""
+        """Runs a job that only reads. Raises as `write` does."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader_threads, self._read, job)
 
-        def run() -> Result:
-            with self._engine.connect() as connection:
-                return job(connection)
-
-        return await asyncio.get_running_loop().run_in_executor(self._readers, run)
+    def _read(self, job: Job[Result]) -> Result:
+        while True:
+            try:
+                with self._reading.connect() as connection:
+                    return job(connection)
+            except sa.exc.DBAPIError as error:
+                if not is_lost(error) or self._stopped.wait(_READ_RETRY_S):
+                    raise self._explained(error) from error
 
     async def _write_forever(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             group = [await self._queue.get()]
             while len(group) < _GROUP_SIZE and not self._queue.empty():
                 group.append(self._queue.get_nowait())
-            outcomes = await loop.run_in_executor(self._writer, self._commit, [job for job, _ in group])
+            outcomes = await self._commit([job for job, _ in group])
             for (_, done), outcome in zip(group, outcomes, strict=True):
                 _settle(done, outcome)
                 self._queue.task_done()
 
-    def _commit(self, jobs: list[Job[Any]]) -> list[Any]:
-        """Results of the jobs, or the exception of each that failed. In the writer's thread."""
+    async def _commit(self, jobs: list[Job[Any]]) -> list[Any]:
+        loop = asyncio.get_running_loop()
         try:
-            with self._engine.begin() as connection:
-                return [job(connection) for job in jobs]
-        except Exception as error:
-            if len(jobs) == 1:
-                return [error]
-        # One bad job must not fail its neighbours.
-        return [self._commit([job])[0] for job in jobs]
+            outcomes = await loop.run_in_executor(self._writer_thread, self._writer.commit, jobs)
+        except Stopped:
+            return [Unavailable("the gateway stops, and its database is away: send this again later")] * len(jobs)
+        except Superseded:
+            logger.critical("another gateway has taken over the state: this one ends")
+            self.on_superseded()
+            return [Unavailable("another gateway has taken over: send this again")] * len(jobs)
+        return [self._explained(one) if isinstance(one, sa.exc.DBAPIError) else one for one in outcomes]
 
-    def _prepare(self) -> None:
-        with self._engine.begin() as connection:
-            schema.metadata.create_all(connection)
-            version = connection.execute(sa.select(schema.schema_version.c.version)).scalar()
-            if version is None:
-                connection.execute(sa.insert(schema.schema_version).values(version=schema.SCHEMA_VERSION))
-            else:
-                _migrate(connection, version)
-
-
-def _migrate(connection: sa.Connection, version: int) -> None:
-    found = version
-    while version in migrations.STEPS:
-        for statement in migrations.STEPS[version]:
-            connection.execute(sa.text(statement))
-        version += 1
-    if version != schema.SCHEMA_VERSION:
-        raise Internal(f"the database has schema {found}, this gateway needs {schema.SCHEMA_VERSION}")
-    if version != found:
-        logger.info("the database goes from schema %d to %d", found, version)
-        connection.execute(sa.update(schema.schema_version).values(version=version))
+    def _explained(self, error: sa.exc.DBAPIError) -> Exception:
+        """The same failure in the words of whoever asked, where it is theirs to know."""
+        if isinstance(error, sa.exc.DataError):
+            return InvalidInput(f"the database cannot keep this: {error.orig}")
+        if isinstance(error, sa.exc.OperationalError):
+            logger.warning("%s: %s", describe(self._engine.url), error.orig)
+            return Unavailable(f"the database could not do this now: {error.orig}")
+        return error
 
 
 def _settle(done: asyncio.Future[Any], outcome: Any) -> None:
@@ -123,23 +153,13 @@ def _settle(done: asyncio.Future[Any], outcome: Any) -> None:
         done.set_result(outcome)
 
 
-def _engine(url: str) -> sa.Engine:
-    engine = sa.create_engine(url, pool_size=_READERS + 1, max_overflow=0)
-    if engine.dialect.name == "sqlite":
-        sa.event.listen(engine, "connect", _configure_sqlite)
-    return engine
-
-
-def _configure_sqlite(connection: Any, _: object) -> None:
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000", "wal_autocheckpoint=4000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+def _nothing() -> None:
+    pass
 
 
 def insert_new(connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> bool:
     """Inserts a row unless a unique key has it already; returns whether it is new."""
-    return bool(connection.execute(_insertion(connection.dialect.name, table), values).rowcount)
+    return connection.execute(_insertion(connection.dialect.name, table), values).rowcount == 1
 
 
 @cache
@@ -148,7 +168,8 @@ def _insertion(dialect: str, table: sa.Table) -> sa.Insert:
     if dialect == "postgresql":
         from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 
-        return postgresql_insert(table).on_conflict_do_nothing()
+        # Without the option SQLAlchemy forgets the count of an INSERT before anybody can ask: it says -1.
+        return postgresql_insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
     from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
     return sqlite_insert(table).on_conflict_do_nothing()

@@ -1,4 +1,5 @@
-"""The tables. Blobs live apart from the rows that are searched, so that scans stay small.
+"""The tables. Blobs live apart from the rows that are searched, so that scans stay small. Text has no length, which
+PostgreSQL would enforce and SQLite would not.
 
 `create_all` makes them; `schema_version` holds SCHEMA_VERSION. A change to a table is a step in `migrations` and a new
 version; an unknown version is refused at start.
@@ -12,27 +13,35 @@ metadata = sa.MetaData()
 
 schema_version = sa.Table("schema_version", metadata, sa.Column("version", sa.Integer, primary_key=True))
 
+# Who has the state, and the last transaction that it committed: see `claim`. Empty in SQLite.
+owner = sa.Table(
+    "state_owner",
+    metadata,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("last_mark", sa.BigInteger, nullable=False),
+)
+
 api_keys = sa.Table(
     "api_keys",
     metadata,
-    sa.Column("owner", sa.String(64), primary_key=True),
-    sa.Column("key_hash", sa.String(64), nullable=False, unique=True),
+    sa.Column("owner", sa.Text, primary_key=True),
+    sa.Column("key_hash", sa.Text, nullable=False, unique=True),
     sa.Column("created_at", sa.Float, nullable=False),
 )
 
 sessions = sa.Table(
     "sessions",
     metadata,
-    sa.Column("session_id", sa.String(64), primary_key=True),
-    sa.Column("owner", sa.String(64), nullable=False, index=True),
-    sa.Column("request_key", sa.String(200)),
+    sa.Column("session_id", sa.Text, primary_key=True),
+    sa.Column("owner", sa.Text, nullable=False, index=True),
+    sa.Column("request_key", sa.Text),
     sa.Column("tags", sa.JSON, nullable=False),
     sa.Column("user_metadata", sa.JSON, nullable=False),
     sa.Column("display_name", sa.Text),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("heartbeat_at", sa.Float, nullable=False),
     sa.Column("ended_at", sa.Float),
-    sa.Column("end_reason", sa.String(40)),
+    sa.Column("end_reason", sa.Text),
     sa.Column("end_detail", sa.Text),
     sa.Column("next_sampling_number", sa.BigInteger, nullable=False, default=0),
     sa.UniqueConstraint("owner", "request_key"),
@@ -41,14 +50,14 @@ sessions = sa.Table(
 models = sa.Table(
     "models",
     metadata,
-    sa.Column("model_id", sa.String(128), primary_key=True),
-    sa.Column("session_id", sa.String(64), nullable=False, index=True),
-    sa.Column("owner", sa.String(64), nullable=False, index=True),
-    sa.Column("base_model", sa.String(400), nullable=False),
+    sa.Column("model_id", sa.Text, primary_key=True),
+    sa.Column("session_id", sa.Text, nullable=False, index=True),
+    sa.Column("owner", sa.Text, nullable=False, index=True),
+    sa.Column("base_model", sa.Text, nullable=False),
     sa.Column("lora", sa.LargeBinary, nullable=False),
     sa.Column("user_metadata", sa.JSON, nullable=False),
-    sa.Column("trainer_instance", sa.String(128), nullable=False, default=""),
-    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("trainer_instance", sa.Text, nullable=False, default=""),
+    sa.Column("state", sa.Text, nullable=False),
     sa.Column("state_reason", sa.Text, nullable=False, default=""),
     sa.Column("next_seq_id", sa.BigInteger, nullable=False, default=0),
     sa.Column("next_snapshot", sa.BigInteger, nullable=False, default=1),
@@ -61,14 +70,14 @@ models = sa.Table(
 sampling_sessions = sa.Table(
     "sampling_sessions",
     metadata,
-    sa.Column("sampling_session_id", sa.String(128), primary_key=True),
-    sa.Column("session_id", sa.String(64), nullable=False, index=True),
-    sa.Column("owner", sa.String(64), nullable=False),
+    sa.Column("sampling_session_id", sa.Text, primary_key=True),
+    sa.Column("session_id", sa.Text, nullable=False, index=True),
+    sa.Column("owner", sa.Text, nullable=False),
     sa.Column("request_seq_id", sa.BigInteger),
-    sa.Column("base_model", sa.String(400), nullable=False),
+    sa.Column("base_model", sa.Text, nullable=False),
     sa.Column("model_path", sa.Text),
-    sa.Column("snapshot_id", sa.String(200), nullable=False, default="", index=True),
-    sa.Column("followed_model_id", sa.String(128), index=True),
+    sa.Column("snapshot_id", sa.Text, nullable=False, default="", index=True),
+    sa.Column("followed_model_id", sa.Text, index=True),
     sa.Column("client_count", sa.BigInteger, nullable=False, default=0),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.UniqueConstraint("session_id", "request_seq_id"),
@@ -77,25 +86,25 @@ sampling_sessions = sa.Table(
 snapshots = sa.Table(
     "snapshots",
     metadata,
-    sa.Column("snapshot_id", sa.String(200), primary_key=True),
-    sa.Column("model_id", sa.String(128), nullable=False, index=True),
+    sa.Column("snapshot_id", sa.Text, primary_key=True),
+    sa.Column("model_id", sa.Text, nullable=False, index=True),
     sa.Column("identity", sa.LargeBinary, nullable=False),
     sa.Column("uri", sa.Text, nullable=False, default=""),
-    sa.Column("trainer_instance", sa.String(128), nullable=False),
+    sa.Column("trainer_instance", sa.Text, nullable=False),
     sa.Column("created_at", sa.Float, nullable=False),
 )
 
 checkpoints = sa.Table(
     "checkpoints",
     metadata,
-    sa.Column("path", sa.String(400), primary_key=True),
-    sa.Column("model_id", sa.String(128), nullable=False, index=True),
-    sa.Column("owner", sa.String(64), nullable=False, index=True),
-    sa.Column("segment", sa.String(24), nullable=False),
-    sa.Column("name", sa.String(200), nullable=False),
+    sa.Column("path", sa.Text, primary_key=True),
+    sa.Column("model_id", sa.Text, nullable=False, index=True),
+    sa.Column("owner", sa.Text, nullable=False, index=True),
+    sa.Column("segment", sa.Text, nullable=False),
+    sa.Column("name", sa.Text, nullable=False),
     sa.Column("uri", sa.Text, nullable=False),
-    sa.Column("snapshot_id", sa.String(200), nullable=False, default=""),
-    sa.Column("base_model", sa.String(400), nullable=False),
+    sa.Column("snapshot_id", sa.Text, nullable=False, default=""),
+    sa.Column("base_model", sa.Text, nullable=False),
     sa.Column("lora", sa.LargeBinary, nullable=False),
     sa.Column("step", sa.BigInteger, nullable=False, default=0),
     sa.Column("size_bytes", sa.BigInteger, nullable=False, default=0),
@@ -108,15 +117,15 @@ checkpoints = sa.Table(
 published = sa.Table(
     "published",
     metadata,
-    sa.Column("path", sa.String(400), primary_key=True),
+    sa.Column("path", sa.Text, primary_key=True),
     sa.Column("published_at", sa.Float, nullable=False),
 )
 
 custom_losses = sa.Table(
     "custom_losses",
     metadata,
-    sa.Column("custom_loss_id", sa.String(128), primary_key=True),
-    sa.Column("session_id", sa.String(64), nullable=False, index=True),
+    sa.Column("custom_loss_id", sa.Text, primary_key=True),
+    sa.Column("session_id", sa.Text, nullable=False, index=True),
     sa.Column("loss", sa.LargeBinary, nullable=False),
     sa.Column("created_at", sa.Float, nullable=False),
 )
@@ -124,31 +133,31 @@ custom_losses = sa.Table(
 copies = sa.Table(
     "copies",
     metadata,
-    sa.Column("model_id", sa.String(128), primary_key=True),
-    sa.Column("owner", sa.String(64), nullable=False),
-    sa.Column("request_key", sa.String(200)),
-    sa.Column("source_path", sa.String(400), nullable=False),
-    sa.Column("path", sa.String(400), nullable=False),
+    sa.Column("model_id", sa.Text, primary_key=True),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("request_key", sa.Text),
+    sa.Column("source_path", sa.Text, nullable=False),
+    sa.Column("path", sa.Text, nullable=False),
     sa.UniqueConstraint("owner", "request_key"),
 )
 
 secrets = sa.Table(
     "secrets",
     metadata,
-    sa.Column("name", sa.String(40), primary_key=True),
+    sa.Column("name", sa.Text, primary_key=True),
     sa.Column("value", sa.LargeBinary, nullable=False),
 )
 
 futures = sa.Table(
     "futures",
     metadata,
-    sa.Column("future_id", sa.String(200), primary_key=True),
-    sa.Column("kind", sa.String(24), nullable=False),
-    sa.Column("owner", sa.String(64), nullable=False),
-    sa.Column("session_id", sa.String(64), nullable=False, index=True),
-    sa.Column("scope", sa.String(128), nullable=False),
+    sa.Column("future_id", sa.Text, primary_key=True),
+    sa.Column("kind", sa.Text, nullable=False),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("session_id", sa.Text, nullable=False, index=True),
+    sa.Column("scope", sa.Text, nullable=False),
     sa.Column("seq_id", sa.BigInteger, nullable=False),
-    sa.Column("state", sa.String(16), nullable=False, index=True),
+    sa.Column("state", sa.Text, nullable=False, index=True),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("finished_at", sa.Float, index=True),
     sa.Column("finish_number", sa.BigInteger),
@@ -158,13 +167,13 @@ futures = sa.Table(
 future_requests = sa.Table(
     "future_requests",
     metadata,
-    sa.Column("future_id", sa.String(200), primary_key=True),
+    sa.Column("future_id", sa.Text, primary_key=True),
     sa.Column("request", sa.LargeBinary, nullable=False),
 )
 
 future_results = sa.Table(
     "future_results",
     metadata,
-    sa.Column("future_id", sa.String(200), primary_key=True),
+    sa.Column("future_id", sa.Text, primary_key=True),
     sa.Column("result", sa.LargeBinary, nullable=False),
 )

@@ -93,9 +93,9 @@ class Stand:
 
 
 @pytest.fixture
-async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
-    """A running stand with one sampler."""
-    async with running(Stand(tmp_path)) as running_stand:
+async def stand(tmp_path: Path, database_url: str) -> AsyncIterator[Stand]:
+    """A running stand with one sampler, on either database."""
+    async with running(Stand(tmp_path), database_url=database_url) as running_stand:
         yield running_stand
 
 

@@ -1,8 +1,8 @@
 """The board of futures over a real database."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +17,10 @@ def pending(seq_id: int = 1, kind: Kind = Kind.OPTIM_STEP, **more: object) -> Pe
 
 
 class Shelf:
-    """A board on a file, which can be left and opened again."""
+    """A board on a database, which can be left and opened again."""
 
-    def __init__(self, path: Path) -> None:
-        self.url = f"sqlite:///{path / 'gateway.db'}"
+    def __init__(self, url: str) -> None:
+        self.url = url
         self.started: list[str] = []
 
     async def open(self) -> FutureBoard:
@@ -32,8 +32,8 @@ class Shelf:
 
 
 @pytest.fixture
-async def shelf(tmp_path: Path) -> AsyncIterator[Shelf]:
-    opened = Shelf(tmp_path)
+async def shelf(database_url: str) -> AsyncIterator[Shelf]:
+    opened = Shelf(database_url)
     yield opened
     await opened.database.close()
 
@@ -137,3 +137,27 @@ async def test_release_answers_every_poll_now(shelf: Shelf) -> None:
     board.release_waiters()
     assert await poll is work
     assert await board.wait("m:1", "owner", 60) is work
+
+
+async def test_what_is_kept_is_begun_although_its_client_went_away(shelf: Shelf) -> None:
+    board = await shelf.open()
+    gate = threading.Event()
+    blocking = asyncio.create_task(shelf.database.write(lambda connection: gate.wait(20)))
+    await asyncio.sleep(0)
+    submitting = asyncio.create_task(board.submit(pending()))
+    await asyncio.sleep(0.01)
+    submitting.cancel()
+    await asyncio.gather(submitting, return_exceptions=True)
+    gate.set()
+    await blocking
+    assert not await board.submit(pending()), "the repeat finds it"
+    assert shelf.started == ["m:1"]
+
+
+async def test_what_cannot_be_kept_is_refused_to_its_repeats_too(shelf: Shelf) -> None:
+    board = await shelf.open()
+    too_large = 2**70  # for a column of 64 bits
+    answers = await asyncio.gather(*(board.submit(pending(too_large)) for _ in range(3)), return_exceptions=True)
+    assert all(isinstance(answer, Exception) for answer in answers), answers
+    assert board.pending_count == 0
+    assert shelf.started == []

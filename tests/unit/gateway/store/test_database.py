@@ -16,8 +16,8 @@ def keep(owner: str) -> object:
     return lambda connection: connection.execute(sa.insert(schema.api_keys).values(**row)).rowcount
 
 
-async def test_one_bad_job_does_not_fail_its_neighbours(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'x.db'}")
+async def test_one_bad_job_does_not_fail_its_neighbours(database_url: str) -> None:
+    database = Database(database_url)
     await database.open()
     await database.write(keep("taken"))  # type: ignore[arg-type]
     jobs = [keep(f"o{i}") if i != 5 else keep("taken") for i in range(10)]
@@ -28,8 +28,8 @@ async def test_one_bad_job_does_not_fail_its_neighbours(tmp_path: Path) -> None:
     await database.close()
 
 
-async def test_readers_and_hundreds_of_writers_never_lock_each_other_out(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'x.db'}")
+async def test_readers_and_hundreds_of_writers_never_lock_each_other_out(database_url: str) -> None:
+    database = Database(database_url)
     await database.open()
     counting = sa.select(sa.func.count()).select_from(schema.api_keys)
     reads = [database.read(lambda c: c.execute(counting).scalar()) for _ in range(100)]
@@ -38,8 +38,8 @@ async def test_readers_and_hundreds_of_writers_never_lock_each_other_out(tmp_pat
     await database.close()
 
 
-async def test_insert_new_tells_new_from_known(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'x.db'}")
+async def test_insert_new_tells_new_from_known(database_url: str) -> None:
+    database = Database(database_url)
     await database.open()
     row = {"owner": "a", "key_hash": "h", "created_at": 0.0}
     assert await database.write(lambda c: insert_new(c, schema.api_keys, row)) is True
@@ -47,13 +47,12 @@ async def test_insert_new_tells_new_from_known(tmp_path: Path) -> None:
     await database.close()
 
 
-async def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'x.db'}"
-    database = Database(url)
+async def test_a_database_of_another_version_is_refused(database_url: str) -> None:
+    database = Database(database_url)
     await database.open()
     await database.write(lambda c: c.execute(sa.update(schema.schema_version).values(version=99)))
     await database.close()
-    other = Database(url)
+    other = Database(database_url)
     with pytest.raises(Internal, match="schema 99"):
         await other.open()
     await other.close()

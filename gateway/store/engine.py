@@ -1,0 +1,92 @@
+"""SQLAlchemy engines: SQLite in a file, or PostgreSQL through psycopg 3."""
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from fovea.wire.errors import InvalidInput
+
+_SCHEMES = {"postgres": "postgresql+psycopg", "postgresql": "postgresql+psycopg"}
+_FORM = "it must be postgresql://USER:PASSWORD@HOST:PORT/DATABASE or sqlite:////PATH"
+_CONNECT_TIMEOUT_S = 5
+_POSTGRESQL_SESSION = {
+    # A gateway whose machine is gone must not keep its claim for the two hours that TCP takes by default.
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+    "tcp_user_timeout": "25000",
+    "statement_timeout": "60000",
+}
+_POSTGRESQL_CLIENT = {
+    "connect_timeout": _CONNECT_TIMEOUT_S,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+    "target_session_attrs": "read-write",  # after a failover the old primary may still answer
+    "application_name": "fovea-gateway",
+}
+
+
+def parse_url(url: str) -> sa.URL:
+    """Reads a database's URL; `postgresql://` means psycopg 3.
+
+    Raises:
+        InvalidInput: It cannot be read, or names another database. Never shows the password.
+    """
+    try:
+        parsed = sa.make_url(url)
+    except (sa.exc.ArgumentError, ValueError):
+        raise InvalidInput(f"database_url cannot be read: {_FORM}", field="database_url") from None
+    parsed = parsed.set(drivername=_SCHEMES.get(parsed.drivername, parsed.drivername))
+    if parsed.drivername not in ("sqlite", "postgresql+psycopg"):
+        raise InvalidInput(f"database_url begins with {parsed.drivername!r}: {_FORM}", field="database_url")
+    return parsed
+
+
+def describe(url: sa.URL) -> str:
+    """Names a database for logs and errors, without who asks it."""
+    if url.get_backend_name() == "sqlite":
+        return f"SQLite in {url.database}"
+    host = url.host or url.query.get("host") or "the local socket"
+    return f"PostgreSQL {url.database or ''} at {host}:{url.port or 5432}"
+
+
+def make_engine(url: sa.URL, connections: int) -> sa.Engine:
+    """An engine with a pool of `connections`; opens none. Raises InvalidInput for an option that the driver lacks."""
+    is_sqlite = url.get_backend_name() == "sqlite"
+    client = {} if is_sqlite else _POSTGRESQL_CLIENT
+    arguments = {name: value for name, value in client.items() if name not in url.query}
+    try:
+        engine = sa.create_engine(url, pool_size=connections, max_overflow=0, connect_args=arguments)
+    except (sa.exc.ArgumentError, TypeError, ValueError):
+        raise InvalidInput(f"database_url has an unknown option: {_FORM}", field="database_url") from None
+    sa.event.listen(engine, "connect", _configure_sqlite if is_sqlite else _configure_postgresql)
+    return engine
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a failure is that of the connection, so that the same work may succeed on the next one."""
+    if not isinstance(error, sa.exc.DBAPIError):
+        return False
+    if error.connection_invalidated:
+        return True
+    state = getattr(error.orig, "sqlstate", "")  # only psycopg's errors have one, None if no server gave it
+    if state is None:
+        return isinstance(error, sa.exc.OperationalError)
+    # 08: connection exceptions; 57P: the server goes down or comes up; 25006: it is no longer the primary.
+    return state.startswith(("08", "57P")) or state == "25006"
+
+
+def _configure_sqlite(connection: Any, _: object) -> None:
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000", "wal_autocheckpoint=4000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _configure_postgresql(connection: Any, _: object) -> None:
+    # By statement, not as start-up options: poolers refuse those, and a URL may have its own.
+    calls = ", ".join(f"set_config('{name}', '{value}', false)" for name, value in _POSTGRESQL_SESSION.items())
+    connection.execute(f"SELECT {calls}")
+    connection.commit()

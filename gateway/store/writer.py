@@ -1,0 +1,154 @@
+"""The one connection that writes, and the claim that it is the only one. Everything here runs in one thread."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from fovea.wire.errors import Internal, Unavailable
+from gateway.store import migrations, schema
+from gateway.store.claim import Superseded, make_claim
+from gateway.store.engine import describe, is_lost
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Job = Callable[[sa.Connection], Result]
+_RETRY_S = 0.2
+
+
+class Stopped(Exception):
+    """The process ends, and the database has not come back."""
+
+
+class Writer:
+    """Commits groups of jobs, and waits out the loss of its connection: no group is lost, none is applied twice.
+
+    Args:
+        patience_s: How long the first connection may take; later ones may take forever.
+        stopped: Ends every wait with Stopped.
+    """
+
+    def __init__(self, engine: sa.Engine, patience_s: float, stopped: threading.Event) -> None:
+        self._engine, self._patience_s = engine, patience_s
+        self._claim = make_claim(engine.url)
+        self._connection: sa.Connection | None = None
+        self._last_mark = 0
+        self._stopped = stopped
+
+    def open(self) -> None:
+        """Waits until the state is ours, then makes or migrates the tables.
+
+        Raises:
+            Unavailable: Nothing answers, or it refuses us.
+            Internal: A schema that is not known, or a folder that another gateway uses.
+        """
+        connection = self._connect(time.monotonic() + self._patience_s)
+        with connection.begin():
+            _prepare(connection)
+            self._claim.begin(connection)
+
+    def commit(self, jobs: list[Job[Any]]) -> list[Any]:
+        """Results of the jobs, or the exception of each that failed. Raises Superseded, Stopped."""
+        try:
+            return self._transact(jobs)
+        except (Superseded, Stopped):
+            raise
+        except Exception as error:
+            if len(jobs) == 1:
+                return [error]
+        # One bad job must not fail its neighbours.
+        return [self.commit([job])[0] for job in jobs]
+
+    def close(self) -> None:
+        """Gives the state free."""
+        self._drop()
+        self._claim.release()
+
+    def _transact(self, jobs: list[Job[Any]]) -> list[Any]:
+        number, results, is_repeated = self._last_mark + 1, [], False
+        while True:
+            try:
+                connection = self._connection or self._connect()
+                if is_repeated and self._is_committed(connection, number):
+                    break
+                with connection.begin():
+                    self._claim.mark(connection, number)
+                    results = [job(connection) for job in jobs]
+                break
+            except sa.exc.DBAPIError as error:
+                if not is_lost(error):
+                    raise
+                logger.warning("%s is gone while %d writes wait: %s", self._name, len(jobs), error.orig)
+                self._drop()
+                is_repeated = True
+        self._last_mark = number
+        return results
+
+    def _is_committed(self, connection: sa.Connection, number: int) -> bool:
+        """Whether the commit took place whose answer never came."""
+        with connection.begin():
+            return self._claim.last_mark(connection) == number
+
+    def _connect(self, give_up_at: float = math.inf) -> sa.Connection:
+        """Connects and takes the state, however long it takes while somebody else has it."""
+        said = ""
+        while not self._stopped.is_set():
+            try:
+                connection = self._connection = self._connection or self._engine.connect()
+                give_up_at = math.inf
+                with connection.begin():
+                    is_taken = self._claim.take(connection)
+                if is_taken:
+                    if said:
+                        logger.info("%s is ours", self._name)
+                    return connection
+                reason = "waiting until the gateway that has it ends"
+            except sa.exc.DBAPIError as error:
+                self._drop()
+                reason = str(error.orig).strip()
+                if not is_lost(error) or time.monotonic() > give_up_at:
+                    raise Unavailable(f"{self._name} does not let us in: {reason}") from None
+            if reason != said:
+                logger.info("%s: %s", self._name, reason)
+                said = reason
+            self._stopped.wait(_RETRY_S)
+        raise Stopped
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.invalidate()
+            self._connection.close()
+            self._connection = None
+
+    @property
+    def _name(self) -> str:
+        return describe(self._engine.url)
+
+
+def _prepare(connection: sa.Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
+    schema.metadata.create_all(connection)
+    version = connection.execute(sa.select(schema.schema_version.c.version)).scalar()
+    if version is None:
+        connection.execute(sa.insert(schema.schema_version).values(version=schema.SCHEMA_VERSION))
+    else:
+        _migrate(connection, version)
+
+
+def _migrate(connection: sa.Connection, version: int) -> None:
+    found = version
+    while version in migrations.STEPS:
+        for statement in migrations.STEPS[version]:
+            connection.execute(sa.text(statement))
+        version += 1
+    if version != schema.SCHEMA_VERSION:
+        raise Internal(f"the database has schema {found}, this gateway needs {schema.SCHEMA_VERSION}")
+    if version != found:
+        logger.info("the database goes from schema %d to %d", found, version)
+        connection.execute(sa.update(schema.schema_version).values(version=version))

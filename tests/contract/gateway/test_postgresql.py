@@ -1,0 +1,232 @@
+"""Gateways on PostgreSQL as processes: one takes over from another under load, and the server may go away."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import tinker
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.contract.gateway.conftest import KEY, Stand, eventually
+from tests.contract.gateway.fakes import MODEL, Fake, FakeSampler
+from tests.contract.gateway.requests import Rest, text_datum
+from tests.contract.gateway.service import Service
+from tests.contract.gateway.test_process import Process
+from tests.postgresql import Server
+
+CLIENTS, HANDOVERS, TOKENS = 4, 3, 4
+
+
+class Patient(httpx.AsyncHTTPTransport):
+    """Repeats what broke off or was answered 5xx, as the SDK does."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        while True:
+            try:
+                response = await super().handle_async_request(request)
+                await response.aread()
+            except httpx.TransportError:
+                pass
+            else:
+                if response.status_code < 500:
+                    return response
+            await asyncio.sleep(0.2)
+
+
+class Cluster:
+    """Gateways on one database behind one service."""
+
+    def __init__(self, stand: Stand, database_url: str) -> None:
+        self.stand, self.service, self._database_url = stand, Service(), database_url
+        self._gateways: list[Process] = []
+
+    @property
+    def url(self) -> str:
+        """Of the service."""
+        return f"http://127.0.0.1:{self.service.port}"
+
+    async def add(self) -> Process:
+        """A new gateway, alive but perhaps not ready."""
+        gateway = Process(self.stand)
+        self._gateways.append(gateway)
+        await gateway.start("healthz", database_url=self._database_url)
+        self.service.add(gateway.port, gateway.grpc_port)
+        return gateway
+
+    async def ready(self, gateway: Process) -> None:
+        """Waits until a gateway takes requests."""
+        await eventually(lambda: self.service.is_ready(gateway.port), 120)
+
+    def http(self) -> httpx.AsyncClient:
+        """A client that does not give up."""
+        base_url, headers = f"{self.url}/api/v1/", {"X-API-Key": KEY}
+        return httpx.AsyncClient(base_url=base_url, headers=headers, timeout=60, transport=Patient())
+
+    async def stop(self) -> None:
+        """Kills what is left."""
+        await self.service.stop()
+        for gateway in self._gateways:
+            if gateway.process is not None and gateway.process.returncode is None:
+                gateway.process.kill()
+                await gateway.process.wait()
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, postgresql: Server) -> AsyncIterator[Cluster]:
+    """A service without gateways."""
+    stand = Stand(tmp_path)
+    await stand.start_fakes()
+    for fake in (stand.trainer, stand.sampler):
+        slow_down(fake, 0.05)
+    made = Cluster(stand, postgresql.new_url())
+    await made.service.start()
+    yield made
+    await made.stop()
+    await stand.stop_fakes()
+
+
+def slow_down(fake: Fake, seconds: float) -> None:
+    """So that a handover always finds something that runs."""
+    note = fake.note
+
+    async def slowly(name: str, request: Any) -> None:
+        await note(name, request)
+        await asyncio.sleep(seconds)
+
+    fake.note = slowly  # type: ignore[method-assign]
+
+
+class Load:
+    """Clients that train and sample until they are told to stop, and check every single answer."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.is_over = False
+        self.losses, self.steps, self.sdk_rounds = 0, 0, 0
+        self.samples: list[str] = []
+
+    async def run(self, during: Callable[[], Awaitable[None]]) -> None:
+        """Runs all clients while `during` runs."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(CLIENTS):
+                group.create_task(self._run_bare())
+            group.create_task(asyncio.to_thread(self._run_sdk))
+            try:
+                await during()
+            finally:
+                self.is_over = True
+
+    async def _run_bare(self) -> None:
+        async with self._cluster.http() as http:
+            rest = Rest(http)
+            model_id = await rest.create_model()
+            opened = await rest.ok(
+                "create_sampling_session", session_id=rest.session_id, sampling_session_seq_id=0, base_model=MODEL
+            )
+            number = 0
+            while not self.is_over:
+                await self._do_round(rest, model_id, opened["sampling_session_id"], number)
+                number += 1
+
+    async def _do_round(self, rest: Rest, model_id: str, sampling_id: str, number: int) -> None:
+        params = {"max_tokens": TOKENS, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": number}
+        loss = (await rest.forward_backward(model_id, 2 * number + 1)).json()["request_id"]
+        step = (await rest.optim_step(model_id, 2 * number + 2))["request_id"]
+        sample = (await rest.sample(sampling_id, number, sampling_params=params)).json()["request_id"]
+        answers = [await rest.result(one) for one in (loss, step, sample)]
+        assert not [answer for answer in answers if "error" in answer], answers
+        assert answers[0]["metrics"]["loss:sum"] == pytest.approx(5 / (1 + number)), "of the weights after each step"
+        assert answers[1]["metrics"]["gradients:sum"] == 1.0, "the step saw its own gradients, once"
+        assert answers[2]["sequences"][0]["tokens"] == FakeSampler.tokens_of("", number, 0, TOKENS)
+        self.losses, self.steps = self.losses + 1, self.steps + 1
+        self.samples.append(sample)
+
+    def _run_sdk(self) -> None:
+        with tinker.ServiceClient(base_url=self._cluster.url, api_key=KEY) as client:
+            training = client.create_lora_training_client(base_model=MODEL, rank=8)
+            while not self.is_over:
+                loss = training.forward_backward([text_datum()], "cross_entropy")
+                step = training.optim_step(tinker.AdamParams(learning_rate=0.1))
+                assert loss.result().metrics["loss:sum"] == pytest.approx(5 / (1 + self.sdk_rounds))
+                assert step.result().metrics is not None
+                self.sdk_rounds += 1
+
+
+async def test_three_rolling_restarts_under_load_lose_no_future(cluster: Cluster) -> None:
+    gateway = await cluster.add()
+    await cluster.ready(gateway)
+    load = Load(cluster)
+
+    async def restart_thrice() -> None:
+        nonlocal gateway
+        await eventually(lambda: load.steps > CLIENTS and load.sdk_rounds > 0, 120)
+        for _ in range(HANDOVERS):
+            successor = await cluster.add()
+            await check_waiting(successor)
+            assert gateway.process is not None
+            gateway.process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(gateway.process.wait(), 120) == 0
+            await cluster.ready(successor)
+            gateway = successor
+            steps, rounds = load.steps, load.sdk_rounds
+            await eventually(lambda: load.steps > steps + CLIENTS and load.sdk_rounds > rounds, 120)  # noqa: B023
+
+    await load.run(restart_thrice)
+    trainer, sampler = cluster.stand.trainer, cluster.stand.sampler
+    assert len(trainer.of("ForwardBackward")) == load.losses + load.sdk_rounds, "each loss was computed once"
+    assert len(trainer.of("OptimStep")) == load.steps + load.sdk_rounds, "each step was taken once"
+    assert sorted(sampler.completed) == sorted(load.samples), "each sample was made once"
+
+
+async def check_waiting(gateway: Process) -> None:
+    """It is alive, and refuses everybody with what clients repeat."""
+    async with gateway.http() as http:
+        refused = await http.get("sessions")
+    assert refused.status_code == 503
+    assert refused.json()["reason"] == "UNAVAILABLE"
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="takes over") as caught:
+            await stub.CreateSession(gateway_pb2.CreateSessionRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_server_that_restarts_under_load_costs_no_future(cluster: Cluster, postgresql: Server) -> None:
+    gateway = await cluster.add()
+    await cluster.ready(gateway)
+    load = Load(cluster)
+
+    async def restart_twice() -> None:
+        for number in (signal.SIGINT, signal.SIGQUIT):
+            steps = load.steps
+            await eventually(lambda: load.steps > steps + CLIENTS, 120)  # noqa: B023
+            await asyncio.to_thread(postgresql.stop, number)
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(postgresql.start)
+        steps = load.steps
+        await eventually(lambda: load.steps > steps + CLIENTS, 120)
+
+    await load.run(restart_twice)
+    assert gateway.process is not None
+    assert gateway.process.returncode is None
+    trainer = cluster.stand.trainer
+    assert len(trainer.of("OptimStep")) == load.steps + load.sdk_rounds
+    assert sorted(cluster.stand.sampler.completed) == sorted(load.samples)
+
+
+async def test_a_wrong_password_is_told_and_not_shown(cluster: Cluster, postgresql: Server) -> None:
+    gateway = Process(cluster.stand)
+    process = await gateway.start(database_url="postgresql://fovea:s3cret@127.0.0.1:nowhere/postgres")
+    assert process.stderr is not None
+    told = (await process.stderr.read()).decode()
+    assert "database_url cannot be read" in told
+    assert "s3cret" not in told
+    assert process.returncode == 1

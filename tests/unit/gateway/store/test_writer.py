@@ -1,0 +1,142 @@
+"""One gateway writes at a time, and what it writes survives the loss of its connection, once."""
+
+import asyncio
+import signal
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+
+from fovea.wire.errors import Internal, InvalidInput, Unavailable
+from gateway.store import schema
+from gateway.store.database import Database, insert_new
+from tests.postgresql import Server
+
+COUNT = sa.select(sa.func.count()).select_from(schema.api_keys)
+
+
+def keep(owner: str) -> object:
+    row = {"owner": owner, "key_hash": owner, "created_at": 0.0}
+    return lambda connection: insert_new(connection, schema.api_keys, row)
+
+
+async def count(database: Database) -> int:
+    return await database.read(lambda connection: connection.execute(COUNT).scalar_one())
+
+
+async def opened(url: str) -> Database:
+    database = Database(url)
+    await database.open()
+    return database
+
+
+async def test_a_second_gateway_waits_for_the_first(postgresql: Server) -> None:
+    url = postgresql.new_url()
+    first = await opened(url)
+    elsewhere = await opened(postgresql.new_url())  # another schema is another gateway's
+    second = Database(url)
+    waiting = asyncio.create_task(second.open())
+    await first.write(keep("a"))  # type: ignore[arg-type]
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    await first.close()
+    await waiting
+    assert await second.write(keep("a")) is False  # type: ignore[arg-type]
+    await second.close()
+    await elsewhere.close()
+
+
+async def test_one_that_waits_can_be_stopped(postgresql: Server) -> None:
+    url = postgresql.new_url()
+    first, second = await opened(url), Database(url)
+    waiting = asyncio.create_task(second.open())
+    await asyncio.sleep(0.5)
+    waiting.cancel()
+    await second.close()
+    await first.close()
+
+
+async def test_a_second_gateway_on_a_file_is_refused(tmp_path: object) -> None:
+    url = f"sqlite:///{tmp_path}/gateway.db"
+    first, second = await opened(url), Database(url)
+    with pytest.raises(Internal, match="another gateway uses"):
+        await second.open()
+    await second.close()
+    await first.close()
+    await (await opened(url)).close()
+
+
+async def test_writes_and_reads_wait_for_a_server_that_restarts(postgresql: Server) -> None:
+    database = await opened(postgresql.new_url())
+    writes = [asyncio.create_task(database.write(keep(f"before{number}"))) for number in range(50)]  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    postgresql.stop(signal.SIGQUIT)
+    during = [asyncio.create_task(database.write(keep(f"during{number}"))) for number in range(50)]  # type: ignore[arg-type]
+    reading = asyncio.create_task(count(database))
+    await asyncio.sleep(0.5)
+    assert not any(write.done() for write in during)
+    postgresql.start()
+    assert await asyncio.gather(*writes, *during) == [True] * 100, "no write is lost, none is taken for a repeat"
+    await reading
+    assert await count(database) == 100
+    await database.close()
+
+
+async def test_a_commit_whose_answer_is_lost_is_not_made_twice(postgresql: Server) -> None:
+    database = Database(postgresql.new_url())
+    breaks: list[str] = []
+
+    def break_off(connection: sa.Connection) -> None:
+        if breaks:  # as if the network broke between the commit and its answer, or just before the commit
+            if breaks.pop() == "after":
+                connection.connection.driver_connection.commit()  # type: ignore[union-attr]
+            raise sa.exc.OperationalError("COMMIT", {}, psycopg.OperationalError("server closed the connection"))
+
+    sa.event.listen(database._engine, "commit", break_off)
+    await database.open()
+    for when in ("before", "after"):
+        breaks.append(when)
+        assert await database.write(keep(when)) is True, "the row is new, whichever try wrote it"  # type: ignore[arg-type]
+        assert not breaks
+    assert await count(database) == 2
+    await database.close()
+
+
+async def test_whoever_was_superseded_writes_nothing(postgresql: Server) -> None:
+    url = postgresql.new_url()
+    first, second = await opened(url), Database(url)
+    gone = asyncio.Event()
+    first.on_superseded = gone.set
+    taking_over = asyncio.create_task(second.open())
+    await asyncio.sleep(0.5)
+    # The first one's session ends unnoticed; the second one waits for just that.
+    postgresql.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity JOIN pg_locks USING (pid)"
+        " WHERE locktype = 'advisory' AND granted"
+    )
+    await taking_over
+    with pytest.raises(Unavailable, match="another gateway has taken over"):
+        await first.write(keep("late"))  # type: ignore[arg-type]
+    assert gone.is_set()
+    assert await count(second) == 0
+    await first.close()
+    await second.close()
+
+
+async def test_closing_does_not_wait_for_a_server_that_is_away(postgresql: Server) -> None:
+    database = await opened(postgresql.new_url())
+    postgresql.stop()
+    write = asyncio.create_task(database.write(keep("never")))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    await database.close()
+    with pytest.raises(Unavailable, match="send this again"):
+        await write
+    postgresql.start()
+
+
+async def test_what_cannot_be_kept_is_the_clients_mistake(postgresql: Server) -> None:
+    database = await opened(postgresql.new_url())
+    with pytest.raises(InvalidInput, match="NUL"):
+        await database.write(keep("a\0b"))  # type: ignore[arg-type]
+    assert await database.write(keep("a" * 3000)) is True, "no length is enforced that SQLite does not"  # type: ignore[arg-type]
+    await database.close()
