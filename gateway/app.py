@@ -31,6 +31,7 @@ from gateway.routing.renderers import Renderers
 from gateway.routing.samplers import Sampler, Samplers
 from gateway.routing.snapshots import Snapshots
 from gateway.routing.trainer import TrainerLink
+from gateway.routing.versions import Versions
 from gateway.sampling import Sampling
 from gateway.scheduling.batches import Batches
 from gateway.scheduling.commands import CommandRunner
@@ -42,6 +43,7 @@ from gateway.storage import Storage
 from gateway.store.database import Database
 from gateway.store.sessions import Session
 from gateway.training import Training
+from gateway.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +69,12 @@ class Gateway:
         self.checkpoints = Checkpoints(self.database, self.storage)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
         self.exports = Exports(self.database, self.checkpoints)
+        versions = Versions()
         sample_runner = SampleRunner(
-            self.renderers, self.samplers, self.snapshots, settings.retry_deadline_s, settings.sample_timeout_s
-        )
+            self.renderers, self.samplers, self.snapshots, versions, settings.retry_deadline_s,
+            settings.sample_timeout_s,
+        )  # fmt: skip
+        self.vitals = Vitals(self.board, self.renderers, self.samplers, self.trainer, versions, settings.state_dir)
         self.sampling = Sampling(
             self.database, self.board, self.sessions, self.checkpoints, self.samplers, self.snapshots, sample_runner,
             settings.model_name, settings.max_pending,
@@ -98,7 +103,9 @@ class Gateway:
         self._freeing: set[asyncio.Task[Any]] = set()
         self._lock: IO[str] | None = None
         self.rest_port = 0
-        self.grpc = ServiceServer(settings.model_copy(update={"port": settings.grpc_port}), [SERVICE])
+        self.grpc = ServiceServer(
+            settings.model_copy(update={"port": settings.grpc_port}), [SERVICE], begins_traces=True
+        )
         servicer = GatewayServicer(
             self.keys, self.sessions, self.models, self.training, self.sampling, self.board, self.capabilities,
             self.custom_losses, ImageShelf(), settings,
@@ -122,6 +129,7 @@ class Gateway:
         await self.grpc.start()
         self._spawn(self._sweep_forever(), "sweep")
         self._spawn(self._watch_services(), "services")
+        self._spawn(self.vitals.watch(), "vitals")
         logger.info("REST on http://%s:%d%s", self.settings.host, self.rest_port, self.settings.base_path)
 
     async def run_until_stopped(self) -> None:

@@ -49,6 +49,11 @@ class Renderers:
         """Closes the channels."""
         await asyncio.gather(*(client.close() for client in self._clients.values()))
 
+    async def count_up(self) -> int:
+        """How many answer that they serve."""
+        clients = [self._client(address) for address in await self._discovery.renderers()]
+        return sum(await asyncio.gather(*(client.is_serving() for client in clients)))
+
     async def info(self) -> renderer_pb2.GetRendererInfoResponse:
         """What the renderers serve; asked once. Raises Unavailable while none answers."""
         if self._info is None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import queue
+import time
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Unavailable
 from services.trainer import telemetry
 from services.trainer.commands import Command, Heartbeat, Shutdown
@@ -13,10 +15,12 @@ from services.trainer.commands import Command, Heartbeat, Shutdown
 
 @dataclass(frozen=True)
 class Job:
-    """A command and where its result goes."""
+    """A command, where its result goes, the call that it came with, and when, in seconds of `time.time`."""
 
     command: Command
     result: "Future[Any]"
+    traceparent: str = field(default_factory=tracing.traceparent)
+    queued_at: float = field(default_factory=time.time)
 
 
 class CommandQueue:
@@ -56,6 +60,7 @@ class CommandQueue:
                 return Job(Heartbeat(), Future())
             telemetry.QUEUED.dec()
             if job.result.set_running_or_notify_cancel():
+                telemetry.QUEUE_SECONDS.observe(max(time.time() - job.queued_at, 0.0))
                 return job
 
     def shut_down(self) -> None:
