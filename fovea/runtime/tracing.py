@@ -4,6 +4,8 @@ A span is current in the context that opened it and is carried on as a W3C `trac
 in what waits in a queue, in answers. Spec: https://www.w3.org/TR/trace-context/.
 """
 
+import atexit
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 HEADER = "traceparent"
+_LAST_S = 3.0
 
 Attribute = str | int | float | bool
 Metadata = tuple[tuple[str, str], ...]
@@ -60,18 +63,22 @@ def configure(service: str, endpoint: str, instance: str = "") -> None:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     resource = Resource.create({"service.name": service, "service.instance.id": instance})
-    provider = TracerProvider(resource=resource)
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    atexit.register(shutdown)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     propagator = TraceContextTextMapPropagator()
     _exporting = _Exporting(provider, provider.get_tracer("fovea"), propagator, set_span_in_context)
 
 
 def shutdown() -> None:
-    """Sends what is left and turns tracing off; the end of the interpreter does so too."""
+    """Sends what is left, in three seconds at most, and turns tracing off; so does the end of the interpreter."""
     global _exporting
     if _exporting is not None:
         exporting, _exporting = _exporting, None
-        exporting.provider.shutdown()
+        # The SDK's own patience with a collector that is gone is 30 s, which outlasts a pod's.
+        last = threading.Thread(target=exporting.provider.shutdown, name="last spans", daemon=True)
+        last.start()
+        last.join(_LAST_S)
 
 
 def span(name: str, parent: str | None = None, **attributes: Attribute) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fovea.runtime import tracing
+from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.wire.errors import FoveaError, Unavailable
 from services.trainer import telemetry
 from services.trainer.command_queue import CommandQueue, Job, settle
@@ -62,6 +63,8 @@ class Rank:
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._peers = PeerWatch(self._control, host, self._on_peer_lost)
         model_dir = self._control.agree(lambda: resolve_model(settings.model))
+        if self._control.rank == 0 and device.type == "cuda":
+            show_gpu_memory()
         telemetry.RANKS.set(self._control.world_size)
         started = time.perf_counter()
         self.engine = Engine(settings, model_dir, self._control, device, self._groups)
