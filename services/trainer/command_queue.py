@@ -3,7 +3,9 @@
 import asyncio
 import queue
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,16 @@ class Job:
     result: "Future[Any]"
     traceparent: str = field(default_factory=tracing.traceparent)
     queued_at: float = field(default_factory=time.time)
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """The span of its execution, in whatever thread, if it came with one."""
+        if not self.traceparent:
+            yield
+            return
+        with tracing.span(f"command {type(self.command).__name__}", self.traceparent):
+            tracing.record("queue", self.queued_at)
+            yield
 
 
 class CommandQueue:

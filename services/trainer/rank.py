@@ -5,15 +5,13 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from fovea.runtime import tracing
 from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.wire.errors import FoveaError, Unavailable
 from services.trainer import telemetry
@@ -95,7 +93,7 @@ class Rank:
         name = type(job.command).__name__
         started = time.perf_counter()
         try:
-            with _traced(job, name), self._profiler.around(job.command):
+            with job.traced(), self._profiler.around(job.command):
                 result = self.engine.execute(job.command)
         except FoveaError as error:
             telemetry.COMMANDS.labels(name, error.reason).inc()
@@ -118,17 +116,6 @@ class Rank:
         self._peers.close()
         self._control.barrier()
         dist.destroy_process_group()
-
-
-@contextmanager
-def _traced(job: Job, name: str) -> Iterator[None]:
-    """The span of a command that came with one."""
-    if not job.traceparent:
-        yield
-        return
-    with tracing.span(f"command {name}", job.traceparent):
-        tracing.record("queue", job.queued_at)
-        yield
 
 
 def resolve_model(model: str) -> Path:
