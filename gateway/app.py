@@ -32,6 +32,7 @@ from gateway.routing.renderers import Renderers
 from gateway.routing.samplers import Samplers
 from gateway.routing.snapshots import Snapshots
 from gateway.routing.trainer import TrainerLink
+from gateway.routing.versions import Versions
 from gateway.sampling import Sampling
 from gateway.scheduling.batches import Batches
 from gateway.scheduling.commands import CommandRunner
@@ -43,6 +44,7 @@ from gateway.storage import Storage
 from gateway.store.database import Database
 from gateway.store.sessions import Session
 from gateway.training import Training
+from gateway.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +73,12 @@ class Gateway:
         self.checkpoints = Checkpoints(self.database, self.storage)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
         self.exports = Exports(self.database, self.checkpoints)
+        versions = Versions()
         sample_runner = SampleRunner(
-            self.renderers, self.samplers, self.snapshots, settings.retry_deadline_s, settings.sample_timeout_s
-        )
+            self.renderers, self.samplers, self.snapshots, versions, settings.retry_deadline_s,
+            settings.sample_timeout_s,
+        )  # fmt: skip
+        self.vitals = Vitals(self.board, self.samplers, self.trainer, versions, settings.state_dir)
         self.sampling = Sampling(
             self.database, self.board, self.sessions, self.checkpoints, self.samplers, self.snapshots, sample_runner,
             settings.model_name, settings.max_pending,
@@ -102,7 +107,9 @@ class Gateway:
         self._freeing: set[asyncio.Task[Any]] = set()
         self._stopping = asyncio.Event()
         self.rest_port = 0
-        self.grpc = ServiceServer(settings.model_copy(update={"port": settings.grpc_port}), [SERVICE])
+        self.grpc = ServiceServer(
+            settings.model_copy(update={"port": settings.grpc_port}), [SERVICE], begins_traces=True
+        )
         self._door = Door(SERVICE)
         self.grpc.grpc.add_generic_rpc_handlers((self._door,))
         servicer = GatewayServicer(
@@ -154,6 +161,7 @@ class Gateway:
         self._door.is_open = True
         self._spawn(self._sweep_forever(), "sweep")
         self._spawn(self._watch_services(), "services")
+        self._spawn(self.vitals.watch(), "vitals")
 
     async def stop(self) -> None:
         """Lets what runs end, leaves what waits to the next process, and closes everything.

@@ -101,6 +101,7 @@ class CustomLosses:
             )
 
     async def _run(self, pending: Pending) -> None:
+        pending.begin()
         try:
             request = gateway_pb2.CreateCustomLossRequest.FromString(await self._board.request_of(pending))
             kept = _checked(request)

@@ -63,6 +63,12 @@ def snapshot_id(model: str, number: int) -> str:
     return f"{model}@{number}"
 
 
+def version_of(snapshot: str) -> tuple[str, int] | None:
+    """The model and the number of a snapshot that can be sampled; None for the base and for exports."""
+    model, _, number = snapshot.partition("@")
+    return (model, int(number)) if number.isdecimal() else None
+
+
 def export_snapshot_id(model: str, seq_id: int) -> str:
     """Id of the snapshot that the export command `seq_id` of a model writes; never sampled from."""
     return f"{model}@export-{seq_id}"

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the gateway."""
+"""Prometheus metrics of the gateway. Tenants are named by the owner of their API key, never by the key."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -7,10 +7,24 @@ _SECONDS = (0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300, 1800)
 SUBMITTED = Counter("fovea_gateway_futures_submitted_total", "Accepted submissions by kind.", ["kind"])
 FINISHED = Counter("fovea_gateway_futures_finished_total", "Finished futures by kind and reason.", ["kind", "reason"])
 PENDING = Gauge("fovea_gateway_futures_pending", "Futures that have not ended.")
+QUEUE_DEPTH = Gauge(
+    "fovea_gateway_queue_depth",
+    "Futures that have not ended by model, tenant and state: waiting or running. A model without any has no series.",
+    ["model", "tenant", "state"],
+)
 FUTURE_SECONDS = Histogram(
     "fovea_gateway_future_seconds", "Seconds from submission to outcome.", ["kind"], buckets=_SECONDS
 )
+STAGE_SECONDS = Histogram(
+    "fovea_gateway_stage_seconds",
+    "Seconds of a stage of a request: queue, render, weights, sample, train.",
+    ["stage", "kind"],
+    buckets=_SECONDS,
+)
 REQUESTS = Counter("fovea_gateway_rest_requests_total", "REST requests by route and status.", ["route", "status"])
+REQUEST_ERRORS = Counter(
+    "fovea_gateway_rest_errors_total", "REST requests that failed, by route and reason.", ["route", "reason"]
+)
 REQUEST_SECONDS = Histogram(
     "fovea_gateway_rest_request_seconds", "Seconds of a REST request, long polls left out.", ["route"], buckets=_SECONDS
 )
@@ -20,3 +34,10 @@ PUSHES = Counter("fovea_gateway_snapshot_pushes_total", "Pushes of snapshots to 
 PUSH_SECONDS = Histogram("fovea_gateway_snapshot_push_seconds", "Seconds of a push.", buckets=_SECONDS)
 REPLICAS = Gauge("fovea_gateway_replicas", "Replicas by service: known to discovery, and up.", ["service", "state"])
 RENDER_RETRIES = Counter("fovea_gateway_render_retries_total", "Renders that were tried again, by reason.", ["reason"])
+VERSION_LAG = Gauge(
+    "fovea_gateway_sampler_version_lag",
+    "Versions that a sampler is behind what was asked for, of the model that is furthest behind.",
+    ["sampler"],
+)
+TRAINER_RESTARTS = Counter("fovea_gateway_trainer_restarts_total", "Times that another trainer instance answered.")
+STATE_BYTES = Gauge("fovea_gateway_state_volume_bytes", "The volume of the state folder: size and free.", ["kind"])

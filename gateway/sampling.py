@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fovea.api.v1 import gateway_pb2
+from fovea.runtime import tracing
 from fovea.wire.errors import ContextOverflow, FoveaError, Internal, InvalidInput, NotFound, ResourceExhausted
 from gateway import identity
 from gateway.checkpoints import Checkpoints
@@ -228,9 +229,14 @@ class Sampling:
         return None
 
     async def _run(self, pending: Pending) -> None:
+        with tracing.span(f"future {pending.kind}", pending.traceparent, future_id=pending.future_id):
+            await self._finish(pending)
+
+    async def _finish(self, pending: Pending) -> None:
         try:
             outcome = Outcome(pending.kind, records.join(await self._sample(pending)))
         except FoveaError as error:
+            tracing.note(reason=error.reason)
             logger.warning("sample %s failed: %s: %s", pending.future_id, error.reason, error)
             outcome = Outcome(pending.kind, b"", error)
         except Exception:
@@ -244,6 +250,8 @@ class Sampling:
             raise pending.rejection
         request = gateway_pb2.SampleTokensRequest.FromString(await self._board.request_of(pending))
         sampling = await self.get(Caller(pending.owner), pending.scope)
+        version = identity.version_of(sampling.snapshot_id)
+        pending.sampled = version[0] if version else sampling.base_model
         return await self._runner.collect(SampleWork(pending.future_id, sampling, request, pending))
 
     async def _push(self, snapshot_id: str, kept: KeptSnapshot) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fovea.runtime import tracing
 from fovea.wire.errors import STATUS_DETAILS, Cancelled, FoveaError, Unavailable, from_rpc_error
 from fovea.wire.limits import MESSAGE_BYTES
 
@@ -87,19 +88,19 @@ class ServiceClient:
 
     async def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
         try:
-            return await method(request, timeout=timeout_s, metadata=self._metadata)
+            return await method(request, timeout=timeout_s, metadata=tracing.metadata(self._metadata))
         except grpc.aio.AioRpcError as error:
             raise self._raised(error) from None
 
     async def _send_stream(self, method: Any, requests: AsyncIterable[Any], timeout_s: float) -> Any:
         try:
-            return await method(requests, timeout=timeout_s, metadata=self._metadata)
+            return await method(requests, timeout=timeout_s, metadata=tracing.metadata(self._metadata))
         except grpc.aio.AioRpcError as error:
             raise self._raised(error) from None
 
     async def _stream(self, method: Any, request: Any, timeout_s: float) -> AsyncIterator[Any]:
         """Yields responses; `request` is one message or an async iterable of them. Leaving early cancels the call."""
-        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        call = method(request, timeout=timeout_s, metadata=tracing.metadata(self._metadata))
         try:
             async for response in call:
                 yield response

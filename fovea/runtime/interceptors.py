@@ -1,16 +1,17 @@
-"""What happens around every gRPC call of a service: errors become statuses, calls are counted, deadlines exist."""
+"""What happens around every gRPC call of a service: errors become statuses, calls are counted, traces go on."""
 
 import asyncio
 import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import grpc
 from grpc_status import rpc_status
 
-from fovea.runtime import telemetry
+from fovea.runtime import telemetry, tracing
 from fovea.wire.errors import FoveaError, Internal, to_status
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns a raised FoveaError into its status, and anything else into INTERNAL with a request id.
 
     What was raised unmapped never reaches the caller: it may hold paths or secrets. The log has it under the id.
+
+    Args:
+        begins_traces: Whether a call without a `traceparent` begins a trace; one with it is part of the caller's.
     """
+
+    def __init__(self, begins_traces: bool = False) -> None:
+        self._begins_traces = begins_traces
 
     async def intercept_service(
         self,
@@ -45,30 +52,41 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         guard = _guard_stream if handler.response_streaming else _guard_unary
         make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
         guarded: grpc.RpcMethodHandler = make(
-            guard(method, getattr(untyped, kind)), untyped.request_deserializer, untyped.response_serializer
+            guard(method, getattr(untyped, kind), self._begins_traces),
+            untyped.request_deserializer,
+            untyped.response_serializer,
         )
         return guarded
 
 
 def _guard_unary(
-    method: str, inner: Callable[[Any, Context], Awaitable[Any]]
+    method: str, inner: Callable[[Any, Context], Awaitable[Any]], begins_traces: bool
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def behavior(request: Any, context: Context) -> Any:
         async with _Call(method, context):
-            return await inner(request, context)
+            with _span(method, context, begins_traces):
+                return await inner(request, context)
 
     return behavior
 
 
 def _guard_stream(
-    method: str, inner: Callable[[Any, Context], AsyncIterator[Any]]
+    method: str, inner: Callable[[Any, Context], AsyncIterator[Any]], begins_traces: bool
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def behavior(request: Any, context: Context) -> AsyncIterator[Any]:
         async with _Call(method, context):
-            async for response in inner(request, context):
-                yield response
+            with _span(method, context, begins_traces):
+                async for response in inner(request, context):
+                    yield response
 
     return behavior
+
+
+def _span(method: str, context: Context, begins_traces: bool) -> AbstractContextManager[None]:
+    """The span of a call. Who merely asks whether we are alive has none: those calls are many."""
+    metadata: Any = context.invocation_metadata()
+    parent = tracing.incoming(metadata)
+    return tracing.span(method.lstrip("/"), parent) if parent or begins_traces else nullcontext()
 
 
 class _Call:
@@ -82,22 +100,24 @@ class _Call:
         self._start = time.perf_counter()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        code = grpc.StatusCode.OK
+        code, reason = grpc.StatusCode.OK, ""
         try:
             if error is None:
                 return
             if isinstance(error, asyncio.CancelledError | GeneratorExit):
-                code = grpc.StatusCode.CANCELLED
+                code, reason = grpc.StatusCode.CANCELLED, "CANCELLED"
                 return
             if isinstance(error, grpc.aio.AbortError):
-                code = grpc.StatusCode.UNKNOWN
+                code, reason = grpc.StatusCode.UNKNOWN, "UNKNOWN"
                 return
             known = error if isinstance(error, FoveaError) else self._unmapped(error)
-            code = known.code
+            code, reason = known.code, known.reason
             context: Any = self._context
             await context.abort_with_status(rpc_status.to_status(to_status(known)))
         finally:
             telemetry.CALLS.labels(self._method, code.name).inc()
+            if reason:
+                telemetry.ERRORS.labels(self._method, reason).inc()
             telemetry.CALL_SECONDS.labels(self._method).observe(time.perf_counter() - self._start)
 
     def _unmapped(self, error: BaseException) -> FoveaError:

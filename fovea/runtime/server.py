@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from fovea.runtime import tracing
 from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.runtime.settings import ServiceSettings
 from fovea.runtime.telemetry import serve_metrics
@@ -31,17 +32,18 @@ class ServiceServer:
     Args:
         settings: Where to listen and how long to drain.
         service_names: Full names, such as `fovea.api.v1.SamplerService`; health and reflection answer for each.
+        begins_traces: Whether calls that bring no trace begin one: at the door of the platform, nowhere behind it.
 
     Add servicers to `grpc` before `start`. Health is NOT_SERVING until `set_serving(True)`.
     """
 
-    def __init__(self, settings: ServiceSettings, service_names: Sequence[str]) -> None:
+    def __init__(self, settings: ServiceSettings, service_names: Sequence[str], begins_traces: bool = False) -> None:
         self._settings = settings
         self._names = ["", *service_names]
         self._stop = asyncio.Event()
         self._serving = False
         self._metrics_port: int | None = None
-        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor(begins_traces)], options=SERVER_OPTIONS)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if settings.reflection:
@@ -59,6 +61,8 @@ class ServiceServer:
         self.port = self.grpc.add_insecure_port(f"{self._settings.host}:{self._settings.port}")
         await self._publish(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.grpc.start()
+        # Not before: vLLM forks first, and an exporter has threads.
+        tracing.configure(_trace_name(self._names), self._settings.trace_endpoint, self.address)
         if self._settings.metrics_port is not None:
             _, self._metrics_port = serve_metrics(self._settings.host, self._settings.metrics_port)
         loop = asyncio.get_running_loop()
@@ -90,3 +94,8 @@ class ServiceServer:
     async def _publish(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
         for name in self._names:
             await self._health.set(name, status)
+
+
+def _trace_name(service_names: Sequence[str]) -> str:
+    """`fovea-sampler` for `fovea.api.v1.SamplerService`."""
+    return f"fovea-{service_names[-1].rpartition('.')[2].removesuffix('Service').lower()}"

@@ -1,9 +1,13 @@
 """Settings that every service has. Command line over environment over default; unknown names are refused."""
 
+import os
 from typing import Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+TRACE_VARIABLE = "FOVEA_TRACE_ENDPOINT"
+"""The same for every service, unlike other settings: one trace goes through all of them."""
 
 
 class ServiceSettings(BaseSettings):
@@ -19,6 +23,18 @@ class ServiceSettings(BaseSettings):
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     drain_s: float = Field(20.0, ge=0, description="Seconds that requests in flight get to end at a stop.")
     reflection: bool = Field(True, description="Whether gRPC reflection answers.")
+    trace_endpoint: str = Field(
+        default_factory=lambda: os.environ.get(TRACE_VARIABLE, ""),
+        validate_default=True,
+        description=f"URL of an OTLP collector's gRPC port, http://host:4317; empty is off. Also {TRACE_VARIABLE}.",
+    )
+
+    @field_validator("trace_endpoint")
+    @classmethod
+    def _check_trace_endpoint(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError(f"{value!r} is no URL of an OTLP collector; give one such as http://127.0.0.1:4317")
+        return value
 
     @classmethod
     def from_command_line(cls, program: str, arguments: list[str] | None = None) -> Self:

@@ -5,6 +5,7 @@ from http.server import ThreadingHTTPServer
 from prometheus_client import Counter, Histogram, start_http_server
 
 CALLS = Counter("fovea_grpc_calls_total", "gRPC calls by outcome.", ["method", "code"])
+ERRORS = Counter("fovea_grpc_errors_total", "gRPC calls that failed, by the reason of the error.", ["method", "reason"])
 CALL_SECONDS = Histogram(
     "fovea_grpc_call_seconds",
     "Seconds from the start of a gRPC call to its end.",

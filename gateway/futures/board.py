@@ -52,6 +52,10 @@ class FutureBoard:
         """Futures that have not ended."""
         return len(self._pending)
 
+    def unfinished(self) -> list[Pending]:
+        """Futures that have not ended, oldest first."""
+        return list(self._pending.values())
+
     async def submit(self, pending: Pending) -> bool:
         """Accepts work; returns False if the same id was accepted before, which then is left alone."""
         known = self._pending.get(pending.future_id)

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from google.rpc import status_pb2
 
+from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal, from_status, to_status
+from gateway import stages
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,9 @@ class Pending:
     Attributes:
         request: Serialized request, or None if it must be read from the database.
         rejection: Why it will fail when its turn comes.
+        sampled: Whose weights a sample is drawn from, once that is known: a trained model's id, or the base's name.
+        traceparent: The call that submitted it; empty without tracing and after a restart.
+        begun_at: When its turn came, seconds of `time.time`; None while it waits.
         waiting_for: Words for whoever polls.
         work: The task that works on it, if cancelling is possible.
         accepted: Set once the submission is kept, or has failed to be.
@@ -104,6 +109,9 @@ class Pending:
     rejection: FoveaError | None = None
     state: State = State.QUEUED
     created_at: float = field(default_factory=time.time)
+    sampled: str = ""
+    traceparent: str = field(default_factory=tracing.traceparent)
+    begun_at: float | None = None
     queue_state: QueueState = QueueState.ACTIVE
     waiting_for: str = "queued"
     work: asyncio.Task[None] | None = None
@@ -112,6 +120,17 @@ class Pending:
     accepted: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def model(self) -> str:
+        """What it belongs to: a trained model's id, or the base's name; empty if neither is known."""
+        return self.sampled if self.kind in (Kind.SAMPLE, Kind.CREATE_CUSTOM_LOSS) else self.scope
+
+    def begin(self) -> None:
+        """Notes that its turn has come; a repeat changes nothing."""
+        if self.begun_at is None:
+            self.begun_at = time.time()
+            stages.waited(self.kind.value, self.created_at)
 
     def wait_on(self, reason: str, queue_state: QueueState = QueueState.ACTIVE) -> None:
         """Says what the work waits for."""

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal
 from gateway import metrics
 from gateway.identity import Caller
@@ -89,19 +90,32 @@ class Endpoints:
     async def _answer(self, request: Request, route: str, handle: Callable[[Request], Awaitable[Response]]) -> Response:
         REQUEST_ID.set(f"{_PROCESS}-{next(_NUMBERS)}")
         started = time.perf_counter()
-        try:
-            response = await handle(request)
-        except FoveaError as error:
-            response = error_response(error)
-            words = (REQUEST_ID.get(), request.method, request.url.path, error.http_status, error.reason, error)
-            logger.info("request %s, %s %s: %d %s: %s", *words)
-        except ClientDisconnect:
-            response = Response(status_code=499)
-        except Exception:
-            logger.exception("%s %s failed", request.method, request.url.path)
-            log_id = REQUEST_ID.get()
-            response = error_response(Internal(f"internal error; the gateway's log has it as request {log_id}"))
+        with tracing.span(f"{request.method} {route}", request.headers.get(tracing.HEADER, "")):
+            response = await self._respond(request, route, handle)
+            tracing.note(request_id=REQUEST_ID.get(), status=response.status_code)
+            if traceparent := tracing.traceparent():
+                response.headers[tracing.HEADER] = traceparent
         metrics.REQUESTS.labels(route, str(response.status_code)).inc()
         if route not in _UNTIMED:
             metrics.REQUEST_SECONDS.labels(route).observe(time.perf_counter() - started)
         return response
+
+    async def _respond(
+        self, request: Request, route: str, handle: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        """What the handler answers, or what became of its error."""
+        try:
+            return await handle(request)
+        except FoveaError as error:
+            words = (REQUEST_ID.get(), request.method, request.url.path, error.http_status, error.reason, error)
+            logger.info("request %s, %s %s: %d %s: %s", *words)
+            metrics.REQUEST_ERRORS.labels(route, error.reason).inc()
+            return error_response(error)
+        except ClientDisconnect:
+            metrics.REQUEST_ERRORS.labels(route, "CLIENT_GONE").inc()
+            return Response(status_code=499)
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.url.path)
+            log_id = REQUEST_ID.get()
+            metrics.REQUEST_ERRORS.labels(route, Internal.reason).inc()
+            return error_response(Internal(f"internal error; the gateway's log has it as request {log_id}"))

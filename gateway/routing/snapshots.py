@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fovea.api.v1 import trainer_pb2, weights_pb2
+from fovea.runtime import tracing
 from fovea.wire.errors import DeadlineExceeded, FoveaError, ModelLost, NotFound, Unavailable
 from gateway import metrics
 from gateway.routing.residency import BASE
@@ -195,7 +196,8 @@ class Snapshots:
         kept = await self.get(snapshot_id) if snapshot_id else None
         started = time.perf_counter()
         try:
-            response = await self._call(kept, snapshot_id, [sampler.address for sampler in samplers])
+            with tracing.span("push", snapshot_id=snapshot_id):
+                response = await self._call(kept, snapshot_id, [sampler.address for sampler in samplers])
         except FoveaError as error:
             metrics.PUSHES.labels(error.reason).inc()
             raise

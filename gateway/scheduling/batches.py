@@ -11,6 +11,7 @@ from gateway.futures import records
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Pending
 from gateway.routing.renderers import Renderers
+from gateway.stages import stage
 
 _KINDS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 _MOST_AHEAD = 8
@@ -64,7 +65,8 @@ class Batches:
             datum_count=len(rest),
             custom_loss=await self._custom_losses.get(pending.session_id, first.header),
         )
-        rendered = await self._render([record.datum.input for record in rest])
+        with stage("render", pending.kind.value):
+            rendered = await self._render([record.datum.input for record in rest])
         return Batch(header, [_datum(index, rendered[index], record.datum) for index, record in enumerate(rest)])
 
     async def _render(self, inputs: list[model_input_pb2.ModelInput]) -> list[model_input_pb2.RenderedInput]:

@@ -3,6 +3,7 @@
 import logging
 import time
 
+from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, ModelLost, NotFound, Unavailable
 from gateway.futures import records
 from gateway.futures.board import FutureBoard
@@ -38,6 +39,10 @@ class CommandRunner:
     async def execute(self, pending: Pending) -> None:
         """Runs a command and ends its future, together with what must be remembered of its model. Never raises."""
         model = await self._context.models.load(pending.scope)
+        with tracing.span(f"future {pending.kind}", pending.traceparent, future_id=pending.future_id):
+            await self._execute(model, pending)
+
+    async def _execute(self, model: Model, pending: Pending) -> None:
         done, error = Done([]), None
         try:
             done = await self._run(model, pending)
@@ -67,6 +72,7 @@ class CommandRunner:
             await self._check_trainer(model)
         if pending.kind is Kind.SAVE_FOR_SAMPLER:
             model.next_snapshot += 1
+        pending.begin()
         pending.wait_on("running")
         await self._board.set_running(pending, [self._context.models.saving(model)])
         blob = await self._board.request_of(pending)
@@ -99,6 +105,7 @@ class CommandRunner:
 
     async def _end(self, model: Model, pending: Pending, done: Done, error: FoveaError | None) -> None:
         if error is not None:
+            tracing.note(reason=error.reason)
             logger.warning("%s of %s failed: %s: %s", pending.kind, pending.future_id, error.reason, error)
             if pending.kind is Kind.FORWARD_BACKWARD and model.failed_seq_id is None:
                 model.failed_seq_id, model.failed_reason = pending.seq_id, error.message

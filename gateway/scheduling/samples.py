@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Any, cast
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
@@ -18,12 +20,14 @@ from fovea.wire.errors import (
     Unavailable,
 )
 from gateway import metrics
-from gateway.futures.future import Pending, QueueState
+from gateway.futures.future import Kind, Pending, QueueState
 from gateway.routing.renderers import Renderers
 from gateway.routing.samplers import Left, Sampler, Samplers
 from gateway.routing.snapshots import Snapshots
+from gateway.routing.versions import Versions
 from gateway.scheduling import sequences, targets
 from gateway.scheduling.targets import Cells
+from gateway.stages import stage, waited
 from gateway.store.sessions import SamplingSession
 
 logger = logging.getLogger(__name__)
@@ -54,6 +58,16 @@ class SampleWork:
     cells: Cells | None = None
     down_since: float | None = None
     mends: int = 0
+    created_at: float = dataclass_field(default_factory=time.time)
+    is_begun: bool = False
+
+    def begin(self) -> None:
+        """Notes that its turn in a sampler has come; further tries change nothing."""
+        if self.pending is not None:
+            self.pending.begin()
+        elif not self.is_begun:
+            self.is_begun = True
+            waited(Kind.SAMPLE.value, self.created_at)
 
     def wait_on(self, reason: str, queue_state: QueueState = QueueState.ACTIVE) -> None:
         """Says, to whoever polls, what this waits for."""
@@ -80,11 +94,18 @@ class SampleRunner:
     """
 
     def __init__(
-        self, renderers: Renderers, samplers: Samplers, snapshots: Snapshots, retry_deadline_s: float, timeout_s: float
+        self,
+        renderers: Renderers,
+        samplers: Samplers,
+        snapshots: Snapshots,
+        versions: Versions,
+        retry_deadline_s: float,
+        timeout_s: float,
     ) -> None:
         self._renderers = renderers
         self._samplers = samplers
         self._snapshots = snapshots
+        self._versions = versions
         self._retry_deadline_s = retry_deadline_s
         self._timeout_s = timeout_s
         self.sampling: set[asyncio.Task[Any]] = set()
@@ -122,7 +143,8 @@ class SampleRunner:
     async def _attempt(self, work: SampleWork) -> Events:
         if work.rendered is None:
             work.wait_on("rendering the prompt")
-            work.rendered = await self._renderers.render(work.request.prompt, "prompt")
+            with stage("render", Kind.SAMPLE.value):
+                work.rendered = await self._renderers.render(work.request.prompt, "prompt")
             await self._check(work)
         sampler = self._samplers.pick(work.sampling.snapshot_id, work.rendered)
         async with sampler.bound():
@@ -130,14 +152,18 @@ class SampleRunner:
             async with sampler.slots:
                 sampler.check_stays()
                 work.wait_on("waiting for the weights to be loaded")
+                work.begin()
                 work.snapshot_id = work.sampling.snapshot_id
-                with self._snapshots.using(work.snapshot_id):
+                self._versions.want(work.snapshot_id)
+                with self._snapshots.using(work.snapshot_id), ExitStack() as waiting:
+                    waiting.enter_context(stage("weights", Kind.SAMPLE.value))
                     wanted = await self._snapshots.resident_for(work.snapshot_id)
                     async with sampler.residency.hold(wanted):
                         if wanted != work.snapshot_id:
                             peers = [peer for peer in self._samplers.up if peer.residency.resident == wanted]
                             await self._snapshots.ensure_adapter(sampler, work.snapshot_id, peers)
                         sampler.check_stays()
+                        waiting.close()
                         work.wait_on("sampling")
                         async for event in self._sample(sampler, work):
                             yield event
@@ -159,7 +185,8 @@ class SampleRunner:
         )
         self._note_sampling()
         try:
-            with metrics.SAMPLES_RUNNING.labels(sampler.address).track_inprogress():
+            running = metrics.SAMPLES_RUNNING.labels(sampler.address).track_inprogress()
+            with stage("sample", Kind.SAMPLE.value), running:
                 answer = cast(Events, sampler.client.sample(request, self._timeout_s))
                 async with aclosing(answer) as events:
                     async for event in events:

@@ -6,6 +6,7 @@ from fovea.wire.errors import FailedPrecondition, FeatureEvicted
 from gateway.futures.future import Pending
 from gateway.scheduling.batches import Batch
 from gateway.scheduling.context import Context, Done
+from gateway.stages import stage
 from gateway.store.models import Model
 
 
@@ -24,7 +25,8 @@ async def forward_backward(context: Context, model: Model, pending: Pending, blo
 
 async def _compute(context: Context, batch: Batch, pending: Pending) -> ForwardBackwardResult:
     pending.wait_on("computing, or waiting for the trainer")
-    return await context.trainer.client.forward_backward(batch.header, batch.datums, context.timeout_s)
+    with stage("train", pending.kind.value):
+        return await context.trainer.client.forward_backward(batch.header, batch.datums, context.timeout_s)
 
 
 async def optim_step(context: Context, model: Model, pending: Pending, blob: bytes) -> Done:
@@ -40,5 +42,6 @@ async def optim_step(context: Context, model: Model, pending: Pending, blob: byt
         )
     request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
     pending.wait_on("stepping, or waiting for the trainer")
-    answer = await context.trainer.client.optim_step(model.model_id, request.adam, context.timeout_s)
+    with stage("train", pending.kind.value):
+        answer = await context.trainer.client.optim_step(model.model_id, request.adam, context.timeout_s)
     return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])

@@ -22,6 +22,7 @@ class ImageStore:
     def held(self, sha256: str, field: str) -> bytes:
         """The bytes of an image. Raises NotFound, naming `field`, if it is not held."""
         data = self._held.get(sha256)
+        metrics.IMAGE_LOOKUPS.labels("miss" if data is None else "hit").inc()
         if data is None:
             raise NotFound(f"{field}: no image with SHA-256 {sha256} is held; send it by PutImage", field=field)
         return data

@@ -13,6 +13,10 @@ FEATURE_LOOKUPS = Counter(
     "Images asked for by a Render call: hit (tensors held), joined (being processed already) or miss.",
     ["outcome"],
 )
+IMAGES_PENDING = Gauge("fovea_renderer_images_pending", "Images that wait for a worker or are in one.")
+IMAGE_LOOKUPS = Counter(
+    "fovea_renderer_image_lookups_total", "Uploaded images that a Render call named, by outcome.", ["outcome"]
+)
 IMAGE_SECONDS = Histogram(
     "fovea_renderer_image_seconds",
     "Seconds that a worker spent on one image: decoding, resizing, patches, digest.",

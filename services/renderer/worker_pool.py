@@ -4,7 +4,9 @@ import asyncio
 import queue
 from concurrent.futures import ThreadPoolExecutor
 
+from fovea.runtime import tracing
 from fovea.wire.errors import Internal, ResourceExhausted
+from services.renderer import metrics
 from services.renderer.image_header import ImageHeader
 from services.renderer.worker_process import ProcessedImage, WorkerDied, WorkerProcess, WorkerSettings
 from services.renderer.worker_protocol import Ready
@@ -56,7 +58,8 @@ class WorkerPool:
             raise ResourceExhausted(f"{self._pending} images wait for the renderer's workers; try again later")
         self._pending += 1
         try:
-            return await asyncio.wrap_future(self._threads.submit(self._run, header, data))
+            with metrics.IMAGES_PENDING.track_inprogress(), tracing.span("image", format=header.format):
+                return await asyncio.wrap_future(self._threads.submit(self._run, header, data))
         finally:
             self._pending -= 1
 

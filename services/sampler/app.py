@@ -7,9 +7,11 @@ import uuid
 from contextlib import suppress
 
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
+from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.runtime.server import ServiceServer
 from services.sampler.adapters import AdapterShelf
 from services.sampler.engine.engine import Engine
+from services.sampler.engine.launch import runs_on_cpu
 from services.sampler.families import family_of
 from services.sampler.features import FeatureStore
 from services.sampler.pushes import SnapshotPushes
@@ -36,6 +38,8 @@ async def serve(settings: SamplerSettings, engine: Engine, started: float) -> in
     sampling = Sampling(engine, snapshots, features, settings.max_requests)
     service = SamplerService(_facts(settings, engine), family, sampling, snapshots, SnapshotPushes(engine, snapshots))
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(service, server.grpc)
+    if not runs_on_cpu(settings):
+        show_gpu_memory()
     await server.start()
     watch = asyncio.create_task(_watch(engine, server, service))
     try:

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from fovea.runtime import tracing
 from fovea.wire.errors import ResourceExhausted
 from services.sampler import metrics
 from services.sampler.features import FeatureStore
@@ -95,11 +96,12 @@ class Sampling:
         queue: asyncio.Queue[Event | BaseException | None],
     ) -> None:
         try:
-            async with aclosing(self._engine.sample(spec, index, prompt, adapter)) as events:
-                async for event in events:
-                    # The prompt is one; sequence 0 speaks for it.
-                    if isinstance(event, Delta) or index == 0:
-                        queue.put_nowait(event)
+            with tracing.span("engine", sequence=index, prompt_token_count=len(spec.tokens)):
+                async with aclosing(self._engine.sample(spec, index, prompt, adapter)) as events:
+                    async for event in events:
+                        # The prompt is one; sequence 0 speaks for it.
+                        if isinstance(event, Delta) or index == 0:
+                            queue.put_nowait(event)
             queue.put_nowait(_DONE)
         except Exception as error:  # handed on: `_draw_all` raises it to the caller
             queue.put_nowait(error)

@@ -2,10 +2,14 @@
 
 import asyncio
 import queue
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Unavailable
 from services.trainer import telemetry
 from services.trainer.commands import Command, Heartbeat, Shutdown
@@ -13,10 +17,22 @@ from services.trainer.commands import Command, Heartbeat, Shutdown
 
 @dataclass(frozen=True)
 class Job:
-    """A command and where its result goes."""
+    """A command, where its result goes, the call that it came with, and when, in seconds of `time.time`."""
 
     command: Command
     result: "Future[Any]"
+    traceparent: str = field(default_factory=tracing.traceparent)
+    queued_at: float = field(default_factory=time.time)
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """The span of its execution, in whatever thread, if it came with one."""
+        if not self.traceparent:
+            yield
+            return
+        with tracing.span(f"command {type(self.command).__name__}", self.traceparent):
+            tracing.record("queue", self.queued_at)
+            yield
 
 
 class CommandQueue:
@@ -56,6 +72,7 @@ class CommandQueue:
                 return Job(Heartbeat(), Future())
             telemetry.QUEUED.dec()
             if job.result.set_running_or_notify_cancel():
+                telemetry.QUEUE_SECONDS.observe(max(time.time() - job.queued_at, 0.0))
                 return job
 
     def shut_down(self) -> None:

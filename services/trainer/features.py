@@ -11,6 +11,7 @@ from fovea.client import FeatureFetcher
 from fovea.runtime.byte_lru import ByteLru
 from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound
 from fovea.wire.features import FeatureTensors
+from services.trainer import telemetry
 from services.trainer.batch import Patches
 from services.trainer.datums import Datum, Span
 
@@ -54,6 +55,8 @@ class FeatureCache:
         ]
         wanted = {span.feature.digest: (span, field) for span, field in places}
         held = {digest: image for digest in wanted if (image := self._kept.get(digest)) is not None}
+        telemetry.FEATURES.labels("hit").inc(len(held))
+        telemetry.FEATURES.labels("miss").inc(len(wanted) - len(held))
         if missing := {digest: place for digest, place in wanted.items() if digest not in held}:
             held |= self._fetch(missing)
         for span, field in places:

@@ -13,8 +13,10 @@ from typing import NoReturn
 from transformers.utils import logging as transformers_logging
 
 from fovea.api.v1 import trainer_pb2_grpc
+from fovea.runtime import tracing
 from fovea.runtime.server import ServiceServer
 from fovea.wire.errors import Unavailable
+from services.trainer import telemetry
 from services.trainer.command_queue import CommandQueue
 from services.trainer.push import Pusher
 from services.trainer.rank import Rank
@@ -60,6 +62,7 @@ def leader_process(settings: TrainerSettings) -> NoReturn:
 
 def _exit(status: int) -> NoReturn:
     """Leaves without waiting for threads: one may be stuck in a collective with a rank that is gone."""
+    tracing.shutdown()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -122,6 +125,7 @@ class _Leader:
 
     def _break_down(self, message: str) -> None:
         self._status = 1
+        telemetry.RANKS.set(0)
         self._queue.break_down(Unavailable(message))
         asyncio.run_coroutine_threadsafe(self._server.set_serving(False), self._loop)
         self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, self._server.request_stop)

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.wire.errors import FoveaError, Unavailable
 from services.trainer import telemetry
 from services.trainer.command_queue import CommandQueue, Job, settle
-from services.trainer.commands import Command, Shutdown
+from services.trainer.commands import Command, DeleteModel, Shutdown
 from services.trainer.control import ControlGroup
 from services.trainer.engine import Engine
 from services.trainer.peers import PeerWatch
@@ -60,6 +61,9 @@ class Rank:
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._peers = PeerWatch(self._control, host, self._on_peer_lost)
         model_dir = self._control.agree(lambda: resolve_model(settings.model))
+        if self._control.rank == 0 and device.type == "cuda":
+            show_gpu_memory()
+        telemetry.RANKS.set(self._control.world_size)
         started = time.perf_counter()
         self.engine = Engine(settings, model_dir, self._control, device, self._groups)
         self.engine.warm_up()
@@ -89,7 +93,7 @@ class Rank:
         name = type(job.command).__name__
         started = time.perf_counter()
         try:
-            with self._profiler.around(job.command):
+            with job.traced(), self._profiler.around(job.command):
                 result = self.engine.execute(job.command)
         except FoveaError as error:
             telemetry.COMMANDS.labels(name, error.reason).inc()
@@ -102,6 +106,8 @@ class Rank:
             telemetry.COMMANDS.labels(name, "OK").inc()
             telemetry.COMMAND_SECONDS.labels(name).observe(time.perf_counter() - started)
             telemetry.MODELS.set(len(self.engine.models))
+            if isinstance(job.command, DeleteModel):
+                telemetry.forget_model(job.command.model_id)
             if torch.cuda.is_available():
                 telemetry.GPU_PEAK.set(torch.cuda.max_memory_allocated())
             settle(job.result, result)

@@ -18,6 +18,7 @@ from services.trainer.command_queue import CommandQueue
 from services.trainer.datums import check_digests, decode_datum
 from services.trainer.engine import Engine
 from services.trainer.forward_backward import Outcome
+from services.trainer.logprob_gap import mean_gap
 from services.trainer.lora import DEFAULT_ALPHA, LoraSettings
 from services.trainer.losses import LOSS_NAMES, loss_of
 from services.trainer.optimizer import Adam
@@ -88,6 +89,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         telemetry.TOKENS.labels(backward).inc(sum(size.token_count for size in command.sizes))
         telemetry.DATUMS.labels(backward).inc(len(datums))
         telemetry.PACKING.set(outcome.packing_efficiency)
+        gap = mean_gap(command.decoded or (), outcome.logprobs)
+        if gap is not None and header.model_id in self._engine().models:
+            telemetry.LOGPROB_GAP.labels(header.model_id).set(gap)
         for index in range(len(datums)):
             output = trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(outcome.logprobs[index])})
             yield trainer_pb2.ForwardBackwardResponse(output=output)

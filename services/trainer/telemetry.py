@@ -10,6 +10,19 @@ COMMAND_SECONDS = Histogram(
     buckets=(0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
 )
 QUEUED = Gauge("fovea_trainer_queued_commands", "Commands that wait for their turn.")
+QUEUE_SECONDS = Histogram(
+    "fovea_trainer_queue_seconds",
+    "Seconds that a command waited for its turn.",
+    buckets=(0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
+)
+RANKS = Gauge("fovea_trainer_ranks", "Ranks that run; the trainer ends, and its models with it, when one dies.")
+LOGPROB_GAP = Gauge(
+    "fovea_trainer_logprob_gap_nats",
+    "Mean absolute difference between the sampler's log-probabilities and the trainer's, over the tokens with an "
+    "advantage of the last call, by model.",
+    ["model"],
+)
+FEATURES = Counter("fovea_trainer_features_total", "Images that rank 0 needed the tensors of.", ["result"])
 TOKENS = Counter("fovea_trainer_tokens_total", "Tokens computed.", ["backward"])
 DATUMS = Counter("fovea_trainer_datums_total", "Datums computed.", ["backward"])
 PACKING = Gauge("fovea_trainer_packing_efficiency", "Share of micro-batch capacity that the last call used.")
@@ -20,3 +33,8 @@ PUSH_SECONDS = Histogram(
     "fovea_trainer_push_seconds", "Seconds of a push to all samplers.", buckets=(0.02, 0.1, 0.3, 1, 3, 10, 30, 100)
 )
 GPU_PEAK = Gauge("fovea_trainer_gpu_peak_bytes", "The most GPU memory that rank 0 has used at once.")
+
+
+def forget_model(model_id: str) -> None:
+    """Removes the series of a model that is gone."""
+    LOGPROB_GAP.remove(model_id)

@@ -11,6 +11,7 @@ import pytest
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc, sampler_pb2, sampler_pb2_grpc, weights_pb2
 from fovea.client.sampler import SamplerClient
+from fovea.runtime import tracing
 from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.wire import tensors
 from fovea.wire.errors import FeatureEvicted, InvalidInput, ResourceExhausted, SnapshotNotLoaded, Unavailable
@@ -23,6 +24,7 @@ from services.sampler.requests import Limits
 from services.sampler.sampling import Sampling
 from services.sampler.service import EngineFacts, SamplerService
 from services.sampler.snapshots import Snapshots
+from tests.otlp_collector import Collector, attributes
 from tests.unit.sampler.memory_engine import MemoryEngine, eventually
 from tests.unit.sampler.test_validation import CONFIG, IMAGE
 
@@ -121,6 +123,18 @@ async def test_events(served: Served) -> None:
         mine = [event.delta for event in deltas if event.delta.index == index]
         assert [tensors.decode_tokens(delta.tokens)[0] for delta in mine] == [10 + index, 20 + index, 10 + index]
         assert [delta.finish_reason for delta in mine] == [0, 0, sampler_pb2.FINISH_REASON_LENGTH]
+
+
+async def test_the_engine_goes_on_in_the_callers_trace(served: Served) -> None:
+    with Collector() as collector:
+        tracing.configure("fovea-test", collector.url)
+        with tracing.span("caller"):
+            await events(served, request(sample_count=2))
+        await asyncio.to_thread(tracing.shutdown)
+    call = collector.one("fovea.api.v1.SamplerService/Sample")
+    assert call.parent_span_id == collector.one("caller").span_id
+    engines = {attributes(span)["sequence"]: span.parent_span_id for span in collector.named("engine")}
+    assert engines == {0: call.span_id, 1: call.span_id}
 
 
 async def test_prompt_options(served: Served) -> None:

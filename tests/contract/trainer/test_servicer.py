@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from fovea.api.v1 import model_input_pb2, trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.client import TrainerClient
+from fovea.runtime import tracing
 from fovea.runtime.server import ServiceServer
 from fovea.wire import tensors
 from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
-from services.trainer import commands
+from services.trainer import commands, telemetry
 from services.trainer.command_queue import CommandQueue, settle
 from services.trainer.datums import InputLimits
 from services.trainer.families import family_of
@@ -23,6 +25,7 @@ from services.trainer.optimizer import Adam
 from services.trainer.packing import DatumSize
 from services.trainer.servicer import SERVICE, TrainerServicer
 from services.trainer.settings import TrainerSettings
+from tests.otlp_collector import Collector
 
 ADAM = trainer_pb2.AdamParams(learning_rate=0.1, beta1=0.2, beta2=0.3, eps=0.4, weight_decay=0.5, grad_clip_norm=0.6)
 
@@ -45,7 +48,8 @@ class RecordingRank:
 
     def _run(self) -> None:
         while not isinstance((job := self._queue.next()).command, commands.Shutdown):
-            self.commands.append(job.command)
+            with job.traced():
+                self.commands.append(job.command)
             answer = self.answers.pop(0) if self.answers else None
             error = answer if isinstance(answer, Exception) else None
             settle(job.result, answer, error)
@@ -107,6 +111,35 @@ async def test_forward_backward(trainer: Trainer) -> None:
     assert trainer_pb2.ForwardBackwardHeader.FromString(command.header) == header
     assert [tensors.decode(output.tensors["logprobs"]).shape for output in result.outputs] == [(3,), (5,)]
     assert result.metrics == {"loss:sum": 2.5}
+
+
+async def test_the_gap_to_the_sampler_is_shown_for_the_model(trainer: Trainer) -> None:
+    datum = _datum(3)
+    for name, values in {"logprobs": [0.0, -1.0, -2.0], "advantages": [0.0, 1.0, 1.0]}.items():
+        datum.loss_inputs[name].CopyFrom(tensors.encode(np.array(values, np.float32)))
+    del datum.loss_inputs["weights"]
+    header = trainer_pb2.ForwardBackwardHeader(
+        model_id="m", loss_function="importance_sampling", backward=True, datum_count=1
+    )
+    outcome = Outcome({0: np.array([-9.0, -1.5, -2.25], np.float32)}, {}, 0.9)
+    await trainer.asked(trainer.client.forward_backward(header, [datum]), outcome)
+    gap = "fovea_trainer_logprob_gap_nats"
+    assert REGISTRY.get_sample_value(gap, {"model": "m"}) == pytest.approx(0.375)
+    telemetry.forget_model("m")
+    assert REGISTRY.get_sample_value(gap, {"model": "m"}) is None
+
+
+async def test_a_command_goes_on_in_its_callers_trace(trainer: Trainer) -> None:
+    with Collector() as collector:
+        tracing.configure("fovea-test", collector.url)
+        with tracing.span("caller"):
+            await trainer.asked(trainer.client.clear_gradients("m"))
+        await asyncio.to_thread(tracing.shutdown)
+    call = collector.one(f"{SERVICE}/ClearGradients")
+    command = collector.one("command ClearGradients")
+    assert call.trace_id == command.trace_id == collector.one("caller").trace_id
+    assert command.parent_span_id == call.span_id
+    assert collector.one("queue").parent_span_id == command.span_id
 
 
 async def test_optim_step_carries_every_field(trainer: Trainer) -> None:

@@ -1,0 +1,126 @@
+"""What the gateway shows of its queues, stages, samplers and errors, as Prometheus would read it."""
+
+import hashlib
+
+from prometheus_client import REGISTRY
+
+from fovea.wire.errors import SnapshotNotLoaded
+from tests.contract.gateway.conftest import KEY, Stand, eventually
+from tests.contract.gateway.requests import Rest
+
+TENANT = f"key-{hashlib.sha256(KEY.encode()).hexdigest()[:12]}"
+
+
+def value(name: str, **labels: str) -> float | None:
+    """A series now; None if it is not shown."""
+    return REGISTRY.get_sample_value(name, labels)
+
+
+def count(name: str, **labels: str) -> float:
+    """A series that may not be there yet."""
+    return value(name, **labels) or 0.0
+
+
+async def test_queue_depth_has_model_and_tenant_and_leaves_nothing_behind(stand: Stand, rest: Rest) -> None:
+    assert stand.gateway is not None
+    depth = "fovea_gateway_queue_depth"
+    model_id = await rest.create_model()
+    stand.trainer.open.clear()
+    answers = [await rest.forward_backward(model_id, seq_id) for seq_id in (1, 2, 3)]
+    labels = {"model": model_id, "tenant": TENANT}
+
+    async def shown() -> bool:
+        assert stand.gateway is not None
+        await stand.gateway.vitals.look()
+        running, waiting = (value(depth, **labels, state=state) for state in ("running", "waiting"))
+        return (running, waiting) == (1, 2)
+
+    await eventually(shown)
+    assert KEY not in TENANT
+    stand.trainer.open.set()
+    for answer in answers:
+        await rest.result(answer.json()["request_id"])
+    await stand.gateway.vitals.look()
+    assert value(depth, **labels, state="running") is None
+    assert value(depth, **labels, state="waiting") is None
+
+
+async def test_samples_are_queued_under_the_model_that_they_sample(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    sampling_session_id = await rest.snapshot(model_id, 1)
+    stand.sampler.open.clear()
+    answer = await rest.sample(sampling_session_id, 1)
+
+    async def shown() -> bool:
+        assert stand.gateway is not None
+        await stand.gateway.vitals.look()
+        return value("fovea_gateway_queue_depth", model=model_id, tenant=TENANT, state="running") == 1
+
+    await eventually(shown)
+    stand.sampler.open.set()
+    await rest.result(answer.json()["request_id"])
+
+
+async def test_every_stage_of_a_request_is_counted_once(stand: Stand, rest: Rest) -> None:
+    def counts(kind: str, *stages: str) -> list[float]:
+        return [count("fovea_gateway_stage_seconds_count", stage=stage, kind=kind) for stage in stages]
+
+    sample, train = ("queue", "render", "weights", "sample"), ("queue", "render", "train")
+    model_id = await rest.create_model()
+    before = counts("sample", *sample), counts("forward_backward", *train)
+    await rest.result((await rest.forward_backward(model_id, 1)).json()["request_id"])
+    sampling_session_id = await rest.snapshot(model_id, 2)
+    await rest.result((await rest.sample(sampling_session_id, 1)).json()["request_id"])
+    after = counts("sample", *sample), counts("forward_backward", *train)
+    assert after == tuple([each + 1 for each in counted] for counted in before)
+
+
+async def test_a_sampler_that_misses_pushes_lags(stand: Stand, rest: Rest) -> None:
+    assert stand.gateway is not None
+    lag = {"sampler": stand.sampler.address}
+    model_id = await rest.create_model()
+    for seq_id in (1, 2):
+        sampling_session_id = await rest.snapshot(model_id, seq_id, seq_id)
+        await rest.result((await rest.sample(sampling_session_id, 1)).json()["request_id"])
+    await stand.gateway.vitals.look()
+    assert value("fovea_gateway_sampler_version_lag", **lag) == 0
+    (sampler,) = stand.gateway.samplers.up
+    for snapshot_id in [held for held in sampler.adapters if held.endswith("@1")]:
+        sampler.adapters.discard(snapshot_id)
+    await stand.gateway.vitals.look()
+    assert value("fovea_gateway_sampler_version_lag", **lag) == 1
+
+
+async def test_errors_are_counted_by_reason(stand: Stand, rest: Rest) -> None:
+    rest_errors = {"route": "asample", "reason": "NOT_FOUND"}
+    grpc_errors = {"method": "Sample", "reason": "SNAPSHOT_NOT_LOADED"}
+    before = count("fovea_gateway_rest_errors_total", **rest_errors), count("fovea_grpc_errors_total", **grpc_errors)
+    assert (await rest.sample("sess-none:sample:0", 1)).status_code == 404
+    stand.sampler.failures["Sample"].append(SnapshotNotLoaded("gone"))
+    model_id = await rest.create_model()
+    sampling_session_id = await rest.snapshot(model_id, 1)
+    await rest.result((await rest.sample(sampling_session_id, 1)).json()["request_id"])
+    after = count("fovea_gateway_rest_errors_total", **rest_errors), count("fovea_grpc_errors_total", **grpc_errors)
+    assert after == (before[0] + 1, before[1] + 1)
+
+
+async def test_replicas_and_restarts_are_counted(stand: Stand) -> None:
+    assert stand.gateway is not None
+    before = count("fovea_gateway_trainer_restarts_total")
+    await stand.gateway.vitals.look()
+    up = {service: value("fovea_gateway_replicas", service=service, state="up") for service in ("sampler", "trainer")}
+    assert up == {"sampler": 1, "trainer": 1}
+    await stand.trainer.stop()
+    stand.trainer.restart()
+    await stand.trainer.start()
+
+    async def noticed() -> bool:
+        assert stand.gateway is not None
+        await stand.gateway.vitals.look()
+        return count("fovea_gateway_trainer_restarts_total") == before + 1
+
+    await eventually(noticed)
+    free, size = (value("fovea_gateway_state_volume_bytes", kind=kind) for kind in ("free", "size"))
+    assert free is not None
+    assert size is not None
+    assert 0 < free < size

@@ -1,0 +1,25 @@
+"""GPU memory is asked for at every scrape; a process without the driver's library goes on without it."""
+
+import importlib.util
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from fovea.runtime.gpu_memory import DeviceMemory, GpuMemory, show_gpu_memory
+
+
+def test_every_scrape_asks_again() -> None:
+    used = 10
+    registry = CollectorRegistry()
+    registry.register(GpuMemory(lambda: [DeviceMemory("0", used, 80), DeviceMemory("GPU-1", 5, 90)]))
+    labels = {"device": "0", "kind": "used"}
+    assert registry.get_sample_value("fovea_gpu_memory_bytes", labels) == 10
+    used = 20
+    assert registry.get_sample_value("fovea_gpu_memory_bytes", labels) == 20
+    assert registry.get_sample_value("fovea_gpu_memory_bytes", {"device": "GPU-1", "kind": "total"}) == 90
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pynvml") is not None, reason="nvidia-ml-py is installed here")
+def test_without_the_library_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    show_gpu_memory()
+    assert "install nvidia-ml-py" in caplog.text
