@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import ExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from typing import Any, cast
@@ -146,27 +146,32 @@ class SampleRunner:
             with stage("render", Kind.SAMPLE.value):
                 work.rendered = await self._renderers.render(work.request.prompt, "prompt")
             await self._check(work)
-        sampler = self._samplers.pick(work.sampling.snapshot_id, work.rendered)
-        async with sampler.bound():
+        async with self._place(work, self._samplers.pick(work.sampling.snapshot_id, work.rendered)) as sampler:
+            work.wait_on("sampling")
+            async for event in self._sample(sampler, work):
+                yield event
+
+    @asynccontextmanager
+    async def _place(self, work: SampleWork, sampler: Sampler) -> AsyncIterator[Sampler]:
+        """A place in a sampler, the weights loaded, for as long as it is needed. Raises Left if the sampler leaves."""
+        async with AsyncExitStack() as held:
+            await held.enter_async_context(sampler.bound())
             work.wait_on("waiting for a place in a sampler", QueueState.PAUSED)
-            async with sampler.slots:
-                sampler.check_stays()
-                work.wait_on("waiting for the weights to be loaded")
-                work.begin()
-                work.snapshot_id = work.sampling.snapshot_id
-                self._versions.want(work.snapshot_id)
-                with self._snapshots.using(work.snapshot_id), ExitStack() as waiting:
-                    waiting.enter_context(stage("weights", Kind.SAMPLE.value))
-                    wanted = await self._snapshots.resident_for(work.snapshot_id)
-                    async with sampler.residency.hold(wanted):
-                        if wanted != work.snapshot_id:
-                            peers = [peer for peer in self._samplers.up if peer.residency.resident == wanted]
-                            await self._snapshots.ensure_adapter(sampler, work.snapshot_id, peers)
-                        sampler.check_stays()
-                        waiting.close()
-                        work.wait_on("sampling")
-                        async for event in self._sample(sampler, work):
-                            yield event
+            await held.enter_async_context(sampler.slots)
+            sampler.check_stays()
+            work.wait_on("waiting for the weights to be loaded")
+            work.begin()
+            snapshot_id = work.snapshot_id = work.sampling.snapshot_id
+            self._versions.want(snapshot_id)
+            held.enter_context(self._snapshots.using(snapshot_id))
+            with stage("weights", Kind.SAMPLE.value):
+                resident = await self._snapshots.resident_for(snapshot_id)
+                await held.enter_async_context(sampler.residency.hold(resident))
+                if resident != snapshot_id:
+                    peers = [peer for peer in self._samplers.up if peer.residency.resident == resident]
+                    await self._snapshots.ensure_adapter(sampler, snapshot_id, peers)
+            sampler.check_stays()
+            yield sampler
 
     async def _sample(self, sampler: Sampler, work: SampleWork) -> Events:
         request = sampler_pb2.SampleRequest(
