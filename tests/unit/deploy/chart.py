@@ -18,6 +18,9 @@ BUILT = Path.home() / ".cache/fovea/k8s/bin"
 HELM = shutil.which("helm", path=os.pathsep.join([str(BUILT), os.environ.get("PATH", "")]))
 MISSING = f"helm is neither in {BUILT} nor on the path: GOBIN={BUILT} go install helm.sh/helm/v3/cmd/helm@v3.22.0"
 
+KUBERNETES = "1.36.0"
+"""A helm that was built by `go install` takes the cluster for version 1.20 if it is not told."""
+
 Manifest = dict[str, Any]
 
 
@@ -37,9 +40,10 @@ class Chart:
         (files / "alerts.yaml").write_text("groups: []\n")
 
     def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """What helm says; `CHART` among the arguments stands for the chart's folder."""
+        """What helm says to `template` or `lint`; `CHART` among the arguments stands for the chart's folder."""
         assert HELM is not None
-        command = [HELM, *(str(self.path) if argument == "CHART" else argument for argument in arguments)]
+        words = [str(self.path) if argument == "CHART" else argument for argument in arguments]
+        command = [HELM, *words, "--kube-version", KUBERNETES]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def values_file(self, value_set: str) -> str:
