@@ -5,7 +5,7 @@ ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea
 WORKDIR /build
 RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/fovea
 COPY pyproject.toml requirements/cpu.txt ./
-# uv checks the hashes of a constraints file too. The same environment as the trainer's, and so the same layer.
+# uv checks the hashes of a constraints file too.
 RUN uv pip install --constraint cpu.txt --requirement pyproject.toml
 
 FROM python:3.11.14-slim-bookworm
