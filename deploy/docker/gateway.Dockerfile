@@ -1,0 +1,24 @@
+# The gateway: no torch, no GPU libraries. Build from the repository's root:
+#   docker build -f deploy/docker/gateway.Dockerfile -t fovea/gateway:0.1.0 .
+FROM python:3.11.14-slim-bookworm AS build
+ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea
+WORKDIR /build
+RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/fovea
+COPY requirements/cpu.txt deploy/docker/gateway.in ./
+# The fsspec driver of the bucket that holds checkpoints, such as s3fs or gcsfs.
+ARG STORAGE=""
+# uv checks the hashes of a constraints file too.
+RUN uv pip install --constraint cpu.txt --requirement gateway.in ${STORAGE:+"${STORAGE}"}
+
+FROM python:3.11.14-slim-bookworm
+RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
+    && install --directory --owner fovea --group fovea /checkpoints /var/lib/fovea
+COPY --from=build /opt/fovea /opt/fovea
+WORKDIR /app
+COPY fovea fovea
+COPY gateway gateway
+RUN python -m compileall -q fovea gateway
+ENV PATH=/opt/fovea/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp
+USER 10001:10001
+EXPOSE 8000 50050 9090
+ENTRYPOINT ["python", "-m", "gateway"]

@@ -1,0 +1,26 @@
+# The renderer: the image processors of transformers, on CPUs. Build from the repository's root:
+#   docker build -f deploy/docker/renderer.Dockerfile -t fovea/renderer:0.1.0 .
+FROM python:3.11.14-slim-bookworm AS build
+ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea
+WORKDIR /build
+RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/fovea
+COPY pyproject.toml requirements/cpu.txt ./
+# uv checks the hashes of a constraints file too.
+RUN uv pip install --constraint cpu.txt --requirement pyproject.toml
+
+FROM python:3.11.14-slim-bookworm
+RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
+    && install --directory --owner fovea --group fovea /models
+COPY --from=build /opt/fovea /opt/fovea
+WORKDIR /app
+COPY fovea fovea
+COPY services/__init__.py services/__init__.py
+COPY services/renderer services/renderer
+RUN python -m compileall -q fovea services
+# No secret: hadolint sees "token" in TOKENIZERS_PARALLELISM.
+# hadolint ignore=DL3064
+ENV PATH=/opt/fovea/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models/huggingface \
+    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 TOKENIZERS_PARALLELISM=false
+USER 10001:10001
+EXPOSE 50051 9090
+ENTRYPOINT ["python", "-m", "services.renderer"]

@@ -1,0 +1,32 @@
+# The sampler: vLLM on GPUs; EXTRA=cpu takes vLLM's CPU build instead. Build from the repository's root:
+#   docker build -f deploy/docker/sampler.Dockerfile --build-arg EXTRA=gpu -t fovea/sampler:0.1.0 .
+FROM python:3.11.14-slim-bookworm AS build
+ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea
+WORKDIR /build
+RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/fovea
+ARG EXTRA=gpu
+COPY pyproject.toml requirements/${EXTRA}.txt ./
+# uv checks the hashes of a constraints file too, and reads this pyproject.toml's overrides.
+RUN uv pip install --constraint "${EXTRA}.txt" --requirement pyproject.toml --extra "${EXTRA}"
+
+FROM python:3.11.14-slim-bookworm
+# Kernels are compiled when they are first used; vLLM's CPU build links libnuma. Debian drops old versions: no pins.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc g++ libc6-dev libnuma1 \
+    && rm -rf /var/lib/apt/lists/*
+RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
+    && install --directory --owner fovea --group fovea /models
+COPY --from=build /opt/fovea /opt/fovea
+WORKDIR /app
+COPY fovea fovea
+COPY services/__init__.py services/__init__.py
+COPY services/sampler services/sampler
+RUN python -m compileall -q fovea services
+# No secret: hadolint sees "token" in TOKENIZERS_PARALLELISM.
+# hadolint ignore=DL3064
+ENV PATH=/opt/fovea/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models/huggingface \
+    OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 TOKENIZERS_PARALLELISM=false VLLM_NO_USAGE_STATS=1 \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001:10001
+EXPOSE 50052 9090
+ENTRYPOINT ["python", "-m", "services.sampler"]

@@ -1,0 +1,32 @@
+# The trainer: FSDP2 under torchrun, on GPUs or CPUs. Build from the repository's root:
+#   docker build -f deploy/docker/trainer.Dockerfile -t fovea/trainer:0.1.0 .
+FROM python:3.11.14-slim-bookworm AS build
+ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea
+WORKDIR /build
+RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/fovea
+COPY pyproject.toml requirements/cpu.txt ./
+# The fsspec driver of the bucket that holds checkpoints, such as s3fs or gcsfs.
+ARG STORAGE=""
+# uv checks the hashes of a constraints file too. torch is the same one for CPU and GPU; the files differ in vLLM alone.
+RUN uv pip install --constraint cpu.txt --requirement pyproject.toml ${STORAGE:+"${STORAGE}"}
+
+FROM python:3.11.14-slim-bookworm
+# Triton compiles its kernels' launchers when they are first used. Debian drops old versions: pins would not build.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
+    && install --directory --owner fovea --group fovea /checkpoints /models
+COPY --from=build /opt/fovea /opt/fovea
+WORKDIR /app
+COPY fovea fovea
+COPY services/__init__.py services/__init__.py
+COPY services/trainer services/trainer
+RUN python -m compileall -q fovea services
+# No secret: hadolint sees "token" in TOKENIZERS_PARALLELISM.
+# hadolint ignore=DL3064
+ENV PATH=/opt/fovea/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models/huggingface \
+    OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 TOKENIZERS_PARALLELISM=false \
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001:10001
+EXPOSE 50053 9090 29500
+ENTRYPOINT ["python", "-m", "services.trainer"]

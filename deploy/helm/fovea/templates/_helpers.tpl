@@ -1,0 +1,54 @@
+{{/* Names, labels and checks. `with` arguments are (list $ "component"). */}}
+
+{{- define "fovea.fullname" -}}
+{{- $default := ternary .Release.Name (printf "%s-fovea" .Release.Name) (contains "fovea" .Release.Name) -}}
+{{- /* 52 characters are left for a stateful set: the longest is <fullname>-trainer-worker. */ -}}
+{{- .Values.fullnameOverride | default $default | trunc 37 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "fovea.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: fovea
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+{{- with index . 1 }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "fovea.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "fovea.selector" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
+{{- end }}
+
+{{- /* metadata's content of an object: (list $ component suffix), the suffix being what follows the full name. */ -}}
+{{- define "fovea.meta" -}}
+{{- $root := index . 0 -}}
+name: {{ include "fovea.fullname" $root }}-{{ index . 2 }}
+labels: {{- include "fovea.labels" . | nindent 2 }}
+{{- end }}
+
+{{- /* The name of the claim of a volume, or nothing if it is an emptyDir: (list $ volume suffix). */ -}}
+{{- define "fovea.claim" -}}
+{{- $volume := index . 1 -}}
+{{- if $volume.claim }}{{ $volume.claim }}
+{{- else if $volume.size }}{{ include "fovea.fullname" (index . 0) }}-{{ index . 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "fovea.checks" -}}
+{{- if not (or .Values.database.secret (include "fovea.claim" (list . .Values.database.volume "database"))) }}
+{{- fail "database: set database.secret, database.volume.claim or database.volume.size; without one, a restart loses all futures" }}
+{{- end }}
+{{- if not (or .Values.checkpoints.url (include "fovea.claim" (list . .Values.checkpoints.volume "checkpoints"))) }}
+{{- fail "checkpoints: set checkpoints.url, checkpoints.volume.claim or checkpoints.volume.size; gateway and trainer share them" }}
+{{- end }}
+{{- if and .Values.gateway.ingress.enabled (not .Values.gateway.ingress.host) }}
+{{- fail "gateway.ingress.host: set the host name that clients use" }}
+{{- end }}
+{{- if and .Values.gateway.grpcRoute.enabled (not .Values.gateway.grpcRoute.gateway) }}
+{{- fail "gateway.grpcRoute.gateway: set the name of the Gateway that the route belongs to" }}
+{{- end }}
+{{- end }}

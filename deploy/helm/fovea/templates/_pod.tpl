@@ -1,0 +1,164 @@
+{{/* A pod of any service: (dict "root" $ "component" "sampler" "role" "leader"). The service's own file defines
+`fovea.<component>.env`, `.ports` and `.probes`; role "worker" is a trainer pod that serves nothing. */}}
+{{- define "fovea.pod" -}}
+{{- $root := .root -}}
+{{- $values := index .root.Values .component -}}
+{{- $serves := ne .role "worker" -}}
+{{- $hasModel := ne .component "gateway" -}}
+{{- $hasGpu := has .component (list "sampler" "trainer") -}}
+metadata:
+  labels:
+    {{- include "fovea.selector" (list $root .component) | nindent 4 }}
+    {{- if eq .component "trainer" }}
+    fovea/role: {{ .role }}
+    {{- if $values.podGroup.enabled }}
+    scheduling.x-k8s.io/pod-group: {{ include "fovea.fullname" $root }}-trainer
+    {{- end }}
+    {{- end }}
+    {{- with $values.labels }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- with $values.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "fovea.fullname" $root }}-{{ .component }}
+  automountServiceAccountToken: {{ and (eq .component "gateway") (eq $root.Values.gateway.discovery "kubernetes") }}
+  # A service named fovea-sampler would set FOVEA_SAMPLER_PORT=tcp://..., which is a setting.
+  enableServiceLinks: false
+  # The gateway drains twice: calls, then commands.
+  terminationGracePeriodSeconds: {{ add 20 (mul 2 $values.drainSeconds) }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 10001
+    runAsGroup: 10001
+    fsGroup: 10001
+    fsGroupChangePolicy: OnRootMismatch
+    seccompProfile: {type: RuntimeDefault}
+  {{- range $name := list "priorityClassName" "runtimeClassName" "schedulerName" }}
+  {{- with index $values $name }}
+  {{ $name }}: {{ . }}
+  {{- end }}
+  {{- end }}
+  {{- range $name := list "nodeSelector" "tolerations" "affinity" }}
+  {{- with index $values $name }}
+  {{ $name }}: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- end }}
+  {{- with $root.Values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  containers:
+    - name: {{ .component }}
+      image: {{ $root.Values.image.repository }}/{{ .component }}:{{ $root.Values.image.tag | default $root.Chart.AppVersion }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      {{- with .command }}
+      command: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      env: {{- include "fovea.env" . | nindent 8 }}
+      {{- if and $root.Values.checkpoints.secret (has .component (list "gateway" "trainer")) }}
+      envFrom:
+        - secretRef: {name: {{ $root.Values.checkpoints.secret }}}
+      {{- end }}
+      {{- if $serves }}
+      ports:
+        {{- include (printf "fovea.%s.ports" .component) $root | nindent 8 }}
+        - {name: metrics, containerPort: 9090}
+      {{- include (printf "fovea.%s.probes" .component) $root | nindent 6 }}
+      {{- end }}
+      {{- if ne .component "trainer" }}
+      lifecycle:
+        preStop: {sleep: {seconds: 5}}  # until nobody is sent here any more
+      {{- end }}
+      {{- $limits := $values.resources.limits | default dict }}
+      {{- if and $hasGpu $values.gpus }}{{ $limits = merge (dict $root.Values.gpuResource $values.gpus) $limits }}{{ end }}
+      resources: {{- toYaml (merge (dict "limits" $limits) $values.resources) | nindent 8 }}
+      securityContext:
+        allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
+        capabilities:
+          drop: [ALL]
+          {{- if and $hasGpu $root.Values.ipcLock }}
+          add: [IPC_LOCK]
+          {{- end }}
+      volumeMounts:
+        - {name: scratch, mountPath: /tmp}
+        {{- if $hasGpu }}
+        - {name: shared-memory, mountPath: /dev/shm}
+        {{- end }}
+        {{- range $name, $path := include "fovea.volumes" . | fromYaml }}
+        - {name: {{ $name }}, mountPath: {{ $path }}, readOnly: {{ (index $root.Values $name).volume.readOnly }}}
+        {{- end }}
+  volumes:
+    - {name: scratch, emptyDir: {}}
+    {{- if $hasGpu }}
+    - {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}}
+    {{- end }}
+    {{- range $name, $path := include "fovea.volumes" . | fromYaml }}
+    - name: {{ $name }}
+      {{- with and (not (and (eq $name "database") $root.Values.database.secret)) (include "fovea.claim" (list $root (index $root.Values $name).volume $name)) }}
+      persistentVolumeClaim: {claimName: {{ . }}}
+      {{- else }}
+      emptyDir: {}
+      {{- end }}
+    {{- end }}
+{{- end }}
+
+{{- /* What is mounted where, by the name of its values. */ -}}
+{{- define "fovea.volumes" -}}
+{{- if eq .component "gateway" }}
+database: /var/lib/fovea
+{{- else }}
+model: /models
+{{- end }}
+{{- if and (has .component (list "gateway" "trainer")) (not .root.Values.checkpoints.url) }}
+checkpoints: /checkpoints
+{{- end }}
+{{- end }}
+
+{{- define "fovea.env" -}}
+{{- $root := .root -}}
+{{- $values := index .root.Values .component -}}
+{{- $prefix := printf "FOVEA_%s" (upper .component) -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- {name: {{ $prefix }}_HOST, value: "0.0.0.0"}
+- {name: {{ $prefix }}_METRICS_PORT, value: "9090"}
+- {name: {{ $prefix }}_LOG_LEVEL, value: {{ $root.Values.logLevel }}}
+- {name: {{ $prefix }}_DRAIN_S, value: {{ $values.drainSeconds | quote }}}
+- {name: {{ $prefix }}_MODEL, value: {{ $root.Values.model.source | quote }}}
+{{- with $root.Values.traceEndpoint }}
+- {name: FOVEA_TRACE_ENDPOINT, value: {{ . | quote }}}
+{{- end }}
+{{- if and (ne .component "gateway") $root.Values.model.token.secret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ $root.Values.model.token.secret }}, key: {{ $root.Values.model.token.key }}}}
+{{- end }}
+{{ include (printf "fovea.%s.env" .component) $root }}
+{{- range $name, $value := $values.settings }}
+- {name: {{ $prefix }}_{{ upper $name }}, value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}}
+{{- end }}
+{{- range $name, $value := $values.env }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end }}
+
+{{- /* Probes by gRPC health: (list seconds-to-start). NOT_SERVING until the model is loaded. */ -}}
+{{- define "fovea.grpcProbes" -}}
+startupProbe:
+  grpc: {port: {{ index . 0 }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: {{ div (add (index . 1) 9) 10 }}
+readinessProbe:
+  grpc: {port: {{ index . 0 }}}
+  periodSeconds: 2
+  timeoutSeconds: 5
+  failureThreshold: 3
+livenessProbe:
+  grpc: {port: {{ index . 0 }}}
+  periodSeconds: 10
+  timeoutSeconds: 10
+  failureThreshold: 6
+{{- end }}

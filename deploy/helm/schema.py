@@ -1,0 +1,190 @@
+"""`python deploy/helm/schema.py`: writes fovea/values.schema.json, services' settings included, from their settings.py.
+
+Nothing that is not named here passes, but in maps whose keys Kubernetes leaves to its users (labels, annotations, ...).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fovea.runtime.settings import ServiceSettings
+from gateway.settings import GatewaySettings
+from services.renderer.settings import RendererSettings
+from services.sampler.settings import SamplerSettings
+from services.trainer.settings import TrainerSettings
+
+Schema = dict[str, Any]
+
+TARGET = Path(__file__).parent / "fovea" / "values.schema.json"
+SETTINGS: dict[str, type[ServiceSettings]] = {
+    "gateway": GatewaySettings,
+    "renderer": RendererSettings,
+    "sampler": SamplerSettings,
+    "trainer": TrainerSettings,
+}
+OWN = {
+    "gateway": "renderer sampler trainer model_name tokenizer grpc_port base_path state_dir database_url checkpoint_dir"
+    " api_key discovery kubernetes_namespace",
+    "renderer": "advertise workers",
+    "sampler": "renderer tensor_parallel",
+    "trainer": "renderer ranks transfer_address",
+}
+"""Settings that have values of their own in the chart, or follow from others."""
+OWN_OF_ALL = "host port metrics_port log_level drain_s model trace_endpoint"
+
+STRING: Schema = {"type": "string"}
+BOOLEAN: Schema = {"type": "boolean"}
+STRINGS: Schema = {"type": "array", "items": STRING}
+MAP: Schema = {"type": "object", "additionalProperties": STRING}
+QUANTITY: Schema = {
+    "type": ["string", "number"],
+    "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i|[MGTPE])?$",
+    "description": "A Kubernetes quantity, such as 500m or 16Gi.",
+}
+SIZE: Schema = {
+    "type": "string",
+    "pattern": r"^([0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE]))?$",
+    "description": "Such as 200Gi.",
+}
+QUANTITIES: Schema = {"type": "object", "additionalProperties": QUANTITY}
+
+
+def closed(**properties: Schema) -> Schema:
+    """An object that has these properties and no others."""
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def at_least(minimum: int, maximum: int | None = None) -> Schema:
+    """An integer."""
+    return {"type": "integer", "minimum": minimum} | ({} if maximum is None else {"maximum": maximum})
+
+
+def one_of(*values: str) -> Schema:
+    """One of these words."""
+    return {"enum": list(values)}
+
+
+def reference(name: str) -> Schema:
+    """A part of `definitions`."""
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def settings(service: str) -> Schema:
+    """What `<service>.settings` takes: its settings without those that the chart makes itself."""
+    own = {*OWN[service].split(), *OWN_OF_ALL.split()}
+    fields = SETTINGS[service].model_json_schema()["properties"]
+    return closed(**{name: _without_defaults(field) for name, field in sorted(fields.items()) if name not in own})
+
+
+def _without_defaults(field: Schema) -> Schema:
+    kept = {key: value for key, value in field.items() if key not in ("title", "default", "format")}
+    if choices := kept.pop("anyOf", None):  # what may be None is left out instead
+        (choice,) = [choice for choice in choices if choice.get("type") != "null"]
+        kept |= {key: value for key, value in choice.items() if key != "format"}
+    return kept
+
+
+def component(name: str, *, start: int, drain: int = 3600, **properties: Schema) -> Schema:
+    """Values of one service: what all have, and `properties`."""
+    return closed(
+        **properties,
+        settings=settings(name),
+        env=MAP,
+        resources=reference("resources"),
+        startSeconds=at_least(start),
+        drainSeconds=at_least(0, drain),
+        maxUnavailable={"type": ["integer", "null"], "minimum": 0},
+        labels=MAP,
+        annotations=MAP,
+        nodeSelector=MAP,
+        tolerations=reference("tolerations"),
+        affinity=reference("affinity"),
+        priorityClassName=STRING,
+        runtimeClassName=STRING,
+        schedulerName=STRING,
+    )
+
+
+def definitions() -> Schema:
+    """Parts that several values have."""
+    anything: Schema = {"type": "object"}
+    toleration = closed(
+        key=STRING, operator=one_of("Exists", "Equal"), value=STRING,
+        effect=one_of("NoSchedule", "PreferNoSchedule", "NoExecute"), tolerationSeconds=at_least(0),
+    )  # fmt: skip
+    modes = one_of("ReadWriteOnce", "ReadWriteMany", "ReadOnlyMany", "ReadWriteOncePod")
+    return {
+        "resources": closed(requests=QUANTITIES, limits=QUANTITIES),
+        "tolerations": {"type": "array", "items": toleration},
+        "affinity": closed(nodeAffinity=anything, podAffinity=anything, podAntiAffinity=anything),
+        "peers": {"type": "array", "items": closed(podSelector=anything, namespaceSelector=anything, ipBlock=anything)},
+        "volume": closed(
+            claim=STRING, size=SIZE, storageClass=STRING, readOnly=BOOLEAN,
+            accessModes={"type": "array", "minItems": 1, "items": modes},
+        ),
+    }  # fmt: skip
+
+
+def gateway() -> Schema:
+    """Values of the gateway."""
+    return component(
+        "gateway",
+        start=10,
+        discovery=one_of("kubernetes", "dns"),
+        basePath={"type": "string", "pattern": "^(/.*[^/])?$", "description": "Such as /fovea."},
+        service=closed(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), annotations=MAP),
+        ingress=closed(enabled=BOOLEAN, className=STRING, host=STRING, tlsSecret=STRING, annotations=MAP),
+        grpcRoute=closed(enabled=BOOLEAN, gateway=STRING, gatewayNamespace=STRING, hostnames=STRINGS),
+    )
+
+
+def values() -> Schema:
+    """The whole schema."""
+    shared = {"gpus": at_least(0), "sharedMemory": SIZE}
+    scaling = closed(
+        enabled=BOOLEAN, minReplicas=at_least(1), maxReplicas=at_least(1), cpuPercent=at_least(1, 100)
+    )  # fmt: skip
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": definitions()} | closed(
+        **{"global": {"type": "object"}},  # Helm hands it to every chart
+        fullnameOverride=STRING,
+        image=closed(
+            repository=STRING, tag=STRING, pullPolicy=one_of("Always", "IfNotPresent", "Never"), pullSecrets=STRINGS
+        ),
+        model=closed(
+            source={"type": "string", "minLength": 1}, name=STRING, tokenizer=STRING,
+            token=closed(secret=STRING, key=STRING), volume=reference("volume"),
+        ),
+        checkpoints=closed(
+            url={"type": "string", "pattern": "^([a-z0-9+]+://.+)?$", "description": "An fsspec URL."},
+            secret=STRING, volume=reference("volume"),
+        ),
+        database=closed(secret=STRING, key=STRING, volume=reference("volume")),
+        apiKeys=closed(secret=STRING),
+        serviceAccount=closed(annotations=MAP),
+        traceEndpoint=STRING,
+        logLevel=one_of("DEBUG", "INFO", "WARNING", "ERROR"),
+        gpuResource={"type": "string", "pattern": "/"},
+        ipcLock=BOOLEAN,
+        gateway=gateway(),
+        renderer=component("renderer", start=10, replicas=at_least(1), workers=at_least(1, 256), autoscaling=scaling),
+        sampler=component("sampler", start=60, replicas=at_least(0), **shared),
+        # torchrun kills its ranks 30 s after a SIGTERM, and they need 8 s after the drain.
+        trainer=component(
+            "trainer", start=60, drain=20, nodes=at_least(1), podGroup=closed(enabled=BOOLEAN), **shared
+        ),
+        networkPolicy=closed(enabled=BOOLEAN, clients=reference("peers"), monitoring=reference("peers")),
+        monitoring=closed(
+            podMonitor=closed(enabled=BOOLEAN, interval=STRING, labels=MAP),
+            dashboard=closed(enabled=BOOLEAN, labels=MAP),
+            alerts=closed(enabled=BOOLEAN, labels=MAP, prometheusRule=BOOLEAN),
+        ),
+    )  # fmt: skip
+
+
+def text() -> str:
+    """The file's content."""
+    return json.dumps(values(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(text())

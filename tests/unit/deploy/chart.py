@@ -1,0 +1,85 @@
+"""The chart as tests see it. `python -m tests.unit.deploy.chart` writes the golden files anew."""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[3]
+SOURCE = ROOT / "deploy/helm/fovea"
+GOLDEN = Path(__file__).parent / "golden"
+VALUE_SETS = ("one-gpu", "eight-gpus", "two-nodes")
+BUILT = Path.home() / ".cache/fovea/k8s/bin"
+HELM = shutil.which("helm", path=os.pathsep.join([str(BUILT), os.environ.get("PATH", "")]))
+MISSING = f"helm is neither in {BUILT} nor on the path: GOBIN={BUILT} go install helm.sh/helm/v3/cmd/helm@v3.22.0"
+
+KUBERNETES = "1.36.0"
+"""A helm that was built by `go install` takes the cluster for version 1.20 if it is not told."""
+
+Manifest = dict[str, Any]
+
+
+class Chart:
+    """A copy of the chart whose dashboard and alerts are placeholders: those have tests of their own.
+
+    Args:
+        folder: Empty folder for the copy.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "fovea"
+        shutil.copytree(SOURCE, self.path)
+        files = self.path / "files"
+        files.mkdir(exist_ok=True)
+        (files / "dashboard.json").write_text('{"title": "Fovea"}\n')
+        (files / "alerts.yaml").write_text("groups: []\n")
+
+    def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """What helm says to `template` or `lint`; `CHART` among the arguments stands for the chart's folder."""
+        assert HELM is not None
+        words = [str(self.path) if argument == "CHART" else argument for argument in arguments]
+        command = [HELM, *words, "--kube-version", KUBERNETES]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def values_file(self, value_set: str) -> str:
+        """The path of the values of a set."""
+        return str(self.path / f"values-{value_set}.yaml")
+
+    def render(self, *arguments: str, release: str = "fovea") -> str:
+        """The manifests, as text. Raises AssertionError with helm's words if it refuses."""
+        done = self.run("template", release, "CHART", "--namespace", "ml", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def manifests(self, *arguments: str, release: str = "fovea") -> list[Manifest]:
+        """The manifests."""
+        return [manifest for manifest in yaml.safe_load_all(self.render(*arguments, release=release)) if manifest]
+
+    def golden(self, value_set: str) -> str:
+        """What the golden file of a set is compared with: the manifests without the key that is made by chance."""
+        text = self.render("--values", self.values_file(value_set))
+        return re.sub(r"(?m)^(  api-keys: ).*$", r"\1MADE-AT-INSTALL", text)
+
+
+def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
+    """Pod templates by the name of their Deployment or StatefulSet."""
+    kinds = ("Deployment", "StatefulSet")
+    return {item["metadata"]["name"]: item["spec"]["template"] for item in manifests if item["kind"] in kinds}
+
+
+def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
+    """Manifests of a kind, by name."""
+    return {item["metadata"]["name"]: item for item in manifests if item["kind"] == kind}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        chart = Chart(Path(scratch))
+        GOLDEN.mkdir(exist_ok=True)
+        for value_set in VALUE_SETS:
+            (GOLDEN / f"{value_set}.yaml").write_text(chart.golden(value_set))

@@ -1,0 +1,211 @@
+"""The chart through helm: what it renders, and what it refuses."""
+
+import re
+
+import pytest
+
+from deploy.helm.schema import SETTINGS
+from fovea.runtime.settings import ServiceSettings
+from tests.unit.deploy.chart import GOLDEN, VALUE_SETS, Chart, Manifest, of_kind, pods
+
+AGREED = {"FOVEA_GATEWAY_DISCOVERY", "FOVEA_TRACE_ENDPOINT"}
+"""Read by parts of the platform that are not in this tree yet."""
+
+
+def container(pod: Manifest) -> Manifest:
+    (only,) = pod["spec"]["containers"]
+    return dict(only)
+
+
+@pytest.fixture(scope="module", params=VALUE_SETS)
+def manifests(request: pytest.FixtureRequest, chart: Chart) -> list[Manifest]:
+    return chart.manifests("--values", chart.values_file(request.param), "--set", "traceEndpoint=http://collector:4317")
+
+
+@pytest.mark.parametrize("value_set", VALUE_SETS)
+def test_lint(chart: Chart, value_set: str) -> None:
+    done = chart.run("lint", "--strict", "CHART", "--values", chart.values_file(value_set))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[WARNING]" not in done.stdout
+
+
+@pytest.mark.parametrize("value_set", VALUE_SETS)
+def test_golden(chart: Chart, value_set: str) -> None:
+    said = "read the difference, then: python -m tests.unit.deploy.chart"
+    assert chart.golden(value_set) == (GOLDEN / f"{value_set}.yaml").read_text(), said
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("sampler.replica=3", ["/sampler", "replica"]),
+        ("smapler.replicas=3", ["smapler"]),
+        ("trainer.settings.max_lora_rnk=8", ["/trainer/settings", "max_lora_rnk"]),
+        ("gateway.settings.port=1", ["/gateway/settings", "port"]),
+        ("model.volume.sise=1Gi", ["/model/volume", "sise"]),
+        ("sampler.replicas=many", ["/sampler/replicas", "got string, want integer"]),
+        ("sampler.settings.max_lora_rank=9", ["/sampler/settings/max_lora_rank", "must be one of 8, 16"]),
+        ("trainer.drainSeconds=60", ["/trainer/drainSeconds", "maximum: got 60, want 20"]),
+        ("checkpoints.volume.size=big", ["/checkpoints/volume/size", "'big' does not match pattern"]),
+        ("checkpoints.volume.size=", ["checkpoints: set checkpoints.url"]),
+        ("database.volume.size=", ["database: set database.secret"]),
+        ("gateway.ingress.enabled=true", ["gateway.ingress.host"]),
+        ("gateway.grpcRoute.enabled=true", ["gateway.grpcRoute.gateway"]),
+    ],
+)
+def test_wrong_values_are_refused_by_name(chart: Chart, assignment: str, words: list[str]) -> None:
+    done = chart.run("template", "fovea", "CHART", "--set", assignment)
+    assert done.returncode != 0
+    for word in words:
+        assert word in done.stderr
+
+
+def test_environment_is_settings(manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every variable is a setting of that service, and its value is one that the service takes."""
+    for pod in pods(manifests).values():
+        service = container(pod)
+        settings = SETTINGS[service["name"]]
+        prefix = settings.model_config["env_prefix"]
+        variables = {item["name"]: item.get("value", '["tml-x"]') for item in service["env"]}
+        ours = {name for name in variables if name.startswith("FOVEA_")}
+        assert ours - AGREED <= {prefix + field.upper() for field in settings.model_fields}
+        with monkeypatch.context() as patch:
+            for name in ours:
+                patch.setenv(name, variables[name])
+            assert isinstance(read := settings(), ServiceSettings)
+        assert (read.host, read.metrics_port) == ("0.0.0.0", 9090)
+
+
+def test_ports_are_those_that_the_service_listens_on(manifests: list[Manifest]) -> None:
+    for name, pod in pods(manifests).items():
+        service = container(pod)
+        ports = {port["name"]: port["containerPort"] for port in service.get("ports", [])}
+        variables = {
+            item["name"].split("_", 2)[2]: item.get("value") for item in service["env"] if "_" in item["name"][6:]
+        }
+        if name == "fovea-trainer-worker":
+            assert not ports
+            assert "startupProbe" not in service
+        elif name == "fovea-gateway":
+            assert (variables["PORT"], variables["GRPC_PORT"]) == (str(ports["rest"]), str(ports["grpc"]))
+        else:
+            assert variables["PORT"] == str(ports["grpc"])
+            assert service["startupProbe"]["grpc"]["port"] == ports["grpc"]
+
+
+def test_pods_are_unprivileged(manifests: list[Manifest]) -> None:
+    for pod in pods(manifests).values():
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+        security = container(pod)["securityContext"]
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["capabilities"]["drop"] == ["ALL"]
+        assert pod["spec"]["enableServiceLinks"] is False
+        writable = {mount["mountPath"] for mount in container(pod)["volumeMounts"]}
+        assert "/tmp" in writable
+
+
+def test_only_the_gateway_may_ask_the_api_server(manifests: list[Manifest]) -> None:
+    tokens = {name for name, pod in pods(manifests).items() if pod["spec"]["automountServiceAccountToken"]}
+    assert tokens == {"fovea-gateway"}
+    (role,) = of_kind(manifests, "Role").values()
+    assert role["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+    ]
+
+
+def test_only_the_gateway_is_open_to_the_outside(manifests: list[Manifest]) -> None:
+    policies = of_kind(manifests, "NetworkPolicy")
+    assert len(policies) == 4
+    for name, policy in policies.items():
+        for rule in policy["spec"]["ingress"]:
+            is_open = "from" not in rule
+            assert is_open == (name == "fovea-gateway" and {port["port"] for port in rule["ports"]} == {8000, 50050})
+    free = [rule for rule in policies["fovea-sampler"]["spec"]["ingress"] if "ports" not in rule]
+    (peers,) = [[peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in r["from"]] for r in free]
+    assert peers == ["sampler", "trainer"]
+
+
+def test_selectors_find_pods_and_names_are_short(manifests: list[Manifest]) -> None:
+    labels = [pod["metadata"]["labels"] for pod in pods(manifests).values()]
+    for service in of_kind(manifests, "Service").values():
+        assert any(service["spec"]["selector"].items() <= label.items() for label in labels)
+    for budget in of_kind(manifests, "PodDisruptionBudget").values():
+        assert any(budget["spec"]["selector"]["matchLabels"].items() <= label.items() for label in labels)
+
+
+def test_mounts_have_volumes(manifests: list[Manifest]) -> None:
+    claims = of_kind(manifests, "PersistentVolumeClaim")
+    for pod in pods(manifests).values():
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        assert {mount["name"] for mount in container(pod)["volumeMounts"]} == set(volumes)
+        for volume in volumes.values():
+            if "persistentVolumeClaim" in volume:
+                assert volume["persistentVolumeClaim"]["claimName"] in claims
+
+
+def test_two_nodes_meet_at_pod_0(chart: Chart) -> None:
+    manifests = chart.manifests("--values", chart.values_file("two-nodes"))
+    sets = of_kind(manifests, "StatefulSet")
+    leader, worker = sets["fovea-trainer"]["spec"], sets["fovea-trainer-worker"]["spec"]
+    assert (leader["replicas"], leader["ordinals"]["start"]) == (1, 0)
+    assert (worker["replicas"], worker["ordinals"]["start"]) == (1, 1)
+    commands = [container(spec["template"])["command"] for spec in (leader, worker)]
+    assert commands[0] == commands[1]
+    assert "--master-addr=fovea-trainer-0.fovea-trainer.ml.svc" in commands[0]
+    assert leader["serviceName"] == worker["serviceName"] == "fovea-trainer"
+    assert of_kind(manifests, "Service")["fovea-trainer"]["spec"]["publishNotReadyAddresses"] is True
+    assert of_kind(manifests, "PodGroup")["fovea-trainer"]["spec"]["minMember"] == 2
+
+
+def test_gpus_are_asked_for(manifests: list[Manifest]) -> None:
+    for name, pod in pods(manifests).items():
+        gpus = [
+            number for resource, number in container(pod)["resources"]["limits"].items() if "nvidia.com" in resource
+        ]
+        assert len(gpus) == (("sampler" in name) or ("trainer" in name))
+
+
+def test_a_long_release_name_leaves_room(chart: Chart) -> None:
+    found = chart.manifests("--values", chart.values_file("two-nodes"), release="a" * 53)
+    names = [item["metadata"]["name"] for item in found]
+    assert len(names) == len(set(zip(names, [item["kind"] for item in found], strict=True)))
+    # A stateful set puts its name and a hash of ten characters into a label of 63.
+    assert max(map(len, of_kind(found, "StatefulSet"))) <= 52
+
+
+def test_a_key_is_made_unless_one_is_given(chart: Chart) -> None:
+    made = [re.search(r"(?m)^  api-keys: (\S+)$", chart.render()) for _ in range(2)]
+    assert made[0]
+    assert made[1]
+    assert made[0].group(1) != made[1].group(1)
+    assert "api-keys: " not in chart.render("--set", "apiKeys.secret=mine")
+
+
+def test_dns_needs_no_role(chart: Chart) -> None:
+    found = chart.manifests("--set", "gateway.discovery=dns")
+    assert not of_kind(found, "Role")
+    assert not any(pod["spec"]["automountServiceAccountToken"] for pod in pods(found).values())
+    variables = {item["name"]: item.get("value") for item in container(pods(found)["fovea-gateway"])["env"]}
+    assert variables["FOVEA_GATEWAY_SAMPLER"] == '["fovea-sampler.ml.svc:50052"]'
+
+
+def test_everything_optional(chart: Chart) -> None:
+    found = chart.manifests(
+        "--set", "gateway.ingress.enabled=true,gateway.ingress.host=fovea.example,gateway.ingress.tlsSecret=tls",
+        "--set", "gateway.grpcRoute.enabled=true,gateway.grpcRoute.gateway=public,gateway.basePath=/fovea",
+        "--set", "monitoring.podMonitor.enabled=true,monitoring.alerts.prometheusRule=true",
+        "--set", "model.token.secret=hub,image.pullSecrets={mine},renderer.maxUnavailable=null",
+    )  # fmt: skip
+    kinds = {item["kind"] for item in found}
+    assert {"Ingress", "GRPCRoute", "PodMonitor", "PrometheusRule"} <= kinds
+    probe = container(pods(found)["fovea-gateway"])["livenessProbe"]
+    assert probe["httpGet"]["path"] == "/fovea/api/v1/healthz"
+    assert "fovea-renderer" not in of_kind(found, "PodDisruptionBudget")
+
+
+def test_large_numbers_stay_integers(chart: Chart) -> None:
+    found = chart.manifests("--set", "gateway.settings.max_body_bytes=134217728,gateway.settings.reflection=false")
+    variables = {item["name"]: item.get("value") for item in container(pods(found)["fovea-gateway"])["env"]}
+    assert variables["FOVEA_GATEWAY_MAX_BODY_BYTES"] == "134217728"
+    assert variables["FOVEA_GATEWAY_REFLECTION"] == "false"

