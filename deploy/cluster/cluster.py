@@ -8,10 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deploy.cluster.objects import base_objects
-from deploy.cluster.tools import BIN
+from deploy.cluster.tools import BIN, DEFINITIONS
 
 _NAME = "fovea"
 _READY_S = 300
+_SCHEDULER = {
+    "apiVersion": "kubescheduler.config.k8s.io/v1",
+    "kind": "KubeSchedulerConfiguration",
+    # The second name is the one that scheduler-plugins' Helm chart gives its scheduler. Here it places pods one by one.
+    "profiles": [{"schedulerName": "default-scheduler"}, {"schedulerName": "scheduler-plugins-scheduler"}],
+    "leaderElection": {"leaderElect": False},
+}
 
 
 class CommandFailed(Exception):
@@ -57,14 +64,22 @@ class Cluster:
         Raises:
             CommandFailed: a process did not come up; the message ends with their logs.
         """
-        config = self.folder / "kwokctl.json"
-        config.write_text(json.dumps(_configuration()))
+        config, scheduler = self.folder / "kwokctl.json", self.folder / "scheduler.json"
+        config.write_text(json.dumps(_configuration(scheduler)))
+        scheduler.write_text(json.dumps(_SCHEDULER))
         try:
             self._kwokctl("create", "cluster", f"--config={config}", f"--kubeconfig={self.kubeconfig}")
+            self.kubectl("apply", "--server-side", "-f", str(DEFINITIONS))
             self.apply(*base_objects())
             self.kubectl("wait", "node", "--all", "--for=condition=Ready", f"--timeout={_READY_S}s")
         except CommandFailed as failure:
             raise CommandFailed(f"{failure}\n{self.logs()}") from failure
+
+    def restart(self, component: str) -> None:
+        """Ends one of the processes and starts it again; returns once the API answers."""
+        self._kwokctl("stop", "component", component)
+        self._kwokctl("start", "component", component)
+        self.kubectl("wait", "node", "--all", "--for=condition=Ready", f"--timeout={_READY_S}s")
 
     def stop(self) -> None:
         """Ends the processes and forgets what they kept; the folder's owner removes the rest."""
@@ -105,7 +120,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
         cluster.stop()
 
 
-def _configuration() -> dict[str, object]:
+def _configuration(scheduler: Path) -> dict[str, object]:
     binaries = {
         "etcdBinary": "etcd",
         "kubeApiserverBinary": "kube-apiserver",
@@ -122,6 +137,7 @@ def _configuration() -> dict[str, object]:
             "bindAddress": "127.0.0.1",
             "kubeAuthorization": True,
             "kubeAdmission": True,
+            "kubeSchedulerConfig": str(scheduler),
             "components": ["etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok-controller"],
             **{option: str(BIN / name) for option, name in binaries.items()},
         },

@@ -1,18 +1,24 @@
 """What a cluster has before Fovea comes: nodes with GPUs, and volumes to claim."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 _STORAGE_CLASS = "simulated"
 
 
-def base_objects(gpu_nodes: int = 3, gpus: int = 8, volumes: int = 16) -> list[dict[str, object]]:
-    """One node without GPUs, `gpu_nodes` with `gpus` each, and a default storage class with `volumes` to bind."""
-    nodes = [_node("cpu-0", 0), *(_node(f"gpu-{index}", gpus) for index in range(gpu_nodes))]
+def base_objects(volumes: int = 32) -> list[dict[str, object]]:
+    """A node without GPUs, one with a GPU that two share, two of 8 GPUs, and a default storage class with volumes."""
+    nodes = [
+        _node("cpu-0"),
+        _node("shared-0", {"nvidia.com/gpu.shared": "2"}),
+        _node("gpu-0", {"nvidia.com/gpu": "8"}),
+        _node("gpu-1", {"nvidia.com/gpu": "8"}),
+    ]
     return [*nodes, _storage_class(), *(_volume(f"volume-{index}") for index in range(volumes))]
 
 
-def _node(name: str, gpus: int) -> dict[str, object]:
-    resources = {"cpu": "128", "memory": "2Ti", "ephemeral-storage": "10Ti", "pods": "110"}
-    if gpus:
-        resources["nvidia.com/gpu"] = str(gpus)
+def _node(name: str, devices: Mapping[str, str] = MappingProxyType({})) -> dict[str, object]:
+    resources = {"cpu": "128", "memory": "2Ti", "ephemeral-storage": "10Ti", "pods": "110"} | dict(devices)
     return {
         "apiVersion": "v1",
         "kind": "Node",

@@ -1,9 +1,10 @@
 """The binaries of a control plane, built by Go from the modules that go.mod beside this file pins and go.sum checks."""
 
+import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _MODULE = Path(__file__).parent
@@ -22,14 +23,32 @@ PACKAGES: Mapping[str, str] = {
 }
 """Binary to Go package, in the order in which they are built: what the first tests need comes first."""
 
+DEFINITIONS = FOLDER / "definitions"
+_DEFINED_IN: Mapping[str, Sequence[str]] = {
+    "sigs.k8s.io/gateway-api@v1.4.0": (
+        "config/crd/standard/gateway.networking.k8s.io_gateways.yaml",
+        "config/crd/standard/gateway.networking.k8s.io_grpcroutes.yaml",
+        "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml",
+    ),
+    "github.com/prometheus-operator/prometheus-operator@v0.85.0": (
+        "example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml",
+        "example/prometheus-operator-crd/monitoring.coreos.com_prometheusrules.yaml",
+        "example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml",
+    ),
+    "sigs.k8s.io/scheduler-plugins@v0.33.5": ("config/crd/bases/scheduling.x-k8s.io_podgroups.yaml",),
+}
+"""Custom resources that the chart may use, by the module whose source carries their definitions."""
+
 
 class NoGo(Exception):
     """Go is missing or cannot be used; the message says what to install."""
 
 
 def missing() -> list[str]:
-    """Binaries that are not built yet."""
-    return [name for name in PACKAGES if not os.access(BIN / name, os.X_OK)]
+    """Binaries and definitions that are not there yet."""
+    absent = [name for name in PACKAGES if not os.access(BIN / name, os.X_OK)]
+    wanted = {Path(file).name for files in _DEFINED_IN.values() for file in files}
+    return absent + sorted(wanted - {file.name for file in DEFINITIONS.glob("*.yaml")})
 
 
 def build(report: Callable[[str], None]) -> None:
@@ -55,6 +74,12 @@ def build(report: Callable[[str], None]) -> None:
         _go("build", "-trimpath", "-ldflags", flags, "-o", str(BIN / f"{name}.new"), package)
         # A rename never leaves half a binary under its name, and replaces one that runs.
         (BIN / f"{name}.new").rename(BIN / name)
+    DEFINITIONS.mkdir(exist_ok=True)
+    for module, files in _DEFINED_IN.items():
+        report(f"definitions of {module}")
+        folder = Path(json.loads(_go("mod", "download", "-json", module))["Dir"])
+        for file in files:
+            shutil.copyfile(folder / file, DEFINITIONS / Path(file).name)
 
 
 def _go(*arguments: str) -> str:
