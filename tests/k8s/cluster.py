@@ -16,6 +16,8 @@ CHART = Path(os.environ.get("FOVEA_CHART", Path(__file__).parents[2] / "deploy" 
 WAIT_S = 240
 """How long a loaded machine may take for what an idle one does in seconds."""
 
+COMPONENTS = ("gateway", "renderer", "sampler", "trainer")
+
 Object = dict[str, Any]
 
 
@@ -85,6 +87,11 @@ class Release:
             kinds,
             f"{selector},app.kubernetes.io/component={component}" if component else selector,
         )
+
+    @property
+    def fullname(self) -> str:
+        """What the names of the release's objects begin with."""
+        return self.name if "fovea" in self.name else f"{self.name}-fovea"
 
     def pods(self, component: str) -> set[str]:
         """Unique ids of a component's pods."""

@@ -1,16 +1,11 @@
 """The gateway's discovery against a real API server, as a service account with the one right that it needs."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-
-from kubernetes.aio import client
 
 from deploy.cluster.cluster import Cluster
 from gateway.discovery import KubernetesDiscovery
-from gateway.discovery.discovery import Addresses
-from tests.k8s.cluster import WAIT_S, ready_addresses
+from tests.k8s.cluster import ready_addresses
+from tests.k8s.watching import configuration_of, watching
 from tests.k8s.workers import PORT, SERVICE, STATEFUL_SET, workers
 
 _ROLE = "--verb=get,list,watch", "--resource=endpointslices.discovery.k8s.io"
@@ -20,7 +15,7 @@ async def test_pods_join_and_leave(cluster: Cluster, namespace: str) -> None:
     """1 to 3 to 1 replicas: discovery sees what the EndpointSlices say, by the port's name and by its number."""
     cluster.apply(*workers(namespace, replicas=1))
     for port in ("grpc", str(PORT)):
-        async with _watching(_discovery(cluster, namespace, port)) as seen:
+        async with watching(_discovery(cluster, namespace, port)) as seen:
             for count in (1, 3, 1):
                 _scale(cluster, namespace, count)
                 await seen.until(lambda addresses, count=count: len(addresses) == count)
@@ -30,7 +25,7 @@ async def test_pods_join_and_leave(cluster: Cluster, namespace: str) -> None:
 async def test_a_full_slice_is_read(cluster: Cluster, namespace: str) -> None:
     """A hundred replicas are one line of the watch, longer than a stream reader's usual buffer."""
     cluster.apply(*workers(namespace, replicas=1))
-    async with _watching(_discovery(cluster, namespace, "grpc")) as seen:
+    async with watching(_discovery(cluster, namespace, "grpc")) as seen:
         _scale(cluster, namespace, 100)
         await seen.until(lambda addresses: len(addresses) == 100)
 
@@ -38,42 +33,12 @@ async def test_a_full_slice_is_read(cluster: Cluster, namespace: str) -> None:
 async def test_it_survives_a_restart_of_the_api_server(cluster: Cluster, namespace: str) -> None:
     """While the server is away what is known holds; what changed meanwhile is seen once it is back."""
     cluster.apply(*workers(namespace, replicas=2))
-    async with _watching(_discovery(cluster, namespace, "grpc")) as seen:
+    async with watching(_discovery(cluster, namespace, "grpc")) as seen:
         await seen.until(lambda addresses: len(addresses) == 2)
         await asyncio.to_thread(cluster.restart, "kube-apiserver")
         assert len(seen.last) == 2
         _scale(cluster, namespace, 3)
         await seen.until(lambda addresses: len(addresses) == 3)
-
-
-class _Seen:
-    """What a discovery yielded last."""
-
-    def __init__(self) -> None:
-        self.last: Addresses = frozenset()
-        self._changed = asyncio.Event()
-
-    async def follow(self, discovery: KubernetesDiscovery) -> None:
-        async for addresses in discovery.watch():
-            self.last = addresses
-            self._changed.set()
-
-    async def until(self, holds: Callable[[Addresses], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not holds(self.last):
-                self._changed.clear()
-                await self._changed.wait()
-
-
-@asynccontextmanager
-async def _watching(discovery: KubernetesDiscovery) -> AsyncIterator[_Seen]:
-    seen = _Seen()
-    task = asyncio.create_task(seen.follow(discovery))
-    try:
-        yield seen
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 def _discovery(cluster: Cluster, namespace: str, port: str) -> KubernetesDiscovery:
@@ -84,18 +49,6 @@ def _discovery(cluster: Cluster, namespace: str, port: str) -> KubernetesDiscove
         subject = f"--serviceaccount={namespace}:watcher"
         cluster.kubectl("create", "rolebinding", "watcher", "--role=watcher", subject, "-n", namespace)
     return KubernetesDiscovery(f"{SERVICE}:{port}", namespace, configuration_of(cluster, namespace, "watcher"))
-
-
-def configuration_of(cluster: Cluster, namespace: str, service_account: str) -> client.Configuration:
-    """The API server as a service account sees it: with a token of its own."""
-    server = json.loads(cluster.kubectl("config", "view", "--raw", "-o", "json"))["clusters"][0]["cluster"]
-    token = cluster.kubectl("create", "token", service_account, "-n", namespace).strip()
-    configuration = client.Configuration()
-    configuration.host = server["server"]
-    configuration.ssl_ca_cert = server.get("certificate-authority")
-    configuration.verify_ssl = not server.get("insecure-skip-tls-verify", False)
-    configuration.api_key = {"authorization": f"Bearer {token}"}
-    return configuration
 
 
 def _scale(cluster: Cluster, namespace: str, replicas: int) -> None:
