@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from deploy.cluster.objects import base_objects
 from deploy.cluster.tools import BIN, DEFINITIONS
 
 _NAME = "fovea"
 _READY_S = 300
+_PATIENCE = (f"--timeout={_READY_S}s", f"--wait={_READY_S}s")
 _SCHEDULER = {
     "apiVersion": "kubescheduler.config.k8s.io/v1",
     "kind": "KubeSchedulerConfiguration",
@@ -31,6 +34,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.kubeconfig = folder / "kubeconfig"
+        self._state = folder / "clusters" / _NAME
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
         """The standard output of kubectl.
@@ -54,7 +58,7 @@ class Cluster:
 
     def logs(self, last_lines: int = 40) -> str:
         """The end of every component's log."""
-        files = sorted((self.folder / "clusters" / _NAME / "logs").glob("*.log"))
+        files = sorted((self._state / "logs").glob("*.log"))
         tails = (file.read_text(errors="replace").splitlines()[-last_lines:] for file in files)
         return "\n".join(f"== {file.name}\n" + "\n".join(tail) for file, tail in zip(files, tails, strict=True))
 
@@ -68,7 +72,7 @@ class Cluster:
         config.write_text(json.dumps(_configuration(scheduler)))
         scheduler.write_text(json.dumps(_SCHEDULER))
         try:
-            self._kwokctl("create", "cluster", f"--config={config}", f"--kubeconfig={self.kubeconfig}")
+            self._kwokctl("create", "cluster", *_PATIENCE, f"--config={config}", f"--kubeconfig={self.kubeconfig}")
             self.kubectl("apply", "--server-side", "-f", str(DEFINITIONS))
             self.apply(*base_objects())
             self.kubectl("wait", "node", "--all", "--for=condition=Ready", f"--timeout={_READY_S}s")
@@ -76,18 +80,18 @@ class Cluster:
             raise CommandFailed(f"{failure}\n{self.logs()}") from failure
 
     def restart(self, component: str) -> None:
-        """Ends one of the processes and starts it again; returns once the API answers."""
-        self._kwokctl("stop", "component", component)
-        self._kwokctl("start", "component", component)
-        self.kubectl("wait", "node", "--all", "--for=condition=Ready", f"--timeout={_READY_S}s")
+        """Ends one of the processes, such as kube-apiserver, starts it again and returns once it is ready."""
+        process = psutil.Process(int((self._state / "pids" / f"{component}.pid").read_text()))
+        process.terminate()
+        process.wait(_READY_S)
+        self._kwokctl("start", "cluster", *_PATIENCE)
 
     def stop(self) -> None:
         """Ends the processes and forgets what they kept; the folder's owner removes the rest."""
         self._kwokctl("delete", "cluster", f"--kubeconfig={self.kubeconfig}")
 
     def _kwokctl(self, *arguments: str) -> None:
-        waits = [f"--timeout={_READY_S}s", f"--wait={_READY_S}s"] if arguments[0] == "create" else []
-        self._run("kwokctl", f"--name={_NAME}", *arguments, *waits)
+        self._run("kwokctl", f"--name={_NAME}", *arguments)
 
     def _run(self, tool: str, *arguments: str, stdin: str | None = None) -> str:
         # Helm and kwokctl keep caches and state under these; nothing of the user's own is read or written.
