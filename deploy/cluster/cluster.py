@@ -75,6 +75,7 @@ class Cluster:
             self._kwokctl("create", "cluster", *_PATIENCE, f"--config={config}", f"--kubeconfig={self.kubeconfig}")
             self.kubectl("apply", "--server-side", "-f", str(DEFINITIONS))
             self.apply(*base_objects())
+            self.kubectl("wait", "crd", "--all", "--for=condition=Established", f"--timeout={_READY_S}s")
             self.kubectl("wait", "node", "--all", "--for=condition=Ready", f"--timeout={_READY_S}s")
         except CommandFailed as failure:
             raise CommandFailed(f"{failure}\n{self.logs()}") from failure
@@ -141,6 +142,7 @@ def _configuration(scheduler: Path) -> dict[str, object]:
             "bindAddress": "127.0.0.1",
             "kubeAuthorization": True,
             "kubeAdmission": True,
+            "disableQPSLimits": True,
             "kubeSchedulerConfig": str(scheduler),
             "components": ["etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok-controller"],
             **{option: str(BIN / name) for option, name in binaries.items()},

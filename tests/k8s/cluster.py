@@ -26,6 +26,10 @@ def fresh_namespace(cluster: Cluster) -> Iterator[str]:
     """A namespace of its own, deleted afterwards without waiting for it."""
     name = f"test-{uuid4().hex[:8]}"
     cluster.kubectl("create", "namespace", name)
+    wait_for(
+        "controllers have filled the namespace",
+        lambda: bool(get(cluster, name, "serviceaccounts") and get(cluster, name, "configmaps")),
+    )
     try:
         yield name
     finally:

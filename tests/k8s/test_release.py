@@ -7,7 +7,7 @@ import pytest
 
 from deploy.cluster.cluster import Cluster, CommandFailed
 from gateway.discovery import KubernetesDiscovery
-from tests.k8s.cluster import CHART, COMPONENTS, Object, Release, fresh_namespace, get, wait_for
+from tests.k8s.cluster import CHART, COMPONENTS, WAIT_S, Object, Release, fresh_namespace, get, wait_for
 from tests.k8s.watching import configuration_of, watching
 
 _VALUES = CHART / "values-eight-gpus.yaml"
@@ -63,8 +63,10 @@ def test_a_drain_moves_samplers_but_not_the_trainer(cluster: Cluster, release: R
     selector = f"--pod-selector=app.kubernetes.io/instance={release.name}"
     try:
         with pytest.raises(CommandFailed, match="violate the pod's disruption budget"):
-            cluster.kubectl("drain", node, f"{selector},app.kubernetes.io/component=trainer", *_DRAIN, "--timeout=10s")
-        cluster.kubectl("drain", node, f"{selector},app.kubernetes.io/component=sampler", *_DRAIN)
+            cluster.kubectl("drain", node, f"{selector},app.kubernetes.io/component=trainer", *_DRAIN, "--timeout=20s")
+        cluster.kubectl(
+            "drain", node, f"{selector},app.kubernetes.io/component=sampler", *_DRAIN, f"--timeout={WAIT_S}s"
+        )
         wait_for(
             "four samplers run elsewhere",
             lambda: [pod["status"]["phase"] for pod in _elsewhere(release, node)] == ["Running"] * 4,
