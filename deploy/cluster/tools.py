@@ -19,7 +19,6 @@ PACKAGES: Mapping[str, str] = {
     "kwok": "sigs.k8s.io/kwok/cmd/kwok",
     "kwokctl": "sigs.k8s.io/kwok/cmd/kwokctl",
     "kube-scheduler": "k8s.io/kubernetes/cmd/kube-scheduler",
-    "kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform",
 }
 """Binary to Go package, in the order in which they are built: what the first tests need comes first."""
 
