@@ -33,8 +33,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A control plane with four simulated nodes."""
-    if absent := missing():
-        pytest.skip(f"no Kubernetes tools ({', '.join(absent)}): run python -m deploy.cluster build, which needs Go")
+    if missing():
+        pytest.skip("no Kubernetes tools: python -m deploy.cluster build makes them, with Go")
     with running_cluster(tmp_path_factory.mktemp("k8s")) as cluster:
         request.session.stash[_CLUSTER] = cluster
         yield cluster

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from kubernetes.aio import client
 
 from deploy.cluster.cluster import Cluster
-from gateway.discovery import KubernetesDiscovery
+from gateway.discovery.kubernetes import KubernetesDiscovery
 from gateway.discovery.discovery import Addresses
 from tests.k8s.cluster import WAIT_S
 
