@@ -1,0 +1,129 @@
+"""The binaries of a control plane, built by Go from the modules that go.mod beside this file pins and go.sum checks."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+_MODULE = Path(__file__).parent
+FOLDER = Path(os.environ.get("FOVEA_K8S_HOME", "~/.cache/fovea/k8s")).expanduser()
+BIN = FOLDER / "bin"
+PACKAGES: Mapping[str, str] = {
+    "kube-apiserver": "k8s.io/kubernetes/cmd/kube-apiserver",
+    "etcd": "go.etcd.io/etcd/server/v3",
+    "helm": "helm.sh/helm/v3/cmd/helm",
+    "kubectl": "k8s.io/kubernetes/cmd/kubectl",
+    "kube-controller-manager": "k8s.io/kubernetes/cmd/kube-controller-manager",
+    "kwok": "sigs.k8s.io/kwok/cmd/kwok",
+    "kwokctl": "sigs.k8s.io/kwok/cmd/kwokctl",
+    "kube-scheduler": "k8s.io/kubernetes/cmd/kube-scheduler",
+}
+"""Binary to Go package, in the order in which they are built: what the first tests need comes first."""
+
+DEFINITIONS = FOLDER / "definitions"
+_DEFINED_IN: Mapping[str, Sequence[str]] = {
+    "sigs.k8s.io/gateway-api@v1.4.0": (
+        "config/crd/standard/gateway.networking.k8s.io_gateways.yaml",
+        "config/crd/standard/gateway.networking.k8s.io_grpcroutes.yaml",
+        "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml",
+    ),
+    "github.com/prometheus-operator/prometheus-operator@v0.85.0": (
+        "example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml",
+        "example/prometheus-operator-crd/monitoring.coreos.com_prometheusrules.yaml",
+        "example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml",
+    ),
+    "sigs.k8s.io/scheduler-plugins@v0.33.5": ("config/crd/bases/scheduling.x-k8s.io_podgroups.yaml",),
+}
+"""Custom resources that the chart may use, by the module whose source carries their definitions."""
+
+
+class NoGo(Exception):
+    """Go is missing or cannot be used; the message says what to install."""
+
+
+def missing() -> list[str]:
+    """Binaries and definitions that are not there yet."""
+    absent = [name for name in PACKAGES if not os.access(BIN / name, os.X_OK)]
+    wanted = {Path(file).name for files in _DEFINED_IN.values() for file in files}
+    return absent + sorted(wanted - {file.name for file in DEFINITIONS.glob("*.yaml")})
+
+
+def build(report: Callable[[str], None]) -> None:
+    """Builds what is missing or of another version into `BIN`, at low priority, one binary after another.
+
+    The first time takes about 1 GB of downloads and twenty minutes of one core; what is there takes a second.
+
+    Raises:
+        NoGo: where there is no go command.
+        subprocess.CalledProcessError: a build failed; Go's own words are on stderr.
+    """
+    if not shutil.which("go"):
+        raise NoGo("go is not on PATH: install Go 1.26 or newer, which builds the Kubernetes tools")
+    _fetch_definitions(report)
+    versions = _versions()
+    flags = _linker_flags(versions)
+    BIN.mkdir(parents=True, exist_ok=True)
+    for name, package in PACKAGES.items():
+        version = _version_of(package, versions)
+        if _built(BIN / name) == (package, version):
+            report(f"{name} {version} is there")
+            continue
+        report(f"building {name} {version}")
+        _go("build", "-trimpath", "-ldflags", flags, "-o", str(BIN / f"{name}.new"), package)
+        # A rename never leaves half a binary under its name, and replaces one that runs.
+        (BIN / f"{name}.new").rename(BIN / name)
+
+
+def _fetch_definitions(report: Callable[[str], None]) -> None:
+    DEFINITIONS.mkdir(parents=True, exist_ok=True)
+    for module, files in _DEFINED_IN.items():
+        report(f"definitions of {module}")
+        folder = Path(json.loads(_go("mod", "download", "-json", module))["Dir"])
+        for file in files:
+            shutil.copyfile(folder / file, DEFINITIONS / Path(file).name)
+
+
+def _go(*arguments: str) -> str:
+    # The compiler would spend a fifth of its time collecting garbage that there is room for.
+    settings = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -p=2", "GOTOOLCHAIN": "local", "GOGC": "400"}
+    command = ["nice", "-n", "19", "go", *arguments]
+    return subprocess.run(
+        command, cwd=_MODULE, env=os.environ | settings, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def _versions() -> dict[str, str]:
+    """Module to version, as go.mod pins them."""
+    listed = _go("list", "-m", "-f", "{{.Path}} {{.Version}}", "all")
+    return dict(line.split() for line in listed.splitlines() if " " in line.strip())
+
+
+def _version_of(package: str, versions: Mapping[str, str]) -> str:
+    return versions[max((module for module in versions if f"{package}/".startswith(f"{module}/")), key=len)]
+
+
+def _built(binary: Path) -> tuple[str, str] | None:
+    """Package and version that a binary says it was built from."""
+    if not binary.exists():
+        return None
+    words = [line.split() for line in _go("version", "-m", str(binary)).splitlines()]
+    facts = {line[0]: line[1:] for line in words if line[0] in {"path", "mod"}}
+    return facts["path"][0], facts["mod"][1]
+
+
+def _linker_flags(versions: Mapping[str, str]) -> str:
+    """What releases stamp into their binaries: without it the API server calls itself v0.0.0 and Helm assumes 1.20."""
+    kubernetes, helm = versions["k8s.io/kubernetes"], versions["helm.sh/helm/v3"]
+    major, minor, _ = kubernetes.removeprefix("v").split(".")
+    stamps = {
+        "k8s.io/component-base/version.gitVersion": kubernetes,
+        "k8s.io/component-base/version.gitMajor": major,
+        "k8s.io/component-base/version.gitMinor": minor,
+        "helm.sh/helm/v3/internal/version.version": helm,
+    }
+    for package in ("chartutil", "lint/rules"):
+        stamps[f"helm.sh/helm/v3/pkg/{package}.k8sVersionMajor"] = major
+        stamps[f"helm.sh/helm/v3/pkg/{package}.k8sVersionMinor"] = minor
+    return " ".join(["-s", "-w", *(f"-X {name}={value}" for name, value in stamps.items())])

@@ -1,0 +1,100 @@
+"""Every value set of the chart, from `helm install` to `helm uninstall`."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy.cluster.cluster import Cluster, CommandFailed
+from tests.k8s.cluster import CHART, COMPONENTS, Object, Release, get, ready_addresses, wait_for
+
+VALUE_SETS = sorted(CHART.glob("values-*.yaml"))
+_KEEP = ("helm.sh/resource-policy", "keep")
+_OPTIONAL = (
+    "gateway.ingress.enabled=true",
+    "gateway.ingress.host=fovea.example.com",
+    "gateway.grpcRoute.enabled=true",
+    "gateway.grpcRoute.gateway=public",
+    "monitoring.podMonitor.enabled=true",
+    "monitoring.alerts.prometheusRule=true",
+)
+
+
+def test_there_are_value_sets() -> None:
+    """Else the tests below would pass on a chart that is not there."""
+    assert VALUE_SETS
+
+
+@pytest.mark.parametrize("values", VALUE_SETS, ids=lambda path: path.stem)
+def test_a_value_set_installs_and_leaves(cluster: Cluster, namespace: str, values: Path) -> None:
+    """All objects are accepted, all pods run and are endpoints; afterwards nothing is left but what the chart keeps."""
+    prepare_secrets(cluster, namespace)
+    before = _names(cluster, namespace)
+    release = Release(cluster, namespace, "vision", ("--values", str(values)))
+
+    notes = release.install()
+    assert "export TINKER_BASE_URL" in notes
+    for component in COMPONENTS:
+        pods = release.get("pods", component)
+        assert pods, f"no {component} pods"
+        assert all(pod["status"]["phase"] == "Running" for pod in pods)
+        addresses = {pod["status"]["podIP"] for pod in pods}
+        wait_for(
+            f"the EndpointSlices of {component} hold its pods",
+            lambda component=component, addresses=addresses: (
+                ready_addresses(cluster, namespace, f"{release.fullname}-{component}") == addresses
+            ),
+        )
+    claims = get(cluster, namespace, "persistentvolumeclaims")
+    assert all(claim["status"]["phase"] == "Bound" for claim in claims)
+    kept = {
+        _name(item) for item in release.get("all,secrets,configmaps,pvc") if _annotation(item, _KEEP[0]) == _KEEP[1]
+    }
+
+    release.uninstall()
+    wait_for("nothing but what is kept is left", lambda: _names(cluster, namespace) - before == kept)
+    release.install()
+    assert {claim["metadata"]["uid"] for claim in get(cluster, namespace, "pvc")} == {
+        claim["metadata"]["uid"] for claim in claims
+    }, "a second install makes new claims instead of taking up the old ones"
+    release.uninstall()
+
+
+def test_optional_objects_are_accepted(cluster: Cluster, namespace: str) -> None:
+    """Ingress, GRPCRoute, PodMonitor and PrometheusRule, checked by their own definitions."""
+    release = Release(cluster, namespace, "vision", tuple(f"--set={value}" for value in _OPTIONAL))
+    release.install("--wait=false")
+    kinds = {item["kind"] for item in release.get("ingresses,grpcroutes,podmonitors,prometheusrules")}
+    assert kinds == {"Ingress", "GRPCRoute", "PodMonitor", "PrometheusRule"}
+    release.uninstall()
+
+
+def test_a_typo_is_refused_by_name(cluster: Cluster, namespace: str) -> None:
+    """Before anything is created."""
+    before = _names(cluster, namespace)
+    with pytest.raises(CommandFailed, match="replcas"):
+        Release(cluster, namespace, "vision", ("--set", "sampler.replcas=2")).install()
+    assert _names(cluster, namespace) == before
+
+
+def prepare_secrets(cluster: Cluster, namespace: str) -> None:
+    """What values-two-nodes.yaml asks its user to make first."""
+    url = "--from-literal=url=postgresql+psycopg://fovea:secret@db/fovea"
+    cluster.kubectl("create", "secret", "generic", "fovea-database", url, "-n", namespace)
+    key = "--from-literal=AWS_ACCESS_KEY_ID=none"
+    cluster.kubectl("create", "secret", "generic", "fovea-bucket", key, "-n", namespace)
+
+
+def _names(cluster: Cluster, namespace: str) -> set[str]:
+    """Kind and name of everything in a namespace but what controllers write about it."""
+    kinds = cluster.kubectl("api-resources", "--verbs=list", "--namespaced", "-o", "name").split()
+    wanted = [kind for kind in kinds if not kind.startswith("events") and not kind.endswith("metrics.k8s.io")]
+    found = get(cluster, namespace, ",".join(wanted))
+    return {_name(item) for item in found}
+
+
+def _name(item: Object) -> str:
+    return f"{item['kind']}/{item['metadata']['name']}"
+
+
+def _annotation(item: Object, name: str) -> str:
+    return str(item["metadata"].get("annotations", {}).get(name, ""))

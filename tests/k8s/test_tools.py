@@ -1,0 +1,23 @@
+"""That go.mod pins exactly the tools that are built, and one Kubernetes. Needs no cluster."""
+
+import re
+from pathlib import Path
+
+import deploy.cluster
+from deploy.cluster.tools import PACKAGES
+
+_GO_MOD = (Path(deploy.cluster.__file__).parent / "go.mod").read_text()
+
+
+def test_every_tool_is_pinned() -> None:
+    """`go mod tidy` keeps the modules of tools that go.mod names, and only those."""
+    (block,) = re.findall(r"^tool \((.*?)^\)", _GO_MOD, re.DOTALL | re.MULTILINE)
+    assert set(block.split()) == set(PACKAGES.values())
+
+
+def test_the_parts_of_kubernetes_are_of_one_version() -> None:
+    """Kubernetes 1.36.3 goes with its libraries 0.36.3: half an upgrade builds, and fails at run time."""
+    (version,) = re.findall(r"^\s*k8s\.io/kubernetes v1\.(\S+)", _GO_MOD, re.MULTILINE)
+    libraries = re.findall(r"^\s*(k8s\.io/\S+) => \1 v0\.(\S+)", _GO_MOD, re.MULTILINE)
+    assert libraries
+    assert {library: found for library, found in libraries if found != version} == {}

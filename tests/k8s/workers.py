@@ -1,0 +1,41 @@
+"""A small StatefulSet and its headless service: what discovery and scheduling see of samplers."""
+
+from typing import Any
+
+from tests.k8s.cluster import Object
+
+SERVICE = "workers"
+STATEFUL_SET = "worker"
+PORT = 50052
+
+
+def workers(namespace: str, replicas: int, gpus: int = 0) -> list[Object]:
+    """Service and StatefulSet of `replicas` pods with `gpus` each, with a port called grpc."""
+    metadata: dict[str, Any] = {"namespace": namespace}
+    labels = {"app": STATEFUL_SET}
+    limits = {"nvidia.com/gpu": str(gpus)} if gpus else {}
+    container = {
+        "name": "worker",
+        "image": "none",
+        "ports": [{"name": "grpc", "containerPort": PORT}],
+        "resources": {"limits": limits},
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": SERVICE, **metadata},
+        "spec": {"clusterIP": "None", "selector": labels, "ports": [{"name": "grpc", "port": PORT}]},
+    }
+    stateful_set = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": STATEFUL_SET, **metadata},
+        "spec": {
+            "serviceName": SERVICE,
+            "replicas": replicas,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": {"containers": [container]}},
+        },
+    }
+    return [service, stateful_set]
