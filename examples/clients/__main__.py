@@ -58,9 +58,12 @@ def _fovea(running: Path | None) -> Iterator[dict[str, Any]]:
     if running:
         yield json.loads((running / "up.json").read_text())
         return
-    with tempfile.TemporaryDirectory(prefix="fovea-clients-") as folder:
-        with running_fovea(Path(folder), tinyvlm.ensure(), "--port", "0", "--grpc-port", "0") as up:
-            yield up
+    free = ("--port", "0", "--grpc-port", "0")
+    with (
+        tempfile.TemporaryDirectory(prefix="fovea-clients-") as folder,
+        running_fovea(Path(folder), tinyvlm.ensure(), *free) as up,
+    ):
+        yield up
 
 
 def _compare(clients: dict[str, list[str]], up: dict[str, Any], timeout_s: float) -> bool:
@@ -78,9 +81,8 @@ def _compare(clients: dict[str, list[str]], up: dict[str, Any], timeout_s: float
             except ValueError as error:
                 difference = str(error)
             good &= not difference
-            print(
-                f"{language}, temperature {question.temperature}: {difference and 'FAILED, ' + difference or 'the same'}"
-            )
+            said = f"FAILED, {difference}" if difference else "the same"
+            print(f"{language}, temperature {question.temperature}: {said}")
     return good
 
 

@@ -37,4 +37,4 @@ def questions(model: Path) -> list[Question]:
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     before, after = (tokenizer.encode(text, add_special_tokens=False).ids for text in (BEFORE, AFTER))
-    return [Question(IMAGE, before, after, temperature, seed=7) for temperature in (0.0, 1.0)]
+    return [Question(IMAGE, before, after, temperature, seed=4) for temperature in (0.0, 2.0)]

@@ -103,7 +103,7 @@ TOOLCHAINS = {
         Toolchain("go", ("go", "buf"), (("buf", "generate"), ("go", "build", "-o", "sample", ".")), ("./sample",)),
         Toolchain(
             "typescript",
-            ("node", "npm"),
+            ("node", "npm", "buf"),
             (("npm", "ci", "--no-audit", "--no-fund"), ("npm", "run", "build")),
             ("node", "build/sample.js"),
         ),
