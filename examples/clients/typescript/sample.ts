@@ -75,7 +75,12 @@ async function sample(fovea: GatewayServiceClient, sessionId: string, prompt: Mo
   }
 }
 
-async function run({ values: options, positionals }: ReturnType<typeof parse>): Promise<void> {
+async function main(): Promise<void> {
+  const { values: options, positionals } = parse();
+  if (positionals.length !== 3) {
+    console.error(USAGE);
+    process.exit(2);
+  }
   const [path, before, after] = positionals;
   const prompt = await readPrompt(path, before, after);
   const security = options.ca ? ChannelCredentials.createSsl(await readFile(options.ca)) : ChannelCredentials.createInsecure();
@@ -98,12 +103,7 @@ async function run({ values: options, positionals }: ReturnType<typeof parse>): 
   }
 }
 
-const call = parse();
-if (call.positionals.length !== 3) {
-  console.error(USAGE);
-  process.exit(2);
-}
-run(call).catch((error: Error) => {
+main().catch((error: Error) => {
   console.error(error.message);
   for (const detail of error instanceof RichClientError ? error.extra : [])
     if (detail.$type === ErrorInfo.$type) console.error(`reason: ${detail.reason}, field: ${detail.metadata.field ?? ""}`);

@@ -33,12 +33,14 @@ class TlsFront:
 
     address: str
     certificate: Path
+    other_certificate: Path
 
 
 @pytest.fixture
 async def tls_front(stack: Stack, tmp_path: Path) -> AsyncIterator[TlsFront]:
-    """Before the gateway, with a certificate that nobody but `certificate` vouches for."""
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    """Before the gateway, with a certificate that only `certificate` vouches for, and not `other_certificate`."""
+    certificate, other, key = tmp_path / "certificate.pem", tmp_path / "other.pem", tmp_path / "key.pem"
+    _write_certificate(other, key)
     _write_certificate(certificate, key)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
@@ -50,7 +52,7 @@ async def tls_front(stack: Stack, tmp_path: Path) -> AsyncIterator[TlsFront]:
         await asyncio.gather(_copy(reader, inner_writer), _copy(inner_reader, writer))
 
     server = await asyncio.start_server(forward, "127.0.0.1", 0, ssl=context)
-    yield TlsFront(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", certificate)
+    yield TlsFront(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", certificate, other)
     server.close()
 
 
