@@ -1,0 +1,90 @@
+"""`make clients`: builds the clients, and compares what each samples from one Fovea with what Python samples."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import tinyvlm
+from demo.up import running_fovea
+from examples.clients.answer import answer, answer_in_python
+from examples.clients.question import questions
+from examples.clients.toolchain import TOOLCHAINS, BuildFailed
+
+API_KEY = "tml-local"
+
+
+def main(
+    languages: Annotated[
+        list[str] | None, typer.Argument(help=f"Some of {', '.join(TOOLCHAINS)}; default: all.")
+    ] = None,
+    running: Annotated[Path | None, typer.Option(help="State folder of a Fovea that runs already.")] = None,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that one client may take.")] = 120.0,
+) -> None:
+    """Build the clients whose tool chains are here, and check what they sample."""
+    if unknown := set(languages or ()) - set(TOOLCHAINS):
+        raise typer.BadParameter(
+            f"there is no client in {', '.join(sorted(unknown))}; choose of {', '.join(TOOLCHAINS)}"
+        )
+    failed = False
+    with ExitStack() as stack:
+        clients: dict[str, list[str]] = {}
+        for language in languages or TOOLCHAINS:
+            toolchain = TOOLCHAINS[language]
+            if toolchain.missing:
+                print(f"{language}: skipped, {' and '.join(toolchain.missing)} not found")
+                continue
+            try:
+                clients[language] = stack.enter_context(toolchain.built())
+            except BuildFailed as error:
+                print(f"{language}: FAILED, {error}")
+                failed = True
+        if clients:
+            up = stack.enter_context(_fovea(running))
+            failed |= not _compare(clients, up, timeout_s)
+    raise typer.Exit(failed)
+
+
+@contextmanager
+def _fovea(running: Path | None) -> Iterator[dict[str, Any]]:
+    if running:
+        yield json.loads((running / "up.json").read_text())
+        return
+    free = ("--port", "0", "--grpc-port", "0")
+    with (
+        tempfile.TemporaryDirectory(prefix="fovea-clients-") as folder,
+        running_fovea(Path(folder), tinyvlm.ensure(), *free) as up,
+    ):
+        yield up
+
+
+def _compare(clients: dict[str, list[str]], up: dict[str, Any], timeout_s: float) -> bool:
+    address, good = up["services"]["gateway"]["address"], True
+    for question in questions(Path(up["model"])):
+        # The first sample fills vLLM's caches, so that all that are compared are computed alike.
+        for _ in range(2):
+            wanted = asyncio.run(answer_in_python(address, API_KEY, question, timeout_s))
+        print(f"python, temperature {question.temperature}: {wanted.tokens}, {wanted.finish_reason}")
+        for language, command in clients.items():
+            try:
+                difference = answer(command, address, API_KEY, question, timeout_s).difference(wanted)
+            except subprocess.CalledProcessError as error:
+                difference = error.stderr.strip()
+            except ValueError as error:
+                difference = str(error)
+            good &= not difference
+            said = f"FAILED, {difference}" if difference else "the same"
+            print(f"{language}, temperature {question.temperature}: {said}")
+    return good
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,115 @@
+"""How each client is built and started. Builds lie in `~/.cache/fovea/clients`, never among the sources."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinyvlm.cache import cache_directory
+
+ROOT = Path(__file__).parents[2]
+_MADE = ("build", "gen", "node_modules", "target", "sample")
+
+
+class BuildFailed(Exception):
+    """A tool chain is there but could not build its client; the message ends with what it said."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """One language's way from `protos/` to a program.
+
+    Attributes:
+        language: Name of the folder.
+        programs: What must be on the PATH.
+        build: Commands, run one after another in the folder.
+        start: The client's command; a relative path that exists after the build is one below the folder.
+        kept: A folder of dependencies that survives a change of the sources.
+    """
+
+    language: str
+    programs: tuple[str, ...]
+    build: tuple[tuple[str, ...], ...]
+    start: tuple[str, ...]
+    kept: str = ""
+
+    @property
+    def missing(self) -> list[str]:
+        """Programs that are not on the PATH."""
+        return [program for program in self.programs if shutil.which(program, path=_path()) is None]
+
+    @contextmanager
+    def built(self) -> Iterator[list[str]]:
+        """Builds the client if its sources or the protos have changed; yields the command that starts it.
+
+        No other process changes the build in the meantime. Raises BuildFailed.
+        """
+        place = cache_directory() / "clients" / self.language
+        place.mkdir(parents=True, exist_ok=True)
+        with (place / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # The repository's layout, so that the paths in build files hold.
+            folder = place / "examples" / "clients" / self.language
+            self._update(place, folder)
+            yield [str(folder / word) if (folder / word).exists() else word for word in self.start]
+
+    def _update(self, place: Path, folder: Path) -> None:
+        sources = ROOT / "examples" / "clients" / self.language
+        stamp, digest = place / "digest", _digest(sources, ROOT / "protos")
+        if stamp.exists() and stamp.read_text() == digest:
+            return
+        stamp.unlink(missing_ok=True)
+        for old in [place / "protos", *(path for path in folder.glob("*") if path.name != self.kept)]:
+            shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        shutil.copytree(sources, folder, ignore=shutil.ignore_patterns(*_MADE), dirs_exist_ok=True)
+        shutil.copytree(ROOT / "protos", place / "protos")
+        shutil.copy(ROOT / "buf.yaml", place)
+        for command in self.build:
+            done = subprocess.run(
+                command, cwd=folder, env=os.environ | {"PATH": _path()}, capture_output=True, text=True, check=False
+            )
+            if done.returncode != 0:
+                said = (done.stdout + done.stderr)[-4000:]
+                raise BuildFailed(f"`{' '.join(command)}` failed in {folder}:\n{said}")
+        stamp.write_text(digest)
+
+
+def _path() -> str:
+    """The PATH, with the programs of this Python's environment (buf) first."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def _digest(*folders: Path) -> str:
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder)
+            if path.is_file() and not {"__pycache__", *_MADE} & set(name.parts):
+                digest.update(str(name).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+TOOLCHAINS = {
+    one.language: one
+    for one in (
+        Toolchain("go", ("go", "buf"), (("buf", "generate"), ("go", "build", "-o", "sample", ".")), ("./sample",)),
+        Toolchain(
+            "typescript",
+            ("node", "npm", "buf"),
+            (("npm", "ci", "--no-audit", "--no-fund"), ("npm", "run", "build")),
+            ("node", "build/sample.js"),
+        ),
+        Toolchain("java", ("java", "mvn"), (("mvn", "-q", "-B", "package"),), ("java", "-jar", "target/sample.jar")),
+        Toolchain(
+            "rust", ("cargo",), (("cargo", "build", "--release", "--locked"),), ("target/release/sample",), "target"
+        ),
+    )
+}
