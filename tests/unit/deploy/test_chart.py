@@ -5,11 +5,8 @@ import re
 import pytest
 
 from deploy.helm.schema import SETTINGS
-from fovea.runtime.settings import ServiceSettings
+from fovea.runtime.settings import TRACE_VARIABLE, ServiceSettings
 from tests.unit.deploy.chart import GOLDEN, VALUE_SETS, Chart, Manifest, of_kind, pods
-
-AGREED = {"FOVEA_GATEWAY_DISCOVERY", "FOVEA_TRACE_ENDPOINT"}
-"""Read by parts of the platform that are not in this tree yet."""
 
 
 def container(pod: Manifest) -> Manifest:
@@ -68,12 +65,13 @@ def test_environment_is_settings(manifests: list[Manifest], monkeypatch: pytest.
         prefix = settings.model_config["env_prefix"]
         variables = {item["name"]: item.get("value", '["tml-x"]') for item in service["env"]}
         ours = {name for name in variables if name.startswith("FOVEA_")}
-        assert ours - AGREED <= {prefix + field.upper() for field in settings.model_fields}
+        assert ours - {TRACE_VARIABLE} <= {prefix + field.upper() for field in settings.model_fields}
         with monkeypatch.context() as patch:
             for name in ours:
                 patch.setenv(name, variables[name])
             assert isinstance(read := settings(), ServiceSettings)
         assert (read.host, read.metrics_port) == ("0.0.0.0", 9090)
+        assert read.trace_endpoint == "http://collector:4317"
 
 
 def test_ports_are_those_that_the_service_listens_on(manifests: list[Manifest]) -> None:
