@@ -11,10 +11,10 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl up test check conformance cookbook format e2e gpu bench protos lock clean
+.PHONY: help setup demo rl up test check conformance cookbook clients k8s format e2e gpu bench protos chart lock clean
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 setup: $(VENV)/ready ## Install everything into .venv, pinned and hash-checked
 
@@ -52,6 +52,17 @@ cookbook: setup ## The real tinker-cookbook's recipes against Fovea, in client e
 conformance: setup ## All checks of the Tinker API against a fresh Fovea; writes docs/conformance.json and the matrix
 	$(BIN)/python -m conformance.fresh --cookbook --json docs/conformance.json --html .fovea/conformance.html
 	$(BIN)/python -m conformance.matrix
+
+clients: setup ## gRPC clients in other languages: built by their own tool chains, compared with what Python samples
+	$(BIN)/python -m examples.clients
+
+k8s: setup ## The Helm chart on a real API server, built with Go at first (twenty minutes), its nodes simulated by kwok
+	$(BIN)/python -m deploy.cluster build
+	$(BIN)/python -m pytest tests/k8s -v
+
+chart: setup ## After a change of settings or chart: write its schema and golden files anew
+	$(BIN)/python deploy/helm/schema.py
+	$(BIN)/python -m tests.unit.deploy.chart
 
 format: setup ## Format the code and fix what the linter can
 	$(BIN)/ruff check --fix --quiet . || true
