@@ -37,13 +37,7 @@ def test_a_value_set_installs_and_leaves(cluster: Cluster, namespace: str, value
         pods = release.get("pods", component)
         assert pods, f"no {component} pods"
         assert all(pod["status"]["phase"] == "Running" for pod in pods)
-        addresses = {pod["status"]["podIP"] for pod in pods}
-        wait_for(
-            f"the EndpointSlices of {component} hold its pods",
-            lambda component=component, addresses=addresses: (
-                ready_addresses(cluster, namespace, f"{release.fullname}-{component}") == addresses
-            ),
-        )
+        _wait_for_endpoints(release, component, {pod["status"]["podIP"] for pod in pods})
     claims = get(cluster, namespace, "persistentvolumeclaims")
     assert all(claim["status"]["phase"] == "Bound" for claim in claims)
     kept = {
@@ -82,6 +76,14 @@ def prepare_secrets(cluster: Cluster, namespace: str) -> None:
     cluster.kubectl("create", "secret", "generic", "fovea-database", url, "-n", namespace)
     key = "--from-literal=AWS_ACCESS_KEY_ID=none"
     cluster.kubectl("create", "secret", "generic", "fovea-bucket", key, "-n", namespace)
+
+
+def _wait_for_endpoints(release: Release, component: str, addresses: set[str]) -> None:
+    service = f"{release.fullname}-{component}"
+    wait_for(
+        f"the EndpointSlices of {service} hold {sorted(addresses)}",
+        lambda: ready_addresses(release.cluster, release.namespace, service) == addresses,
+    )
 
 
 def _names(cluster: Cluster, namespace: str) -> set[str]:
