@@ -102,13 +102,11 @@ async def test_a_restart_is_noticed() -> None:
 
 async def test_those_who_wait_can_be_dismissed_and_who_is_inside_stays() -> None:
     place, entered = Place(), []  # type: tuple[Place, list[str]]
-    holder = asyncio.create_task(place.use("", entered, 0.05))
-    await asyncio.sleep(0)
-    waiters = [asyncio.create_task(place.use(name, entered)) for name in ("a", "b")]
-    await asyncio.sleep(0.001)
-    place.residency.dismiss(ConnectionError("it leaves"))
-    results = await asyncio.gather(*waiters, return_exceptions=True)
-    assert [str(result) for result in results] == ["it leaves"] * 2
-    assert place.residency.inside == 1
-    await holder
-    assert (entered, place.put, place.residency.inside) == ([""], [], 0)
+    async with place.residency.hold(""):
+        waiters = [asyncio.create_task(place.use(name, entered)) for name in ("a", "b")]
+        await asyncio.sleep(0)
+        place.residency.dismiss(ConnectionError("it leaves"))
+        results = await asyncio.gather(*waiters, return_exceptions=True)
+        assert [str(result) for result in results] == ["it leaves"] * 2
+        assert place.residency.inside == 1
+    assert (entered, place.put, place.residency.inside) == ([], [], 0)
