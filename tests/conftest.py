@@ -1,10 +1,30 @@
-"""What all tests may ask for, and what holds for all of them."""
+"""What all tests may ask for, which of them run on both databases (those of what the gateway keeps), and their log."""
 
 import logging
+
+import pytest
 
 from tests.postgresql import database_url, postgresql
 
 __all__ = ["database_url", "postgresql"]
+
+_CONTRACTS = (
+    "checkpoints",
+    "custom_losses",
+    "futures",
+    "large_results",
+    "listings",
+    "main_path",
+    "order",
+    "session_futures",
+)
+_ON_BOTH = ("tests.unit.gateway.", *(f"tests.contract.gateway.test_{name}" for name in _CONTRACTS))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs a test twice if it is one of those and has a database."""
+    if "database_url" in metafunc.fixturenames and metafunc.module.__name__.startswith(_ON_BOTH):
+        metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 
 
 def _is_no_missed_heartbeat(record: logging.LogRecord) -> bool:

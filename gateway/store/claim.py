@@ -16,7 +16,7 @@ from fovea.wire.errors import Internal
 from gateway.store.schema import owner
 
 _LOCK = zlib.crc32(b"fovea gateway") - 2**31
-_TAKE = sa.text("SELECT pg_try_advisory_lock(:lock, hashtext(current_schema()))")
+_TAKE = sa.text("SELECT pg_try_advisory_lock(:lock, hashtext(coalesce(current_schema(), '')))")
 
 
 class Superseded(Exception):

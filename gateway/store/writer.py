@@ -44,13 +44,16 @@ class Writer:
         """Waits until the state is ours, then makes or migrates the tables.
 
         Raises:
-            Unavailable: Nothing answers, or it refuses us.
+            Unavailable: Nothing answers, or it refuses us or our tables.
             Internal: A schema that is not known, or a folder that another gateway uses.
         """
         connection = self._connect(time.monotonic() + self._patience_s)
-        with connection.begin():
-            _prepare(connection)
-            self._claim.begin(connection)
+        try:
+            with connection.begin():
+                _prepare(connection)
+                self._claim.begin(connection)
+        except sa.exc.DBAPIError as error:
+            raise Unavailable(f"{self._name} does not take our tables: {str(error.orig).strip()}") from None
 
     def commit(self, jobs: list[Job[Any]]) -> list[Any]:
         """Results of the jobs, or the exception of each that failed. Raises Superseded, Stopped."""

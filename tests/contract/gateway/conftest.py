@@ -94,7 +94,7 @@ class Stand:
 
 @pytest.fixture
 async def stand(tmp_path: Path, database_url: str) -> AsyncIterator[Stand]:
-    """A running stand with one sampler, on either database."""
+    """A running stand with one sampler."""
     async with running(Stand(tmp_path), database_url=database_url) as running_stand:
         yield running_stand
 

@@ -19,11 +19,11 @@ LONG_AGO = 1.0
 
 
 @pytest.fixture
-async def stand(tmp_path: pathlib.Path) -> AsyncIterator[Stand]:
+async def stand(tmp_path: pathlib.Path, database_url: str) -> AsyncIterator[Stand]:
     """A stand whose trainer writes real files, with two callers."""
     stand = Stand(tmp_path)
     stand.trainer = KeepingTrainer(lambda: stand.samplers)
-    async with running(stand, api_key=[KEY, OTHER_KEY]):
+    async with running(stand, database_url=database_url, api_key=[KEY, OTHER_KEY]):
         yield stand
 
 

@@ -31,6 +31,7 @@ async def test_who_is_not_let_in_is_told_why_without_the_password(postgresql: Se
         good.replace("fovea:se", "fovea:xse"): "password authentication failed",
         good.replace("/postgres", "/nothing"): 'database "nothing" does not exist',
         f"{good}?colour=red": 'invalid connection option "colour"',
+        f"{good}?options=-csearch_path%3Dmissing": "no schema has been selected to create in",
     }
     for url, reason in refused.items():
         database = Database(url, patience_s=0)
