@@ -140,7 +140,7 @@ def gateway() -> Schema:
 
 def values() -> Schema:
     """The whole schema."""
-    shared = {"gpus": at_least(0), "sharedMemory": SIZE}
+    shared: dict[str, Any] = {"gpus": at_least(0), "sharedMemory": SIZE}
     scaling = closed(
         enabled=BOOLEAN, minReplicas=at_least(1), maxReplicas=at_least(1), cpuPercent=at_least(1, 100)
     )  # fmt: skip

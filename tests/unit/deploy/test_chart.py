@@ -1,6 +1,8 @@
 """The chart through helm: what it renders, and what it refuses."""
 
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -180,6 +182,23 @@ def test_a_key_is_made_unless_one_is_given(chart: Chart) -> None:
     assert "api-keys: " not in chart.render("--set", "apiKeys.secret=mine")
 
 
+def test_the_notes_say_what_to_do_next(chart: Chart, tmp_path: Path) -> None:
+    """`helm template` does not show them: a copy of the chart has them as a manifest."""
+    copy = Chart(tmp_path)
+    (copy.path / "files/notes.txt").write_text((copy.path / "templates/NOTES.txt").read_text())
+    shown = 'notes: {{ tpl (.Files.Get "files/notes.txt") . | toJson }}'
+    (copy.path / "templates/notes.yaml").write_text(shown)
+    (notes,) = [item["notes"] for item in copy.manifests("--set", "apiKeys.secret=mine") if "notes" in item]
+    assert "rollout status deployment/fovea-gateway" in notes
+    assert "port-forward service/fovea-gateway 8000 50050" in notes
+    assert "export TINKER_BASE_URL=http://127.0.0.1:8000" in notes
+    key = subprocess.run(
+        ["sh", "-c", notes.split(r"{.data.api-keys}' |")[1].split(")\n")[0].replace("base64 --decode", "cat")],
+        input='["tml-one", "tml-two"]', capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert key.stdout.strip() == "tml-one"
+
+
 def test_dns_needs_no_role(chart: Chart) -> None:
     found = chart.manifests("--set", "gateway.discovery=dns")
     assert not of_kind(found, "Role")
@@ -207,3 +226,19 @@ def test_large_numbers_stay_integers(chart: Chart) -> None:
     variables = {item["name"]: item.get("value") for item in container(pods(found)["fovea-gateway"])["env"]}
     assert variables["FOVEA_GATEWAY_MAX_BODY_BYTES"] == "134217728"
     assert variables["FOVEA_GATEWAY_REFLECTION"] == "false"
+
+
+def test_gateways_overlap_on_postgresql_alone(chart: Chart) -> None:
+    for value_set, kind in (("eight-gpus", "Recreate"), ("two-nodes", "RollingUpdate")):
+        found = chart.manifests("--values", chart.values_file(value_set))
+        gateway = of_kind(found, "Deployment")["fovea-gateway"]["spec"]
+        assert gateway["strategy"]["type"] == kind
+        assert gateway["strategy"].get("rollingUpdate", {}).get("maxUnavailable", 1) == 1
+
+
+def test_every_pod_has_time_to_drain(manifests: list[Manifest]) -> None:
+    for pod in pods(manifests).values():
+        service = container(pod)
+        (drain,) = [int(item["value"]) for item in service["env"] if item["name"].endswith("_DRAIN_S")]
+        before = service.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        assert pod["spec"]["terminationGracePeriodSeconds"] >= before + 2 * drain + 20

@@ -6,6 +6,8 @@
 {{- $serves := ne .role "worker" -}}
 {{- $hasModel := ne .component "gateway" -}}
 {{- $hasGpu := has .component (list "sampler" "trainer") -}}
+{{- /* Until nobody is sent here any more; with PostgreSQL, until the next gateway has started. */ -}}
+{{- $lead := ternary 15 5 (and (eq .component "gateway") (ne $root.Values.database.secret "")) -}}
 metadata:
   labels:
     {{- include "fovea.selector" (list $root .component) | nindent 4 }}
@@ -24,8 +26,8 @@ spec:
   automountServiceAccountToken: {{ and (eq .component "gateway") (eq $root.Values.gateway.discovery "kubernetes") }}
   # A service named fovea-sampler would set FOVEA_SAMPLER_PORT=tcp://..., which is a setting.
   enableServiceLinks: false
-  # The gateway drains twice: calls, then commands.
-  terminationGracePeriodSeconds: {{ add 20 (mul 2 $values.drainSeconds) }}
+  # The gateway drains twice: commands, then calls.
+  terminationGracePeriodSeconds: {{ add $lead 20 (mul 2 $values.drainSeconds) }}
   securityContext:
     runAsNonRoot: true
     runAsUser: 10001
@@ -69,7 +71,7 @@ spec:
       {{- end }}
       {{- if ne .component "trainer" }}
       lifecycle:
-        preStop: {sleep: {seconds: 5}}  # until nobody is sent here any more
+        preStop: {sleep: {seconds: {{ $lead }}}}
       {{- end }}
       {{- $limits := $values.resources.limits | default dict }}
       {{- if and $hasGpu $values.gpus }}{{ $limits = merge (dict $root.Values.gpuResource $values.gpus) $limits }}{{ end }}

@@ -1,0 +1,1 @@
+"""The Helm chart, and the program that writes the schema of its values."""
