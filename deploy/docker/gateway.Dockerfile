@@ -5,7 +5,7 @@ ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea
 WORKDIR /build
 RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/fovea
 COPY requirements/cpu.txt deploy/docker/gateway.in ./
-# The fsspec driver of the bucket that holds checkpoints, such as s3fs or gcsfs.
+# The fsspec driver of the bucket that holds checkpoints; it must fit the pins.
 ARG STORAGE=""
 # uv checks the hashes of a constraints file too.
 RUN uv pip install --constraint cpu.txt --requirement gateway.in ${STORAGE:+"${STORAGE}"}
