@@ -61,7 +61,7 @@ k8s: setup ## The Helm chart on a real API server, built with Go at first (twent
 	$(BIN)/python -m pytest tests/k8s -v
 
 chart: setup ## After a change of settings or chart: write its schema and golden files anew
-	$(BIN)/python deploy/helm/schema.py
+	$(BIN)/python -m deploy.helm.schema
 	$(BIN)/python -m tests.unit.deploy.chart
 
 format: setup ## Format the code and fix what the linter can
