@@ -78,7 +78,7 @@ class Cluster:
             self.kubectl("wait", "crd", "--all", "--for=condition=Established", f"--timeout={_READY_S}s")
             self.kubectl("wait", "node", "--all", "--for=condition=Ready", f"--timeout={_READY_S}s")
         except CommandFailed as failure:
-            raise CommandFailed(f"{failure}\n{self.logs()}") from failure
+            raise CommandFailed(f"{failure}\n{self.logs()}") from None
 
     def restart(self, component: str) -> None:
         """Ends one of the processes, such as kube-apiserver, starts it again and returns once it is ready."""
