@@ -6,8 +6,10 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fovea.cli.ports import free_ports
 from tests.contract.gateway.conftest import KEY, Stand, eventually
@@ -50,6 +52,12 @@ class Process:
         await eventually(answers, 60)
         return process
 
+    async def is_draining(self) -> bool:
+        """Whether its health check says NOT_SERVING."""
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        return bool(health.status == health_pb2.HealthCheckResponse.NOT_SERVING)
+
     def http(self) -> httpx.AsyncClient:
         """A client of it."""
         base_url = f"http://127.0.0.1:{self.port}/api/v1/"
@@ -75,11 +83,13 @@ async def test_sigterm_lets_the_running_command_end_and_keeps_the_queue(process:
     async with process.http() as http:
         rest = Rest(http)
         model_id = await rest.create_model()
+        await eventually(lambda: _serves(process))
         trainer.open.clear()
         ids = [(await rest.forward_backward(model_id, seq_id)).json()["request_id"] for seq_id in (1, 2)]
         poll = asyncio.create_task(rest.poll(ids[0]))
         await eventually(lambda: "ForwardBackward" in trainer.names())
         running.send_signal(signal.SIGTERM)
+        await eventually(process.is_draining)  # else the second command might begin first
         trainer.open.set()
         assert (await poll).status_code == 200, "who polls for what still runs gets it"
         assert await asyncio.wait_for(running.wait(), 30) == 0
@@ -112,6 +122,10 @@ async def test_sigkill_loses_nothing_that_was_accepted(process: Process) -> None
         for request_id in samples:
             assert "sequences" in await rest.result(request_id)
         assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 200
+
+
+async def _serves(process: Process) -> bool:
+    return not await process.is_draining()
 
 
 async def submit_mixed(rest: Rest, model_id: str, first: int, rounds: int) -> dict[str, list[str]]:
