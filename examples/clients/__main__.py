@@ -20,6 +20,7 @@ from examples.clients.question import questions
 from examples.clients.toolchain import TOOLCHAINS, BuildFailed
 
 API_KEY = "tml-local"
+READY_TIMEOUT_S = 900.0
 
 
 def main(
@@ -58,10 +59,10 @@ def _fovea(running: Path | None) -> Iterator[dict[str, Any]]:
     if running:
         yield json.loads((running / "up.json").read_text())
         return
-    free = ("--port", "0", "--grpc-port", "0")
+    options = ("--port", "0", "--grpc-port", "0", "--ready-timeout-s", str(READY_TIMEOUT_S))
     with (
         tempfile.TemporaryDirectory(prefix="fovea-clients-") as folder,
-        running_fovea(Path(folder), tinyvlm.ensure(), *free) as up,
+        running_fovea(Path(folder), tinyvlm.ensure(), *options, timeout_s=READY_TIMEOUT_S) as up,
     ):
         yield up
 

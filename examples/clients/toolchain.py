@@ -32,14 +32,12 @@ class Toolchain:
         programs: What must be on the PATH.
         build: Commands, run one after another in the folder.
         start: The client's command; a relative path that exists after the build is one below the folder.
-        kept: A folder of dependencies that survives a change of the sources.
     """
 
     language: str
     programs: tuple[str, ...]
     build: tuple[tuple[str, ...], ...]
     start: tuple[str, ...]
-    kept: str = ""
 
     @property
     def missing(self) -> list[str]:
@@ -63,13 +61,14 @@ class Toolchain:
 
     def _update(self, place: Path, folder: Path) -> None:
         sources = ROOT / "examples" / "clients" / self.language
-        stamp, digest = place / "digest", _digest(sources, ROOT / "protos")
+        stamp, digest = place / "digest", f"{_digest(sources, ROOT / 'protos')} {self.build}"
         if stamp.exists() and stamp.read_text() == digest:
             return
         stamp.unlink(missing_ok=True)
-        for old in [place / "protos", *(path for path in folder.glob("*") if path.name != self.kept)]:
-            shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-        shutil.copytree(sources, folder, ignore=shutil.ignore_patterns(*_MADE), dirs_exist_ok=True)
+        for old in (place / "protos", folder):
+            if old.exists():
+                shutil.rmtree(old)
+        shutil.copytree(sources, folder, ignore=shutil.ignore_patterns(*_MADE))
         shutil.copytree(ROOT / "protos", place / "protos")
         shutil.copy(ROOT / "buf.yaml", place)
         for command in self.build:
@@ -77,8 +76,7 @@ class Toolchain:
                 command, cwd=folder, env=os.environ | {"PATH": _path()}, capture_output=True, text=True, check=False
             )
             if done.returncode != 0:
-                said = (done.stdout + done.stderr)[-4000:]
-                raise BuildFailed(f"`{' '.join(command)}` failed in {folder}:\n{said}")
+                raise BuildFailed(f"`{' '.join(command)}` failed in {folder}:\n{done.stdout}{done.stderr}")
         stamp.write_text(digest)
 
 
@@ -108,8 +106,5 @@ TOOLCHAINS = {
             ("node", "build/sample.js"),
         ),
         Toolchain("java", ("java", "mvn"), (("mvn", "-q", "-B", "package"),), ("java", "-jar", "target/sample.jar")),
-        Toolchain(
-            "rust", ("cargo",), (("cargo", "build", "--release", "--locked"),), ("target/release/sample",), "target"
-        ),
     )
 }

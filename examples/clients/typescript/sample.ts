@@ -83,7 +83,9 @@ async function main(): Promise<void> {
   }
   const [path, before, after] = positionals;
   const prompt = await readPrompt(path, before, after);
-  const security = options.ca ? ChannelCredentials.createSsl(await readFile(options.ca)) : ChannelCredentials.createInsecure();
+  const security = options.ca
+    ? ChannelCredentials.createSsl(await readFile(options.ca))
+    : ChannelCredentials.createInsecure();
   const channel = createChannel(options.address, security);
   const metadata = new Metadata({ "x-api-key": options["api-key"] });
   const deadline = new Date(Date.now() + 1000 * number(options.timeout));
@@ -106,6 +108,7 @@ async function main(): Promise<void> {
 main().catch((error: Error) => {
   console.error(error.message);
   for (const detail of error instanceof RichClientError ? error.extra : [])
-    if (detail.$type === ErrorInfo.$type) console.error(`reason: ${detail.reason}, field: ${detail.metadata.field ?? ""}`);
+    if (detail.$type === ErrorInfo.$type)
+      console.error(`reason: ${detail.reason}, field: ${detail.metadata.field ?? ""}`);
   process.exitCode = 1;
 });

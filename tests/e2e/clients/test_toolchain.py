@@ -39,15 +39,11 @@ def test_it_is_built_once_beside_the_protos(cache: Path) -> None:
 
 
 def test_changed_sources_are_built_anew(cache: Path) -> None:
-    toolchain = Toolchain("go", (), (("sh", "-c", "mkdir -p kept; echo built >> kept/log"),), (), kept="kept")
-    with toolchain.built():
-        pass
-    (cache / "clients" / "go" / "digest").write_text("of other sources")
-    stale = cache / "clients" / "go" / "examples" / "clients" / "go" / "stale.go"
-    stale.touch()
-    with toolchain.built():
-        assert not stale.exists()
-        assert (stale.parent / "kept" / "log").read_text() == "built\n" * 2
+    toolchain = Toolchain("go", (), (("sh", "-c", "test ! -e made && touch made"),), ())
+    for _ in range(2):
+        with toolchain.built():
+            pass
+        (cache / "clients" / "go" / "digest").write_text("of other sources")
 
 
 def test_what_a_client_prints_is_read() -> None:

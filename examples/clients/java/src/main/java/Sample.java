@@ -42,8 +42,9 @@ public final class Sample implements Callable<Integer> {
   @Parameters(index = "0", paramLabel = "IMAGE") Path image;
   @Parameters(index = "1", paramLabel = "TOKENS_BEFORE") String before;
   @Parameters(index = "2", paramLabel = "TOKENS_AFTER") String after;
-  @Option(names = "--address", defaultValue = "127.0.0.1:8001", description = "the gateway's gRPC server") String address;
-  @Option(names = "--api-key", defaultValue = "${env:TINKER_API_KEY:-}", description = "as the gateway knows it") String apiKey;
+  @Option(names = "--address", defaultValue = "127.0.0.1:8001", description = "gateway's gRPC server") String address;
+  @Option(names = "--api-key", defaultValue = "${env:TINKER_API_KEY:-}",
+      description = "as the gateway knows it") String apiKey;
   @Option(names = "--ca", description = "use TLS and trust the authorities of this PEM file") File ca;
   @Option(names = "--model", description = "base model; default: the one that is served") String model;
   @Option(names = "--max-tokens", defaultValue = "16", description = "the most new tokens") int maxTokens;
@@ -86,7 +87,8 @@ public final class Sample implements Callable<Integer> {
   }
 
   private void sample(GatewayServiceBlockingStub fovea, String session, ModelInput prompt) {
-    if (model == null) model = fovea.getCapabilities(Gateway.GetCapabilitiesRequest.getDefaultInstance()).getModels(0).getName();
+    if (model == null)
+      model = fovea.getCapabilities(Gateway.GetCapabilitiesRequest.getDefaultInstance()).getModels(0).getName();
     var opened = fovea.createSamplingSession(
         Gateway.CreateSamplingSessionRequest.newBuilder().setSessionId(session).setBaseModel(model).build());
     var params = SamplingParams.newBuilder().setMaxTokens(maxTokens).setTemperature(temperature).setSeed(seed);
