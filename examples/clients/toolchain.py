@@ -44,26 +44,38 @@ class Toolchain:
         """Programs that are not on the PATH."""
         return [program for program in self.programs if shutil.which(program, path=_path()) is None]
 
+    @property
+    def is_built(self) -> bool:
+        """Whether the client is there, made from the sources and protos of today."""
+        stamp = self._place / "digest"
+        return stamp.exists() and stamp.read_text() == self._digest
+
+    @property
+    def _place(self) -> Path:
+        return cache_directory() / "clients" / self.language
+
+    @property
+    def _digest(self) -> str:
+        return f"{_digest(ROOT / 'examples' / 'clients' / self.language, ROOT / 'protos')} {self.build}"
+
     @contextmanager
     def built(self) -> Iterator[list[str]]:
         """Builds the client if its sources or the protos have changed; yields the command that starts it.
 
         No other process changes the build in the meantime. Raises BuildFailed.
         """
-        place = cache_directory() / "clients" / self.language
-        place.mkdir(parents=True, exist_ok=True)
-        with (place / "lock").open("w") as lock:
+        self._place.mkdir(parents=True, exist_ok=True)
+        with (self._place / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # The repository's layout, so that the paths in build files hold.
-            folder = place / "examples" / "clients" / self.language
-            self._update(place, folder)
+            folder = self._place / "examples" / "clients" / self.language
+            if not self.is_built:
+                self._build(self._place, folder)
             yield [str(folder / word) if (folder / word).exists() else word for word in self.start]
 
-    def _update(self, place: Path, folder: Path) -> None:
+    def _build(self, place: Path, folder: Path) -> None:
         sources = ROOT / "examples" / "clients" / self.language
-        stamp, digest = place / "digest", f"{_digest(sources, ROOT / 'protos')} {self.build}"
-        if stamp.exists() and stamp.read_text() == digest:
-            return
+        stamp, digest = place / "digest", self._digest
         stamp.unlink(missing_ok=True)
         for old in (place / "protos", folder):
             if old.exists():

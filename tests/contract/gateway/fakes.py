@@ -41,13 +41,14 @@ Context = grpc.aio.ServicerContext
 
 
 class Fake:
-    """Base: calls by method name, failures to come, a gate to hold calls."""
+    """Base: calls by method name, failures to come, a gate to hold calls, and how many wait at it."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.failures: dict[str, list[FoveaError]] = defaultdict(list)
         self.open = asyncio.Event()
         self.open.set()
+        self.waiting = 0
         self.server: grpc.aio.Server | None = None
         self.port = 0
 
@@ -69,7 +70,11 @@ class Fake:
         self.calls.append((name, request))
         if self.failures[name]:
             raise self.failures[name].pop(0)
-        await self.open.wait()
+        self.waiting += 1
+        try:
+            await self.open.wait()
+        finally:
+            self.waiting -= 1
 
     async def start(self) -> None:
         """Listens, on the same port as before if there was one."""

@@ -239,6 +239,8 @@ async def test_an_export_that_a_restart_interrupts_is_made_again(keeping: Stand,
     submitted = await client.ok("save_weights_external", **body)
     await eventually(lambda: "TakeSnapshot" in keeping.trainer.names())
     await keeping.stop()
+    # Else the call that was broken off writes after all.
+    await eventually(lambda: keeping.trainer.waiting == 0)
     keeping.trainer.open.set()
     await keeping.start()
     assert (await client.result(submitted["request_id"]))["path"].endswith("/external_weights/out")

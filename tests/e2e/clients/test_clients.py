@@ -12,8 +12,7 @@ from tests.e2e.clients.conftest import TlsFront
 from tests.e2e.stack import API_KEY, Stack
 
 TIMEOUT_S = 300.0
-# The first test of a language builds its client: 37 s of processor time for Go, 16 s for TypeScript.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
