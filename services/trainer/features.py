@@ -9,7 +9,7 @@ import numpy as np
 from fovea.api.v1 import model_input_pb2
 from fovea.client import FeatureFetcher
 from fovea.runtime.byte_lru import ByteLru
-from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound
+from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, InvalidInput, NotFound, Unavailable
 from fovea.wire.features import FeatureTensors
 from services.trainer import telemetry
 from services.trainer.batch import Patches
@@ -44,8 +44,8 @@ class FeatureCache:
     def patches_of(self, datums: Iterable[Datum], spare: Container[str]) -> dict[str, Patches]:
         """uint8 [P, W] by digest for all images of the datums but those in `spare`.
 
-        Raises FeatureEvicted if a renderer no longer holds one, InvalidInput naming `datum[i]...feature` for tensors
-        that do not fit their grid, Unavailable if a renderer cannot be reached.
+        Raises FeatureEvicted if a renderer no longer holds one or does not answer, InvalidInput naming
+        `datum[i]...feature` for tensors that do not fit their grid.
         """
         places = [
             (span, f"datum[{datum.index}].input.spans[{number}].feature")
@@ -68,7 +68,8 @@ class FeatureCache:
         wanted = [self._sourced(span.feature, field) for span, field in missing.values()]
         try:
             fetched = self._fetcher.fetch(wanted, self._timeout_s)
-        except NotFound as error:
+        except (NotFound, Unavailable, DeadlineExceeded) as error:
+            # A renderer that is gone has lost its images too.
             raise FeatureEvicted(f"{error.message}: render the image again", error.field, **error.metadata) from None
         images = {}
         for digest, (_, field) in missing.items():

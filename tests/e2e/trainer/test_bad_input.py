@@ -8,7 +8,7 @@ import pytest
 
 from fovea.api.v1 import model_input_pb2, trainer_pb2, trainer_pb2_grpc
 from fovea.wire import tensors
-from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
+from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import datums_of, header, logprobs_of
 
@@ -138,7 +138,7 @@ async def test_feature_of_another_grid(qwen3_vl: Bench, model: str) -> None:
 
 async def test_renderer_that_is_not_there(qwen3_vl: Bench, model: str) -> None:
     change = _feature(digest="d" * 64, source="127.0.0.1:1")
-    await _refused(qwen3_vl, model, "image", change, "", "127.0.0.1:1", Unavailable)
+    await _refused(qwen3_vl, model, "image", change, "", "127.0.0.1:1", FeatureEvicted)
 
 
 async def test_image_without_source(qwen3_vl: Bench, model: str) -> None:
