@@ -46,7 +46,7 @@ def _unwound_by_sigterm() -> Iterator[None]:
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

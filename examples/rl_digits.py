@@ -52,6 +52,7 @@ async def main(arguments: argparse.Namespace) -> None:
         learning_rate=2e-3,
         estimator="dr_grpo",
         kl_coefficient=0.2,
+        filter_groups=False,  # a group that is sure and wrong is brought back by the penalty alone
         adam={"eps": 1e-8},
         rollout=rollout,
         seed=arguments.seed,
