@@ -50,7 +50,8 @@ class LoopSettings:
         substeps: Optimizer steps of one step: its datums are split into that many parts. More than one is off-policy
             after the first: use a loss that clips, as `ppo` does.
         loss: Of the server: `importance_sampling`, `ppo` or `cispo`; `loss_config` goes with it.
-        filter_groups: Leave out groups in which all rewards are the same.
+        filter_groups: Leave out groups in which all rewards are the same. With a KL penalty these teach too: one that
+            is sure and wrong is brought back by nothing else.
         kl_coefficient: Of the penalty for leaving the base model, which `train` needs then; temperature must be 1.
         adam: Other fields of `tinker.AdamParams`, as in `{"grad_clip_norm": 1.0}`.
         concurrency: Rollouts at once.
