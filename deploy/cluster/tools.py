@@ -109,7 +109,7 @@ def _built(binary: Path) -> tuple[str, str] | None:
     if not binary.exists():
         return None
     words = [line.split() for line in _go("version", "-m", str(binary)).splitlines()]
-    facts = {line[0]: line[1:] for line in words if line[0] in {"path", "mod"}}
+    facts = {line[0]: line[1:] for line in words if line and line[0] in {"path", "mod"}}
     return facts["path"][0], facts["mod"][1]
 
 
