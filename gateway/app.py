@@ -152,6 +152,7 @@ class Gateway:
         logger.info("REST on http://%s:%d%s", self.settings.host, self.rest_port, self.settings.base_path)
 
     async def _begin(self) -> None:
+        self.settings.state_dir.mkdir(parents=True, exist_ok=True)
         await self.database.open()
         await self.keys.load()
         await self.exports.open()

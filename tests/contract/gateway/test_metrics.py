@@ -1,12 +1,13 @@
 """What the gateway shows of its queues, stages, samplers and errors, as Prometheus would read it."""
 
 import hashlib
+from pathlib import Path
 
 from prometheus_client import REGISTRY
 
 from fovea.wire.errors import SnapshotNotLoaded
 from gateway import identity
-from tests.contract.gateway.conftest import KEY, Stand, eventually
+from tests.contract.gateway.conftest import KEY, Stand, eventually, running
 from tests.contract.gateway.requests import Rest
 
 TENANT = f"key-{hashlib.sha256(KEY.encode()).hexdigest()[:12]}"
@@ -125,3 +126,10 @@ async def test_replicas_and_restarts_are_counted(stand: Stand) -> None:
     assert free is not None
     assert size is not None
     assert 0 < free < size
+
+
+async def test_the_state_folder_is_there_wherever_the_database_is(tmp_path: Path) -> None:
+    elsewhere = f"sqlite:///{tmp_path / 'database' / 'gateway.db'}"
+    async with running(Stand(tmp_path / "state"), database_url=elsewhere) as stand:
+        assert stand.gateway is not None
+        await stand.gateway.vitals.look()
