@@ -55,8 +55,7 @@ class Vitals:
         self._depth.set(Counter((each.model, each.owner, _state(each.begun_at)) for each in self._board.unfinished()))
         lags: dict[tuple[str, ...], float] = {}
         for sampler in self._samplers.up:
-            resident = (sampler.residency.resident or "",)
-            lags[sampler.address,] = self._versions.lag((*resident, *sampler.adapters))
+            lags[sampler.address,] = self._versions.lag((sampler.residency.resident or "", *sampler.adapters))
         self._lag.set(lags)
         metrics.REPLICAS.labels("trainer", "known").set(1)
         metrics.REPLICAS.labels("trainer", "up").set(self._trainer.is_up)

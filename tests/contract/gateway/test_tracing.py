@@ -18,26 +18,26 @@ PICTURE = {"type": "image", "format": "png", "data": base64.b64encode(b"\x89PNG 
 
 
 @pytest.fixture
-async def traced(tmp_path: Path) -> AsyncIterator[tuple[Stand, Collector]]:
+async def traced(tmp_path: Path) -> AsyncIterator[tuple[Rest, Collector]]:
+    """A client with a session, and where the spans of its gateway arrive."""
     with Collector() as collector:
-        async with running(Stand(tmp_path), trace_endpoint=collector.url) as stand:
-            yield stand, collector
+        async with running(Stand(tmp_path), trace_endpoint=collector.url) as stand, stand.http() as http:
+            rest = Rest(http)
+            await rest.open_session()
+            yield rest, collector
         tracing.shutdown()
 
 
-async def test_a_sample_is_one_trace(traced: tuple[Stand, Collector]) -> None:
-    stand, collector = traced
-    async with stand.http() as http:
-        rest = Rest(http)
-        await rest.open_session()
-        model_id = await rest.create_model()
-        sampling_session_id = await rest.snapshot(model_id, 1)
-        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}, PICTURE]}
-        caller = f"00-{'a' * 32}-{'b' * 16}-01"
-        http.headers[tracing.HEADER] = caller
-        response = await rest.sample(sampling_session_id, 1, prompt=prompt)
-        del http.headers[tracing.HEADER]
-        await rest.result(response.json()["request_id"])
+async def test_a_sample_is_one_trace(traced: tuple[Rest, Collector]) -> None:
+    rest, collector = traced
+    model_id = await rest.create_model()
+    sampling_session_id = await rest.snapshot(model_id, 1)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}, PICTURE]}
+    caller = f"00-{'a' * 32}-{'b' * 16}-01"
+    rest.http.headers[tracing.HEADER] = caller
+    response = await rest.sample(sampling_session_id, 1, prompt=prompt)
+    del rest.http.headers[tracing.HEADER]
+    await rest.result(response.json()["request_id"])
     await asyncio.to_thread(tracing.shutdown)
 
     call = collector.one("POST asample")
@@ -61,20 +61,17 @@ async def test_a_sample_is_one_trace(traced: tuple[Stand, Collector]) -> None:
     assert attributes(future_span)["future_id"] == response.json()["request_id"]
 
 
-async def test_training_commands_belong_to_the_call_that_submitted_them(traced: tuple[Stand, Collector]) -> None:
+async def test_training_commands_belong_to_the_call_that_submitted_them(traced: tuple[Rest, Collector]) -> None:
     """The second command runs in a task that the first one began: it must not end up in the first one's trace."""
-    stand, collector = traced
-    async with stand.http() as http:
-        rest = Rest(http)
-        await rest.open_session()
-        model_id = await rest.create_model()
-        calls = []
-        for seq_id in (1, 2):
-            answer = await rest.forward_backward(model_id, seq_id)
-            calls.append(answer.headers[tracing.HEADER].split("-")[1])
-            await rest.result(answer.json()["request_id"])
-        sampling_session_id = await rest.snapshot(model_id, 3)
-        await rest.result((await rest.sample(sampling_session_id, 1)).json()["request_id"])
+    rest, collector = traced
+    model_id = await rest.create_model()
+    calls = []
+    for seq_id in (1, 2):
+        answer = await rest.forward_backward(model_id, seq_id)
+        calls.append(answer.headers[tracing.HEADER].split("-")[1])
+        await rest.result(answer.json()["request_id"])
+    sampling_session_id = await rest.snapshot(model_id, 3)
+    await rest.result((await rest.sample(sampling_session_id, 1)).json()["request_id"])
     await asyncio.to_thread(tracing.shutdown)
     assert calls[0] != calls[1]
     assert [span.trace_id.hex() for span in collector.named(TRAIN)] == calls

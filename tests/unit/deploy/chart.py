@@ -10,13 +10,14 @@ from typing import Any
 
 import yaml
 
+from deploy.cluster.tools import BIN
+
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "deploy/helm/fovea"
 GOLDEN = Path(__file__).parent / "golden"
 VALUE_SETS = ("one-gpu", "eight-gpus", "two-nodes")
-BUILT = Path.home() / ".cache/fovea/k8s/bin"
-HELM = shutil.which("helm", path=os.pathsep.join([str(BUILT), os.environ.get("PATH", "")]))
-MISSING = f"helm is neither in {BUILT} nor on the path: GOBIN={BUILT} go install helm.sh/helm/v3/cmd/helm@v3.22.0"
+HELM = shutil.which("helm", path=os.pathsep.join([str(BIN), os.environ.get("PATH", "")]))
+MISSING = f"helm is neither in {BIN} nor on the path: python -m deploy.cluster build"
 
 KUBERNETES = "1.36.0"
 """A helm that was built by `go install` takes the cluster for version 1.20 if it is not told."""
