@@ -1,19 +1,31 @@
 """One Fovea for the whole session: vLLM starts once."""
 
+import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import tinker
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import tinyvlm
+from fovea.runtime.settings import TRACE_VARIABLE
 from tests.e2e.stack import Stack, running_stack
+from tests.otlp_collector import Collector
 
 
 @pytest.fixture(scope="session")
-def stack() -> Iterator[Stack]:
+def collector() -> Iterator[Collector]:
+    """Where the traces of the session's Fovea arrive: of those requests that name one to go on from."""
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def stack(collector: Collector) -> Iterator[Stack]:
     """Fovea with the tiny Qwen3-VL."""
-    with running_stack(tinyvlm.ensure()) as stack:
+    tracing = {TRACE_VARIABLE: collector.url, "OTEL_TRACES_SAMPLER": "parentbased_always_off"}
+    with mock.patch.dict(os.environ, tracing), running_stack(tinyvlm.ensure()) as stack:
         yield stack
 
 

@@ -93,7 +93,7 @@ async def test_a_batch_outlives_environments_and_a_sampler(
         steps += 1
         if steps == ROLLOUTS:
             served = finished_requests(two)
-            two.kill_second()
+            two.second.kill()
             is_killed.set()
 
     def factory(number: int) -> Callable[[], Environment]:

@@ -1,0 +1,79 @@
+"""One id from the SDK's call to the picture's decoder, vLLM's engine and the trainer's queue, across real processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+import tinker
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from transformers import PreTrainedTokenizerBase
+
+from fovea.runtime.tracing import HEADER
+from tests.e2e.prompts import Prompt, PromptBuilder, picture
+from tests.e2e.stack import API_KEY, Stack
+from tests.otlp_collector import Collector
+
+TRACE = "c" * 32
+_ARRIVAL_S = 30.0
+"""The exporter sends every five seconds."""
+
+
+@pytest.fixture
+def traced(stack: Stack) -> Iterator[tinker.ServiceClient]:
+    """Every call goes on from the caller's own trace."""
+    headers = {HEADER: f"00-{TRACE}-{'d' * 16}-01"}
+    with tinker.ServiceClient(base_url=stack.base_url, api_key=API_KEY, default_headers=headers) as client:
+        yield client
+
+
+@pytest.fixture
+def prompt(tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """With a picture that no other test has rendered."""
+    return PromptBuilder(tokenizer).build("Look: <|vision_start|>", (picture(224, 224, 77), 64), "<|vision_end|>")
+
+
+def tree(collector: Collector, *wanted: str) -> dict[str, list[str]]:
+    """Of the wanted spans, once they have all arrived: the names of those around them, from the inside."""
+    deadline = time.monotonic() + _ARRIVAL_S
+    while not (spans := _spans(collector)).keys() >= set(wanted):
+        assert time.monotonic() < deadline, f"{set(wanted) - spans.keys()} did not arrive; there are {sorted(spans)}"
+        time.sleep(0.2)
+    return {name: _ancestry(spans[name], [span for some in spans.values() for span in some]) for name in wanted}
+
+
+def _spans(collector: Collector) -> dict[str, list[Span]]:
+    found: dict[str, list[Span]] = {}
+    for span in list(collector.spans):
+        if span.trace_id.hex() == TRACE:
+            found.setdefault(span.name, []).append(span)
+    return found
+
+
+def _ancestry(spans: Sequence[Span], everything: Sequence[Span]) -> list[str]:
+    by_id = {span.span_id: span for span in everything}
+    span, names = spans[0], []
+    while span.parent_span_id in by_id:
+        span = by_id[span.parent_span_id]
+        names.append(span.name)
+    return names
+
+
+def test_a_sample_and_a_step_are_followed_to_engine_and_trainer(
+    traced: tinker.ServiceClient, stack: Stack, prompt: Prompt, collector: Collector
+) -> None:
+    training = traced.create_lora_training_client(base_model=stack.model_name, rank=8).result()
+    training.forward_backward([prompt.datum()], "cross_entropy").result()
+    sampler = training.save_weights_and_get_sampling_client().result()
+    parameters = tinker.SamplingParams(max_tokens=4, temperature=0.0)
+    sampler.sample(prompt.model_input, 1, parameters).result()
+    render, sample = "fovea.api.v1.RendererService/Render", "fovea.api.v1.SamplerService/Sample"
+    train = "fovea.api.v1.TrainerService/ForwardBackward"
+    push = "fovea.api.v1.TrainerService/PushSnapshot"
+    found = tree(collector, "image", "engine", "command ForwardBackward", push)
+    assert found["engine"] == [sample, sample, "sample", "future sample", "POST asample"]
+    assert found["image"][:3] == [render, render, "render"]
+    assert found["command ForwardBackward"][:3] == [train, train, "train"]
+    assert found[push][:2] == [push, "push"]
+    assert {"fovea.gateway", "fovea.renderer", "fovea.sampler", "fovea.trainer"} <= collector.services

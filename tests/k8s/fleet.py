@@ -1,0 +1,116 @@
+"""Real services on this machine's own address, whose samplers a Kubernetes API server names to the gateway."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import tinyvlm
+from deploy.cluster.cluster import Cluster
+from fovea.cli.ports import free_ports
+from tests.e2e.stack import API_KEY
+from tests.service_process import ServiceProcess, service_process
+
+MODEL_NAME = "tiny"
+_SERVICES = {"renderer": "RendererService", "sampler": "SamplerService", "trainer": "TrainerService"}
+
+
+class Fleet:
+    """A renderer, a trainer, a gateway that watches EndpointSlices, and samplers that join and leave them.
+
+    Attributes:
+        base_url: Of the gateway's REST API.
+        metrics: URL of the gateway's metrics.
+        samplers: All of them, started whether endpoints or not.
+    """
+
+    def __init__(self, cluster: Cluster, namespace: str, folder: Path) -> None:
+        self._cluster, self._namespace, self._folder = cluster, namespace, folder
+        self._host = own_address()
+        self._metrics: dict[str, str] = {}
+        self.samplers: list[ServiceProcess] = []
+        self.base_url = self.metrics = ""
+
+    @contextmanager
+    def running(self, samplers: int) -> Iterator[Fleet]:
+        """Starts everything at once, returns when all serve, and stops it; the first sampler alone is an endpoint."""
+        model = ("--model", str(tinyvlm.ensure()))
+        with ExitStack() as stack:
+            renderer = stack.enter_context(self._service("renderer", *model))
+            reach = (*model, "--renderer", renderer.address)
+            trainer = stack.enter_context(self._service("trainer", *reach, "--ranks", "2"))
+            self.samplers = [stack.enter_context(self._service("sampler", *reach)) for _ in range(samplers)]
+            self.join(renderer, self.samplers[0])
+            for process in (renderer, trainer, *self.samplers):
+                process.wait_serving()
+            stack.enter_context(self._gateway("--trainer", trainer.address, *model)).wait_serving()
+            yield self
+
+    def join(self, *processes: ServiceProcess) -> None:
+        """Makes them endpoints of their service, each in a slice of its own, because they differ in their ports."""
+        self._cluster.apply(*(self._slice(process) for process in processes))
+
+    def leave(self, *processes: ServiceProcess) -> None:
+        """Takes them out of their service; the processes go on."""
+        names = [_slice_name(process) for process in processes]
+        self._cluster.kubectl("delete", "endpointslices", *names, "-n", self._namespace)
+
+    def metrics_of(self, sampler: ServiceProcess) -> str:
+        """URL of a sampler's metrics."""
+        return self._metrics[sampler.address]
+
+    @contextmanager
+    def _service(self, name: str, *arguments: str) -> Iterator[ServiceProcess]:
+        port, metrics = free_ports(2)
+        address = f"{self._host}:{port}"
+        self._metrics[address] = f"http://{self._host}:{metrics}/metrics"
+        listen = ("--host", self._host, "--port", str(port), "--metrics-port", str(metrics))
+        log = self._folder / f"{name}-{port}.log"
+        with service_process(log, _SERVICES[name], address, *listen, *arguments) as process:
+            yield process
+
+    @contextmanager
+    def _gateway(self, *arguments: str) -> Iterator[ServiceProcess]:
+        rest, grpc, metrics = free_ports(3)
+        self.base_url, self.metrics = f"http://127.0.0.1:{rest}", f"http://127.0.0.1:{metrics}/metrics"
+        with service_process(
+            self._folder / "gateway.log", "GatewayService", f"127.0.0.1:{grpc}", "--port", str(rest),
+            "--grpc-port", str(grpc), "--metrics-port", str(metrics), "--model-name", MODEL_NAME,
+            "--discovery", "kubernetes", "--kubernetes-namespace", self._namespace, "--renderer", "renderer:grpc",
+            "--sampler", "sampler:grpc", "--state-dir", str(self._folder), "--api-key", API_KEY, *arguments,
+            environment={"KUBECONFIG": str(self._cluster.kubeconfig)},
+        ) as process:  # fmt: skip
+            yield process
+
+    def _slice(self, process: ServiceProcess) -> dict[str, object]:
+        host, port = process.address.split(":")
+        labels = {"kubernetes.io/service-name": _component(process)}
+        return {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {"name": _slice_name(process), "namespace": self._namespace, "labels": labels},
+            "addressType": "IPv4",
+            "endpoints": [{"addresses": [host], "conditions": {"ready": True}}],
+            "ports": [{"name": "grpc", "port": int(port), "protocol": "TCP"}],
+        }
+
+
+def own_address() -> str:
+    """An IPv4 address of this machine that is not a loopback one, which the API server refuses in slices; or ""."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # of documentation's range; nothing is sent
+        except OSError:
+            return ""
+        address = str(probe.getsockname()[0])
+    return "" if address.startswith("127.") else address
+
+
+def _component(process: ServiceProcess) -> str:
+    return process.service.removesuffix("Service").lower()
+
+
+def _slice_name(process: ServiceProcess) -> str:
+    return f"{_component(process)}-{process.address.split(':')[1]}"
