@@ -2,7 +2,9 @@
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,35 @@ def slow_down(fake: Fake, seconds: float) -> None:
     fake.note = slowly  # type: ignore[method-assign]
 
 
+class Probe:
+    """A client without patience: for how long nobody answered at most."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.longest_s = 0.0
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Asks for something small, every few milliseconds."""
+        self.longest_s = 0.0
+        task = asyncio.create_task(self._ask())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _ask(self) -> None:
+        async with httpx.AsyncClient(base_url=f"{self._url}/api/v1/", headers={"X-API-Key": KEY}, timeout=60) as http:
+            last = time.monotonic()
+            while True:
+                with suppress(httpx.TransportError):
+                    if (await http.get("sessions")).status_code == 200:
+                        self.longest_s = max(self.longest_s, time.monotonic() - last)
+                        last = time.monotonic()
+                await asyncio.sleep(0.01)
+
+
 class Load:
     """Clients that train and sample until they are told to stop, and check every single answer."""
 
@@ -161,7 +192,7 @@ class Load:
 async def test_three_rolling_restarts_under_load_lose_no_future(cluster: Cluster) -> None:
     gateway = await cluster.add()
     await cluster.ready(gateway)
-    load = Load(cluster)
+    load, probe, gaps = Load(cluster), Probe(cluster.url), []
 
     async def restart_thrice() -> None:
         nonlocal gateway
@@ -169,15 +200,18 @@ async def test_three_rolling_restarts_under_load_lose_no_future(cluster: Cluster
         for _ in range(HANDOVERS):
             successor = await cluster.add()
             await check_waiting(successor)
-            assert gateway.process is not None
-            gateway.process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(gateway.process.wait(), 120) == 0
-            await cluster.ready(successor)
-            gateway = successor
-            steps, rounds = load.steps, load.sdk_rounds
-            await eventually(lambda: load.steps > steps + CLIENTS and load.sdk_rounds > rounds, 120)  # noqa: B023
+            async with probe.watching():
+                assert gateway.process is not None
+                gateway.process.send_signal(signal.SIGTERM)
+                assert await asyncio.wait_for(gateway.process.wait(), 120) == 0
+                await cluster.ready(successor)
+                gateway = successor
+                steps, rounds = load.steps, load.sdk_rounds
+                await eventually(lambda: load.steps > steps + CLIENTS and load.sdk_rounds > rounds, 120)  # noqa: B023
+            gaps.append(round(probe.longest_s, 2))
 
     await load.run(restart_thrice)
+    print(f"{load.steps + load.sdk_rounds} steps, {len(load.samples)} samples, 0 lost; without an answer for {gaps} s")
     trainer, sampler = cluster.stand.trainer, cluster.stand.sampler
     assert len(trainer.of("ForwardBackward")) == load.losses + load.sdk_rounds, "each loss was computed once"
     assert len(trainer.of("OptimStep")) == load.steps + load.sdk_rounds, "each step was taken once"
