@@ -50,7 +50,8 @@ def launch(settings: TrainerSettings) -> int:
         return 1
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(f"trainer: node {settings.node_rank}: rank {rank} ended: {failure.message}", file=sys.stderr)
+        how = f"with status {failure.exitcode}" if failure.exitcode >= 0 else f"by {failure.signal_name()}"
+        print(f"trainer: node {settings.node_rank}: rank {rank} ended {how}; what it logged says why", file=sys.stderr)
         return 1
     del store
     return 0

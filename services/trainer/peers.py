@@ -129,7 +129,9 @@ def _accept(listener: socket.socket, world_size: int) -> dict[Peer, socket.socke
             listener.settimeout(max(deadline - time.monotonic(), 0.001))
             connection, _ = listener.accept()
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            found[Peer(*_PEER.unpack(connection.recv(_PEER.size, socket.MSG_WAITALL)))] = connection
+            said = connection.recv(_PEER.size, socket.MSG_WAITALL)
+            if len(said) == _PEER.size:
+                found[Peer(*_PEER.unpack(said))] = connection
         except TimeoutError:
             missing = sorted(set(range(1, world_size)) - {peer.rank for peer in found})
             raise RuntimeError(f"ranks {missing} of {world_size} did not come within {MEET_S:.0f} s") from None
