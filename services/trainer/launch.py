@@ -39,21 +39,22 @@ def launch(settings: TrainerSettings) -> int:
 
     from services.trainer.rendezvous import NodesMissing, meet
 
+    name = f"trainer: node {settings.node_rank}"
     try:
-        # Kept: the store goes with it.
-        store = meet(settings) if settings.nodes > 1 else None
+        if settings.nodes > 1:
+            print(f"{name}: meets {settings.nodes - 1} more at {settings.master_addr}", file=sys.stderr, flush=True)
+            _store = meet(settings)  # which ends when nobody holds it
         run.main([*_place(settings), *_ranks(settings)])
     except SignalException:
         return 0
     except NodesMissing as error:
-        print(f"trainer: node {settings.node_rank}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"with status {failure.exitcode}" if failure.exitcode >= 0 else f"by {failure.signal_name()}"
-        print(f"trainer: node {settings.node_rank}: rank {rank} ended {how}; what it logged says why", file=sys.stderr)
+        print(f"{name}: rank {rank} ended {how}; what it logged says why", file=sys.stderr)
         return 1
-    del store
     return 0
 
 

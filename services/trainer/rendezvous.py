@@ -1,6 +1,5 @@
 """Where the nodes of a trainer meet before any of them starts its ranks, so that who is missing has a name."""
 
-import logging
 import socket
 import time
 from datetime import timedelta
@@ -8,8 +7,6 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from services.trainer.settings import TrainerSettings
-
-logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 

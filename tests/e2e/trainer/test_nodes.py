@@ -4,8 +4,7 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
-import sys
+import socket
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from fovea.client import TrainerClient
 from fovea.wire.errors import Unavailable
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import datum, datums_of, header, logprobs_of, text
-from tests.e2e.trainer.trainer_process import ROOT
+from tests.e2e.trainer.trainer_process import TrainerProcess
 from tests.e2e.trainer.two_nodes import TwoNodes
 from tests.processes import survivors
 
@@ -84,15 +83,31 @@ async def test_two_ranks_each(qwen3_vl: Bench, start: Callable[[int], TwoNodes])
     await client.close()
 
 
-async def test_a_node_that_never_comes(qwen3_vl: Bench) -> None:
-    missing = ["--nodes", "3", "--master-addr", "127.0.0.1", "--master-port", "1", "--rendezvous-timeout-s", "1"]
-    command = [sys.executable, "-m", "services.trainer", "--model", str(qwen3_vl.model_dir), "--node-rank", "2"]
-    done = await asyncio.to_thread(
-        subprocess.run, [*command, *missing], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("trainer: node 2: node 0 at 127.0.0.1:1 cannot be reached")
-    assert len(done.stderr.splitlines()) == 1
+async def test_node_0_never_comes(qwen3_vl: Bench, tmp_path: Path) -> None:
+    node = _lone_node(qwen3_vl, tmp_path, 1, 1, "1")
+    assert await asyncio.to_thread(node.process.wait, WAIT_S) == 1
+    _, said = node.log.read_text().splitlines()
+    assert said.startswith("trainer: node 1: node 0 at 127.0.0.1:1 cannot be reached")
+
+
+async def test_told_to_stop_while_it_waits_for_others(qwen3_vl: Bench, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    node = _lone_node(qwen3_vl, tmp_path, 0, port, "600")
+    while not _listens(port):
+        assert node.process.poll() is None, node.log.read_text()
+        await asyncio.sleep(0.1)
+    assert await asyncio.to_thread(node.stop, WAIT_S) == 0, node.log.read_text()
+
+
+def _lone_node(bench: Bench, folder: Path, node: int, port: int, timeout_s: str) -> TrainerProcess:
+    place = ["--nodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return TrainerProcess(bench.model_dir, folder / "node.log", *place, "--rendezvous-timeout-s", timeout_s)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 async def _assert_computes_the_same(client: TrainerClient, bench: Bench) -> None:
