@@ -160,6 +160,8 @@ class _Leader:
         self._break_down(f"rank {peer.rank} of the trainer died; it restarts without its models")
 
     def _peer_stops(self, peer: Peer) -> None:
+        if self._status:  # torchrun stops the ranks beside one that has died
+            return
         logger.warning("node %d was told to stop: the trainer ends what runs, then itself", peer.node)
         self._loop.call_soon_threadsafe(self._server.request_stop)
 

@@ -92,6 +92,7 @@ def test_ports_are_those_that_the_service_listens_on(manifests: list[Manifest]) 
         variables = {
             item["name"].split("_", 2)[2]: item.get("value") for item in service["env"] if "_" in item["name"][6:]
         }
+        assert str(ports["metrics"]) == variables["METRICS_PORT"] == "9090"
         if name == "fovea-gateway":
             assert (variables["PORT"], variables["GRPC_PORT"]) == (str(ports["rest"]), str(ports["grpc"]))
         else:
