@@ -27,7 +27,7 @@ OWN = {
     " api_key discovery kubernetes_namespace",
     "renderer": "advertise workers",
     "sampler": "renderer tensor_parallel",
-    "trainer": "renderer ranks transfer_address",
+    "trainer": "renderer ranks nodes node_rank master_addr master_port transfer_address",
 }
 """Settings that have values of their own in the chart, or follow from others."""
 OWN_OF_ALL = "host port metrics_port log_level drain_s model trace_endpoint"
@@ -84,7 +84,7 @@ def _without_defaults(field: Schema) -> Schema:
     return kept
 
 
-def component(name: str, *, start: int, drain: int = 3600, **properties: Schema) -> Schema:
+def component(name: str, *, start: int, **properties: Schema) -> Schema:
     """Values of one service: what all have, and `properties`."""
     return closed(
         **properties,
@@ -92,7 +92,7 @@ def component(name: str, *, start: int, drain: int = 3600, **properties: Schema)
         env=MAP,
         resources=reference("resources"),
         startSeconds=at_least(start),
-        drainSeconds=at_least(0, drain),
+        drainSeconds=at_least(0, 3600),
         maxUnavailable={"type": ["integer", "null"], "minimum": 0},
         labels=MAP,
         annotations=MAP,
@@ -168,10 +168,7 @@ def values() -> Schema:
         gateway=gateway(),
         renderer=component("renderer", start=10, replicas=at_least(1), workers=at_least(1, 256), autoscaling=scaling),
         sampler=component("sampler", start=60, replicas=at_least(0), **shared),
-        # torchrun kills its ranks 30 s after a SIGTERM, and they need 8 s after the drain.
-        trainer=component(
-            "trainer", start=60, drain=20, nodes=at_least(1), podGroup=closed(enabled=BOOLEAN), **shared
-        ),
+        trainer=component("trainer", start=60, nodes=at_least(1), podGroup=closed(enabled=BOOLEAN), **shared),
         networkPolicy=closed(enabled=BOOLEAN, clients=reference("peers"), monitoring=reference("peers")),
         monitoring=closed(
             podMonitor=closed(enabled=BOOLEAN, interval=STRING, labels=MAP),

@@ -5,58 +5,134 @@ Collectives cannot be trusted with this: gloo notices only when it next talks to
 
 import logging
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
-from services.trainer.control import ControlGroup
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 logger = logging.getLogger(__name__)
 
+MEET_S = 120.0
+"""How long the ranks wait for each other: they start together, but import torch on machines of different speed."""
+
+_PORT = "fovea/peers"
+_STOP = b"s"
+_PEER = struct.Struct("<ii")
+_KEEPALIVE = {
+    socket.SO_KEEPALIVE: (socket.SOL_SOCKET, 1),
+    socket.TCP_KEEPIDLE: (socket.IPPROTO_TCP, 10),
+    socket.TCP_KEEPINTVL: (socket.IPPROTO_TCP, 5),
+    socket.TCP_KEEPCNT: (socket.IPPROTO_TCP, 4),
+    socket.TCP_USER_TIMEOUT: (socket.IPPROTO_TCP, 30_000),
+}
+"""A machine that falls silent closes no socket: 30 s later the kernel does."""
+
+
+class Peer(NamedTuple):
+    """A rank, and the node that it runs on."""
+
+    rank: int
+    node: int
+
 
 class PeerWatch:
-    """One connection between rank 0 and each other rank, on which nothing is ever sent.
+    """One connection between rank 0 and each other rank, made before anything that can wait for a rank in vain.
+
+    Nothing is sent on it, but by rank 0 who is gone, and by others that their node was told to stop.
 
     Args:
-        control: Used once, to tell the port.
+        store: Where rank 0 tells its port.
+        me: This rank.
+        world_size: How many ranks there are.
         host: Address of rank 0.
         on_lost: Called once, from another thread, with the rank that is gone.
+        on_stop: On rank 0, called from other threads with a rank whose node was told to stop.
 
-    Raises OSError if a connection cannot be made within a minute.
+    Raises RuntimeError that names the ranks which did not come within `MEET_S`, OSError if rank 0 cannot be reached.
     """
 
-    def __init__(self, control: ControlGroup, host: str, on_lost: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        me: Peer,
+        world_size: int,
+        host: str,
+        on_lost: Callable[[Peer], None],
+        on_stop: Callable[[Peer], None],
+    ) -> None:
         self._on_lost = on_lost
+        self._on_stop = on_stop
         self._closing = False
         self._lost = threading.Lock()
-        if control.rank == 0:
+        if me.rank == 0:
             with socket.create_server((host, 0)) as listener:
-                listener.settimeout(60)
-                control.broadcast(listener.getsockname()[1])
-                self._sockets = dict(_accept(listener) for _ in range(control.world_size - 1))
+                store.set(_PORT, str(listener.getsockname()[1]))
+                self._sockets = _accept(listener, world_size)
         else:
-            port: int = control.broadcast(None)
-            connection = socket.create_connection((host, port), timeout=60)
-            connection.sendall(control.rank.to_bytes(4, "little"))
-            self._sockets = {0: connection}
-        for rank, connection in self._sockets.items():
+            connection = socket.create_connection((host, int(store.get(_PORT))), timeout=MEET_S)
+            connection.sendall(_PEER.pack(*me))
+            self._sockets = {Peer(0, 0): connection}
+        for peer, connection in self._sockets.items():
             connection.settimeout(None)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            threading.Thread(target=self._watch, args=(rank, connection), name=f"peer-{rank}", daemon=True).start()
+            for name, (level, value) in _KEEPALIVE.items():
+                connection.setsockopt(level, name, value)
+            watch = self._watch if me.rank == 0 else self._watch_first
+            threading.Thread(target=watch, args=(peer, connection), name=f"peer-{peer.rank}", daemon=True).start()
+
+    def tell_stop(self) -> None:
+        """Tells rank 0 that this node was told to stop."""
+        for connection in self._sockets.values():
+            connection.sendall(_STOP)
 
     def close(self) -> None:
         """Ends the watch: connections that close from now on mean nothing."""
         self._closing = True
 
-    def _watch(self, rank: int, connection: socket.socket) -> None:
+    def _watch(self, peer: Peer, connection: socket.socket) -> None:
+        while _receive(connection, len(_STOP)) == _STOP:
+            self._on_stop(peer)
+        self._is_lost(peer)
+
+    def _watch_first(self, first: Peer, connection: socket.socket) -> None:
+        said = _receive(connection, _PEER.size)
+        self._is_lost(Peer(*_PEER.unpack(said)) if len(said) == _PEER.size else first)
+
+    def _is_lost(self, lost: Peer) -> None:
+        if self._closing or not self._lost.acquire(blocking=False):
+            return
+        for peer, connection in self._sockets.items():
+            if lost != peer and peer.rank != 0:
+                try:
+                    connection.sendall(_PEER.pack(*lost))
+                except OSError as error:
+                    logger.debug("connection to rank %d: %s", peer.rank, error)
+        self._on_lost(lost)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """What comes, less if the peer is gone."""
+    try:
+        return connection.recv(size, socket.MSG_WAITALL)
+    except OSError as error:
+        logger.debug("connection to %s: %s", connection, error)
+        return b""
+
+
+def _accept(listener: socket.socket, world_size: int) -> dict[Peer, socket.socket]:
+    deadline = time.monotonic() + MEET_S
+    found: dict[Peer, socket.socket] = {}
+    while len(found) < world_size - 1:
         try:
-            connection.recv(1)
-        except OSError as error:
-            logger.debug("connection to rank %d: %s", rank, error)
-        if not self._closing and self._lost.acquire(blocking=False):
-            self._on_lost(rank)
-
-
-def _accept(listener: socket.socket) -> tuple[int, socket.socket]:
-    connection, _ = listener.accept()
-    connection.settimeout(60)
-    return int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little"), connection
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            connection, _ = listener.accept()
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            said = connection.recv(_PEER.size, socket.MSG_WAITALL)
+            if len(said) == _PEER.size:
+                found[Peer(*_PEER.unpack(said))] = connection
+        except TimeoutError:
+            missing = sorted(set(range(1, world_size)) - {peer.rank for peer in found})
+            raise RuntimeError(f"ranks {missing} of {world_size} did not come within {MEET_S:.0f} s") from None
+    return found

@@ -18,8 +18,10 @@ from fovea.runtime.server import ServiceServer
 from fovea.wire.errors import Unavailable
 from services.trainer import telemetry
 from services.trainer.command_queue import CommandQueue
+from services.trainer.launch import LEAVE_S
+from services.trainer.peers import Peer
 from services.trainer.push import Pusher
-from services.trainer.rank import Rank
+from services.trainer.rank import Rank, is_first_of_node, node
 from services.trainer.servicer import SERVICE, TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfer import TransferGroups
@@ -29,29 +31,12 @@ logger = logging.getLogger(__name__)
 LINGER_S = 1.0
 """How long a broken trainer tells callers what has happened before it ends."""
 
-LEAVE_S = 8.0
-"""How long the ranks get to leave together after the last call has ended; torchrun kills after 30 s."""
-
 
 def follower_process(settings: TrainerSettings) -> NoReturn:
     """Runs a rank other than 0 until rank 0 says so, or is gone."""
-    # The signal comes to rank 0 too, which finishes what runs and then tells everybody.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
-
-    def lost(rank: int) -> None:
-        logger.error("rank %d is gone: leaving", rank)
-        os._exit(1)
-
-    rank = Rank(settings, lost, None)
-    try:
-        rank.start()
-        rank.follow()
-    except Exception:
-        logger.exception("this rank failed: the trainer ends")
-        _exit(1)
-    _exit(0)
+    asyncio.run(_Follower(settings).run())
+    raise AssertionError("the rank's thread ends the process")
 
 
 def leader_process(settings: TrainerSettings) -> NoReturn:
@@ -69,13 +54,64 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
+class _Follower:
+    """A rank other than 0. The first of its node answers health checks and shows metrics: its pod has nobody else."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._settings = settings
+        self._told = False
+        self._rank = Rank(settings, self._peer_lost, lambda peer: None, None)
+        self._server: ServiceServer | None = None
+
+    async def run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        if is_first_of_node():
+            # Nothing is called here that could begin or continue a trace.
+            self._server = ServiceServer(self._settings.model_copy(update={"trace_endpoint": ""}), [])
+            await self._server.start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._asked_to_stop)
+        threading.Thread(target=self._rank_thread, name="rank", daemon=True).start()
+        await asyncio.Event().wait()
+
+    def _rank_thread(self) -> None:
+        try:
+            self._rank.start()
+            if self._server:
+                asyncio.run_coroutine_threadsafe(self._server.set_serving(True), self._loop)
+            self._rank.follow()
+        except Exception:
+            logger.exception("this rank failed: the trainer ends")
+            _exit(1)
+        if self._told or node() == 0:
+            _exit(0)
+        logger.warning("the trainer was told to stop on another node: this one ends with it")
+        _exit(1)
+
+    def _asked_to_stop(self) -> None:
+        """Rank 0, which may be on another node, finishes what runs and then tells everybody."""
+        self._told = True
+        if not is_first_of_node():
+            return
+        try:
+            if not self._rank.tell_stop():
+                _exit(0)
+        except OSError as error:
+            logger.debug("rank 0 has gone already: %s", error)
+
+    def _peer_lost(self, peer: Peer) -> None:
+        logger.error("rank %d is gone, on node %d: leaving", *peer)
+        _exit(1)
+
+
 class _Leader:
     def __init__(self, settings: TrainerSettings) -> None:
         self._settings = settings
         self._status = 0
         self._queue = CommandQueue(settings.heartbeat_s)
         self._groups = TransferGroups(_transfer_address(settings))
-        self._rank = Rank(settings, self._peer_lost, self._groups)
+        self._told = False
+        self._rank = Rank(settings, self._peer_lost, self._peer_stops, self._groups)
         self._loaded: Future[None] = Future()
         self._left = threading.Event()
 
@@ -93,21 +129,21 @@ class _Leader:
         await self._server.run_until_stopped()
         serving.cancel()
         await pusher.close()
-        return await self._leave()
+        await self._leave()
+        return self._status or int(not self._told)
 
     async def _serve_when_loaded(self) -> None:
         await asyncio.wrap_future(self._loaded)
         self._queue.open()
         await self._server.set_serving(True)
 
-    async def _leave(self) -> int:
+    async def _leave(self) -> None:
         if not self._loaded.done() or self._status:
-            return self._status
+            return
         self._queue.shut_down()
         left = await asyncio.to_thread(self._left.wait, LEAVE_S)
         if not left:
             logger.warning("a command still runs: leaving without it")
-        return self._status
 
     def _rank_thread(self) -> None:
         try:
@@ -119,9 +155,15 @@ class _Leader:
             self._break_down("rank 0 of the trainer failed; it restarts without its models")
         self._left.set()
 
-    def _peer_lost(self, rank: int) -> None:
-        logger.error("rank %d is gone: the trainer ends", rank)
-        self._break_down(f"rank {rank} of the trainer died; it restarts without its models")
+    def _peer_lost(self, peer: Peer) -> None:
+        logger.error("rank %d is gone, on node %d: the trainer ends", *peer)
+        self._break_down(f"rank {peer.rank} of the trainer died; it restarts without its models")
+
+    def _peer_stops(self, peer: Peer) -> None:
+        if self._status:  # torchrun stops the ranks beside one that has died
+            return
+        logger.warning("node %d was told to stop: the trainer ends what runs, then itself", peer.node)
+        self._loop.call_soon_threadsafe(self._server.request_stop)
 
     def _break_down(self, message: str) -> None:
         self._status = 1
@@ -131,6 +173,7 @@ class _Leader:
         self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, self._server.request_stop)
 
     def _asked_to_stop(self) -> None:
+        self._told = True
         # torchrun sends the signal too when a rank has died: callers are being told, and the stop is near.
         if not self._status:
             self._server.request_stop()

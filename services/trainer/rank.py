@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.wire.errors import FoveaError, Unavailable
@@ -19,7 +20,7 @@ from services.trainer.command_queue import CommandQueue, Job, settle
 from services.trainer.commands import Command, DeleteModel, Shutdown
 from services.trainer.control import ControlGroup
 from services.trainer.engine import Engine
-from services.trainer.peers import PeerWatch
+from services.trainer.peers import MEET_S, Peer, PeerWatch
 from services.trainer.profiling import CommandProfiler
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfer import TransferGroups
@@ -34,17 +35,24 @@ class Rank:
 
     Args:
         settings: As given at start.
-        on_peer_lost: Called with the number of a rank that died, from another thread.
+        on_peer_lost: Called with a rank that died, from another thread.
+        on_peer_stop: On rank 0, called from another thread with a rank whose node was told to stop.
         groups: Transfer groups; on rank 0 only.
     """
 
     def __init__(
-        self, settings: TrainerSettings, on_peer_lost: Callable[[int], None], groups: TransferGroups | None
+        self,
+        settings: TrainerSettings,
+        on_peer_lost: Callable[[Peer], None],
+        on_peer_stop: Callable[[Peer], None],
+        groups: TransferGroups | None,
     ) -> None:
         self._settings = settings
         self._on_peer_lost = on_peer_lost
+        self._on_peer_stop = on_peer_stop
         self._groups = groups
         self._profiler = CommandProfiler(settings.profile, settings.profile_first)
+        self._peers: PeerWatch | None = None
         self.engine: Engine
 
     def start(self) -> None:
@@ -52,18 +60,27 @@ class Rank:
         settings = self._settings
         torch.set_num_threads(settings.threads)
         device = _device(settings)
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=MEET_S)))
+        me = Peer(rank, node())
+        self._peers = PeerWatch(
+            store, me, world_size, os.environ["MASTER_ADDR"], self._on_peer_lost, self._on_peer_stop
+        )
+        timeout = timedelta(seconds=settings.collective_timeout_s)
+        store.set_timeout(timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=settings.collective_timeout_s),
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
         self._control = ControlGroup()
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self._peers = PeerWatch(self._control, host, self._on_peer_lost)
         model_dir = self._control.agree(lambda: resolve_model(settings.model))
-        if self._control.rank == 0 and device.type == "cuda":
+        if is_first_of_node() and device.type == "cuda":
             show_gpu_memory()
-        telemetry.RANKS.set(self._control.world_size)
+        if rank == 0:
+            telemetry.RANKS.set(world_size)
         started = time.perf_counter()
         self.engine = Engine(settings, model_dir, self._control, device, self._groups)
         self.engine.warm_up()
@@ -88,6 +105,14 @@ class Rank:
                 self.engine.execute(command)
             except FoveaError as error:
                 logger.debug("%s refused: %s", type(command).__name__, error)
+            _show_peak()
+
+    def tell_stop(self) -> bool:
+        """Tells rank 0 that this node was told to stop; False if they have not met yet. From any thread."""
+        if self._peers is None:
+            return False
+        self._peers.tell_stop()
+        return True
 
     def _run(self, job: Job) -> None:
         name = type(job.command).__name__
@@ -108,12 +133,12 @@ class Rank:
             telemetry.MODELS.set(len(self.engine.models))
             if isinstance(job.command, DeleteModel):
                 telemetry.forget_model(job.command.model_id)
-            if torch.cuda.is_available():
-                telemetry.GPU_PEAK.set(torch.cuda.max_memory_allocated())
+            _show_peak()
             settle(job.result, result)
 
     def _leave(self) -> None:
-        self._peers.close()
+        if self._peers:
+            self._peers.close()
         self._control.barrier()
         dist.destroy_process_group()
 
@@ -133,6 +158,21 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def node() -> int:
+    """The node that this rank runs on."""
+    return int(os.environ["GROUP_RANK"])
+
+
+def is_first_of_node() -> bool:
+    """Whether this rank is the one of its node that shows health and metrics."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _show_peak() -> None:
+    if torch.cuda.is_available():
+        telemetry.GPU_PEAK.set(torch.cuda.max_memory_allocated())
 
 
 def _device(settings: TrainerSettings) -> torch.device:

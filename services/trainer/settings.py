@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from fovea.runtime.settings import ServiceSettings
@@ -16,7 +16,12 @@ class TrainerSettings(ServiceSettings):
 
     model: str = Field(description="Directory or hub name of the base model.")
     renderer: str = Field("", description="host:port of a renderer, for images that name no source of their tensors.")
-    ranks: int = Field(2, ge=1, le=64, description="Processes on this machine when not started by torchrun.")
+    ranks: int = Field(2, ge=1, le=64, description="Processes of each node when not started by torchrun.")
+    nodes: int = Field(1, ge=1, description="Machines, or pods, that train together; each runs this command.")
+    node_rank: int = Field(0, ge=0, description="Which of the nodes this is; node 0 serves, all compute.")
+    master_addr: str = Field("", validate_default=True, description="Address at which the nodes reach node 0.")
+    master_port: int = Field(29500, ge=1, le=65535, description="Port at which the nodes meet on node 0.")
+    rendezvous_timeout_s: float = Field(600.0, gt=0, description="Seconds that nodes wait for each other at the start.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where to compute; auto takes GPUs if there are any."
     )
@@ -70,3 +75,17 @@ class TrainerSettings(ServiceSettings):
     profile_first: int = Field(
         5, ge=1, description="The first forward_backward or optim_step that --profile looks at, counted from 1."
     )
+
+    @field_validator("node_rank")
+    @classmethod
+    def _check_node_rank(cls, value: int, info: ValidationInfo) -> int:
+        if value >= info.data.get("nodes", value + 1):
+            raise ValueError(f"{value} is not below --nodes, {info.data['nodes']}; nodes count from 0")
+        return value
+
+    @field_validator("master_addr")
+    @classmethod
+    def _check_master_addr(cls, value: str, info: ValidationInfo) -> str:
+        if not value and info.data.get("nodes", 1) > 1:
+            raise ValueError(f"--nodes is {info.data['nodes']}; give the address at which they reach node 0")
+        return value

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the trainer, on rank 0."""
+"""Prometheus metrics of the trainer: on rank 0; of its own share, on the first rank of every other node."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -22,7 +22,9 @@ LOGPROB_GAP = Gauge(
     "advantage of the last call, by model.",
     ["model"],
 )
-FEATURES = Counter("fovea_trainer_features_total", "Images that rank 0 needed the tensors of.", ["result"])
+FEATURES = Counter(
+    "fovea_trainer_features_total", "Images that the first rank of a node needed the tensors of.", ["result"]
+)
 TOKENS = Counter("fovea_trainer_tokens_total", "Tokens computed.", ["backward"])
 DATUMS = Counter("fovea_trainer_datums_total", "Datums computed.", ["backward"])
 PACKING = Gauge("fovea_trainer_packing_efficiency", "Share of micro-batch capacity that the last call used.")
@@ -32,7 +34,7 @@ PUSHED_BYTES = Counter("fovea_trainer_pushed_bytes_total", "Bytes of snapshots t
 PUSH_SECONDS = Histogram(
     "fovea_trainer_push_seconds", "Seconds of a push to all samplers.", buckets=(0.02, 0.1, 0.3, 1, 3, 10, 30, 100)
 )
-GPU_PEAK = Gauge("fovea_trainer_gpu_peak_bytes", "The most GPU memory that rank 0 has used at once.")
+GPU_PEAK = Gauge("fovea_trainer_gpu_peak_bytes", "The most GPU memory that a node's first rank has used at once.")
 
 
 def forget_model(model_id: str) -> None:

@@ -44,7 +44,8 @@ def test_golden(chart: Chart, value_set: str) -> None:
         ("model.volume.sise=1Gi", ["/model/volume", "sise"]),
         ("sampler.replicas=many", ["/sampler/replicas", "got string, want integer"]),
         ("sampler.settings.max_lora_rank=9", ["/sampler/settings/max_lora_rank", "must be one of 8, 16"]),
-        ("trainer.drainSeconds=60", ["/trainer/drainSeconds", "maximum: got 60, want 20"]),
+        ("trainer.drainSeconds=4000", ["/trainer/drainSeconds", "maximum: got 4,000, want 3,600"]),
+        ("trainer.settings.node_rank=1", ["/trainer/settings", "node_rank"]),
         ("checkpoints.volume.size=big", ["/checkpoints/volume/size", "'big' does not match pattern"]),
         ("checkpoints.volume.size=", ["checkpoints: set checkpoints.url"]),
         ("database.volume.size=", ["database: set database.secret"]),
@@ -65,7 +66,9 @@ def test_environment_is_settings(manifests: list[Manifest], monkeypatch: pytest.
         service = container(pod)
         settings = SETTINGS[service["name"]]
         prefix = settings.model_config["env_prefix"]
-        variables = {item["name"]: item.get("value", '["tml-x"]') for item in service["env"]}
+        variables = {
+            item["name"]: item["value"] if "value" in item else _injected(item["valueFrom"]) for item in service["env"]
+        }
         ours = {name for name in variables if name.startswith("FOVEA_")}
         assert ours - {TRACE_VARIABLE} <= {prefix + field.upper() for field in settings.model_fields}
         with monkeypatch.context() as patch:
@@ -76,6 +79,12 @@ def test_environment_is_settings(manifests: list[Manifest], monkeypatch: pytest.
         assert read.trace_endpoint == "http://collector:4317"
 
 
+def _injected(source: Manifest) -> str:
+    """What the cluster could put there: the number of a pod, or an entry of a secret."""
+    field = source.get("fieldRef", {}).get("fieldPath", "")
+    return "1" if "pod-index" in field else '["tml-x"]'
+
+
 def test_ports_are_those_that_the_service_listens_on(manifests: list[Manifest]) -> None:
     for name, pod in pods(manifests).items():
         service = container(pod)
@@ -83,10 +92,8 @@ def test_ports_are_those_that_the_service_listens_on(manifests: list[Manifest]) 
         variables = {
             item["name"].split("_", 2)[2]: item.get("value") for item in service["env"] if "_" in item["name"][6:]
         }
-        if name == "fovea-trainer-worker":
-            assert not ports
-            assert "startupProbe" not in service
-        elif name == "fovea-gateway":
+        assert str(ports["metrics"]) == variables["METRICS_PORT"] == "9090"
+        if name == "fovea-gateway":
             assert (variables["PORT"], variables["GRPC_PORT"]) == (str(ports["rest"]), str(ports["grpc"]))
         else:
             assert variables["PORT"] == str(ports["grpc"])
@@ -150,9 +157,13 @@ def test_two_nodes_meet_at_pod_0(chart: Chart) -> None:
     leader, worker = sets["fovea-trainer"]["spec"], sets["fovea-trainer-worker"]["spec"]
     assert (leader["replicas"], leader["ordinals"]["start"]) == (1, 0)
     assert (worker["replicas"], worker["ordinals"]["start"]) == (1, 1)
-    commands = [container(spec["template"])["command"] for spec in (leader, worker)]
-    assert commands[0] == commands[1]
-    assert "--master-addr=fovea-trainer-0.fovea-trainer.ml.svc" in commands[0]
+    first, other = (container(spec["template"]) for spec in (leader, worker))
+    assert first == other
+    assert "command" not in first
+    variables = {item["name"].removeprefix("FOVEA_TRAINER_"): item for item in first["env"]}
+    assert variables["NODES"]["value"] == "2"
+    assert variables["MASTER_ADDR"]["value"] == "fovea-trainer-0.fovea-trainer.ml.svc"
+    assert "pod-index" in variables["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
     assert leader["serviceName"] == worker["serviceName"] == "fovea-trainer"
     assert of_kind(manifests, "Service")["fovea-trainer"]["spec"]["publishNotReadyAddresses"] is True
     assert of_kind(manifests, "PodGroup")["fovea-trainer"]["spec"]["minMember"] == 2

@@ -1,9 +1,8 @@
 {{/* A pod of any service: (dict "root" $ "component" "sampler" "role" "leader"). The service's own file defines
-`fovea.<component>.env`, `.ports` and `.probes`; role "worker" is a trainer pod that serves nothing. */}}
+`fovea.<component>.env`, `.ports` and `.probes`; role "worker" is a trainer pod that the gateway does not call. */}}
 {{- define "fovea.pod" -}}
 {{- $root := .root -}}
 {{- $values := index .root.Values .component -}}
-{{- $serves := ne .role "worker" -}}
 {{- $hasModel := ne .component "gateway" -}}
 {{- $hasGpu := has .component (list "sampler" "trainer") -}}
 {{- /* Until nobody is sent here any more; with PostgreSQL, until the next gateway has started. */ -}}
@@ -55,20 +54,15 @@ spec:
     - name: {{ .component }}
       image: {{ $root.Values.image.repository }}/{{ .component }}:{{ $root.Values.image.tag | default $root.Chart.AppVersion }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-      {{- with .command }}
-      command: {{- toYaml . | nindent 8 }}
-      {{- end }}
       env: {{- include "fovea.env" . | nindent 8 }}
       {{- if and $root.Values.checkpoints.secret (has .component (list "gateway" "trainer")) }}
       envFrom:
         - secretRef: {name: {{ $root.Values.checkpoints.secret }}}
       {{- end }}
-      {{- if $serves }}
       ports:
         {{- include (printf "fovea.%s.ports" .component) $root | nindent 8 }}
         - {name: metrics, containerPort: 9090}
       {{- include (printf "fovea.%s.probes" .component) $root | nindent 6 }}
-      {{- end }}
       {{- if ne .component "trainer" }}
       lifecycle:
         preStop: {sleep: {seconds: {{ $lead }}}}

@@ -1,0 +1,41 @@
+"""Two nodes on one machine: what two pods run, with their own ports."""
+
+import socket
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.trainer.trainer_process import TrainerProcess
+
+
+class TwoNodes:
+    """A trainer of two nodes with `ranks` ranks each; node 0 serves."""
+
+    def __init__(self, model_dir: Path, folder: Path, ranks: int, *arguments: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        meeting = ["--nodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+        self.leader, self.follower = (
+            TrainerProcess(
+                model_dir,
+                folder / f"node-{node}.log",
+                *[*meeting, "--node-rank", str(node), "--metrics-port", "0", *arguments],
+                ranks=ranks,
+            )
+            for node in (0, 1)
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        """The launchers and their ranks."""
+        launchers = [psutil.Process(node.process.pid) for node in (self.leader, self.follower)]
+        return [process for root in launchers for process in (root, *root.children(recursive=True))]
+
+    def logs(self) -> str:
+        """What both have said."""
+        return "".join(node.log.read_text() for node in (self.leader, self.follower))
+
+    def kill(self) -> None:
+        """Ends the launchers, and with them their ranks."""
+        for node in (self.leader, self.follower):
+            node.process.kill()
+            node.process.wait()

@@ -1,0 +1,50 @@
+"""The connections between rank 0 and the others, over real sockets; who dies is tested with real ranks."""
+
+import queue
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from services.trainer import peers
+from services.trainer.peers import Peer, PeerWatch
+
+
+class Ranks:
+    """Ranks as threads of this process, two a node."""
+
+    def __init__(self, world_size: int) -> None:
+        self.lost: queue.Queue[tuple[int, Peer]] = queue.Queue()
+        self.stops: queue.Queue[tuple[int, Peer]] = queue.Queue()
+        self._threads = ThreadPoolExecutor(world_size)
+        self._world_size = world_size
+        self._store = HashStore()
+
+    def start(self, rank: int) -> Future[PeerWatch]:
+        return self._threads.submit(
+            PeerWatch,
+            self._store,
+            Peer(rank, rank // 2),
+            self._world_size,
+            "127.0.0.1",
+            lambda peer: self.lost.put((rank, peer)),
+            lambda peer: self.stops.put((rank, peer)),
+        )
+
+
+def test_a_stop_reaches_rank_0_and_says_whose() -> None:
+    ranks = Ranks(4)
+    watches = [future.result() for future in [ranks.start(rank) for rank in range(4)]]
+    watches[2].tell_stop()
+    watches[3].tell_stop()
+    assert {ranks.stops.get(timeout=30), ranks.stops.get(timeout=30)} == {(0, Peer(2, 1)), (0, Peer(3, 1))}
+    assert ranks.lost.empty()
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "MEET_S", 3.0)
+    ranks = Ranks(4)
+    first, second = ranks.start(0), ranks.start(2)
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] of 4 did not come within 3 s"):
+        first.result()
+    assert second.result()
