@@ -4,13 +4,18 @@ other devices than 0,1.
 
 import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.client import Bench
 from benchmarks.shapes import build
+from fovea.cli.ports import free_ports
 from tests.e2e.stack import Stack, running_stack
 
 FIRST, SECOND = os.environ.get("FOVEA_GPUS", "0,1").split(",")
@@ -18,6 +23,7 @@ LAYOUTS = {
     "one GPU, gloo": (1, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", FIRST]),
     "two GPUs, NCCL": (2, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", SECOND]),
     "two ranks, NCCL": (2, ["--ranks", "2", "--trainer-gpus", f"{FIRST},{SECOND}", "--sampler-gpus", SECOND]),
+    "two nodes, NCCL": (2, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", SECOND]),
 }
 
 
@@ -38,8 +44,29 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     if torch.cuda.device_count() < gpu_count:
         pytest.skip(f"needs {gpu_count} GPUs, this machine has {torch.cuda.device_count()}")
     os.environ |= {"FOVEA_SAMPLER_EAGER": "true", "FOVEA_SAMPLER_GPU_MEMORY_FRACTION": "0.4"}
-    with running_stack(request.getfixturevalue("model"), *arguments) as stack:
+    model = request.getfixturevalue("model")
+    others = second_node(model) if "nodes" in request.param else nullcontext()
+    with others, running_stack(model, *arguments) as stack:
         yield stack
+
+
+@contextmanager
+def second_node(model: pathlib.Path) -> Iterator[None]:
+    """A trainer's node of one rank on the second GPU; a Fovea that starts meanwhile has the first node."""
+    meeting = {
+        "FOVEA_TRAINER_NODES": "2",
+        "FOVEA_TRAINER_MASTER_ADDR": "127.0.0.1",
+        "FOVEA_TRAINER_MASTER_PORT": str(free_ports(1)[0]),
+    }
+    with mock.patch.dict(os.environ, meeting):
+        own = {"FOVEA_TRAINER_NODE_RANK": "1", "CUDA_VISIBLE_DEVICES": SECOND}
+        command = [sys.executable, "-m", "services.trainer", "--model", str(model), "--ranks", "1"]
+        node = subprocess.Popen(command, env=os.environ | own)
+        try:
+            yield
+        finally:
+            node.terminate()
+            node.wait(90)
 
 
 @pytest.fixture
