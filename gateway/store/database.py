@@ -1,4 +1,5 @@
-"""One database, one writer. Writes are committed in groups, so that a thousand submissions cost a few commits.
+"""One database, one writer. Writes are committed in groups, and those that are alike (`Each`) share statements, so that
+a thousand submissions cost a few of either.
 
 Every write goes through a queue to the one thread that holds the write connection; SQLite therefore never sees two
 writers and never answers "database is locked". Reads have threads and connections of their own and see committed state.
