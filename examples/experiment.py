@@ -35,8 +35,8 @@ WARM_UP_ADAM = tinker.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
 SHOWN = 64
 
 
-def read_arguments(about: str, *, steps: int, warm_up: int) -> argparse.Namespace:
-    """Of the command line. `steps` and `warm_up` are defaults."""
+def read_arguments(about: str, *, steps: int, warm_up: int, stages: int = 1) -> argparse.Namespace:
+    """Of the command line. `steps` and `warm_up` are defaults; each of the `stages` needs a step."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--base-url", help="of a Tinker server; default: TINKER_BASE_URL")
     parser.add_argument("--api-key", help="default: TINKER_API_KEY")
@@ -46,7 +46,10 @@ def read_arguments(about: str, *, steps: int, warm_up: int) -> argparse.Namespac
     parser.add_argument("--warm-up", type=int, default=warm_up, help="steps that teach the format (%(default)s)")
     parser.add_argument("--held-out", type=int, default=200, help="episodes of each measurement (%(default)s)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("examples/out"))
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.steps < stages:
+        parser.error(f"--steps is {arguments.steps}; it must be {stages} or more, one for each stage")
+    return arguments
 
 
 class Experiment:

@@ -247,7 +247,7 @@ class Gateway:
             except FoveaError:
                 logger.info("waiting for the renderer")
             else:
-                if self.trainer.is_up and self.samplers.up:
+                if self.trainer.up and self.samplers.up:
                     await self.grpc.set_serving(True)
                     return
             await asyncio.sleep(0.5)

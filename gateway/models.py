@@ -24,18 +24,19 @@ class Models:
     async def add(self, model: Model) -> Model:
         """Keeps a new model; returns the one that has its id already, if there is one."""
         if not await self._database.write(lambda connection: rows.insert(connection, model)):
-            return await self._load(model.model_id)
+            return await self.load(model.model_id)
         self._models[model.model_id] = model
         return model
 
     async def get(self, caller: Caller, model_id: str) -> Model:
         """A model of the caller. Raises NotFound, also for somebody else's."""
-        model = await self._load(model_id)
+        model = await self.load(model_id)
         if model.owner != caller.owner:
             raise _unknown(model_id)
         return model
 
-    async def _load(self, model_id: str) -> Model:
+    async def load(self, model_id: str) -> Model:
+        """A model by id, whoever owns it. Raises NotFound."""
         model = self._models.get(model_id)
         if model is None:
             model = await self._database.read(lambda connection: rows.get(connection, model_id))
@@ -43,10 +44,6 @@ class Models:
                 raise _unknown(model_id)
             model = self._models.setdefault(model_id, model)
         return model
-
-    async def load(self, model_id: str) -> Model:
-        """A model by id, whoever owns it. Raises NotFound."""
-        return await self._load(model_id)
 
     def cached(self, model_id: str) -> Model:
         """A model that is in use, so in memory."""

@@ -175,7 +175,12 @@ class Sampling:
         await self._check_usable(caller, sampling)
         if rejection := self._rejection(request):
             raise rejection
-        work = SampleWork(f"{sampling.sampling_session_id}:{uuid.uuid4().hex[:12]}", sampling, request)
+        sampling_id = sampling.sampling_session_id
+        pending = Pending(
+            f"{sampling_id}:{uuid.uuid4().hex[:12]}", Kind.SAMPLE, caller.owner, sampling.session_id, sampling_id,
+            seq_id=0, request=None,
+        )  # fmt: skip
+        work = SampleWork(pending, sampling, request, at_once=False)
         is_begun = False
         async for event in self._runner.stream(work):
             if request.HasField("target_table") and not is_begun:
@@ -252,7 +257,7 @@ class Sampling:
         sampling = await self.get(Caller(pending.owner), pending.scope)
         version = identity.version_of(sampling.snapshot_id)
         pending.sampled = version[0] if version else sampling.base_model
-        return await self._runner.collect(SampleWork(pending.future_id, sampling, request, pending))
+        return await self._runner.collect(SampleWork(pending, sampling, request, at_once=True))
 
     async def _push(self, snapshot_id: str, kept: KeptSnapshot) -> None:
         self._snapshots.remember(kept)

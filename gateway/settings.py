@@ -60,8 +60,10 @@ class GatewaySettings(ServiceSettings):
     )
     trainer_wait_s: float = Field(5.0, ge=0, description="How long a command waits for an unreachable trainer.")
     sampler_concurrency: int = Field(256, gt=0, description="Requests in one sampler at once; the rest queue here.")
+    renderer_concurrency: int = Field(
+        32, gt=0, description="Render calls in one renderer at once; the rest queue here."
+    )
     max_pending: int = Field(20_000, gt=0, description="Unfinished requests above which new samples are told to wait.")
-    renderer_concurrency: int = Field(32, gt=0, description="Render calls in flight at once.")
     default_lora_alpha: float = Field(32.0, gt=0, description="LoRA alpha of models created over REST.")
     train_vision: bool = Field(False, description="Whether REST-created LoRA models also adapt the vision tower.")
     sdk_flags: dict[str, bool | int | str] = Field({}, description="Overrides of client/config's flags, as JSON.")

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from google.protobuf.message import Message
 
@@ -23,6 +23,22 @@ from gateway.store.models import Model, ModelState
 from gateway.store.sessions import Session
 
 logger = logging.getLogger(__name__)
+
+
+Command = (
+    gateway_pb2.SubmitOptimStepRequest
+    | gateway_pb2.SubmitSaveStateRequest
+    | gateway_pb2.SubmitLoadStateRequest
+    | gateway_pb2.SubmitSaveForSamplerRequest
+    | gateway_pb2.SubmitSaveExternalRequest
+)
+_KINDS: Mapping[type[Command], Kind] = {
+    gateway_pb2.SubmitOptimStepRequest: Kind.OPTIM_STEP,
+    gateway_pb2.SubmitSaveStateRequest: Kind.SAVE_STATE,
+    gateway_pb2.SubmitLoadStateRequest: Kind.LOAD_STATE,
+    gateway_pb2.SubmitSaveForSamplerRequest: Kind.SAVE_FOR_SAMPLER,
+    gateway_pb2.SubmitSaveExternalRequest: Kind.SAVE_EXTERNAL,
+}
 
 
 class Training:
@@ -78,36 +94,9 @@ class Training:
         kind = Kind.FORWARD_BACKWARD if header.backward else Kind.FORWARD
         return await self._submit(caller, kind, header.model_id, header.seq_id, parts, rejection)
 
-    async def submit_optim_step(
-        self, caller: Caller, request: gateway_pb2.SubmitOptimStepRequest, rejection: FoveaError | None = None
-    ) -> str:
-        """Accepts a step. Raises as above."""
-        return await self._submit(caller, Kind.OPTIM_STEP, request.model_id, request.seq_id, [request], rejection)
-
-    async def submit_save_state(
-        self, caller: Caller, request: gateway_pb2.SubmitSaveStateRequest, rejection: FoveaError | None = None
-    ) -> str:
-        """Accepts a checkpoint. Raises as above."""
-        return await self._submit(caller, Kind.SAVE_STATE, request.model_id, request.seq_id, [request], rejection)
-
-    async def submit_load_state(
-        self, caller: Caller, request: gateway_pb2.SubmitLoadStateRequest, rejection: FoveaError | None = None
-    ) -> str:
-        """Accepts a load into a model. Raises as above."""
-        return await self._submit(caller, Kind.LOAD_STATE, request.model_id, request.seq_id, [request], rejection)
-
-    async def submit_save_for_sampler(
-        self, caller: Caller, request: gateway_pb2.SubmitSaveForSamplerRequest, rejection: FoveaError | None = None
-    ) -> str:
-        """Accepts a snapshot. Raises as above."""
-        kind = Kind.SAVE_FOR_SAMPLER
-        return await self._submit(caller, kind, request.model_id, request.seq_id, [request], rejection)
-
-    async def submit_save_external(
-        self, caller: Caller, request: gateway_pb2.SubmitSaveExternalRequest, rejection: FoveaError | None = None
-    ) -> str:
-        """Accepts an export. Raises as above."""
-        return await self._submit(caller, Kind.SAVE_EXTERNAL, request.model_id, request.seq_id, [request], rejection)
+    async def submit(self, caller: Caller, request: Command, rejection: FoveaError | None = None) -> str:
+        """Accepts any other command. Raises as above."""
+        return await self._submit(caller, _KINDS[type(request)], request.model_id, request.seq_id, [request], rejection)
 
     async def _submit(
         self,

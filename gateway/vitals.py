@@ -58,7 +58,7 @@ class Vitals:
             lags[sampler.address,] = self._versions.lag((sampler.residency.resident or "", *sampler.adapters))
         self._lag.set(lags)
         metrics.REPLICAS.labels("trainer", "known").set(1)
-        metrics.REPLICAS.labels("trainer", "up").set(self._trainer.is_up)
+        metrics.REPLICAS.labels("trainer", "up").set(self._trainer.up)
         self._note_restart()
         usage = shutil.disk_usage(self._state_dir)
         metrics.STATE_BYTES.labels("size").set(usage.total)

@@ -7,8 +7,10 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tinyvlm.cache import cache_directory
+
 _MODULE = Path(__file__).parent
-FOLDER = Path(os.environ.get("FOVEA_K8S_HOME", "~/.cache/fovea/k8s")).expanduser()
+FOLDER = Path(os.environ.get("FOVEA_K8S_HOME") or cache_directory() / "k8s").expanduser()
 BIN = FOLDER / "bin"
 PACKAGES: Mapping[str, str] = {
     "etcd": "go.etcd.io/etcd/server/v3",

@@ -16,7 +16,7 @@ from gateway import metrics
 from gateway.futures.completions import Completion, CompletionLogs, Target
 from gateway.futures.future import Kind, Outcome, Pending, State
 from gateway.store import futures as rows
-from gateway.store.database import Database, Job
+from gateway.store.database import Database, Each, Job
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class FutureBoard:
         if pending.rejection is not None:
             pending.state, blob = State.REJECTED, to_status(pending.rejection).SerializeToString()
         try:
-            is_new = await self._database.write(lambda connection: rows.insert(connection, pending, blob))
+            is_new = await self._database.write(Each(rows.insert, rows.Submission(pending, blob)))
         except BaseException as error:
             pending.refusal = error
             del self._pending[pending.future_id]
@@ -216,14 +216,15 @@ class FutureBoard:
         finished_at = time.time()
         # Rises in order of the writes, also after a restart whose predecessor's rows have been dropped.
         number = self._last_number = max(self._last_number + 1, time.time_ns() // 1000)
+        keep = Each(rows.finish, rows.Finished(pending.future_id, outcome, finished_at, number))
 
         def job(connection: Any) -> None:
             for effect in effects:
                 effect(connection)
-            rows.finish(connection, pending.future_id, outcome, finished_at, number)
+            keep(connection)
 
         try:
-            await self._database.write(job)
+            await self._database.write(job if effects else keep)
         finally:
             # If the database fails, waiters still get the outcome; after a restart the work counts as unfinished.
             self._settle(pending, outcome)

@@ -134,31 +134,31 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
     async def SubmitOptimStep(self, request: pb.SubmitOptimStepRequest, context: Context) -> pb.SubmitOptimStepResponse:
         """Submits a step."""
-        future_id = await self._training.submit_optim_step(self._caller(context), request)
+        future_id = await self._training.submit(self._caller(context), request)
         return pb.SubmitOptimStepResponse(future_id=future_id)
 
     async def SubmitSaveState(self, request: pb.SubmitSaveStateRequest, context: Context) -> pb.SubmitSaveStateResponse:
         """Submits a checkpoint."""
-        future_id = await self._training.submit_save_state(self._caller(context), request)
+        future_id = await self._training.submit(self._caller(context), request)
         return pb.SubmitSaveStateResponse(future_id=future_id)
 
     async def SubmitLoadState(self, request: pb.SubmitLoadStateRequest, context: Context) -> pb.SubmitLoadStateResponse:
         """Submits a load."""
-        future_id = await self._training.submit_load_state(self._caller(context), request)
+        future_id = await self._training.submit(self._caller(context), request)
         return pb.SubmitLoadStateResponse(future_id=future_id)
 
     async def SubmitSaveForSampler(
         self, request: pb.SubmitSaveForSamplerRequest, context: Context
     ) -> pb.SubmitSaveForSamplerResponse:
         """Submits a snapshot."""
-        future_id = await self._training.submit_save_for_sampler(self._caller(context), request)
+        future_id = await self._training.submit(self._caller(context), request)
         return pb.SubmitSaveForSamplerResponse(future_id=future_id)
 
     async def SubmitSaveExternal(
         self, request: pb.SubmitSaveExternalRequest, context: Context
     ) -> pb.SubmitSaveExternalResponse:
         """Submits an export."""
-        future_id = await self._training.submit_save_external(self._caller(context), request)
+        future_id = await self._training.submit(self._caller(context), request)
         return pb.SubmitSaveExternalResponse(future_id=future_id)
 
     async def CreateSamplingSession(

@@ -1,6 +1,6 @@
 """Routes of training."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -27,9 +27,10 @@ from gateway.rest.body import (
 from gateway.rest.endpoint import Endpoints, Json
 from gateway.sampling import Sampling
 from gateway.settings import GatewaySettings
-from gateway.training import Training
+from gateway.training import Command, Training
 
 B = TypeVar("B", bound=BaseModel)
+C = TypeVar("C", bound=Command)
 M = TypeVar("M")
 _ADAM = "adamw"
 _SAMPLER_KINDS = ("snapshot", "inflight")
@@ -131,33 +132,27 @@ class TrainingRoutes:
 
     async def optim_step(self, request: Request, caller: Caller) -> Response:
         """Submits a step."""
-        return await self._submit(
-            request, caller, bodies.OptimStep, gateway_pb2.SubmitOptimStepRequest, _optim_step,
-            self._training.submit_optim_step,
-        )  # fmt: skip
+        return await self._submit(request, caller, bodies.OptimStep, gateway_pb2.SubmitOptimStepRequest, _optim_step)
 
     async def save_weights(self, request: Request, caller: Caller) -> Response:
         """Submits a checkpoint."""
         return await self._submit(
-            request, caller, bodies.SaveWeights, gateway_pb2.SubmitSaveStateRequest, _save_weights,
-            self._training.submit_save_state,
-        )  # fmt: skip
+            request, caller, bodies.SaveWeights, gateway_pb2.SubmitSaveStateRequest, _save_weights
+        )
 
     async def save_weights_for_sampler(self, request: Request, caller: Caller) -> Response:
         """Submits a snapshot."""
         return await self._submit(
-            request, caller, bodies.SaveWeightsForSampler, gateway_pb2.SubmitSaveForSamplerRequest, _save_for_sampler,
-            self._training.submit_save_for_sampler,
-        )  # fmt: skip
+            request, caller, bodies.SaveWeightsForSampler, gateway_pb2.SubmitSaveForSamplerRequest, _save_for_sampler
+        )
 
     async def load_weights(self, request: Request, caller: Caller) -> Response:
         """Submits a load: into a model that it makes (form A), or into one that exists (form B)."""
         blob = await self._read(request)
         if parse_loosely(blob).get("session_id") is None:
             return await self._submit(
-                request, caller, bodies.LoadWeights, gateway_pb2.SubmitLoadStateRequest, _load_weights,
-                self._training.submit_load_state, blob,
-            )  # fmt: skip
+                request, caller, bodies.LoadWeights, gateway_pb2.SubmitLoadStateRequest, _load_weights, blob
+            )
         body = await parse_json(bodies.LoadWeights, blob)
         if body.model_seq_id is None or body.model_id is not None or body.seq_id is not None:
             raise InvalidInput("send session_id with model_seq_id, or model_id with seq_id", field="model_seq_id")
@@ -177,18 +172,16 @@ class TrainingRoutes:
     async def save_weights_external(self, request: Request, caller: Caller) -> Response:
         """Submits an export."""
         return await self._submit(
-            request, caller, bodies.SaveWeightsExternal, gateway_pb2.SubmitSaveExternalRequest, _save_external,
-            self._training.submit_save_external,
-        )  # fmt: skip
+            request, caller, bodies.SaveWeightsExternal, gateway_pb2.SubmitSaveExternalRequest, _save_external
+        )
 
     async def _submit(
         self,
         request: Request,
         caller: Caller,
         kind: type[B],
-        message_kind: Callable[..., M],
-        fill: Callable[[B, M], None],
-        submit: Callable[[Caller, M, FoveaError | None], Awaitable[str]],
+        message_kind: Callable[..., C],
+        fill: Callable[[B, C], None],
         blob: bytes | None = None,
     ) -> Response:
         """Decodes as far as model and seq_id; whatever is wrong beyond them fails the future instead."""
@@ -200,7 +193,7 @@ class TrainingRoutes:
             fill(await parse_json(kind, blob), message)
         except (InvalidInput, Unimplemented) as error:
             rejection = error
-        return Json({"request_id": await submit(caller, message, rejection), "model_id": model_id})
+        return Json({"request_id": await self._training.submit(caller, message, rejection), "model_id": model_id})
 
     def _lora(self, config: bodies.LoraConfig) -> weights_pb2.LoraConfig:
         if not -(2**31) <= config.rank < 2**31 or (config.seed is not None and not -(2**63) <= config.seed < 2**63):

@@ -12,7 +12,7 @@ from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput, ResourceExhausted, Unavailable
 from gateway import metrics
 from gateway.discovery.discovery import Discovery
-from gateway.routing.replicas import Replica, Replicas
+from gateway.routing.replicas import Left, Replica, Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ def least_token_count(model_input: model_input_pb2.ModelInput) -> int:
 class Renderer(Replica):
     """One renderer as the gateway knows it."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__("renderer", address)
+    def __init__(self, address: str, concurrency: int) -> None:
+        super().__init__("renderer", address, concurrency)
         self._client = RendererClient(address)
         self.info: renderer_pb2.GetRendererInfoResponse | None = None
 
@@ -56,14 +56,13 @@ class Renderers(Replicas[Renderer]):
 
     Args:
         discovery: Where they are.
-        concurrency: Calls in flight at once; the rest wait here.
+        concurrency: Calls inside one renderer at once; the rest wait here.
         retry_deadline_s: How long a render waits for any renderer to answer.
     """
 
     def __init__(self, discovery: Discovery, concurrency: int, retry_deadline_s: float) -> None:
-        super().__init__("renderer", discovery, Renderer)
+        super().__init__("renderer", discovery, lambda address: Renderer(address, concurrency))
         self._retry_deadline_s = retry_deadline_s
-        self._slots = asyncio.Semaphore(concurrency)
         self._info: renderer_pb2.GetRendererInfoResponse | None = None
 
     async def info(self) -> renderer_pb2.GetRendererInfoResponse:
@@ -119,22 +118,24 @@ class Renderers(Replicas[Renderer]):
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._retry_deadline_s
         failure = "none is known"
-        async with self._slots:
-            while True:
-                for renderer in self._by_affinity(model_input):
-                    try:
-                        async with renderer.bound():
+        while True:
+            for renderer in self._by_affinity(model_input):
+                try:
+                    async with renderer.place():
+                        if renderer.up or not self.up:  # else it went away while this waited
                             return await renderer.client.render(model_input)
-                    except (Unavailable, ResourceExhausted) as error:
-                        if isinstance(error, Unavailable):
-                            renderer.mark_down(str(error))
-                        metrics.RENDER_RETRIES.labels(error.reason).inc()
-                        failure = f"renderer {renderer.address}: {error.message}"
-                    except InvalidInput as error:
-                        raise type(error)(f"{field}: {error.message}", error.field or field, **error.metadata) from None
-                if loop.time() >= give_up_at:
-                    raise Unavailable(f"no renderer answered within {self._retry_deadline_s:.0f} s: {failure}")
-                await asyncio.sleep(_RETRY_S)
+                except Left:
+                    continue
+                except (Unavailable, ResourceExhausted) as error:
+                    if isinstance(error, Unavailable):
+                        renderer.mark_down(str(error))
+                    metrics.RENDER_RETRIES.labels(error.reason).inc()
+                    failure = f"renderer {renderer.address}: {error.message}"
+                except InvalidInput as error:
+                    raise type(error)(f"{field}: {error.message}", error.field or field, **error.metadata) from None
+            if loop.time() >= give_up_at:
+                raise Unavailable(f"no renderer answered within {self._retry_deadline_s:.0f} s: {failure}")
+            await asyncio.sleep(_RETRY_S)
 
     def _by_affinity(self, model_input: model_input_pb2.ModelInput) -> list[Renderer]:
         """Renderers in the order to try them: rendezvous hashing over the first image, the much busier last.

@@ -2,93 +2,69 @@
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Generic, TypeVar
 
-from fovea.client.channel import ServiceClient
-from fovea.wire.errors import DeadlineExceeded, FoveaError
 from gateway import metrics
 from gateway.discovery.discovery import Addresses, Discovery
+from gateway.routing.peer import Peer
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 2.0
-_POLL_DOWN_S = 0.3
+_AGAIN_S = 2.0
 _FIRST_S = 5.0
 """How long a start waits for discovery and for first answers; who comes later joins later."""
 
 
-class Replica(ABC):
-    """One replica as the gateway knows it.
+class Left(Exception):
+    """A replica leaves before a request was sent to it: the request goes to another, and nothing was lost."""
+
+
+class Replica(Peer):
+    """One of several alike.
+
+    Args:
+        concurrency: Requests inside at once; the rest wait for a place.
 
     Attributes:
-        answers: Whether it answered when it was last asked or called.
-        up: Whether it answers and takes requests.
         queued: Requests that are bound for it, waiting or inside.
         is_leaving: Set for good once discovery no longer names it: what runs ends, nothing new is sent.
     """
 
-    def __init__(self, service: str, address: str) -> None:
-        self.service, self.address = service, address
-        self.answers = self.up = False
+    def __init__(self, service: str, address: str, concurrency: int) -> None:
+        super().__init__(service, address)
         self.queued = 0
         self.is_leaving = False
-        self._is_reported_down = False
+        self._places = asyncio.Semaphore(concurrency)
         self._idle = asyncio.Event()
         self._idle.set()
-        self.on_change: Callable[[], None] = lambda: None
-
-    @property
-    @abstractmethod
-    def client(self) -> ServiceClient:
-        """Its channel."""
-
-    @abstractmethod
-    async def ask(self) -> None:
-        """Asks what it serves and holds. Raises FoveaError."""
-
-    async def prepare(self) -> bool:
-        """Called whenever it answers and is not up, before it takes requests; False to be called again later."""
-        return True
 
     def leave(self) -> None:
-        """Notes that discovery no longer names it."""
+        """Notes that discovery no longer names it, and sends those who wait for it elsewhere."""
         self.is_leaving, self.up = True, False
+        for _ in range(self.queued):
+            self._places.release()
 
-    async def refresh(self, is_first: bool = False) -> None:
-        """Asks it, and lets it take requests if it answers; `is_first` at the gateway's start, as it is."""
-        try:
-            await self.ask()
-        except DeadlineExceeded:
-            # Busy is not dead: a peer that is gone breaks the connection, which keepalive notices.
-            logger.warning("%s %s is slow to answer", self.service, self.address)
-            return
-        except FoveaError as error:
-            self.mark_down(str(error))
-            return
-        self.answers, self._is_reported_down = True, False
-        if not self.up and (is_first or await self.prepare()) and not self.is_leaving:
-            logger.info("%s %s is up", self.service, self.address)
-            self.up = True
-            self.on_change()
+    def check_stays(self) -> None:
+        """Raises Left if nothing new is to be sent."""
+        if self.is_leaving:
+            raise Left(self.address)
 
     def mark_down(self, reason: str) -> None:
-        """Notes that calls fail; it is asked again soon."""
-        if not self._is_reported_down and not self.is_leaving:
-            logger.warning("%s %s does not answer: %s", self.service, self.address, reason)
-        self._is_reported_down = True
-        self.answers = self.up = False
-        self.on_change()
+        """As of any peer; one that leaves may fail as it likes."""
+        if not self.is_leaving:
+            super().mark_down(reason)
 
     @asynccontextmanager
-    async def bound(self) -> AsyncIterator[None]:
-        """Counts a request that is bound for it: it is not let go before all have ended."""
+    async def place(self) -> AsyncIterator[None]:
+        """Waits for a place; it is not let go before all that wait or have one have ended. Raises Left if it leaves."""
         self.queued += 1
         self._idle.clear()
         try:
-            yield
+            async with self._places:
+                self.check_stays()
+                yield
         finally:
             self.queued -= 1
             if not self.queued:
@@ -163,7 +139,7 @@ class Replicas(Generic[R]):
                 return
             except Exception:
                 logger.exception("discovery of %ss failed; it begins anew", self._service)
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(_AGAIN_S)
 
     def _apply(self, addresses: Addresses) -> None:
         for address in sorted(self._members.keys() - addresses):
@@ -201,13 +177,8 @@ class Replicas(Generic[R]):
         # Whoever comes back under the same address shares an engine with what still runs there: that ends first.
         if earlier := self._leaving.get(member.address):
             await asyncio.wait([earlier])
-        while True:
-            try:
-                if self._began.is_set():
-                    await member.refresh()
-            except Exception:
-                logger.exception("%s %s could not be looked at; it is tried again", member.service, member.address)
-            await asyncio.sleep(_POLL_S if member.answers else _POLL_DOWN_S)
+        await self._began.wait()
+        await member.watch()
 
     def _note(self) -> None:
         metrics.REPLICAS.labels(self._service, "known").set(len(self._members))

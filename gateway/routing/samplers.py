@@ -10,7 +10,7 @@ from fovea.client import SamplerClient
 from fovea.wire.errors import FoveaError, Unavailable
 from gateway.discovery.discovery import Discovery
 from gateway.routing.affinity import Affinity, prefix_keys
-from gateway.routing.replicas import Replica, Replicas
+from gateway.routing.replicas import Left, Replica, Replicas
 from gateway.routing.residency import Residency
 
 logger = logging.getLogger(__name__)
@@ -35,27 +35,21 @@ class Weights(Protocol):
         ...
 
 
-class Left(Exception):
-    """A sampler leaves before a request was sent to it: the request goes to another, and nothing was lost."""
-
-
 class Sampler(Replica):
     """One sampler as the gateway knows it.
 
     Attributes:
         adapters: Snapshots that it holds as adapters.
         residency: Guards the full weights in place.
-        slots: Bounds the requests inside.
     """
 
     def __init__(self, address: str, concurrency: int, weights: Weights, peers: Callable[[], list["Sampler"]]) -> None:
-        super().__init__("sampler", address)
+        super().__init__("sampler", address, concurrency)
         self._client = SamplerClient(address)
         self._weights, self._peers = weights, peers
         self._behind_since: float | None = None
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         self.adapters: set[str] = set()
-        self.slots = asyncio.Semaphore(concurrency)
         self.residency = Residency(lambda wanted: weights.put_resident(self, wanted))
 
     @property
@@ -97,14 +91,7 @@ class Sampler(Replica):
     def leave(self) -> None:
         """Sends those who wait for it elsewhere."""
         super().leave()
-        for _ in range(self.queued):
-            self.slots.release()
         self.residency.dismiss(Left(self.address))
-
-    def check_stays(self) -> None:
-        """Raises Left if nothing new is to be sent."""
-        if self.is_leaving:
-            raise Left(self.address)
 
 
 class Samplers(Replicas[Sampler]):

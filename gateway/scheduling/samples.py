@@ -2,11 +2,9 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from dataclasses import field as dataclass_field
 from typing import Any, cast
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
@@ -22,12 +20,13 @@ from fovea.wire.errors import (
 from gateway import metrics
 from gateway.futures.future import Kind, Pending, QueueState
 from gateway.routing.renderers import Renderers
-from gateway.routing.samplers import Left, Sampler, Samplers
+from gateway.routing.replicas import Left
+from gateway.routing.samplers import Sampler, Samplers
 from gateway.routing.snapshots import Snapshots
 from gateway.routing.versions import Versions
 from gateway.scheduling import sequences, targets
 from gateway.scheduling.targets import Cells
-from gateway.stages import stage, waited
+from gateway.stages import stage
 from gateway.store.sessions import SamplingSession
 
 logger = logging.getLogger(__name__)
@@ -44,35 +43,22 @@ class SampleWork:
     """One request on its way: what to sample, and what was done for it so far.
 
     Attributes:
+        pending: Its future; a stream's is on no board.
         sampling: Names the weights. Which ones may change until a try has its place in a sampler.
+        at_once: Whether nobody reads along.
         snapshot_id: The weights of the last try.
         cells: What to score in the prompt.
     """
 
-    request_id: str
+    pending: Pending
     sampling: SamplingSession
     request: gateway_pb2.SampleTokensRequest
-    pending: Pending | None = None
+    at_once: bool
     snapshot_id: str = ""
     rendered: model_input_pb2.RenderedInput | None = None
     cells: Cells | None = None
     down_since: float | None = None
     mends: int = 0
-    created_at: float = dataclass_field(default_factory=time.time)
-    is_begun: bool = False
-
-    def begin(self) -> None:
-        """Notes that its turn in a sampler has come; further tries change nothing."""
-        if self.pending is not None:
-            self.pending.begin()
-        elif not self.is_begun:
-            self.is_begun = True
-            waited(Kind.SAMPLE.value, self.created_at)
-
-    def wait_on(self, reason: str, queue_state: QueueState = QueueState.ACTIVE) -> None:
-        """Says, to whoever polls, what this waits for."""
-        if self.pending is not None:
-            self.pending.wait_on(reason, queue_state)
 
 
 def check_context(prompt_tokens: int, max_tokens: int, max_context_length: int) -> None:
@@ -142,12 +128,12 @@ class SampleRunner:
 
     async def _attempt(self, work: SampleWork) -> Events:
         if work.rendered is None:
-            work.wait_on("rendering the prompt")
+            work.pending.wait_on("rendering the prompt")
             with stage("render", Kind.SAMPLE.value):
                 work.rendered = await self._renderers.render(work.request.prompt, "prompt")
             await self._check(work)
         async with self._place(work, self._samplers.pick(work.sampling.snapshot_id, work.rendered)) as sampler:
-            work.wait_on("sampling")
+            work.pending.wait_on("sampling")
             async for event in self._sample(sampler, work):
                 yield event
 
@@ -155,12 +141,10 @@ class SampleRunner:
     async def _place(self, work: SampleWork, sampler: Sampler) -> AsyncIterator[Sampler]:
         """A place in a sampler, the weights loaded, for as long as it is needed. Raises Left if the sampler leaves."""
         async with AsyncExitStack() as held:
-            await held.enter_async_context(sampler.bound())
-            work.wait_on("waiting for a place in a sampler", QueueState.PAUSED)
-            await held.enter_async_context(sampler.slots)
-            sampler.check_stays()
-            work.wait_on("waiting for the weights to be loaded")
-            work.begin()
+            work.pending.wait_on("waiting for a place in a sampler", QueueState.PAUSED)
+            await held.enter_async_context(sampler.place())
+            work.pending.wait_on("waiting for the weights to be loaded")
+            work.pending.begin()
             snapshot_id = work.snapshot_id = work.sampling.snapshot_id
             self._versions.want(snapshot_id)
             held.enter_context(self._snapshots.using(snapshot_id))
@@ -175,7 +159,7 @@ class SampleRunner:
 
     async def _sample(self, sampler: Sampler, work: SampleWork) -> Events:
         request = sampler_pb2.SampleRequest(
-            request_id=work.request_id,
+            request_id=work.pending.future_id,
             snapshot_id=work.snapshot_id,
             prompt=work.rendered,
             sample_count=work.request.sample_count,
@@ -186,7 +170,7 @@ class SampleRunner:
             target_tokens=targets.to_score(work.cells) if work.cells else None,
             alt_token_count=work.request.alt_token_count,
             prompt_logprobs_last_n=work.request.prompt_logprobs_last_n,
-            at_once=work.pending is not None,
+            at_once=work.at_once,
         )
         self._note_sampling()
         try:
@@ -224,18 +208,18 @@ class SampleRunner:
         elif isinstance(error, Unavailable) and not isinstance(error, ModelLost):
             if work.down_since is None:
                 work.down_since = now
-                logger.info("sample %s waits: %s", work.request_id, error)
+                logger.info("sample %s waits: %s", work.pending.future_id, error)
             if now - work.down_since > self._retry_deadline_s:
                 raise Unavailable(
                     f"gave up after {self._retry_deadline_s:.0f} s: {error.message}. Send the request again"
                 ) from None
-            work.wait_on(error.message, QueueState.PAUSED)
+            work.pending.wait_on(error.message, QueueState.PAUSED)
             await asyncio.sleep(_RETRY_S)
             await self._samplers.wait_up(work.down_since + self._retry_deadline_s - now)
         else:
             raise error
         metrics.SAMPLE_RETRIES.labels(error.reason).inc()
-        logger.debug("sample %s is tried again: %s", work.request_id, error)
+        logger.debug("sample %s is tried again: %s", work.pending.future_id, error)
 
     async def _check(self, work: SampleWork) -> None:
         assert work.rendered is not None

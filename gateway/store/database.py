@@ -1,4 +1,5 @@
-"""One database, one writer. Writes are committed in groups, so that a thousand submissions cost a few commits.
+"""One database, one writer. Writes are committed in groups, and those that are alike (`Each`) share statements, so that
+a thousand submissions cost a few of either.
 
 Every write goes through a queue to the one thread that holds the write connection; SQLite therefore never sees two
 writers and never answers "database is locked". Reads have threads and connections of their own and see committed state.
@@ -21,6 +22,7 @@ import sqlalchemy as sa
 from fovea.wire.errors import InvalidInput, Unavailable
 from gateway.store.claim import Superseded
 from gateway.store.engine import describe, is_lost, make_engine, parse_url
+from gateway.store.writer import Each as Each
 from gateway.store.writer import Job as Job
 from gateway.store.writer import Result, Stopped, Writer
 
@@ -159,12 +161,15 @@ def _nothing() -> None:
 
 def insert_new(connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> bool:
     """Inserts a row unless a unique key has it already; returns whether it is new."""
-    return connection.execute(_insertion(connection.dialect.name, table), values).rowcount == 1
+    return connection.execute(insertion(connection.dialect.name, table), values).rowcount == 1
 
 
 @cache
-def _insertion(dialect: str, table: sa.Table) -> sa.Insert:
-    """Made once: SQLAlchemy takes longer to build a statement than SQLite to run it."""
+def insertion(dialect: str, table: sa.Table) -> sa.Insert:
+    """Inserts rows but those that a unique key has already.
+
+    Made once: SQLAlchemy takes longer to build a statement than SQLite to run it.
+    """
     if dialect == "postgresql":
         from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 

@@ -1,12 +1,14 @@
 """Rows of futures and their blobs."""
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
+from sqlalchemy.sql.dml import ReturningInsert
 
 from gateway.futures.completions import Completion, Target
 from gateway.futures.future import UNFINISHED, Kind, Outcome, Pending, State, error_from_blob
-from gateway.store.database import insert_new
+from gateway.store.database import insertion
 from gateway.store.schema import future_requests, future_results, futures
 
 _IDS_PER_STATEMENT = 500
@@ -24,9 +26,38 @@ class StoredFuture(NamedTuple):
     outcome: Outcome | None
 
 
-def insert(connection: sa.Connection, pending: Pending, request: bytes) -> bool:
-    """Keeps a submission; returns False if the id is taken, which leaves everything as it was."""
-    row = {
+class Submission(NamedTuple):
+    """Accepted work; of a rejected one `request` holds the status."""
+
+    pending: Pending
+    request: bytes
+
+
+class Finished(NamedTuple):
+    """How a future ended. `number` rises from one finished future to the next."""
+
+    future_id: str
+    outcome: Outcome
+    finished_at: float
+    number: int
+
+
+def insert(connection: sa.Connection, submissions: list[Submission]) -> list[bool]:
+    """Keeps submissions; False for one whose id is taken, which leaves everything as it was."""
+    new = set(connection.scalars(_adding(connection.dialect.name), [_row(pending) for pending, _ in submissions]))
+    requests = [{"future_id": one.future_id, "request": blob} for one, blob in submissions if one.future_id in new]
+    if requests:
+        connection.execute(_KEEP_REQUEST, requests)
+    return [pending.future_id in new for pending, _ in submissions]
+
+
+@cache
+def _adding(dialect: str) -> ReturningInsert[Any]:
+    return insertion(dialect, futures).returning(futures.c.future_id)
+
+
+def _row(pending: Pending) -> dict[str, Any]:
+    return {
         "future_id": pending.future_id,
         "kind": pending.kind.value,
         "owner": pending.owner,
@@ -36,10 +67,6 @@ def insert(connection: sa.Connection, pending: Pending, request: bytes) -> bool:
         "state": pending.state.value,
         "created_at": pending.created_at,
     }
-    if not insert_new(connection, futures, row):
-        return False
-    connection.execute(_KEEP_REQUEST, {"future_id": pending.future_id, "request": request})
-    return True
 
 
 def set_running(connection: sa.Connection, future_id: str) -> None:
@@ -47,12 +74,17 @@ def set_running(connection: sa.Connection, future_id: str) -> None:
     connection.execute(_UPDATE, {"key": future_id, "state": State.RUNNING.value})
 
 
-def finish(connection: sa.Connection, future_id: str, outcome: Outcome, finished_at: float, number: int) -> None:
-    """Keeps an outcome and drops the request. `number` rises from one finished future to the next."""
-    values = {"state": outcome.state.value, "finished_at": finished_at, "finish_number": number}
-    connection.execute(_UPDATE, {"key": future_id, **values})
-    insert_new(connection, future_results, {"future_id": future_id, "result": outcome.to_blob()})
-    connection.execute(_DROP_REQUEST, {"key": future_id})
+def finish(connection: sa.Connection, finished: list[Finished]) -> list[None]:
+    """Keeps outcomes and drops the requests."""
+    keeping = insertion(connection.dialect.name, future_results)
+    ends = [
+        {"key": future_id, "state": outcome.state.value, "finished_at": finished_at, "finish_number": number}
+        for future_id, outcome, finished_at, number in finished
+    ]
+    connection.execute(_UPDATE, ends)
+    connection.execute(keeping, [{"future_id": one.future_id, "result": one.outcome.to_blob()} for one in finished])
+    connection.execute(_DROP_REQUEST, [{"key": one.future_id} for one in finished])
+    return [None] * len(finished)
 
 
 def get(connection: sa.Connection, future_id: str) -> StoredFuture | None:

@@ -5,7 +5,9 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 
@@ -16,6 +18,7 @@ from gateway.store.engine import describe, is_lost
 
 logger = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 Job = Callable[[sa.Connection], Result]
 _RETRY_S = 0.2
@@ -23,6 +26,22 @@ _RETRY_S = 0.2
 
 class Stopped(Exception):
     """The process ends, and the database has not come back."""
+
+
+@dataclass(frozen=True)
+class Each(Generic[Item, Result]):
+    """A job on one item. Those that follow one another in a group run as one: a few statements for all of them.
+
+    Args:
+        run: Does it for several items; returns a result an item.
+    """
+
+    run: Callable[[sa.Connection, list[Item]], list[Result]]
+    item: Item
+
+    def __call__(self, connection: sa.Connection) -> Result:
+        """By itself."""
+        return self.run(connection, [self.item])[0]
 
 
 class Writer:
@@ -81,7 +100,7 @@ class Writer:
                     break
                 with connection.begin():
                     self._claim.mark(connection, number)
-                    results = [job(connection) for job in jobs]
+                    results = _run(connection, jobs)
                 break
             except sa.exc.DBAPIError as error:
                 if not is_lost(error):
@@ -131,6 +150,17 @@ class Writer:
     @property
     def _name(self) -> str:
         return describe(self._engine.url)
+
+
+def _run(connection: sa.Connection, jobs: list[Job[Any]]) -> list[Any]:
+    """In their order: an outcome may stand behind its own submission."""
+    results: list[Any] = []
+    for run, alike in groupby(jobs, lambda job: job.run if isinstance(job, Each) else None):
+        if run is None:
+            results += [job(connection) for job in alike]
+        else:
+            results += run(connection, [job.item for job in alike if isinstance(job, Each)])
+    return results
 
 
 def _prepare(connection: sa.Connection) -> None:

@@ -91,6 +91,7 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig(api, tmp_path)))
         services: dict[str, Any] = {"renderer": ["renderer:grpc"], "sampler": ["sampler:grpc"]}
         services |= {"discovery": "kubernetes", "kubernetes_namespace": NAMESPACE, "sampler_concurrency": 8}
+        services["renderer_concurrency"] = 2
         stand = Stand(tmp_path, sampler_count=3)
         async with running(stand, **services) as stand, stand.http() as http:
             cluster = Cluster(stand, api, Rest(http))
@@ -285,6 +286,31 @@ async def test_pictures_return_to_the_renderer_that_has_them_and_move_when_it_di
         assert len(alive.of("Render")) == count
     finally:
         await other.stop()
+
+
+async def test_each_renderer_takes_so_many_at_once_and_who_waits_for_one_that_dies_goes_elsewhere(
+    cluster: Cluster,
+) -> None:
+    gateway, dead, alive = cluster.stand.gateway, cluster.stand.renderer, FakeRenderer()
+    assert gateway is not None
+    await alive.start()
+    try:
+        await cluster.join("renderer", alive)
+        await eventually(lambda: len(gateway.renderers.up) == 2)
+        sampling_id = await cluster.rest.snapshot(await cluster.rest.create_model(), 1)
+        dead.open.clear()
+        alive.open.clear()
+        ids = [await cluster.begin(sampling_id, prompt={"chunks": [picture(number)]}) for number in range(16)]
+        await eventually(lambda: sum(renderer.queued for renderer in gateway.renderers.up) == 16)
+        await eventually(lambda: (dead.waiting, alive.waiting) == (2, 2))
+        before = renders_retried()
+        await dead.stop()
+        alive.open.set()
+        await cluster.finish(ids)
+        assert len(alive.of("Render")) == 16
+        assert renders_retried() - before == 2, "what ran there was tried once more, nothing else was sent there"
+    finally:
+        await alive.stop()
 
 
 def picture(number: int) -> dict[str, str]:
