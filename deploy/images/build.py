@@ -46,8 +46,7 @@ def size(image: str) -> int:
 
 
 def _build(image: str, *options: str) -> None:
-    # Cached layers would keep every build stage: as much again as the images.
-    command = ["nice", "-n", "19", "podman", "build", "--layers=false", "--tag", image, *options]
+    command = ["nice", "-n", "19", "podman", "build", "--layers", "--tag", image, *options]
     subprocess.run(command, env=environment(), check=True)
 
 
@@ -61,7 +60,7 @@ def _machine() -> list[str]:
 
 
 def _ensure_base(dockerfile: str, report: Callable[[str], None]) -> None:
-    """Makes a stand-in for the image that a Dockerfile stands on, unless it is there: `podman pull` gets the real one."""
+    """Makes a stand-in for the image that a Dockerfile stands on, unless it is there: `podman pull` gets it."""
     (base,) = set(re.findall(r"(?m)^FROM (\S+)", Path(dockerfile).read_text()))
     if exists(base):
         return

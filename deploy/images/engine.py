@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("FOVEA_IMAGES_HOME", "~/.cache/fovea/images")).expanduser()
 PACKAGES = "podman runc netavark aardvark-dns catatonit debootstrap"
 _COMMANDS = ("podman", "runc", "debootstrap")
+_COMPOSE_VERSION = "1.6.0"
 _MOST_PROCESSES = 16_384
 
 
@@ -49,3 +50,16 @@ def podman(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[s
 def exists(image: str) -> bool:
     """Whether an image is in local storage."""
     return podman("image", "exists", image, check=False).returncode == 0
+
+
+def compose(project: str, variables: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs podman-compose on deploy/compose.yaml, its standard output captured; fetched at its first use.
+
+    Raises:
+        subprocess.CalledProcessError: it failed; its own words are on standard error.
+    """
+    tool = ["uv", "tool", "run", "--quiet", "--from", f"podman-compose=={_COMPOSE_VERSION}", "podman-compose"]
+    command = ["nice", "-n", "19", *tool, "--file", str(ROOT / "deploy/compose.yaml"), "--project-name", project]
+    return subprocess.run(
+        [*command, *arguments], env=environment() | variables, check=True, stdout=subprocess.PIPE, text=True
+    )
