@@ -2,16 +2,19 @@
 
 import re
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 
-from deploy.images.engine import FOLDER, ROOT, environment, exists, podman
+from deploy.images.engine import FOLDER, NICE, ROOT, environment, exists, podman
 
 COMPOSE = ROOT / "deploy/compose.yaml"
 _BASE = Path(__file__).with_name("base.Dockerfile")
-_OF_THE_MACHINE = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf", "/etc/uv/uv.toml")
+_UV = "/etc/uv/uv.toml"
+_OF_THE_MACHINE = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf", _UV)
 """How this machine reaches its package indexes; a build sees them, an image does not keep them."""
 
 
@@ -46,17 +49,15 @@ def size(image: str) -> int:
 
 
 def _build(image: str, *options: str) -> None:
-    command = ["nice", "-n", "19", "podman", "build", "--layers", "--tag", image, *options]
+    command = [*NICE, "podman", "build", "--layers", "--tag", image, *options]
     subprocess.run(command, env=environment(), check=True)
 
 
 def _machine() -> list[str]:
-    if not Path("/etc/uv/uv.toml").exists():
-        (FOLDER / "uv.toml").write_text("system-certs = true\n")
-        certificates = [f"--volume={FOLDER}/uv.toml:/etc/uv/uv.toml:ro"]
-    else:
-        certificates = []
-    return certificates + [f"--volume={path}:{path}:ro" for path in _OF_THE_MACHINE if Path(path).exists()]
+    trust = FOLDER / "uv.toml"
+    trust.write_text("system-certs = true\n")
+    mounted = {path: path for path in _OF_THE_MACHINE if Path(path).exists()}
+    return [f"--volume={outside}:{inside}:ro" for inside, outside in ({_UV: trust} | mounted).items()]
 
 
 def _ensure_base(dockerfile: str, report: Callable[[str], None]) -> None:
@@ -65,11 +66,10 @@ def _ensure_base(dockerfile: str, report: Callable[[str], None]) -> None:
     if exists(base):
         return
     report(f"no {base} here: making a stand-in from Debian's packages")
-    folder = FOLDER / "base"
-    folder.mkdir(parents=True, exist_ok=True)
-    suite = base.rpartition("-")[2]
-    command = ["nice", "-n", "19", "debootstrap", "--variant=minbase", suite, str(folder / "root.tar")]
-    subprocess.run([*command[:-1], str(folder / "root")], check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["tar", "-C", folder / "root", "-cf", folder / "root.tar", "."], check=True)
-    subprocess.run(["rm", "-r", folder / "root"], check=True)
-    _build(base, f"--file={_BASE}", str(folder))
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        system, suite = f"{folder}/root", base.rpartition("-")[2]
+        subprocess.run([*NICE, "debootstrap", "--variant=minbase", suite, system], check=True, stdout=sys.stderr)
+        subprocess.run(
+            [*NICE, "tar", "--directory", system, "--create", "--file", f"{folder}/root.tar", "."], check=True
+        )
+        _build(base, f"--file={_BASE}", folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("FOVEA_IMAGES_HOME", "~/.cache/fovea/images")).expanduser()
 PACKAGES = "podman runc netavark aardvark-dns catatonit debootstrap"
+NICE = ("nice", "-n", "19")
 _COMMANDS = ("podman", "runc", "debootstrap")
 _COMPOSE_VERSION = "1.6.0"
 _MOST_PROCESSES = 16_384
@@ -43,7 +44,7 @@ def podman(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[s
     Raises:
         subprocess.CalledProcessError: it failed and `check`; its own words are on standard error.
     """
-    command = ["nice", "-n", "19", "podman", *arguments]
+    command = [*NICE, "podman", *arguments]
     return subprocess.run(command, env=environment(), check=check, stdout=subprocess.PIPE, text=True)
 
 
@@ -59,7 +60,7 @@ def compose(project: str, variables: dict[str, str], *arguments: str) -> subproc
         subprocess.CalledProcessError: it failed; its own words are on standard error.
     """
     tool = ["uv", "tool", "run", "--quiet", "--from", f"podman-compose=={_COMPOSE_VERSION}", "podman-compose"]
-    command = ["nice", "-n", "19", *tool, "--file", str(ROOT / "deploy/compose.yaml"), "--project-name", project]
+    command = [*NICE, *tool, "--file", str(ROOT / "deploy/compose.yaml"), "--project-name", project]
     return subprocess.run(
         [*command, *arguments], env=environment() | variables, check=True, stdout=subprocess.PIPE, text=True
     )

@@ -8,6 +8,17 @@ from deploy.images.engine import podman
 from tests.images.conftest import Running, client
 
 SERVICES = ("gateway", "renderer", "sampler", "trainer")
+_COMPILED = """
+from triton.runtime.build import compile_module_from_src
+source = '''
+#include <Python.h>
+static PyObject *answer(PyObject *self, PyObject *none) { return PyLong_FromLong(42); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef made = {PyModuleDef_HEAD_INIT, "made", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_made(void) { return PyModule_Create(&made); }
+'''
+print(compile_module_from_src(source, "made").answer())
+"""
 
 
 def test_the_tinker_example_learns_its_picture(running: Running) -> None:
@@ -28,6 +39,13 @@ def test_services_run_as_nobody_in_particular_and_write_nothing_to_their_image(r
     (inspected,) = json.loads(podman("inspect", running.container(service)).stdout)
     assert inspected["HostConfig"]["ReadonlyRootfs"]
     assert podman("exec", running.container(service), "touch", "/app/x", check=False).returncode != 0
+
+
+@pytest.mark.parametrize("service", ["sampler", "trainer"])
+def test_kernels_are_compiled_and_loaded(running: Running, service: str) -> None:
+    """As triton does it for a GPU: a C compiler, Python's headers, a folder that code may be loaded from."""
+    made = podman("exec", running.container(service), "python", "-c", _COMPILED).stdout
+    assert made.strip() == "42"
 
 
 def test_the_gateway_has_no_gpu_libraries(running: Running) -> None:
