@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,15 @@ def compose(project: str, variables: dict[str, str], *arguments: str) -> subproc
     Raises:
         subprocess.CalledProcessError: it failed; its own words are on standard error.
     """
-    tool = ["uv", "tool", "run", "--quiet", "--from", f"podman-compose=={_COMPOSE_VERSION}", "podman-compose"]
+    tool = [
+        str(Path(sys.executable).with_name("uv")),
+        "tool",
+        "run",
+        "--quiet",
+        "--from",
+        f"podman-compose=={_COMPOSE_VERSION}",
+        "podman-compose",
+    ]
     command = [*NICE, *tool, "--file", str(ROOT / "deploy/compose.yaml"), "--project-name", project]
     return subprocess.run(
         [*command, *arguments], env=environment() | variables, check=True, stdout=subprocess.PIPE, text=True
