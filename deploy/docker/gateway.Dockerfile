@@ -11,9 +11,9 @@ ARG STORAGE=""
 RUN uv pip install --constraint cpu.txt --requirement gateway.in ${STORAGE:+"${STORAGE}"}
 
 FROM python:3.11.14-slim-bookworm
-COPY --from=build /opt/fovea /opt/fovea
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
     && install --directory --owner fovea --group fovea /checkpoints /var/lib/fovea
+COPY --from=build /opt/fovea /opt/fovea
 WORKDIR /app
 COPY fovea fovea
 COPY gateway gateway

@@ -10,13 +10,13 @@ COPY pyproject.toml requirements/${EXTRA}.txt ./
 RUN uv pip install --constraint "${EXTRA}.txt" --requirement pyproject.toml --extra "${EXTRA}"
 
 FROM python:3.11.14-slim-bookworm
-COPY --from=build /opt/fovea /opt/fovea
 # Kernels are compiled when they are first used; vLLM's CPU build links libnuma. Debian drops old versions: no pins.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc g++ libc6-dev libnuma1 \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
     && install --directory --owner fovea --group fovea /models
+COPY --from=build /opt/fovea /opt/fovea
 WORKDIR /app
 COPY fovea fovea
 COPY services/__init__.py services/__init__.py
