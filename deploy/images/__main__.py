@@ -5,7 +5,7 @@ import subprocess
 import typer
 
 from deploy.images.build import build as build_images
-from deploy.images.engine import missing
+from deploy.images.engine import missing, no_room
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
@@ -21,7 +21,7 @@ def build(only: str = typer.Argument("", help="Part of the name of what is built
 
     Where that cannot be done nothing is built, and that is no error: tests/images is then skipped.
     """
-    if reason := missing():
+    if reason := missing() or no_room():
         typer.echo(f"skipped: {reason}")
         return
     try:

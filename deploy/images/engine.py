@@ -14,6 +14,9 @@ NICE = ("nice", "-n", "19")
 _COMMANDS = ("podman", "runc", "debootstrap")
 _COMPOSE_VERSION = "1.6.0"
 _MOST_PROCESSES = 16_384
+_STORAGE = Path("/var/lib")
+_BUILD_BYTES = 40 * 10**9
+"""Most that was seen in use: an image of 7 GB is copied four times until it is stored."""
 
 
 def missing() -> str:
@@ -23,6 +26,14 @@ def missing() -> str:
     if absent := [command for command in _COMMANDS if not shutil.which(command)]:
         return f"{', '.join(absent)} missing: apt-get install --no-install-recommends {PACKAGES}"
     return ""
+
+
+def no_room() -> str:
+    """What is to be made free before images are built; empty where there is room."""
+    free = shutil.disk_usage(_STORAGE).free
+    if free >= _BUILD_BYTES:
+        return ""
+    return f"{free / 1e9:.0f} GB free under {_STORAGE}, building takes {_BUILD_BYTES / 1e9:.0f}: podman image prune"
 
 
 def environment() -> dict[str, str]:

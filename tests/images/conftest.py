@@ -101,8 +101,9 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 def client(running: Running, example: str) -> str:
     """What an example of the README prints; the model's volume is mounted where it looks for the tokenizer."""
-    root = _FOLDER.parents[1]
-    mounted = f'mkdir -p /models && mount --bind {running.models()} /models && exec "$@"'
+    root, place = _FOLDER.parents[1], Path("/models")
+    is_ours = not place.exists()
+    mounted = f'mount --bind {running.models()} {place} && exec "$@"'
     variables = {
         "TINKER_BASE_URL": f"http://{running.rest}",
         "TINKER_API_KEY": "tml-local",
@@ -110,8 +111,13 @@ def client(running: Running, example: str) -> str:
         "FOVEA_GRPC": running.grpc,
     }
     command = ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, str(root / "examples" / example)]
-    done = subprocess.run(
-        command, cwd=root, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=900
-    )
+    place.mkdir(exist_ok=True)
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=900
+        )
+    finally:
+        if is_ours:
+            place.rmdir()
     assert done.returncode == 0, done.stderr
     return done.stdout
