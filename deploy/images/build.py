@@ -15,7 +15,7 @@ COMPOSE = ROOT / "deploy/compose.yaml"
 _BASE = Path(__file__).with_name("base.Dockerfile")
 _UV = "/etc/uv/uv.toml"
 _OF_THE_MACHINE = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf", _UV)
-"""How this machine reaches its package indexes; a build sees them, an image does not keep them."""
+"""How this machine reaches its package indexes; a build sees them, an image keeps empty files of these names."""
 
 
 def images() -> dict[str, list[str]]:
