@@ -9,9 +9,10 @@ COPY pyproject.toml requirements/cpu.txt ./
 RUN uv pip install --constraint cpu.txt --requirement pyproject.toml
 
 FROM python:3.11.14-slim-bookworm
+# First, and made as the other of renderer and trainer makes it: the two share this layer.
+COPY --from=build /opt/fovea /opt/fovea
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
     && install --directory --owner fovea --group fovea /models
-COPY --from=build /opt/fovea /opt/fovea
 WORKDIR /app
 COPY fovea fovea
 COPY services/__init__.py services/__init__.py

@@ -5,18 +5,20 @@ ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea
 WORKDIR /build
 RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/fovea
 COPY pyproject.toml requirements/cpu.txt ./
+# uv checks the hashes of a constraints file too. torch is the same one for CPU and GPU; the files differ in vLLM alone.
+RUN uv pip install --constraint cpu.txt --requirement pyproject.toml
 # The fsspec driver of the bucket that holds checkpoints; it must fit the pins.
 ARG STORAGE=""
-# uv checks the hashes of a constraints file too. torch is the same one for CPU and GPU; the files differ in vLLM alone.
-RUN uv pip install --constraint cpu.txt --requirement pyproject.toml ${STORAGE:+"${STORAGE}"}
+RUN test -z "${STORAGE}" || uv pip install --constraint cpu.txt "${STORAGE}"
 
 FROM python:3.11.14-slim-bookworm
+# First, and made as the other of renderer and trainer makes it: the two share this layer.
+COPY --from=build /opt/fovea /opt/fovea
 # Triton compiles its kernels' launchers when they are first used. Debian drops old versions: pins would not build.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
     && install --directory --owner fovea --group fovea /checkpoints /models
-COPY --from=build /opt/fovea /opt/fovea
 WORKDIR /app
 COPY fovea fovea
 COPY services/__init__.py services/__init__.py

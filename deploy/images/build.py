@@ -1,0 +1,75 @@
+"""Builds the images that deploy/compose.yaml names, and the base that they stand on where it cannot be had."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from deploy.images.engine import FOLDER, NICE, ROOT, environment, exists, podman
+
+COMPOSE = ROOT / "deploy/compose.yaml"
+_BASE = Path(__file__).with_name("base.Dockerfile")
+_UV = "/etc/uv/uv.toml"
+_OF_THE_MACHINE = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf", _UV)
+"""How this machine reaches its package indexes; a build sees them, an image keeps empty files of these names."""
+
+
+def images() -> dict[str, list[str]]:
+    """Image to the options that it is built with, as deploy/compose.yaml says."""
+    services = yaml.safe_load(COMPOSE.read_text())["services"].values()
+    return {service["image"]: _options(service["build"]) for service in services if "build" in service}
+
+
+def _options(build: dict[str, dict[str, str]]) -> list[str]:
+    arguments = [f"--build-arg={name}={value}" for name, value in build.get("args", {}).items()]
+    return [f"--file={ROOT / str(build['dockerfile'])}", *arguments]
+
+
+def build(report: Callable[[str], None], only: str = "") -> None:
+    """Builds every image whose name contains `only`, one after another: minutes and gigabytes each.
+
+    Raises:
+        subprocess.CalledProcessError: a build failed; the engine's own words are on standard error.
+    """
+    for image, options in images().items():
+        if only in image:
+            _ensure_base(options[0].removeprefix("--file="), report)
+            report(f"building {image}")
+            _build(image, *options, *_machine(), str(ROOT))
+            report(f"built {image}, {size(image) / 1e6:.0f} MB")
+
+
+def size(image: str) -> int:
+    """Bytes of all layers of an image."""
+    return int(podman("image", "inspect", "--format={{.Size}}", image).stdout)
+
+
+def _build(image: str, *options: str) -> None:
+    command = [*NICE, "podman", "build", "--layers", "--tag", image, *options]
+    subprocess.run(command, env=environment(), check=True)
+
+
+def _machine() -> list[str]:
+    trust = FOLDER / "uv.toml"
+    trust.write_text("system-certs = true\n")
+    mounted = {path: path for path in _OF_THE_MACHINE if Path(path).exists()}
+    return [f"--volume={outside}:{inside}:ro" for inside, outside in ({_UV: trust} | mounted).items()]
+
+
+def _ensure_base(dockerfile: str, report: Callable[[str], None]) -> None:
+    """Makes a stand-in for the image that a Dockerfile stands on, unless it is there: `podman pull` gets it."""
+    (base,) = set(re.findall(r"(?m)^FROM (\S+)", Path(dockerfile).read_text()))
+    if exists(base):
+        return
+    report(f"no {base} here: making a stand-in from Debian's packages")
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        system, suite = f"{folder}/root", base.rpartition("-")[2]
+        subprocess.run([*NICE, "debootstrap", "--variant=minbase", suite, system], check=True, stdout=sys.stderr)
+        subprocess.run(
+            [*NICE, "tar", "--directory", system, "--create", "--file", f"{folder}/root.tar", "."], check=True
+        )
+        _build(base, f"--file={_BASE}", folder)

@@ -1,0 +1,123 @@
+"""deploy/compose.yaml as it stands, run by podman-compose from images that were built before."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deploy.images.build import images
+from deploy.images.engine import compose, exists, missing, podman
+from fovea.cli.ports import free_ports
+
+_FOLDER = Path(__file__).parent
+_PROJECT = "fovea-images-test"
+_LOADED_MACHINE_S = 1800
+_RUNNING = pytest.StashKey["Running"]()
+
+
+@dataclass(frozen=True)
+class Running:
+    """The services of deploy/compose.yaml.
+
+    Attributes:
+        variables: The environment of compose.
+        rest, grpc: Where the gateway listens on this machine, 127.0.0.1:port.
+    """
+
+    variables: dict[str, str]
+    rest: str
+    grpc: str
+
+    def container(self, service: str) -> str:
+        """The name of a service's container."""
+        return f"{_PROJECT}_{service}_1"
+
+    def logs(self) -> str:
+        """What all services printed."""
+        return compose(_PROJECT, self.variables, "logs").stdout
+
+    def models(self) -> Path:
+        """The volume with the tiny model."""
+        return Path(podman("volume", "inspect", "--format={{.Mountpoint}}", f"{_PROJECT}_models").stdout.strip())
+
+    def wait(self) -> None:
+        """Until the gateway's health says that every service has answered.
+
+        Raises:
+            TimeoutError: it did not.
+        """
+        deadline = time.monotonic() + _LOADED_MACHINE_S / 2
+        while time.monotonic() < deadline:
+            with grpc.insecure_channel(self.grpc) as channel, contextlib.suppress(grpc.RpcError):
+                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            time.sleep(2)
+        raise TimeoutError("a service has not answered the gateway")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Compose waits by itself: pytest's limit comes last."""
+    for item in items:
+        if _FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.timeout(_LOADED_MACHINE_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Adds what the services printed to what is printed of a failure."""
+    report = yield
+    if report.failed and _RUNNING in item.session.stash:
+        report.sections.append(("containers", item.session.stash[_RUNNING].logs()))
+    return report
+
+
+@pytest.fixture(scope="session")
+def running(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """All services, ready; their volumes are gone afterwards."""
+    if reason := missing():
+        pytest.skip(f"no images: {reason}")
+    if absent := [image for image in images() if not exists(image)]:
+        pytest.skip(f"{', '.join(absent)} not built: python -m deploy.images build")
+    rest, grpc_port = free_ports(2)
+    variables = {"FOVEA_PORT": str(rest), "FOVEA_GRPC_PORT": str(grpc_port)}
+    running = Running(variables, f"127.0.0.1:{rest}", f"127.0.0.1:{grpc_port}")
+    request.session.stash[_RUNNING] = running
+    try:
+        compose(_PROJECT, variables, "up", "--detach", "--no-build")
+        running.wait()
+        yield running
+    finally:
+        compose(_PROJECT, variables, "down", "--volumes")
+
+
+def client(running: Running, example: str) -> str:
+    """What an example of the README prints; the model's volume is mounted where it looks for the tokenizer."""
+    root, place = _FOLDER.parents[1], Path("/models")
+    is_ours = not place.exists()
+    mounted = f'mount --bind {running.models()} {place} && exec "$@"'
+    variables = {
+        "TINKER_BASE_URL": f"http://{running.rest}",
+        "TINKER_API_KEY": "tml-local",
+        "TINKER_TELEMETRY": "0",
+        "FOVEA_GRPC": running.grpc,
+    }
+    command = ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, str(root / "examples" / example)]
+    place.mkdir(exist_ok=True)
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=900
+        )
+    finally:
+        if is_ours:
+            place.rmdir()
+    assert done.returncode == 0, done.stderr
+    return done.stdout
