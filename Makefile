@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl up test check conformance cookbook clients k8s format e2e gpu bench protos chart lock clean
+.PHONY: help setup demo rl up test check conformance cookbook clients k8s images format e2e gpu bench protos chart lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -59,6 +59,10 @@ clients: setup ## gRPC clients in other languages: built by their own tool chain
 k8s: setup ## The Helm chart on a real API server, built with Go at first (twenty minutes), its nodes simulated by kwok
 	$(BIN)/python -m deploy.cluster build
 	$(BIN)/python -m pytest tests/k8s -v
+
+images: setup ## The four images, built by podman as root, and deploy/compose.yaml run from them
+	$(BIN)/python -m deploy.images build
+	$(BIN)/python -m pytest tests/images -v
 
 chart: setup ## After a change of settings or chart: write its schema and golden files anew
 	$(BIN)/python -m deploy.helm.schema

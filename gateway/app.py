@@ -241,16 +241,25 @@ class Gateway:
 
     async def _watch_services(self) -> None:
         """Health is SERVING while every service answers once; it is not taken back when one of them restarts."""
+        said: list[str] = []
         while not self._stopping.is_set():
-            try:
-                await self.renderers.info()
-            except FoveaError:
-                logger.info("waiting for the renderer")
-            else:
-                if self.trainer.up and self.samplers.up:
-                    await self.grpc.set_serving(True)
-                    return
+            absent = await self._absent()
+            if not absent:
+                await self.grpc.set_serving(True)
+                return
+            if absent != said:
+                logger.info("not ready yet: waiting for %s", ", ".join(absent))
+                said = absent
             await asyncio.sleep(0.5)
+
+    async def _absent(self) -> list[str]:
+        up = {"the trainer": self.trainer.up, "a sampler": bool(self.samplers.up)}
+        absent = [name for name, is_up in up.items() if not is_up]
+        try:
+            await self.renderers.info()
+        except FoveaError:
+            absent.append("a renderer")
+        return absent
 
     async def _sweep_forever(self) -> None:
         while True:
