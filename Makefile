@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl up test check conformance cookbook clients k8s images format e2e gpu bench protos chart lock clean
+.PHONY: help setup demo rl up test lint check conformance cookbook clients k8s images format e2e gpu bench protos chart lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -38,12 +38,14 @@ up: setup ## Start Fovea on this machine with the tiny model (fovea up --help fo
 test: setup ## Everything: unit, contract and end to end, on real parts
 	$(BIN)/python -m pytest
 
-check: setup ## The fast inner loop: format, lint, types, imports, protos, unit tests
+lint: setup ## Format, lint, types, imports, protos
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
+
+check: lint ## The fast inner loop: lint and the unit tests
 	$(BIN)/python -m pytest -q tests/unit -m "not slow"
 
 cookbook: setup ## The real tinker-cookbook's recipes against Fovea, in client environments of their own
