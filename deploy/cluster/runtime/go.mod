@@ -1,5 +1,5 @@
 // The tools of a real node that are no part of Kubernetes, pinned; built by `python -m deploy.cluster build`.
-module fovea/deploy/cluster/node
+module fovea/deploy/cluster/runtime
 
 go 1.26.6
 
