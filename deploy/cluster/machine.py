@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -91,13 +92,13 @@ class Machine:
         """A command that runs inside."""
         return "nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--cgroup", *arguments
 
-    def run(self, *arguments: str) -> str:
+    def run(self, *arguments: str, stdin: IO[bytes] | None = None) -> str:
         """The standard output of a command inside.
 
         Raises:
             CommandFailed: it ended with an error; the message has what it said.
         """
-        return _run(self.command(*arguments), PATH=f"{BIN}:{os.environ['PATH']}")
+        return _run(self.command(*arguments), stdin, PATH=f"{BIN}:{os.environ['PATH']}")
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Starts a process inside that ends with the machine, with its output in `log`, named for the program."""
@@ -121,7 +122,7 @@ class Machine:
         _run(("ip", "address", "add", f"{HOST_ADDRESS}/30", "dev", _LINK))
         _run(("ip", "link", "set", _LINK, "up"))
         names = {"ADDRESS": ADDRESS, "HOST_ADDRESS": HOST_ADDRESS, "SERVICES": SERVICES}
-        _run(self.command("sh", "-euc", _SETUP), FOLDER=str(self.folder), CGROUP=self.cgroup, **names)
+        _run(self.command("sh", "-euc", _SETUP), None, FOLDER=str(self.folder), CGROUP=self.cgroup, **names)
         for network in (PODS, SERVICES):
             _run(("ip", "route", "add", network, "via", ADDRESS))
 
@@ -202,8 +203,8 @@ def _remove(cgroup: Path) -> None:
             time.sleep(0.05)
 
 
-def _run(command: Sequence[str], **environment: str) -> str:
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+def _run(command: Sequence[str], stdin: IO[bytes] | None = None, **environment: str) -> str:
+    done = subprocess.run(command, env=os.environ | environment, stdin=stdin, capture_output=True, text=True)
     if done.returncode:
         raise CommandFailed(
             f"{' '.join(command)[:300]}: exit status {done.returncode}\n{done.stdout}{done.stderr}".strip()

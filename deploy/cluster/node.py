@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from deploy.cluster.cluster import Cluster, CommandFailed, Placement, running_cluster
 from deploy.cluster.image import IMAGE, write_image
@@ -16,6 +17,8 @@ from deploy.cluster.objects import volumes
 NAME = "real-0"
 _READY_S = 300
 _SOCKET = "/run/containerd/containerd.sock"
+CONTAINERD = f"--address={_SOCKET}", "--namespace=k8s.io"
+"""What `ctr` is told to find the node's images and containers."""
 
 
 class Node:
@@ -31,13 +34,23 @@ class Node:
         self.machine = machine
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def load(self, archive: Path) -> None:
-        """Gives the node an image of an OCI or Docker archive; nothing is ever pulled.
+    def load(self, *command: str) -> None:
+        """Gives the node the image of an OCI or Docker archive that a command on this host writes to its output.
+
+        Nothing is ever pulled.
 
         Raises:
-            CommandFailed: containerd does not take it; the message says why.
+            CommandFailed: there is no such archive, or containerd does not take it; the message says why.
         """
-        self._ctr("images", "import", str(archive))
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as archive:
+            # The layers are kept once, unpacked: these images are gigabytes.
+            self._ctr("images", "import", "--local", "--discard-unpacked-layers", "-", stdin=archive.stdout)
+        if archive.returncode:
+            raise CommandFailed(f"{' '.join(command)}: exit status {archive.returncode}")
+
+    def tag(self, image: str, name: str) -> None:
+        """Gives an image that the node has another name."""
+        self._ctr("images", "tag", image, name)
 
     def kill(self, container: str) -> None:
         """Kills the first process of a container, given by the id that a pod's status has, as if it had crashed."""
@@ -54,11 +67,12 @@ class Node:
             CommandFailed: it does not become ready; the message ends with the logs.
         """
         files = _configure(self.machine, self.cluster)
-        write_image(self.machine.folder / "busybox.tar")
+        archive = self.machine.folder / "busybox.tar"
+        write_image(archive)
         try:
             self._start("containerd", f"--config={files / 'containerd.toml'}")
             self._wait_until(self._has_containerd)
-            self.load(self.machine.folder / "busybox.tar")
+            self.load("cat", str(archive))
             config, kubeconfig = files / "kubelet.json", self.cluster.kubeconfig
             self._start(
                 "kubelet",
@@ -77,8 +91,8 @@ class Node:
     def _start(self, *command: str) -> None:
         self._processes[command[0]] = self.machine.start(*command)
 
-    def _ctr(self, *arguments: str) -> None:
-        self.machine.run("ctr", f"--address={_SOCKET}", "--namespace=k8s.io", *arguments)
+    def _ctr(self, *arguments: str, stdin: IO[bytes] | None = None) -> None:
+        self.machine.run("ctr", *CONTAINERD, *arguments, stdin=stdin)
 
     def _has_containerd(self) -> bool:
         try:

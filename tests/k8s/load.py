@@ -1,0 +1,71 @@
+"""Samples without a pause, from several sides, and remembers every answer and every failure."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import tinker
+
+_WORKERS = 18
+"""Enough that prompts leave the sampler that knows them: it is preferred while it is not much busier than others."""
+_PATIENCE_S = 300.0
+
+Tokens = tuple[int, ...]
+
+
+class Load:
+    """Clients that sample prompts in turn, at temperature 0.
+
+    Attributes:
+        answers: The prompt's number and the tokens of every answer.
+        failures: What was raised instead of an answer.
+    """
+
+    def __init__(self, client: tinker.SamplingClient, prompts: Sequence[tinker.ModelInput]) -> None:
+        self._client, self._prompts = client, prompts
+        self._numbers = itertools.count()
+        self._stop = threading.Event()
+        self.answers: list[tuple[int, Tokens]] = []
+        self.failures: list[Exception] = []
+
+    @contextmanager
+    def running(self) -> Iterator[Load]:
+        """Leaving waits for the answers that are under way."""
+        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(_WORKERS)]
+        for worker in workers:
+            worker.start()
+        try:
+            yield self
+        finally:
+            self._stop.set()
+            for worker in workers:
+                worker.join(_PATIENCE_S)
+        assert not any(worker.is_alive() for worker in workers), "a request hangs"
+
+    def wait(self, count: int) -> None:
+        """Returns after so many further answers."""
+        until = len(self.answers) + count
+        deadline = time.monotonic() + _PATIENCE_S
+        while len(self.answers) < until:
+            assert not self.failures, self.failures
+            assert time.monotonic() < deadline, f"{until - len(self.answers)} of {count} answers did not come"
+            time.sleep(0.05)
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            number = next(self._numbers) % len(self._prompts)
+            try:
+                self.answers.append((number, greedy(self._client, self._prompts[number])))
+            except Exception as error:
+                self.failures.append(error)
+                return
+
+
+def greedy(client: tinker.SamplingClient, prompt: tinker.ModelInput) -> Tokens:
+    """A short answer at temperature 0."""
+    parameters = tinker.SamplingParams(max_tokens=5, temperature=0.0)
+    return tuple(client.sample(prompt, 1, parameters).result().sequences[0].tokens)
