@@ -17,6 +17,7 @@ from typing import IO
 import psutil
 
 from deploy.cluster.cluster import CommandFailed
+from deploy.cluster.image import BUSYBOX
 from deploy.cluster.tools import BIN
 
 # RFC 2544 keeps 198.18.0.0/15 for laboratories: no network that the host is part of has it.
@@ -160,6 +161,9 @@ def _check() -> None:
     packages = {package for command, package in _COMMANDS.items() if not shutil.which(command)}
     if not (CNI / "bridge").exists():
         packages.add("containernetworking-plugins")
+    # The program that loads a dynamic one is named at the file's beginning.
+    if not BUSYBOX.exists() or b"ld-linux" in BUSYBOX.read_bytes()[:4096]:
+        packages.add("busybox-static")
     if packages:
         raise NoMachine(f"a real node needs packages that are not installed: {', '.join(sorted(packages))}")
     if "cpuset" not in Path("/proc/self/cgroup").read_text():
