@@ -3,13 +3,12 @@
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import IPv4Network
 from pathlib import Path
-
-import psutil
 
 from deploy.cluster.objects import base_objects
 from deploy.cluster.tools import BIN, DEFINITIONS
@@ -37,7 +36,7 @@ class Placement:
 
     Attributes:
         address: Of the API server, for nodes, pods and this host; other than the default only inside a network.
-        inside: What a command begins with that is to run in that network.
+        inside: What a command begins with that is to run where they do.
         services: Range of services' addresses.
     """
 
@@ -107,9 +106,13 @@ class Cluster:
 
     def restart(self, component: str) -> None:
         """Ends one of the processes, such as kube-apiserver, starts it again and returns once it is ready."""
-        process = psutil.Process(int((self._state / "pids" / f"{component}.pid").read_text()))
-        process.terminate()
-        process.wait(_READY_S)
+        process = (self._state / "pids" / f"{component}.pid").read_text()
+        subprocess.run([*self._place.inside, "kill", process], check=True)
+        deadline = time.monotonic() + _READY_S
+        while subprocess.run([*self._place.inside, "kill", "-0", process], stderr=subprocess.DEVNULL).returncode == 0:
+            if time.monotonic() > deadline:
+                raise CommandFailed(f"{component} does not end")
+            time.sleep(0.1)
         self._kwokctl("start", "cluster", *_PATIENCE)
 
     def stop(self) -> None:

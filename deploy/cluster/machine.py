@@ -84,13 +84,8 @@ class Machine:
         self.cgroup = f"fovea-{pid}"
         self.pid = pid
 
-    @property
-    def network(self) -> tuple[str, ...]:
-        """What a command begins with that only runs on the machine's network."""
-        return "nsenter", f"--net=/proc/{self.pid}/ns/net"
-
     def command(self, *arguments: str) -> tuple[str, ...]:
-        """A command that runs inside."""
+        """A command that runs inside; without arguments, what such a command begins with."""
         return "nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--cgroup", *arguments
 
     def run(self, *arguments: str, stdin: IO[bytes] | None = None) -> str:

@@ -121,7 +121,7 @@ def running_node(folder: Path) -> Iterator[Node]:
         CommandFailed: the control plane or the node did not come up; the message ends with their logs.
     """
     with running_machine(folder / "machine") as machine:
-        place = Placement(address=ADDRESS, inside=machine.network, services=SERVICES)
+        place = Placement(address=ADDRESS, inside=machine.command(), services=SERVICES)
         with running_cluster(folder / "cluster", place, _volumes(folder / "volumes")) as cluster:
             node = Node(cluster, machine)
             node.start()
