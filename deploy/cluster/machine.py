@@ -83,6 +83,7 @@ class Machine:
         self.folder = folder
         self.cgroup = f"fovea-{pid}"
         self.pid = pid
+        self._linked = False
 
     def command(self, *arguments: str) -> tuple[str, ...]:
         """A command that runs inside; without arguments, what such a command begins with."""
@@ -115,12 +116,18 @@ class Machine:
         for name in ("lib", "log"):
             (self.folder / name).mkdir()
         _run(("ip", "link", "add", _LINK, "type", "veth", "peer", "name", "eth0", "netns", str(self.pid)))
+        self._linked = True
         _run(("ip", "address", "add", f"{HOST_ADDRESS}/30", "dev", _LINK))
         _run(("ip", "link", "set", _LINK, "up"))
         names = {"ADDRESS": ADDRESS, "HOST_ADDRESS": HOST_ADDRESS, "SERVICES": SERVICES}
         _run(self.command("sh", "-euc", _SETUP), None, FOLDER=str(self.folder), CGROUP=self.cgroup, **names)
         for network in (PODS, SERVICES):
             _run(("ip", "route", "add", network, "via", ADDRESS))
+
+    def unlink(self) -> None:
+        """Takes the link away. It would go with the network at its other end, but some time later."""
+        if self._linked:
+            _run(("ip", "link", "delete", _LINK))
 
 
 @contextmanager
@@ -143,11 +150,15 @@ def running_machine(folder: Path) -> Iterator[Machine]:
             machine.prepare()
             yield machine
         finally:
+            if machine:
+                machine.unlink()
             assert outer.stdin
             outer.stdin.close()
             outer.wait(_START_S)
             if machine:
                 _remove_cgroups(machine.cgroup)
+            if (folder / "lib").exists():
+                shutil.rmtree(folder / "lib")  # images are gigabytes; the logs stay
 
 
 def _check() -> None:
