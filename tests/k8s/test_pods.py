@@ -95,25 +95,29 @@ def prompts() -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def sampling(installed: Installed, prompts: list[Prompt]) -> Iterator[tinker.SamplingClient]:
+def service(installed: Installed) -> tinker.ServiceClient:
+    """The official SDK. The last test closes it: once nobody answers, closing would try again for minutes."""
+    return installed.service_client()
+
+
+@pytest.fixture(scope="module")
+def sampling(service: tinker.ServiceClient, prompts: list[Prompt]) -> tinker.SamplingClient:
     """Samples from an adapter that answers otherwise than the base model."""
-    with installed.service_client() as service:
-        training = service.create_lora_training_client(base_model=_MODEL, rank=8).result()
-        for _ in range(_STEPS):
-            output = take_step(training, [prompt.datum() for prompt in prompts], 1e-2)
-            assert math.isfinite(output.metrics["loss:sum"])
-        trained = training.save_weights_and_get_sampling_client().result()
-        base = service.create_sampling_client(base_model=_MODEL).result()
-        asked = [prompt.model_input for prompt in prompts]
-        assert [greedy(trained, prompt) for prompt in asked] != [greedy(base, prompt) for prompt in asked]
-        yield trained
+    training = service.create_lora_training_client(base_model=_MODEL, rank=8).result()
+    for _ in range(_STEPS):
+        output = take_step(training, [prompt.datum() for prompt in prompts], 1e-2)
+        assert math.isfinite(output.metrics["loss:sum"])
+    trained = training.save_weights_and_get_sampling_client().result()
+    base = service.create_sampling_client(base_model=_MODEL).result()
+    asked = [prompt.model_input for prompt in prompts]
+    assert [greedy(trained, prompt) for prompt in asked] != [greedy(base, prompt) for prompt in asked]
+    return trained
 
 
-def test_an_image_is_sampled(installed: Installed, prompts: list[Prompt]) -> None:
+def test_an_image_is_sampled(service: tinker.ServiceClient, prompts: list[Prompt]) -> None:
     """Through the gateway, a renderer and vLLM, each in a pod of its own."""
-    with installed.service_client() as service:
-        base = service.create_sampling_client(base_model=_MODEL).result()
-        assert greedy(base, prompts[0].model_input)
+    base = service.create_sampling_client(base_model=_MODEL).result()
+    assert greedy(base, prompts[0].model_input)
 
 
 def test_samplers_scale_under_load(
@@ -149,8 +153,9 @@ def test_a_deleted_sampler_is_replaced(
     assert set(load.answers) == expected
 
 
-def test_it_ends_in_peace(installed: Installed) -> None:
+def test_it_ends_in_peace(installed: Installed, service: tinker.ServiceClient) -> None:
     """Uninstalled, every container ends by itself in time, with status 0; until then none had to be started again."""
+    service.close("success")
     assert _statuses(installed, lambda status: status["restartCount"]) == dict.fromkeys(COMPONENTS, 0)
     names = installed.kubectl("get", "pods", "-o", "name").split()
     for name in names:  # else an ended pod is gone at once, and with it how it ended
