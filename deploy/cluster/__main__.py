@@ -1,13 +1,18 @@
 """`python -m deploy.cluster build | up`."""
 
+import shlex
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import typer
 
-from deploy.cluster.cluster import running_cluster
+from deploy.cluster.cluster import Cluster, CommandFailed, running_cluster
+from deploy.cluster.machine import NoMachine
+from deploy.cluster.node import CONTAINERD, running_node
 from deploy.cluster.tools import BIN, NoGo, missing
 from deploy.cluster.tools import build as build_tools
 
@@ -30,21 +35,35 @@ def build() -> None:
 
 
 @app.command()
-def up() -> None:
+def up(
+    node: bool = typer.Option(False, "--node", help="One real node, which runs containers, instead; needs root."),
+) -> None:
     """Run a cluster with simulated nodes on this machine until Ctrl-C."""
     if absent := missing():
         typer.echo(f"not built: {', '.join(absent)}; run python -m deploy.cluster build", err=True)
         raise typer.Exit(1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with (
-        tempfile.TemporaryDirectory(prefix="fovea-k8s-", ignore_cleanup_errors=True) as folder,
-        running_cluster(Path(folder)) as cluster,
-    ):
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fovea-k8s-", ignore_cleanup_errors=True)))
+        try:
+            cluster = stack.enter_context(_real(folder) if node else running_cluster(folder))
+        except (NoMachine, CommandFailed) as reason:
+            typer.echo(f"no cluster: {reason}", err=True)
+            raise typer.Exit(1) from None
         typer.echo(f"export PATH={BIN}:$PATH KUBECONFIG={cluster.kubeconfig}")
         try:
             signal.pause()
         except KeyboardInterrupt:
             typer.echo("stopping")
+
+
+@contextmanager
+def _real(folder: Path) -> Iterator[Cluster]:
+    with running_node(folder) as node:
+        enter = shlex.join(node.machine.command("ctr", *CONTAINERD))
+        typer.echo("# Pods and services have addresses that this machine reaches. It pulls no images; to load one:")
+        typer.echo(f"#   podman save IMAGE | {enter} images import -")
+        yield node.cluster
 
 
 if __name__ == "__main__":

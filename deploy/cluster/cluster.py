@@ -1,18 +1,20 @@
-"""A control plane on 127.0.0.1 (etcd, API server with RBAC, controllers, scheduler) whose nodes kwok simulates."""
+"""A control plane (etcd, API server with RBAC, controllers, scheduler), on 127.0.0.1 with nodes that kwok simulates."""
 
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from ipaddress import IPv4Network
 from pathlib import Path
-
-import psutil
 
 from deploy.cluster.objects import base_objects
 from deploy.cluster.tools import BIN, DEFINITIONS
 
 _NAME = "fovea"
+_LOCAL = "127.0.0.1"
 _READY_S = 300
 _PATIENCE = (f"--timeout={_READY_S}s", f"--wait={_READY_S}s")
 _SCHEDULER = {
@@ -28,13 +30,33 @@ class CommandFailed(Exception):
     """A command against the cluster failed; the message has the command and what it said."""
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where the control plane's processes run.
+
+    Attributes:
+        address: Of the API server, for nodes, pods and this host; other than the default only inside a network.
+        inside: What a command begins with that is to run where they do.
+        services: Range of services' addresses.
+    """
+
+    address: str = _LOCAL
+    inside: tuple[str, ...] = ()
+    services: str = "10.0.0.0/24"
+
+
+_HERE = Placement()
+
+
 class Cluster:
     """A running control plane, by its kubeconfig; every command acts as cluster-admin."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, place: Placement) -> None:
         self.folder = folder
         self.kubeconfig = folder / "kubeconfig"
+        self.certificates = folder / "clusters" / _NAME / "pki"
         self._state = folder / "clusters" / _NAME
+        self._place = place
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
         """The standard output of kubectl.
@@ -62,39 +84,52 @@ class Cluster:
         tails = (file.read_text(errors="replace").splitlines()[-last_lines:] for file in files)
         return "\n".join(f"== {file.name}\n" + "\n".join(tail) for file, tail in zip(files, tails, strict=True))
 
-    def start(self) -> None:
-        """Starts the five processes on free ports and waits until they answer.
+    def start(self, objects: Sequence[object]) -> None:
+        """Starts the processes on free ports, waits until they answer, creates objects and waits for nodes among them.
 
         Raises:
             CommandFailed: a process did not come up; the message ends with their logs.
         """
         config, scheduler = self.folder / "kwokctl.json", self.folder / "scheduler.json"
-        config.write_text(json.dumps(_configuration(scheduler)))
+        config.write_text(json.dumps(_configuration(scheduler, self._place, self.certificates)))
         scheduler.write_text(json.dumps(_SCHEDULER))
         try:
             self._kwokctl("create", "cluster", *_PATIENCE, f"--config={config}", f"--kubeconfig={self.kubeconfig}")
+            self._point_at(self._place.address)
             self.kubectl("apply", "--server-side", "-f", str(DEFINITIONS))
-            self.apply(*base_objects())
+            self.apply(*objects)
             self.kubectl("wait", "crd", "--all", "--for=condition=Established", f"--timeout={_READY_S}s")
-            self.kubectl("wait", "node", "--all", "--for=condition=Ready", f"--timeout={_READY_S}s")
+            if "node/" in self.kubectl("get", "nodes", "-o", "name"):
+                self.kubectl("wait", "node", "--all", "--for=condition=Ready", f"--timeout={_READY_S}s")
         except CommandFailed as failure:
             raise CommandFailed(f"{failure}\n{self.logs()}") from None
 
     def restart(self, component: str) -> None:
         """Ends one of the processes, such as kube-apiserver, starts it again and returns once it is ready."""
-        process = psutil.Process(int((self._state / "pids" / f"{component}.pid").read_text()))
-        process.terminate()
-        process.wait(_READY_S)
+        process = (self._state / "pids" / f"{component}.pid").read_text()
+        subprocess.run([*self._place.inside, "kill", process], check=True)
+        deadline = time.monotonic() + _READY_S
+        while subprocess.run([*self._place.inside, "kill", "-0", process], stderr=subprocess.DEVNULL).returncode == 0:
+            if time.monotonic() > deadline:
+                raise CommandFailed(f"{component} does not end")
+            time.sleep(0.1)
         self._kwokctl("start", "cluster", *_PATIENCE)
 
     def stop(self) -> None:
         """Ends the processes and forgets what they kept; the folder's owner removes the rest."""
         self._kwokctl("delete", "cluster", f"--kubeconfig={self.kubeconfig}")
 
-    def _kwokctl(self, *arguments: str) -> None:
-        self._run("kwokctl", f"--name={_NAME}", *arguments)
+    def _point_at(self, address: str) -> None:
+        """Kwokctl takes itself for a neighbour of the API server; the kubeconfig is for those who are not."""
+        config = json.loads(self.kubectl("config", "view", "-o", "json"))
+        for entry in config["clusters"]:
+            server = entry["cluster"]["server"].replace(_LOCAL, address)
+            self.kubectl("config", "set", f"clusters.{entry['name']}.server", server)
 
-    def _run(self, tool: str, *arguments: str, stdin: str | None = None) -> str:
+    def _kwokctl(self, *arguments: str) -> None:
+        self._run("kwokctl", f"--name={_NAME}", *arguments, inside=self._place.inside)
+
+    def _run(self, tool: str, *arguments: str, stdin: str | None = None, inside: Sequence[str] = ()) -> str:
         # Helm and kwokctl keep caches and state under these; nothing of the user's own is read or written.
         own = {
             "KUBECONFIG": str(self.kubeconfig),
@@ -104,7 +139,7 @@ class Cluster:
             "HELM_DATA_HOME": str(self.folder / "helm"),
         }
         done = subprocess.run(
-            [str(BIN / tool), *arguments], env=os.environ | own, input=stdin, capture_output=True, text=True
+            [*inside, str(BIN / tool), *arguments], env=os.environ | own, input=stdin, capture_output=True, text=True
         )
         if done.returncode:
             raise CommandFailed(
@@ -114,18 +149,21 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster(folder: Path) -> Iterator[Cluster]:
-    """A cluster in `folder` (made if need be), ended whatever happens inside."""
+def running_cluster(
+    folder: Path, place: Placement = _HERE, objects: Sequence[object] = base_objects()
+) -> Iterator[Cluster]:
+    """A cluster with objects in `folder` (made if need be), ended whatever happens inside."""
     folder.mkdir(parents=True, exist_ok=True)
-    cluster = Cluster(folder)
+    cluster = Cluster(folder, place)
     try:
-        cluster.start()
+        cluster.start(objects)
         yield cluster
     finally:
         cluster.stop()
 
 
-def _configuration(scheduler: Path) -> dict[str, object]:
+def _configuration(scheduler: Path, place: Placement, certificates: Path) -> dict[str, object]:
+    simulator = ["kwok-controller"] if place == _HERE else []  # it would take every node for its own
     binaries = {
         "etcdBinary": "etcd",
         "kubeApiserverBinary": "kube-apiserver",
@@ -139,12 +177,35 @@ def _configuration(scheduler: Path) -> dict[str, object]:
         "kind": "KwokctlConfiguration",
         "options": {
             "runtime": "binary",
-            "bindAddress": "127.0.0.1",
+            "bindAddress": _LOCAL if place.address == _LOCAL else "0.0.0.0",
+            "kubeApiserverCertSANs": [place.address, _first(place.services)],
             "kubeAuthorization": True,
             "kubeAdmission": True,
             "disableQPSLimits": True,
             "kubeSchedulerConfig": str(scheduler),
-            "components": ["etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok-controller"],
+            "components": ["etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", *simulator],
             **{option: str(BIN / name) for option, name in binaries.items()},
         },
+        "componentsPatches": [] if place == _HERE else [_patch(place, certificates)],
+    }
+
+
+def _first(network: str) -> str:
+    """The address of the service `kubernetes`."""
+    return str(next(IPv4Network(network).hosts()))
+
+
+def _patch(place: Placement, certificates: Path) -> dict[str, object]:
+    """What an API server with real nodes needs to be told."""
+    arguments = {
+        "advertise-address": place.address,
+        "service-cluster-ip-range": place.services,
+        # How it finds a kubelet, for logs and exec, and proves itself to it.
+        "kubelet-preferred-address-types": "InternalIP",
+        "kubelet-client-certificate": str(certificates / "admin.crt"),
+        "kubelet-client-key": str(certificates / "admin.key"),
+    }
+    return {
+        "name": "kube-apiserver",
+        "extraArgs": [{"key": key, "value": value} for key, value in arguments.items()],
     }

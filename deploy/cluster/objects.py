@@ -1,12 +1,13 @@
 """What a cluster has before Fovea comes: nodes with GPUs, and volumes to claim."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 _STORAGE_CLASS = "simulated"
 
 
-def base_objects(volumes: int = 32) -> list[dict[str, object]]:
+def base_objects() -> list[dict[str, object]]:
     """A node without GPUs, one with a GPU that two share, two of 8 GPUs, and a default storage class with volumes."""
     nodes = [
         _node("cpu-0"),
@@ -14,7 +15,12 @@ def base_objects(volumes: int = 32) -> list[dict[str, object]]:
         _node("gpu-0", {"nvidia.com/gpu": "8"}),
         _node("gpu-1", {"nvidia.com/gpu": "8"}),
     ]
-    return [*nodes, _storage_class(), *(_volume(f"volume-{index}") for index in range(volumes))]
+    return [*nodes, *volumes(Path("/nowhere"))]
+
+
+def volumes(folder: Path, count: int = 32) -> list[dict[str, object]]:
+    """A default storage class with volumes, each a folder that somebody else makes."""
+    return [_storage_class(), *(_volume(folder / f"volume-{index}") for index in range(count))]
 
 
 def _node(name: str, devices: Mapping[str, str] = MappingProxyType({})) -> dict[str, object]:
@@ -40,16 +46,16 @@ def _storage_class() -> dict[str, object]:
     }
 
 
-def _volume(name: str) -> dict[str, object]:
+def _volume(folder: Path) -> dict[str, object]:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
-        "metadata": {"name": name},
+        "metadata": {"name": folder.name},
         "spec": {
             "storageClassName": _STORAGE_CLASS,
             "capacity": {"storage": "10Ti"},
             "accessModes": ["ReadWriteOnce", "ReadWriteMany", "ReadOnlyMany"],
             "persistentVolumeReclaimPolicy": "Retain",
-            "hostPath": {"path": f"/nowhere/{name}"},
+            "hostPath": {"path": str(folder)},
         },
     }

@@ -1,4 +1,7 @@
-"""The binaries of a control plane, built by Go from the modules that go.mod beside this file pins and go.sum checks."""
+"""The binaries of a cluster, built by Go from the modules that go.mod beside this file pins and go.sum checks.
+
+What a real node needs beyond Kubernetes is pinned in `runtime/`: in one go.mod, it would move Kubernetes' libraries.
+"""
 
 import json
 import os
@@ -10,6 +13,7 @@ from pathlib import Path
 from tinyvlm.cache import cache_directory
 
 _MODULE = Path(__file__).parent
+RUNTIME = _MODULE / "runtime"
 FOLDER = Path(os.environ.get("FOVEA_K8S_HOME") or cache_directory() / "k8s").expanduser()
 BIN = FOLDER / "bin"
 PACKAGES: Mapping[str, str] = {
@@ -21,8 +25,21 @@ PACKAGES: Mapping[str, str] = {
     "kwok": "sigs.k8s.io/kwok/cmd/kwok",
     "kube-scheduler": "k8s.io/kubernetes/cmd/kube-scheduler",
     "helm": "helm.sh/helm/v3/cmd/helm",
+    "kubelet": "k8s.io/kubernetes/cmd/kubelet",
+    "kube-proxy": "k8s.io/kubernetes/cmd/kube-proxy",
 }
 """Binary to Go package, in the order in which they are built."""
+
+RUNTIME_PACKAGES: Mapping[str, str] = {
+    "containerd": "github.com/containerd/containerd/v2/cmd/containerd",
+    "containerd-shim-runc-v2": "github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2",
+    "ctr": "github.com/containerd/containerd/v2/cmd/ctr",
+    "dns": "fovea/deploy/cluster/runtime/dns",
+}
+"""The same of the module in `runtime/`."""
+
+_WRAPPED = {"fovea/deploy/cluster/runtime/dns": "github.com/coredns/coredns"}
+"""Programs of that module's own, which have no version, and the package whose version is theirs."""
 
 DEFINITIONS = FOLDER / "definitions"
 _DEFINED_IN: Mapping[str, Sequence[str]] = {
@@ -47,7 +64,7 @@ class NoGo(Exception):
 
 def missing() -> list[str]:
     """Binaries and definitions that are not there yet."""
-    absent = [name for name in PACKAGES if not os.access(BIN / name, os.X_OK)]
+    absent = [name for name in (*PACKAGES, *RUNTIME_PACKAGES) if not os.access(BIN / name, os.X_OK)]
     wanted = {Path(file).name for files in _DEFINED_IN.values() for file in files}
     return absent + sorted(wanted - {file.name for file in DEFINITIONS.glob("*.yaml")})
 
@@ -64,18 +81,27 @@ def build(report: Callable[[str], None]) -> None:
     if not shutil.which("go"):
         raise NoGo("go is not on PATH: install Go 1.26 or newer, which builds the Kubernetes tools")
     _fetch_definitions(report)
-    versions = _versions()
-    flags = _linker_flags(versions)
     BIN.mkdir(parents=True, exist_ok=True)
+    versions = _versions(_MODULE)
     for name, package in PACKAGES.items():
-        version = _version_of(package, versions)
-        if _built(BIN / name) == (package, version):
-            report(f"{name} {version} is there")
-            continue
-        report(f"building {name} {version}")
-        _go("build", "-trimpath", "-ldflags", flags, "-o", str(BIN / f"{name}.new"), package)
-        # A rename never leaves half a binary under its name, and replaces one that runs.
-        (BIN / f"{name}.new").rename(BIN / name)
+        _build(report, _MODULE, name, package, versions, _linker_flags(versions))
+    versions = _versions(RUNTIME)
+    for name, package in RUNTIME_PACKAGES.items():
+        _build(report, RUNTIME, name, package, versions, "-s -w")
+
+
+def _build(
+    report: Callable[[str], None], module: Path, name: str, package: str, versions: Mapping[str, str], flags: str
+) -> None:
+    pinned = _module_of(_WRAPPED.get(package, package), versions)
+    version = versions[pinned]
+    if _built(BIN / name, pinned) == (package, version):
+        report(f"{name} {version} is there")
+        return
+    report(f"building {name} {version}")
+    _go("build", "-trimpath", "-ldflags", flags, "-o", str(BIN / f"{name}.new"), package, module=module)
+    # A rename never leaves half a binary under its name, and replaces one that runs.
+    (BIN / f"{name}.new").rename(BIN / name)
 
 
 def _fetch_definitions(report: Callable[[str], None]) -> None:
@@ -87,32 +113,33 @@ def _fetch_definitions(report: Callable[[str], None]) -> None:
             shutil.copyfile(folder / file, DEFINITIONS / Path(file).name)
 
 
-def _go(*arguments: str) -> str:
+def _go(*arguments: str, module: Path = _MODULE) -> str:
     # The compiler would spend a fifth of its time collecting garbage that there is room for.
     settings = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -p=2", "GOTOOLCHAIN": "local", "GOGC": "400"}
     command = ["nice", "-n", "19", "go", *arguments]
     return subprocess.run(
-        command, cwd=_MODULE, env=os.environ | settings, check=True, stdout=subprocess.PIPE, text=True
+        command, cwd=module, env=os.environ | settings, check=True, stdout=subprocess.PIPE, text=True
     ).stdout
 
 
-def _versions() -> dict[str, str]:
+def _versions(module: Path) -> dict[str, str]:
     """Module to version, as go.mod pins them."""
-    listed = _go("list", "-m", "-f", "{{.Path}} {{.Version}}", "all")
+    listed = _go("list", "-m", "-f", "{{.Path}} {{.Version}}", "all", module=module)
     return dict(line.split() for line in listed.splitlines() if " " in line.strip())
 
 
-def _version_of(package: str, versions: Mapping[str, str]) -> str:
-    return versions[max((module for module in versions if f"{package}/".startswith(f"{module}/")), key=len)]
+def _module_of(package: str, versions: Mapping[str, str]) -> str:
+    return max((module for module in versions if f"{package}/".startswith(f"{module}/")), key=len)
 
 
-def _built(binary: Path) -> tuple[str, str] | None:
-    """Package and version that a binary says it was built from."""
+def _built(binary: Path, module: str) -> tuple[str, str] | None:
+    """Package that a binary says it was built from, and the version of a module in it."""
     if not binary.exists():
         return None
     words = [line.split() for line in _go("version", "-m", str(binary)).splitlines()]
-    facts = {line[0]: line[1:] for line in words if line and line[0] in {"path", "mod"}}
-    return facts["path"][0], facts["mod"][1]
+    (package,) = (line[1] for line in words if line[:1] == ["path"])
+    versions = {line[1]: line[2] for line in words if line[:1] in (["mod"], ["dep"])}
+    return package, versions.get(module, "")
 
 
 def _linker_flags(versions: Mapping[str, str]) -> str:

@@ -59,12 +59,14 @@ class Release:
         namespace: Its own.
         name: Of the release.
         values: Arguments that every install and upgrade gets.
+        patience_s: For Helm.
     """
 
     cluster: Cluster
     namespace: str
     name: str
     values: tuple[str, ...] = ()
+    patience_s: float = WAIT_S
 
     def install(self, *arguments: str) -> str:
         """Installs, waits until everything is ready, and returns the notes that Helm prints."""
@@ -102,7 +104,7 @@ class Release:
         return {pod["metadata"]["uid"] for pod in self.get("pods", component)}
 
     def _helm(self, verb: str, *arguments: str) -> str:
-        return self.cluster.helm(verb, self.name, *arguments, "-n", self.namespace, f"--timeout={WAIT_S}s")
+        return self.cluster.helm(verb, self.name, *arguments, "-n", self.namespace, f"--timeout={self.patience_s:.0f}s")
 
 
 def ready_addresses(cluster: Cluster, namespace: str, service: str) -> set[str]:

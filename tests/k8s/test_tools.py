@@ -4,15 +4,17 @@ import re
 from pathlib import Path
 
 import deploy.cluster
-from deploy.cluster.tools import PACKAGES
+from deploy.cluster.tools import PACKAGES, RUNTIME, RUNTIME_PACKAGES
 
 _GO_MOD = (Path(deploy.cluster.__file__).parent / "go.mod").read_text()
+_OWN = "fovea/deploy/cluster/runtime/dns"
 
 
 def test_every_tool_is_pinned() -> None:
     """`go mod tidy` keeps the modules of tools that go.mod names, and only those."""
-    (block,) = re.findall(r"^tool \((.*?)^\)", _GO_MOD, re.DOTALL | re.MULTILINE)
-    assert set(block.split()) == set(PACKAGES.values())
+    assert _tools(_GO_MOD) == set(PACKAGES.values())
+    assert _tools((RUNTIME / "go.mod").read_text()) | {_OWN} == set(RUNTIME_PACKAGES.values())
+    assert (RUNTIME / Path(_OWN).name / "main.go").exists()
 
 
 def test_the_parts_of_kubernetes_are_of_one_version() -> None:
@@ -21,3 +23,8 @@ def test_the_parts_of_kubernetes_are_of_one_version() -> None:
     libraries = re.findall(r"^\s*(k8s\.io/\S+) => \1 v0\.(\S+)", _GO_MOD, re.MULTILINE)
     assert libraries
     assert {library: found for library, found in libraries if found != version} == {}
+
+
+def _tools(go_mod: str) -> set[str]:
+    (block,) = re.findall(r"^tool \((.*?)^\)", go_mod, re.DOTALL | re.MULTILINE)
+    return set(block.split())

@@ -1,0 +1,222 @@
+"""A machine inside this one, as kind's nodes are: namespaces of its own, and one network link to the host.
+
+Mounts, processes and network end with the namespaces, whatever was done inside. What stays behind of a control group is
+removed by `running_machine`; nothing else of the host changes.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from deploy.cluster.cluster import CommandFailed
+from deploy.cluster.image import BUSYBOX
+from deploy.cluster.tools import BIN
+
+# RFC 2544 keeps 198.18.0.0/15 for laboratories: no network that the host is part of has it.
+HOST_ADDRESS = "198.18.7.1"
+ADDRESS = "198.18.7.2"
+PODS = "198.18.8.0/24"
+SERVICES = "198.19.7.0/24"
+CNI = Path("/usr/lib/cni")
+
+_LINK = "fovea-node"
+_START_S = 60
+_COMMANDS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "iptables": "iptables", "runc": "runc"}
+_SYSCTLS = {
+    "vm/overcommit_memory": 1,
+    "vm/panic_on_oom": 0,
+    "kernel/panic": 10,
+    "kernel/panic_on_oops": 1,
+    "kernel/keys/root_maxkeys": 1_000_000,
+    "kernel/keys/root_maxbytes": 25_000_000,
+}
+"""What the kubelet sets, for the whole kernel. It reads that they are set already, and the host keeps its own."""
+
+_SETUP = """
+umount -R -l /sys
+mount -t sysfs sysfs /sys
+mount -t tmpfs cgroup /sys/fs/cgroup
+cut -d: -f2 /proc/self/cgroup | grep . | while read -r hierarchy; do
+  folder=/sys/fs/cgroup/${hierarchy#name=}
+  mkdir "$folder"
+  case $hierarchy in name=*) hierarchy=none,$hierarchy ;; esac
+  mount -t cgroup -o "$hierarchy" cgroup "$folder"
+  mkdir "$folder/$CGROUP"
+done
+for file in cpuset.cpus cpuset.mems; do cat /sys/fs/cgroup/cpuset/$file > "/sys/fs/cgroup/cpuset/$CGROUP/$file"; done
+mount -t tmpfs run /run
+mount --bind "$FOLDER/lib" /var/lib
+mount --bind "$FOLDER/log" /var/log
+cd "$FOLDER/sysctl"
+find . -type f | while read -r file; do mount --bind "$file" "/proc/sys/$file"; done
+ip link set lo up
+ip address add "$ADDRESS/30" dev eth0
+ip link set eth0 up
+ip route add "$SERVICES" via "$HOST_ADDRESS"
+echo 1 > /proc/sys/net/ipv4/ip_forward
+echo 1 > /proc/sys/net/bridge/bridge-nf-call-iptables
+"""
+
+
+class NoMachine(Exception):
+    """This host cannot carry one; the message says what it lacks."""
+
+
+class Machine:
+    """Namespaces and the commands that enter them.
+
+    Attributes:
+        folder: Its own, seen inside under the same path; /var/lib and /var/log are `lib` and `log` in it.
+        cgroup: Name of its control group, below the one that this process is in.
+        pid: Of its first process, as the host counts.
+    """
+
+    def __init__(self, folder: Path, pid: int) -> None:
+        self.folder = folder
+        self.cgroup = f"fovea-{pid}"
+        self.pid = pid
+        self._linked = False
+
+    def command(self, *arguments: str) -> tuple[str, ...]:
+        """A command that runs inside; without arguments, what such a command begins with."""
+        return "nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--cgroup", *arguments
+
+    def run(self, *arguments: str, stdin: IO[bytes] | None = None) -> str:
+        """The standard output of a command inside.
+
+        Raises:
+            CommandFailed: it ended with an error; the message has what it said.
+        """
+        return _run(self.command(*arguments), stdin, PATH=f"{BIN}:{os.environ['PATH']}")
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Starts a process inside that ends with the machine, with its output in `log`, named for the program."""
+        with (self.folder / "log" / f"{Path(arguments[0]).name}.log").open("wb") as log:
+            path = {"PATH": f"{BIN}:{os.environ['PATH']}"}
+            return subprocess.Popen(self.command(*arguments), env=os.environ | path, stdout=log, stderr=log)
+
+    def prepare(self) -> None:
+        """Mounts what is the machine's own and links it to the host.
+
+        Raises:
+            CommandFailed: the kernel refused a step.
+        """
+        for name, value in _SYSCTLS.items():
+            file = self.folder / "sysctl" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{value}\n")
+        for name in ("lib", "log"):
+            (self.folder / name).mkdir()
+        _run(("ip", "link", "add", _LINK, "type", "veth", "peer", "name", "eth0", "netns", str(self.pid)))
+        self._linked = True
+        _run(("ip", "address", "add", f"{HOST_ADDRESS}/30", "dev", _LINK))
+        _run(("ip", "link", "set", _LINK, "up"))
+        names = {"ADDRESS": ADDRESS, "HOST_ADDRESS": HOST_ADDRESS, "SERVICES": SERVICES}
+        _run(self.command("sh", "-euc", _SETUP), None, FOLDER=str(self.folder), CGROUP=self.cgroup, **names)
+        for network in (PODS, SERVICES):
+            _run(("ip", "route", "add", network, "via", ADDRESS))
+
+    def unlink(self) -> None:
+        """Takes the link away. It would go with the network at its other end, but some time later."""
+        if self._linked:
+            _run(("ip", "link", "delete", _LINK))
+
+
+@contextmanager
+def running_machine(folder: Path) -> Iterator[Machine]:
+    """A machine with `folder` (made if need be) as its disk, ended whatever happens inside.
+
+    Raises:
+        NoMachine: this host lacks a right, a package or a feature, or one runs already.
+        CommandFailed: the kernel refused a step; the message says which.
+    """
+    _check()
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = ("--mount", "--net", "--pid", "--cgroup", "--fork", "--kill-child", "--mount-proc")
+    # The first process ends with its standard input, so with us; whoever ignores SIGCHLD leaves no zombies.
+    first = ("sh", "-c", "trap '' CHLD; exec cat")
+    with subprocess.Popen(("unshare", *flags, *first), stdin=subprocess.PIPE, stderr=subprocess.PIPE) as outer:
+        machine = None
+        try:
+            machine = Machine(folder, _first_process(outer))
+            machine.prepare()
+            yield machine
+        finally:
+            if machine:
+                machine.unlink()
+            assert outer.stdin
+            outer.stdin.close()
+            outer.wait(_START_S)
+            if machine:
+                _remove_cgroups(machine.cgroup)
+            if (folder / "lib").exists():
+                shutil.rmtree(folder / "lib")  # images are gigabytes; the logs stay
+
+
+def _check() -> None:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        raise NoMachine("a real node needs Linux and root")
+    packages = {package for command, package in _COMMANDS.items() if not shutil.which(command)}
+    if not (CNI / "bridge").exists():
+        packages.add("containernetworking-plugins")
+    # The program that loads a dynamic one is named at the file's beginning.
+    if not BUSYBOX.exists() or b"ld-linux" in BUSYBOX.read_bytes()[:4096]:
+        packages.add("busybox-static")
+    if packages:
+        raise NoMachine(f"a real node needs packages that are not installed: {', '.join(sorted(packages))}")
+    if "cpuset" not in Path("/proc/self/cgroup").read_text():
+        raise NoMachine("a real node is only built for control groups of version 1, and this host has version 2")
+    if _LINK in psutil.net_if_addrs():
+        raise NoMachine(f"another node runs on this host: it has the network link {_LINK}")
+
+
+def _first_process(outer: subprocess.Popen[bytes]) -> int:
+    """The process that `unshare` forks and that holds the namespaces."""
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and outer.poll() is None:
+        for child in psutil.Process(outer.pid).children():
+            # It is there before it is ready: /proc is mounted last.
+            if child.name() == "cat":
+                return child.pid
+        time.sleep(0.05)
+    outer.kill()
+    assert outer.stderr
+    raise NoMachine(f"unshare: {outer.stderr.read().decode().strip() or 'no namespaces in time'}")
+
+
+def _remove_cgroups(name: str) -> None:
+    """Control groups are folders that stay; they can be removed once the last process in them is gone."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, hierarchy, path = line.split(":", 2)
+        top = Path("/sys/fs/cgroup", hierarchy.removeprefix("name="), path.strip("/"), name)
+        if hierarchy and top.exists():
+            for folder, _, _ in os.walk(top, topdown=False):
+                _remove(Path(folder))
+
+
+def _remove(cgroup: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while True:
+        try:
+            return cgroup.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _run(command: Sequence[str], stdin: IO[bytes] | None = None, **environment: str) -> str:
+    done = subprocess.run(command, env=os.environ | environment, stdin=stdin, capture_output=True, text=True)
+    if done.returncode:
+        raise CommandFailed(
+            f"{' '.join(command)[:300]}: exit status {done.returncode}\n{done.stdout}{done.stderr}".strip()
+        )
+    return done.stdout

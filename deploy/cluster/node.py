@@ -1,0 +1,249 @@
+"""A cluster whose one node is real: kubelet, containerd, runc, kube-proxy and CoreDNS in a machine of their own."""
+
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from deploy.cluster.cluster import Cluster, CommandFailed, Placement, running_cluster
+from deploy.cluster.image import IMAGE, write_image
+from deploy.cluster.machine import ADDRESS, CNI, PODS, SERVICES, Machine, running_machine
+from deploy.cluster.objects import volumes
+
+NAME = "real-0"
+_READY_S = 300
+_SOCKET = "/run/containerd/containerd.sock"
+CONTAINERD = f"--address={_SOCKET}", "--namespace=k8s.io"
+"""What `ctr` is told to find the node's images and containers."""
+
+
+class Node:
+    """The node and its cluster.
+
+    Attributes:
+        cluster: To install things in. Pods and services have addresses that this host reaches too.
+        machine: Where the node's processes and the containers run.
+    """
+
+    def __init__(self, cluster: Cluster, machine: Machine) -> None:
+        self.cluster = cluster
+        self.machine = machine
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def load(self, *command: str) -> None:
+        """Gives the node the image of an OCI or Docker archive that a command on this host writes to its output.
+
+        Nothing is ever pulled.
+
+        Raises:
+            CommandFailed: there is no such archive, or containerd does not take it; the message says why.
+        """
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as archive:
+            # The layers are kept once, unpacked: these images are gigabytes.
+            self._ctr("images", "import", "--local", "--discard-unpacked-layers", "-", stdin=archive.stdout)
+        if archive.returncode:
+            raise CommandFailed(f"{' '.join(command)}: exit status {archive.returncode}")
+
+    def tag(self, image: str, name: str) -> None:
+        """Gives an image that the node has another name."""
+        self._ctr("images", "tag", image, name)
+
+    def kill(self, container: str) -> None:
+        """Kills the first process of a container, given by the id that a pod's status has, as if it had crashed."""
+        self._ctr("tasks", "kill", "--signal=SIGKILL", container.removeprefix("containerd://"))
+
+    def logs(self, last_lines: int = 20) -> str:
+        """The end of the log of every process of the node and of the control plane."""
+        return f"{tails(self.machine.folder / 'log', last_lines)}\n{self.cluster.logs(last_lines)}"
+
+    def start(self) -> None:
+        """Starts the node's four processes and waits until it is ready.
+
+        Raises:
+            CommandFailed: it does not become ready; the message ends with the logs.
+        """
+        files = _configure(self.machine, self.cluster)
+        archive = self.machine.folder / "busybox.tar"
+        write_image(archive)
+        try:
+            self._start("containerd", f"--config={files / 'containerd.toml'}")
+            self._wait_until(self._has_containerd)
+            self.load("cat", str(archive))
+            config, kubeconfig = files / "kubelet.json", self.cluster.kubeconfig
+            self._start(
+                "kubelet",
+                *(f"--config={config}", f"--kubeconfig={kubeconfig}"),
+                *(f"--hostname-override={NAME}", f"--node-ip={ADDRESS}"),
+            )
+            self._start("kube-proxy", f"--config={files / 'kube-proxy.json'}")
+            self._start("dns", f"-conf={files / 'Corefile'}")
+            self._wait_until(lambda: _answers(f"http://{ADDRESS}:10256/healthz"))
+            self._wait_until(lambda: _answers(f"http://{ADDRESS}:8181/ready"))
+            self._wait_until(lambda: NAME in self.cluster.kubectl("get", "nodes"))
+            self.cluster.kubectl("wait", f"node/{NAME}", "--for=condition=Ready", f"--timeout={_READY_S}s")
+        except CommandFailed as failure:
+            raise CommandFailed(f"{failure}\n{self.logs()}") from None
+
+    def _start(self, *command: str) -> None:
+        self._processes[command[0]] = self.machine.start(*command)
+
+    def _ctr(self, *arguments: str, stdin: IO[bytes] | None = None) -> None:
+        self.machine.run("ctr", *CONTAINERD, *arguments, stdin=stdin)
+
+    def _has_containerd(self) -> bool:
+        try:
+            self._ctr("version")
+        except CommandFailed:
+            return False
+        return True
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _READY_S
+        while not holds():
+            for name, process in self._processes.items():
+                if process.poll() is not None:
+                    raise CommandFailed(f"{name} ended with status {process.returncode}")
+            if time.monotonic() > deadline:
+                raise CommandFailed(f"{', '.join(self._processes)} do not answer after {_READY_S} s")
+            time.sleep(0.2)
+
+
+@contextmanager
+def running_node(folder: Path) -> Iterator[Node]:
+    """A cluster of one real node in `folder` (made if need be), ended with all its containers whatever happens inside.
+
+    Raises:
+        NoMachine: this host cannot carry a node; the message says what it lacks.
+        CommandFailed: the control plane or the node did not come up; the message ends with their logs.
+    """
+    with running_machine(folder / "machine") as machine:
+        place = Placement(address=ADDRESS, inside=machine.command(), services=SERVICES)
+        with running_cluster(folder / "cluster", place, _volumes(folder / "volumes")) as cluster:
+            node = Node(cluster, machine)
+            node.start()
+            yield node
+
+
+def _volumes(folder: Path) -> list[dict[str, object]]:
+    """Folders that every user may write: the kubelet gives a pod's group only volumes that a driver made."""
+    objects = volumes(folder)
+    for item in objects:
+        match item:
+            case {"spec": {"hostPath": {"path": str(path)}}}:
+                Path(path).mkdir(parents=True)
+                Path(path).chmod(0o777)
+    return objects
+
+
+def _configure(machine: Machine, cluster: Cluster) -> Path:
+    """Writes every process's configuration and returns the folder."""
+    files = machine.folder / "etc"
+    files.mkdir()
+    (files / "cni").mkdir()
+    (files / "cni" / "pods.conflist").write_text(json.dumps(_NETWORK))
+    (files / "containerd.toml").write_text(_CONTAINERD.format(image=IMAGE, cni=CNI, network=files / "cni"))
+    (files / "Corefile").write_text(_COREFILE.format(address=ADDRESS, kubeconfig=cluster.kubeconfig))
+    (files / "kubelet.json").write_text(json.dumps(_kubelet(machine.cgroup, cluster.certificates / "ca.crt")))
+    (files / "kube-proxy.json").write_text(json.dumps(_proxy(cluster.kubeconfig)))
+    return files
+
+
+_CONTAINERD = """
+version = 3
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+sandbox = '{image}'
+[plugins.'io.containerd.cri.v1.runtime']
+# Without CAP_SYS_RESOURCE nobody may ask to be killed last, as the kubelet does for the containers of namespaces.
+restrict_oom_score_adj = true
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
+runtime_type = 'io.containerd.runc.v2'
+[plugins.'io.containerd.cri.v1.runtime'.cni]
+bin_dirs = ['{cni}']
+conf_dir = '{network}'
+"""
+
+_NETWORK = {
+    "cniVersion": "1.0.0",
+    "name": "pods",
+    "plugins": [
+        {
+            "type": "bridge",
+            "bridge": "pods",
+            "isDefaultGateway": True,
+            "hairpinMode": True,
+            "ipam": {"type": "host-local", "ranges": [[{"subnet": PODS}]]},
+        }
+    ],
+}
+
+_COREFILE = """
+.:53 {{
+  bind {address}
+  ready {address}:8181
+  errors
+  kubernetes cluster.local {{
+    kubeconfig {kubeconfig}
+    ttl 1
+  }}
+}}
+"""
+
+
+def _kubelet(cgroup: str, authority: Path) -> dict[str, object]:
+    return {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "address": ADDRESS,
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": False},
+            "x509": {"clientCAFile": str(authority)},
+        },
+        "authorization": {"mode": "AlwaysAllow"},
+        "cgroupDriver": "cgroupfs",
+        "cgroupRoot": f"/{cgroup}",
+        "clusterDNS": [ADDRESS],
+        "clusterDomain": "cluster.local",
+        "containerRuntimeEndpoint": f"unix://{_SOCKET}",
+        # The disk is the host's: that it is nearly full is no reason to evict, and no image could be pulled again.
+        "evictionHard": {"imagefs.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%"},
+        "imageGCHighThresholdPercent": 100,
+        "failCgroupV1": False,
+        "failSwapOn": False,
+        "resolvConf": "/dev/null",
+    }
+
+
+def _proxy(kubeconfig: Path) -> dict[str, object]:
+    return {
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "kind": "KubeProxyConfiguration",
+        "bindAddress": ADDRESS,
+        "healthzBindAddress": f"{ADDRESS}:10256",
+        "clientConnection": {"kubeconfig": str(kubeconfig)},
+        "clusterCIDR": PODS,
+        "hostnameOverride": NAME,
+        "mode": "iptables",
+        # These belong to the whole kernel: 0 leaves them alone.
+        "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+    }
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def tails(folder: Path, last_lines: int) -> str:
+    """The end of every log in a folder."""
+    files = sorted(folder.glob("*.log"))
+    return "\n".join(
+        f"== {f.name}\n" + "\n".join(f.read_text(errors="replace").splitlines()[-last_lines:]) for f in files
+    )
