@@ -153,6 +153,22 @@ def test_a_deleted_sampler_is_replaced(
     assert set(load.answers) == expected
 
 
+def test_the_gateway_is_restarted(installed: Installed, sampling: tinker.SamplingClient, prompts: list[Prompt]) -> None:
+    """Under load. With SQLite it is down in between: the next pod has its volume, the SDK repeats what broke off."""
+    before = installed.release.pods("gateway")
+    expected = {(number, greedy(sampling, prompt.model_input)) for number, prompt in enumerate(prompts)}
+    with Load(sampling, [prompt.model_input for prompt in prompts]).running() as load:
+        load.wait(50)
+        installed.kubectl("rollout", "restart", "deployment/vision-fovea-gateway")
+        installed.kubectl("rollout", "status", "deployment/vision-fovea-gateway", f"--timeout={_START_S:.0f}s")
+        installed.settled(1)
+        load.wait(50)
+    assert not before & installed.release.pods("gateway")
+    assert load.failures == []
+    assert set(load.answers) == expected
+    print(f"gateway restarted: {len(load.answers)} answers, 0 failed")
+
+
 def test_it_ends_in_peace(installed: Installed, service: tinker.ServiceClient) -> None:
     """Uninstalled, every container ends by itself in time, with status 0; until then none had to be started again."""
     service.close("success")
