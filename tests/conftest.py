@@ -1,9 +1,11 @@
-"""What all tests may ask for, which of them run on both databases (those of what the gateway keeps), and their log."""
+"""What all tests may ask for, which of them run on both databases (those of what the gateway keeps), and their logs."""
 
 import logging
+from collections.abc import Generator
 
 import pytest
 
+from tests.other_logs import OTHER_LOGS
 from tests.postgresql import database_url, postgresql
 
 __all__ = ["database_url", "postgresql"]
@@ -25,6 +27,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs a test twice if it is one of those and has a database."""
     if "database_url" in metafunc.fixturenames and metafunc.module.__name__.startswith(_ON_BOTH):
         metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Adds what others printed to what is printed of a failure."""
+    report = yield
+    if report.failed:
+        report.sections += [(name, read()) for name, read in item.session.stash.get(OTHER_LOGS, {}).items()]
+    return report
 
 
 def _is_no_missed_heartbeat(record: logging.LogRecord) -> bool:

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tinyvlm.cache import cache_directory
+
 ROOT = Path(__file__).parents[2]
-FOLDER = Path(os.environ.get("FOVEA_IMAGES_HOME", "~/.cache/fovea/images")).expanduser()
+FOLDER = cache_directory() / "images"
 PACKAGES = "podman runc netavark aardvark-dns catatonit debootstrap"
 NICE = ("nice", "-n", "19")
 _COMMANDS = ("podman", "runc", "debootstrap")

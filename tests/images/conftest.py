@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from deploy.images.build import images
 from deploy.images.engine import compose, exists, missing, podman
 from fovea.cli.ports import free_ports
+from tests.other_logs import logs_with_failures
 
 _FOLDER = Path(__file__).parent
 _PROJECT = "fovea-images-test"
 _LOADED_MACHINE_S = 1800
-_RUNNING = pytest.StashKey["Running"]()
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(_LOADED_MACHINE_S))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds what the services printed to what is printed of a failure."""
-    report = yield
-    if report.failed and _RUNNING in item.session.stash:
-        report.sections.append(("containers", item.session.stash[_RUNNING].logs()))
-    return report
-
-
 @pytest.fixture(scope="session")
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     """All services, ready; their volumes are gone afterwards."""
@@ -90,11 +81,11 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     rest, grpc_port = free_ports(2)
     variables = {"FOVEA_PORT": str(rest), "FOVEA_GRPC_PORT": str(grpc_port)}
     running = Running(variables, f"127.0.0.1:{rest}", f"127.0.0.1:{grpc_port}")
-    request.session.stash[_RUNNING] = running
     try:
         compose(_PROJECT, variables, "up", "--detach", "--no-build")
-        running.wait()
-        yield running
+        with logs_with_failures(request.session, "containers", running.logs):
+            running.wait()
+            yield running
     finally:
         compose(_PROJECT, variables, "down", "--volumes")
 

@@ -1,6 +1,6 @@
 """One cluster for the whole session; its logs are shown with every test that failed on it."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,10 +11,9 @@ from deploy.cluster.machine import NoMachine
 from deploy.cluster.node import Node, running_node
 from deploy.cluster.tools import missing
 from tests.k8s.cluster import fresh_namespace
+from tests.other_logs import logs_with_failures
 
 _FOLDER = Path(__file__).parent
-_CLUSTER = pytest.StashKey[Cluster]()
-_NODE = pytest.StashKey[Node]()
 _LOADED_MACHINE_S = 1200
 
 
@@ -25,24 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(_LOADED_MACHINE_S))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds the control plane's logs to what is printed of a failure."""
-    report = yield
-    if report.failed and _CLUSTER in item.session.stash:
-        report.sections.append(("control plane", item.session.stash[_CLUSTER].logs()))
-    if report.failed and _NODE in item.session.stash:
-        report.sections.append(("real node", item.session.stash[_NODE].logs()))
-    return report
-
-
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A control plane with four simulated nodes."""
     if missing():
         pytest.skip("no Kubernetes tools: python -m deploy.cluster build makes them, with Go")
-    with running_cluster(tmp_path_factory.mktemp("k8s")) as cluster:
-        request.session.stash[_CLUSTER] = cluster
+    with (
+        running_cluster(tmp_path_factory.mktemp("k8s")) as cluster,
+        logs_with_failures(request.session, "control plane", cluster.logs),
+    ):
         yield cluster
 
 
@@ -56,7 +46,7 @@ def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             node = stack.enter_context(running_node(tmp_path_factory.mktemp("node")))
         except NoMachine as reason:
             pytest.skip(str(reason))
-        request.session.stash[_NODE] = node
+        stack.enter_context(logs_with_failures(request.session, "real node", node.logs))
         yield node
 
 

@@ -25,7 +25,7 @@ def test_every_image_of_compose_is_built_as_it_says() -> None:
 
 
 def test_without_an_engine_it_says_what_to_install(tmp_path: Path) -> None:
-    environment = os.environ | {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT), "FOVEA_IMAGES_HOME": str(tmp_path)}
+    environment = os.environ | {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT), "FOVEA_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "deploy.images", "build"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
