@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -24,8 +25,10 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="session")
 def stack(collector: Collector) -> Iterator[Stack]:
     """Fovea with the tiny Qwen3-VL."""
-    tracing = {TRACE_VARIABLE: collector.url, "OTEL_TRACES_SAMPLER": "parentbased_always_off"}
-    with mock.patch.dict(os.environ, tracing), running_stack(tinyvlm.ensure()) as stack:
+    with ExitStack() as exit_stack:
+        tracing = {TRACE_VARIABLE: collector.url, "OTEL_TRACES_SAMPLER": "parentbased_always_off"}
+        with mock.patch.dict(os.environ, tracing):  # its own alone: unit tests of the same session follow
+            stack = exit_stack.enter_context(running_stack(tinyvlm.ensure()))
         yield stack
 
 
