@@ -21,6 +21,7 @@ _SAME = 1e-4
 _MOVED = 1e-2
 _ACCEPT_S = 1.0
 _HANG_S = 30.0
+_TRIES = 3
 _PLAIN = {"proto_compress_fwdbwd": False}
 
 
@@ -92,8 +93,7 @@ def c42_bad_chunk(target: Target) -> str:
     said = []
     for parallel in (True, False):
         proxy = target.proxy({"fwdbwd_max_chunk_len": 1, "parallel_fwdbwd_chunks": parallel, **_PLAIN})
-        training = target.training(target.service(proxy))
-        category = _failure(lambda: training.forward_backward(data, "cross_entropy").result(_HANG_S))  # noqa: B023
+        category, training = _chunk_failure(target, proxy, data)
         loss = training.forward_backward(data[:2], "cross_entropy").result(_HANG_S).metrics["loss:sum"]
         expect(bool(np.isfinite(loss)), f"the next call's loss is {loss}")
         failed = _failed_chunks(target, proxy)
@@ -247,6 +247,24 @@ def _failure(call: Callable[[], Any]) -> str:
         expect(error.category == types.RequestErrorCategory.User, f"the category is {error.category}: {error}")
         return f"category {error.category.name}"
     raise Failed("a loss with weights of another length than its targets succeeded")
+
+
+def _chunk_failure(target: Target, proxy: Proxy, data: list[types.Datum]) -> tuple[str, tinker.TrainingClient]:
+    """How a call fails one of whose chunks is bad, and the model it was made on.
+
+    SDK 0.38.0 never raises, in one call of a hundred, although it was given every chunk's result: that says nothing of
+    the server, and another model is asked.
+    """
+    for _ in range(_TRIES):
+        proxy.exchanges.clear()
+        training = target.training(target.service(proxy))
+        try:
+            return _failure(lambda: training.forward_backward(data, "cross_entropy").result(_HANG_S)), training  # noqa: B023
+        except TimeoutError:
+            given = {one.body for one in proxy.of("retrieve_future") if one.status == 200 and b":train:" in one.body}
+            # One more: that the model was created.
+            expect(len(given) == len(data) + 1, f"{len(given) - 1} of {len(data)} results came in {_HANG_S:.0f} s")
+    raise Failed(f"the SDK was given every result and did not raise, {_TRIES} times")
 
 
 def _sent_losses(proxy: Proxy) -> list[tinker_public_pb2.ForwardBackwardRequest]:
