@@ -15,7 +15,7 @@ from tests.e2e.prompts import Prompt, PromptBuilder, picture
 from tests.e2e.stack import API_KEY, Stack
 from tests.otlp_collector import Collector
 
-TRACE = "c" * 32
+TRACE, CALLER = "c" * 32, "d" * 16
 _ARRIVAL_S = 30.0
 """The exporter sends every five seconds."""
 
@@ -23,7 +23,7 @@ _ARRIVAL_S = 30.0
 @pytest.fixture
 def traced(stack: Stack) -> Iterator[tinker.ServiceClient]:
     """Every call goes on from the caller's own trace."""
-    headers = {HEADER: f"00-{TRACE}-{'d' * 16}-01"}
+    headers = {HEADER: f"00-{TRACE}-{CALLER}-01"}
     with tinker.ServiceClient(base_url=stack.base_url, api_key=API_KEY, default_headers_overrides=headers) as client:
         yield client
 
@@ -35,29 +35,27 @@ def prompt(tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 
 def tree(collector: Collector, *wanted: str) -> dict[str, list[str]]:
-    """Of the wanted spans, once they have all arrived: the names of those around them, from the inside."""
+    """Of the wanted spans: the names of those around them, from the inside. Services send when they like."""
     deadline = time.monotonic() + _ARRIVAL_S
-    while not (spans := _spans(collector)).keys() >= set(wanted):
-        assert time.monotonic() < deadline, f"{set(wanted) - spans.keys()} did not arrive; there are {sorted(spans)}"
+    while True:
+        spans = [span for span in list(collector.spans) if span.trace_id.hex() == TRACE]
+        found = {name: _ancestry(name, spans) for name in wanted}
+        complete = {name: names for name, names in found.items() if names is not None}
+        if len(complete) == len(wanted):
+            return complete
+        assert time.monotonic() < deadline, f"{found}; there are {sorted(span.name for span in spans)}"
         time.sleep(0.2)
-    return {name: _ancestry(spans[name], [span for some in spans.values() for span in some]) for name in wanted}
 
 
-def _spans(collector: Collector) -> dict[str, list[Span]]:
-    found: dict[str, list[Span]] = {}
-    for span in list(collector.spans):
-        if span.trace_id.hex() == TRACE:
-            found.setdefault(span.name, []).append(span)
-    return found
-
-
-def _ancestry(spans: Sequence[Span], everything: Sequence[Span]) -> list[str]:
-    by_id = {span.span_id: span for span in everything}
-    span, names = spans[0], []
-    while span.parent_span_id in by_id:
-        span = by_id[span.parent_span_id]
-        names.append(span.name)
-    return names
+def _ancestry(name: str, spans: Sequence[Span]) -> list[str] | None:
+    """None while the span, or one around it, has not arrived."""
+    by_id = {span.span_id: span for span in spans}
+    span = next((span for span in spans if span.name == name), None)
+    names = []
+    while span is not None and span.parent_span_id.hex() != CALLER:
+        span = by_id.get(span.parent_span_id)
+        names.append(span.name if span else "")
+    return names if span is not None else None
 
 
 def test_a_sample_and_a_step_are_followed_to_engine_and_trainer(
