@@ -1,7 +1,7 @@
 """What all tests may ask for, which of them run on both databases (those of what the gateway keeps), and their logs."""
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
 
@@ -34,8 +34,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """Adds what others printed to what is printed of a failure."""
     report = yield
     if report.failed:
-        report.sections += [(name, read()) for name, read in item.session.stash.get(OTHER_LOGS, {}).items()]
+        report.sections += [(name, _text(read)) for name, read in item.session.stash.get(OTHER_LOGS, {}).items()]
     return report
+
+
+def _text(read: Callable[[], str]) -> str:
+    """What others printed; logs that cannot be read must not end the run, and with it the report of every test."""
+    try:
+        return read()
+    except Exception as error:
+        return f"cannot be read: {error!r}\n{getattr(error, 'stderr', None) or ''}"
 
 
 def _is_no_missed_heartbeat(record: logging.LogRecord) -> bool:

@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(_LOADED_MACHINE_S))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     """All services, ready; their volumes are gone afterwards."""
     if reason := missing():
