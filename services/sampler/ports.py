@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from fovea.api.v1 import weights_pb2
+from fovea.api.v1 import sampler_pb2, weights_pb2
 from services.sampler.families.base import FeatureTensors
 from services.sampler.requests import AdapterName, Event, SampleSpec
 
@@ -26,15 +26,7 @@ class SampleEngine(Protocol):
 class WeightEngine(Protocol):
     """Takes weights. All methods raise Unavailable if the engine is dead and DeadlineExceeded if it does not answer."""
 
-    async def join_group(
-        self,
-        group_id: str,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        timeout_s: float,
-    ) -> None:
+    async def join_group(self, request: sampler_pb2.JoinTransferGroupRequest) -> None:
         """Joins a group, leaving one of the same name. Raises Unavailable if the members do not meet in time."""
         ...
 

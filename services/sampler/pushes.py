@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from fovea.api.v1 import weights_pb2
+from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire import manifest as wire_manifest
 from fovea.wire.errors import AlreadyExists, DeadlineExceeded, FailedPrecondition, Internal, InvalidInput
 from services.sampler import metrics
@@ -41,34 +41,19 @@ class SnapshotPushes:
         self._snapshots = snapshots
         self._groups: dict[str, asyncio.Lock] = {}
 
-    async def join(
-        self,
-        group_id: str,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        timeout_s: float,
-    ) -> None:
+    async def join(self, request: sampler_pb2.JoinTransferGroupRequest) -> None:
         """Joins a group; one of the same name is left first. Raises InvalidInput, or Unavailable if nobody meets."""
-        if not group_id:
-            raise InvalidInput("group_id is empty", field="group_id")
-        if not 0 < master_port < 65536:
-            raise InvalidInput(f"master_port is {master_port}", field="master_port")
-        if not 1 <= rank_offset < world_size:
-            raise InvalidInput(
-                f"rank_offset is {rank_offset}, must be between 1 and world_size - 1 = {world_size - 1}",
-                field="rank_offset",
-            )
-        _check_timeout(timeout_s)
-        self._groups.pop(group_id, None)
+        _check_join(request)
+        self._groups.pop(request.group_id, None)
         try:
-            await self._engine.join_group(group_id, master_address, master_port, rank_offset, world_size, timeout_s)
+            await self._engine.join_group(request)
         except BaseException:
-            await settled(self._engine.leave_group(group_id))
+            await settled(self._engine.leave_group(request.group_id))
             raise
-        self._groups[group_id] = asyncio.Lock()
-        logger.info("joined transfer group %s as rank %d of %d", group_id, rank_offset, world_size)
+        self._groups[request.group_id] = asyncio.Lock()
+        logger.info(
+            "joined transfer group %s as rank %d of %d", request.group_id, request.rank_offset, request.world_size
+        )
 
     async def leave(self, group_id: str) -> None:
         """Leaves a group. Unknown groups are no error."""
@@ -171,6 +156,19 @@ class _within:  # noqa: N801 - reads as a statement
             await self._timeout.__aexit__(*details)  # type: ignore[arg-type]
         except TimeoutError:
             raise DeadlineExceeded(f"the push ran out of time: {self._reason}") from None
+
+
+def _check_join(request: sampler_pb2.JoinTransferGroupRequest) -> None:
+    if not request.group_id:
+        raise InvalidInput("group_id is empty", field="group_id")
+    if not 0 < request.master_port < 65536:
+        raise InvalidInput(f"master_port is {request.master_port}", field="master_port")
+    if not 1 <= request.rank_offset < request.world_size:
+        last = request.world_size - 1
+        raise InvalidInput(
+            f"rank_offset is {request.rank_offset}, must be between 1 and world_size - 1 = {last}", field="rank_offset"
+        )
+    _check_timeout(request.timeout_s)
 
 
 def _check_timeout(timeout_s: float) -> None:

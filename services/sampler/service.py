@@ -101,14 +101,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         self, request: sampler_pb2.JoinTransferGroupRequest, context: Context
     ) -> sampler_pb2.JoinTransferGroupResponse:
         """See sampler.proto."""
-        await self._pushes.join(
-            request.group_id,
-            request.master_address,
-            request.master_port,
-            request.rank_offset,
-            request.world_size,
-            request.timeout_s,
-        )
+        await self._pushes.join(request)
         return sampler_pb2.JoinTransferGroupResponse(instance_id=self._facts.instance_id)
 
     async def LeaveTransferGroup(  # noqa: N802

@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from fovea.api.v1 import weights_pb2
+from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import DeadlineExceeded, Internal, InvalidInput, Unavailable
 from services.sampler.engine import outputs, prompts
 from services.sampler.engine.adapters import PATH_SCHEME
@@ -120,30 +120,13 @@ class Engine:
                     for delta in outputs.deltas(result, spec, index):
                         yield delta
 
-    async def join_group(
-        self,
-        group_id: str,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        timeout_s: float,
-    ) -> None:
+    async def join_group(self, request: sampler_pb2.JoinTransferGroupRequest) -> None:
         """See WeightEngine.join_group."""
         task_id = self._new_task()
-        await self._command(
-            "fovea_join",
-            task_id,
-            group_id,
-            master_address,
-            master_port,
-            rank_offset,
-            world_size,
-            timeout_s,
-            self.transfer_backend,
-        )
+        await self._command("fovea_join", task_id, request.SerializeToString(), self.transfer_backend)
         try:
-            await self._wait(f"transfer group {group_id} did not meet", timeout_s, "fovea_report", task_id)
+            unmet = f"transfer group {request.group_id} did not meet"
+            await self._wait(unmet, request.timeout_s, "fovea_report", task_id)
         finally:
             await self.forget_task(task_id)
 

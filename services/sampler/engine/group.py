@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from fovea.api.v1 import sampler_pb2
+
 # Its stubs leave out half of what it exports.
 dist: Any = torch.distributed
 
@@ -15,32 +17,21 @@ class TransferGroup:
     """A standing group in which rank 0, the trainer, broadcasts bytes.
 
     Args:
-        group_id: Unique name; keeps groups apart that meet at one store.
-        master_address, master_port: The store that rank 0 hosts.
-        rank: This worker's rank, at least 1.
-        world_size: All members, the sender included.
-        timeout_s: How long to wait for the others.
+        request: Which group, where it meets, and how long to wait for the others.
+        worker_rank: This worker's among those of its engine.
         device: Where this worker's model lives; decides between gloo and NCCL.
 
     Blocks until all members have met. Raises RuntimeError or DistStoreError if they do not in time.
     """
 
-    def __init__(
-        self,
-        group_id: str,
-        master_address: str,
-        master_port: int,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        device: torch.device,
-    ) -> None:
-        self.group_id = group_id
+    def __init__(self, request: sampler_pb2.JoinTransferGroupRequest, worker_rank: int, device: torch.device) -> None:
         self._device = device
-        timeout = timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(master_address, master_port, world_size, False, timeout, wait_for_workers=False)
-        prefixed = dist.PrefixStore(group_id, self._store)
-        self._group = _open(prefixed, rank, world_size, timeout, device)
+        timeout = timedelta(seconds=request.timeout_s)
+        self._store = dist.TCPStore(
+            request.master_address, request.master_port, request.world_size, False, timeout, wait_for_workers=False
+        )
+        prefixed = dist.PrefixStore(request.group_id, self._store)
+        self._group = _open(prefixed, request.rank_offset + worker_rank, request.world_size, timeout, device)
 
     def receive(self, size_bytes: int, deadline: float) -> torch.Tensor:
         """The next broadcast, uint8 [size_bytes] on the group's device. `deadline` is of `time.monotonic`.

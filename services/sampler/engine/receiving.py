@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from fovea.api.v1 import weights_pb2
+from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, tensor_bytes
 from services.sampler.engine.group import TransferGroup
 
@@ -76,26 +76,13 @@ class SnapshotReceiver:
         self._tasks: dict[str, Task] = {}
         self._arrivals: dict[str, Any] = {}
 
-    def start_join(
-        self,
-        task_id: str,
-        group_id: str,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        timeout_s: float,
-        backend: str,
-    ) -> None:
+    def start_join(self, task_id: str, request: sampler_pb2.JoinTransferGroupRequest, backend: str) -> None:
         """Begins to join over `gloo` or `nccl`; a standing group of the same name is left first."""
-        self.leave(group_id)
+        self.leave(request.group_id)
 
         def join(_: Task) -> None:
-            rank = rank_offset + self._worker_rank
             device = torch.device("cpu") if backend == "gloo" else self._device
-            self._groups[group_id] = TransferGroup(
-                group_id, master_address, master_port, rank, world_size, timeout_s, device
-            )
+            self._groups[request.group_id] = TransferGroup(request, self._worker_rank, device)
 
         self._start(task_id, join)
 

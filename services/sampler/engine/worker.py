@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fovea.api.v1 import weights_pb2
+from fovea.api.v1 import sampler_pb2, weights_pb2
 from services.sampler.engine import transfer
 from services.sampler.engine.adapters import AdapterBank
 from services.sampler.engine.logprobs import report_temperature_logprobs
@@ -48,21 +48,9 @@ class WorkerExtension:
         report_temperature_logprobs(self.model_runner)
         PromptScorer(self.model_runner).install()
 
-    def fovea_join(
-        self,
-        task_id: str,
-        group_id: str,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        timeout_s: float,
-        backend: str,
-    ) -> None:
-        """Begins to join a group; `fovea_report` tells when it stands."""
-        self._receiver.start_join(
-            task_id, group_id, master_address, master_port, rank_offset, world_size, timeout_s, backend
-        )
+    def fovea_join(self, task_id: str, request: bytes, backend: str) -> None:
+        """Begins to join the group of a serialized JoinTransferGroupRequest; `fovea_report` tells when it stands."""
+        self._receiver.start_join(task_id, sampler_pb2.JoinTransferGroupRequest.FromString(request), backend)
 
     def fovea_receive(self, task_id: str, group_id: str, manifest: bytes, timeout_s: float) -> str:
         """Begins to receive a snapshot; `fovea_report` tells when it is whole.

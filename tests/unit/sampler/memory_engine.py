@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fovea.api.v1 import weights_pb2
+from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import InvalidInput, Unavailable
 from services.sampler.families.base import FeatureTensors
 from services.sampler.requests import AdapterName, AltRows, Delta, Event, PromptFacts, SampleSpec
@@ -75,19 +75,11 @@ class MemoryEngine:
         finally:
             self.running -= 1
 
-    async def join_group(
-        self,
-        group_id: str,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        timeout_s: float,
-    ) -> None:
+    async def join_group(self, request: sampler_pb2.JoinTransferGroupRequest) -> None:
         """Nobody listens on port 1."""
-        if master_port == 1:
+        if request.master_port == 1:
             raise Unavailable("did not meet")
-        self.groups.add(group_id)
+        self.groups.add(request.group_id)
 
     async def leave_group(self, group_id: str) -> None:
         """Leaves."""

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from fovea.api.v1 import weights_pb2
+from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -41,8 +41,15 @@ class House:
         self, snapshot_id: str, kind: int = ADAPTER, digest: str = "d", timeout_s: float = 5, group: str = "g"
     ) -> list[Ready | Loaded]:
         """Joins and receives."""
-        await self.pushes.join(group, "127.0.0.1", 5, 1, 2, 5)
+        await self.pushes.join(meeting(group))
         return [phase async for phase in self.pushes.receive(group, manifest(snapshot_id, kind, digest), timeout_s)]
+
+
+def meeting(group: str, port: int = 5) -> sampler_pb2.JoinTransferGroupRequest:
+    """A group of a trainer and this sampler."""
+    return sampler_pb2.JoinTransferGroupRequest(
+        group_id=group, master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, timeout_s=5
+    )
 
 
 def manifest(snapshot_id: str, kind: int = ADAPTER, digest: str = "d") -> weights_pb2.SnapshotManifest:
@@ -255,7 +262,7 @@ async def test_a_push_that_breaks_off_leaves_the_group(leave: str) -> None:
 
 async def test_one_snapshot_at_a_time_over_a_group() -> None:
     house = House()
-    await house.pushes.join("g", "127.0.0.1", 5, 1, 2, 5)
+    await house.pushes.join(meeting("g"))
     house.engine.arrived.clear()
     first = house.pushes.receive("g", manifest("a@1"), 5)
     assert await anext(first) == Ready()
@@ -286,7 +293,7 @@ async def test_a_held_snapshot_is_received_again_but_never_changed() -> None:
 )
 async def test_receives_that_are_refused(change: dict[str, object], error: type[FoveaError]) -> None:
     house = House()
-    await house.pushes.join("g", "127.0.0.1", 5, 1, 2, 5)
+    await house.pushes.join(meeting("g"))
     wanted = {"snapshot_id": "a@1", "timeout_s": 5.0, "group": "g"} | change
     with pytest.raises(error):
         await anext(house.pushes.receive(wanted["group"], manifest(wanted["snapshot_id"]), wanted["timeout_s"]))
@@ -296,7 +303,7 @@ async def test_receives_that_are_refused(change: dict[str, object], error: type[
 async def test_a_group_that_does_not_meet() -> None:
     house = House()
     with pytest.raises(Unavailable):
-        await house.pushes.join("g", "127.0.0.1", 1, 1, 2, 5)
+        await house.pushes.join(meeting("g", port=1))
     with pytest.raises(FailedPrecondition):
         await anext(house.pushes.receive("g", manifest("a@1"), 5))
 
