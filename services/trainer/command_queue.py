@@ -48,14 +48,18 @@ class CommandQueue:
         """Takes commands from now on."""
         self._broken = None
 
+    def check(self) -> None:
+        """Raises why no command would be taken: still loading, or broken. Callable from any thread."""
+        if self._broken is not None:
+            raise self._broken
+
     async def submit(self, command: Command) -> Any:
         """Runs a command on all ranks and returns its result on rank 0.
 
         Raises what the command raises, Unavailable if the trainer breaks. A command whose caller leaves before its
         turn is not run; one that runs is not interrupted.
         """
-        if self._broken is not None:
-            raise self._broken
+        self.check()
         result: Future[Any] = Future()
         self._pending.add(result)
         result.add_done_callback(self._pending.discard)

@@ -24,7 +24,7 @@ from services.trainer.push import Pusher
 from services.trainer.rank import Rank, is_first_of_node, node
 from services.trainer.servicer import SERVICE, TrainerServicer
 from services.trainer.settings import TrainerSettings
-from services.trainer.transfer import TransferGroups
+from services.trainer.transfer import WILDCARDS, TransferGroups
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class _Leader:
         self._settings = settings
         self._status = 0
         self._queue = CommandQueue(settings.heartbeat_s)
-        self._groups = TransferGroups(_transfer_address(settings))
+        self._groups = _transfer_groups(settings)
         self._told = False
         self._rank = Rank(settings, self._peer_lost, self._peer_stops, self._groups)
         self._loaded: Future[None] = Future()
@@ -179,7 +179,7 @@ class _Leader:
             self._server.request_stop()
 
 
-def _transfer_address(settings: TrainerSettings) -> str:
-    if settings.transfer_address:
-        return settings.transfer_address
-    return socket.gethostname() if settings.host in ("0.0.0.0", "::") else settings.host
+def _transfer_groups(settings: TrainerSettings) -> TransferGroups:
+    if settings.transfer_address:  # may be of another network than gRPC's
+        return TransferGroups(settings.transfer_address, "0.0.0.0")
+    return TransferGroups(socket.gethostname() if settings.host in WILDCARDS else settings.host, settings.host)

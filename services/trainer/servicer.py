@@ -12,7 +12,7 @@ import grpc
 import fovea
 from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.wire import tensors
-from fovea.wire.errors import InvalidInput, Unavailable
+from fovea.wire.errors import InvalidInput
 from services.trainer import commands, telemetry
 from services.trainer.command_queue import CommandQueue
 from services.trainer.datums import check_digests, decode_datum
@@ -137,10 +137,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ForgetSnapshotResponse()
 
     def _engine(self) -> Engine:
-        engine: Engine | None = getattr(self._rank, "engine", None)
-        if engine is None:
-            raise Unavailable("the trainer is still loading its model")
-        return engine
+        self._queue.check()
+        return self._rank.engine
 
     def _lora(self, given: weights_pb2.LoraConfig) -> LoraSettings:
         settings = LoraSettings(

@@ -5,6 +5,7 @@ The sender is rank 0; sampler worker i is rank_offset + i. The rendezvous store 
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Proce
 from fovea.wire.errors import FailedPrecondition
 
 logger = logging.getLogger(__name__)
+
+WILDCARDS = ("0.0.0.0", "::")
+"""Hosts that stand for all addresses of a machine."""
 
 
 class TransferGroup:
@@ -93,16 +97,29 @@ def _survivable_nccl() -> Iterator[None]:
             os.environ[name] = before
 
 
+def _listening(host: str) -> socket.socket:
+    if ":" not in host:
+        return socket.create_server((host, 0))
+    return socket.create_server((host, 0), family=socket.AF_INET6, dualstack_ipv6=host == "::")
+
+
 class TransferGroups:
     """All open groups of this trainer, and the store they meet at. Rank 0 only; safe to use from several threads.
 
     Args:
         address: Address under which samplers reach this process.
+        host: Address of this machine that the store listens on; 0.0.0.0 or :: for all of them.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, host: str) -> None:
         self.address = address
-        self._store = TCPStore("0.0.0.0", 0, None, True, timedelta(minutes=5), wait_for_workers=False)
+        self._own = "127.0.0.1" if host in WILDCARDS else host
+        # By itself it would listen on all of them.
+        with _listening(host) as listener:
+            port, descriptor = listener.getsockname()[1], listener.detach()
+        self._store = TCPStore(
+            self._own, port, None, True, timedelta(minutes=5), wait_for_workers=False, master_listen_fd=descriptor
+        )
         self._open: dict[str, TransferGroup] = {}
         self._lock = threading.Lock()
 
@@ -117,7 +134,7 @@ class TransferGroups:
         """Meets the other members; blocks. Raises RuntimeError if they do not come in time."""
         # A client of its own: one that waits holds its connection, and other groups would wait with it.
         timeout = timedelta(seconds=join_timeout_s)
-        store = TCPStore("127.0.0.1", self.port, None, False, timeout, wait_for_workers=False)
+        store = TCPStore(self._own, self.port, None, False, timeout, wait_for_workers=False)
         group = TransferGroup(group_id, store, world_size, backend, join_timeout_s, broadcast_timeout_s)
         with self._lock:
             self._open[group_id] = group

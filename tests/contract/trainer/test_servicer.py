@@ -97,6 +97,12 @@ async def test_create_and_delete(trainer: Trainer) -> None:
     assert command == commands.DeleteModel("m")
 
 
+async def test_a_broken_trainer_says_so_and_names_no_model(trainer: Trainer) -> None:
+    trainer.queue.break_down(Unavailable("rank 1 died"))
+    with pytest.raises(Unavailable, match="rank 1 died"):
+        await trainer.client.info()
+
+
 async def test_forward_backward(trainer: Trainer) -> None:
     datums = [_datum(3), _datum(5)]
     header = trainer_pb2.ForwardBackwardHeader(

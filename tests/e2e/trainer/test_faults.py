@@ -47,9 +47,11 @@ class Victim:
         return [datum(self.images.render([text(512, seed)]), seed) for seed in range(count)]
 
     async def expect_the_end(self) -> None:
-        """Commands fail at once, the whole trainer ends with status 1."""
+        """Commands fail at once, it no longer says that it holds models, the whole trainer ends with status 1."""
         with pytest.raises(Unavailable):
             await self.client.optim_step("m", adam(), timeout_s=SECONDS)
+        with pytest.raises(Unavailable):
+            await self.client.info(timeout_s=SECONDS)
         assert await asyncio.to_thread(self.process.process.wait, 30) == 1
         assert not survivors(self.processes, SECONDS)
 

@@ -69,6 +69,8 @@ async def test_a_broken_trainer_fails_everything_at_once() -> None:
             await call
     with pytest.raises(Unavailable, match="rank 1 died"):
         await queue.submit(ClearGradients("c"))
+    with pytest.raises(Unavailable, match="rank 1 died"):
+        queue.check()
     settle(running.result, "too late")
 
 
