@@ -78,7 +78,7 @@ class Gateway:
             self.renderers, self.samplers, self.snapshots, versions, settings.retry_deadline_s,
             settings.sample_timeout_s,
         )  # fmt: skip
-        self.vitals = Vitals(self.board, self.samplers, self.trainer, versions, settings.state_dir)
+        self.vitals = Vitals(self.board, self.renderers, self.samplers, self.trainer, versions, settings.state_dir)
         self.sampling = Sampling(
             self.database, self.board, self.sessions, self.checkpoints, self.samplers, self.snapshots, sample_runner,
             settings.model_name, settings.max_pending,

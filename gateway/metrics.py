@@ -29,6 +29,11 @@ REQUEST_SECONDS = Histogram(
     "fovea_gateway_rest_request_seconds", "Seconds of a REST request, long polls left out.", ["route"], buckets=_SECONDS
 )
 SAMPLES_RUNNING = Gauge("fovea_gateway_samples_running", "Sample requests now in a sampler.", ["sampler"])
+WAITING = Gauge(
+    "fovea_gateway_replica_waiting",
+    "Requests that wait here for a place in a replica, which takes so many at once as the settings say.",
+    ["service", "replica"],
+)
 SAMPLE_RETRIES = Counter("fovea_gateway_sample_retries_total", "Samples that were tried again, by reason.", ["reason"])
 PUSHES = Counter("fovea_gateway_snapshot_pushes_total", "Pushes of snapshots to samplers by outcome.", ["outcome"])
 PUSH_SECONDS = Histogram("fovea_gateway_snapshot_push_seconds", "Seconds of a push.", buckets=_SECONDS)

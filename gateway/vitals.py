@@ -11,6 +11,7 @@ from prometheus_client import Gauge
 
 from gateway import metrics
 from gateway.futures.board import FutureBoard
+from gateway.routing.renderers import Renderers
 from gateway.routing.samplers import Samplers
 from gateway.routing.trainer import TrainerLink
 from gateway.routing.versions import Versions
@@ -30,15 +31,17 @@ class Vitals:
     def __init__(
         self,
         board: FutureBoard,
+        renderers: Renderers,
         samplers: Samplers,
         trainer: TrainerLink,
         versions: Versions,
         state_dir: Path,
     ) -> None:
-        self._board, self._samplers = board, samplers
+        self._board, self._renderers, self._samplers = board, renderers, samplers
         self._trainer, self._versions, self._state_dir = trainer, versions, state_dir
         self._depth = Labelled(metrics.QUEUE_DEPTH)
         self._lag = Labelled(metrics.VERSION_LAG)
+        self._waiting = Labelled(metrics.WAITING)
         self._trainer_instance = ""
 
     async def watch(self) -> None:
@@ -57,6 +60,8 @@ class Vitals:
         for sampler in self._samplers.up:
             lags[sampler.address,] = self._versions.lag((sampler.residency.resident or "", *sampler.adapters))
         self._lag.set(lags)
+        replicas = (*self._renderers.members, *self._samplers.members)
+        self._waiting.set({(each.service, each.address): each.waiting for each in replicas})
         metrics.REPLICAS.labels("trainer", "known").set(1)
         metrics.REPLICAS.labels("trainer", "up").set(self._trainer.up)
         self._note_restart()

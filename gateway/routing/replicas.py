@@ -29,12 +29,13 @@ class Replica(Peer):
 
     Attributes:
         queued: Requests that are bound for it, waiting or inside.
+        waiting: Those of them that wait for a place.
         is_leaving: Set for good once discovery no longer names it: what runs ends, nothing new is sent.
     """
 
     def __init__(self, service: str, address: str, concurrency: int) -> None:
         super().__init__(service, address)
-        self.queued = 0
+        self.queued = self.waiting = 0
         self.is_leaving = False
         self._places = asyncio.Semaphore(concurrency)
         self._idle = asyncio.Event()
@@ -62,13 +63,23 @@ class Replica(Peer):
         self.queued += 1
         self._idle.clear()
         try:
-            async with self._places:
+            await self._wait()
+            try:
                 self.check_stays()
                 yield
+            finally:
+                self._places.release()
         finally:
             self.queued -= 1
             if not self.queued:
                 self._idle.set()
+
+    async def _wait(self) -> None:
+        self.waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self.waiting -= 1
 
     async def drained(self) -> None:
         """Returns once no request is bound for it."""

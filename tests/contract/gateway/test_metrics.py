@@ -63,6 +63,31 @@ async def test_samples_are_queued_under_the_model_that_they_sample(stand: Stand,
     await rest.result(answer.json()["request_id"])
 
 
+async def test_who_waits_for_a_place_in_a_replica_is_shown(tmp_path: Path) -> None:
+    stand = Stand(tmp_path)
+    waiting = "fovea_gateway_replica_waiting"
+    async with running(stand, sampler_concurrency=1) as stand, stand.http() as http:
+        assert stand.gateway is not None
+        rest = Rest(http)
+        await rest.open_session()
+        sampling_session_id = await rest.snapshot(await rest.create_model(), 1)
+        stand.sampler.open.clear()
+        answers = [await rest.sample(sampling_session_id, seq_id) for seq_id in (1, 2, 3)]
+
+        async def shown() -> bool:
+            assert stand.gateway is not None
+            await stand.gateway.vitals.look()
+            return value(waiting, service="sampler", replica=stand.sampler.address) == 2
+
+        await eventually(shown)
+        assert value(waiting, service="renderer", replica=stand.renderer.address) == 0
+        stand.sampler.open.set()
+        for answer in answers:
+            await rest.result(answer.json()["request_id"])
+        await stand.gateway.vitals.look()
+        assert value(waiting, service="sampler", replica=stand.sampler.address) == 0
+
+
 async def test_every_stage_of_a_request_is_counted_once(stand: Stand, rest: Rest) -> None:
     def counts(kind: str, *stages: str) -> list[float]:
         return [count("fovea_gateway_stage_seconds_count", stage=stage, kind=kind) for stage in stages]
