@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
+# Two processes, as tests/lanes.py divides: each runs a Fovea of its own, of some 4 GB.
+LANES := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 # Bytecode is compiled at install; without it every process of the platform starts three times slower.
 unexport PYTHONDONTWRITEBYTECODE
 # Idle OpenMP threads must sleep: spinning on busy cores made a build take seven times the processor time.
@@ -36,7 +38,7 @@ up: setup ## Start Fovea on this machine with the tiny model (fovea up --help fo
 	$(BIN)/fovea up
 
 test: setup ## Everything: unit, contract and end to end, on real parts
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(LANES)
 
 lint: setup ## Format, lint, types, imports, protos
 	$(BIN)/ruff format --check --quiet .
@@ -75,7 +77,7 @@ format: setup ## Format the code and fix what the linter can
 	$(BIN)/ruff format .
 
 e2e: setup ## End-to-end tests alone
-	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest $(LANES) tests/e2e
 
 gpu: ## On a machine with GPUs: training, pushes and agreement in bfloat16, one Fovea a layout (FOVEA_GPU_SHAPE=4b for more)
 	$(or $(wildcard $(BIN)/python),python3) -m pytest tests/gpu -v

@@ -2,13 +2,15 @@
 
 import logging
 from collections.abc import Callable, Generator
+from typing import Any
 
 import pytest
 
+from tests.object_storage import new_bucket
 from tests.other_logs import OTHER_LOGS
 from tests.postgresql import database_url, postgresql
 
-__all__ = ["database_url", "postgresql"]
+__all__ = ["database_url", "new_bucket", "postgresql"]
 
 _CONTRACTS = (
     "checkpoints",
@@ -27,6 +29,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs a test twice if it is one of those and has a database."""
     if "database_url" in metafunc.fixturenames and metafunc.module.__name__.startswith(_ON_BOTH):
         metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`make test` has two processes. (xdist 3.8 has marks for that, which do nothing under pytest 9.2.)"""
+    from tests.lanes import Lanes
+
+    return Lanes(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
