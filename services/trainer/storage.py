@@ -54,6 +54,7 @@ class Folder:
 
     def size_bytes(self) -> int:
         """Size of all files below."""
+        self.files.invalidate_cache()  # other ranks have written too
         return int(self.files.du(self.path, total=True))
 
     def begin(self) -> "Folder":
@@ -63,14 +64,29 @@ class Folder:
         return draft
 
     def commit(self, draft: "Folder") -> None:
-        """Puts a filled draft in the place of this folder, replacing what is there."""
-        old = f"{self.path}.old-{uuid.uuid4().hex[:8]}"
+        """Puts a filled draft in the place of this folder, replacing what is there.
+
+        Where folders are only names, in object stores, its files come one by one: until then some cannot be found, but
+        those of two drafts are never mixed.
+        """
+        self.files.invalidate_cache()  # the gateway may have removed what was here
+        old = Folder(self.files, f"{self.path}.old-{uuid.uuid4().hex[:8]}")
         replaced = self.files.exists(self.path)
         if replaced:
-            self.files.mv(self.path, old, recursive=True)
-        self.files.mv(draft.path, self.path, recursive=True)
+            self._move_to(old)
+        draft._move_to(self)
         if replaced:
-            self.files.rm(old, recursive=True)
+            old.discard()
+
+    def _move_to(self, target: "Folder") -> None:
+        if not self.files.async_impl:
+            self.files.mv(self.path, target.path, recursive=True)
+            return
+        # Of object stores: `mv` would also copy the folder, which is no object (fsspec 2026.9).
+        self.files.invalidate_cache()
+        names = self.files.find(self.path)
+        self.files.copy(names, [target.path + name.removeprefix(self.path) for name in names])
+        self.files.rm(names)
 
     def discard(self) -> None:
         """Removes a draft that will not be committed."""

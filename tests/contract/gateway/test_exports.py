@@ -25,12 +25,16 @@ from tests.contract.gateway.requests import Rest
 OTHER_KEY = "tml-other"
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "memory", "s3"])
 async def keeping(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> AsyncIterator[Stand]:
     """A stand whose trainer writes real files, in a local folder or in another fsspec file system."""
+    if request.param == "local":
+        root = str(tmp_path / "kept")
+    else:
+        root = "memory:/" if request.param == "memory" else request.getfixturevalue("new_bucket")()
+        root += f"/kept-{uuid.uuid4().hex}"
     stand = Stand(tmp_path)
     stand.trainer = KeepingTrainer(lambda: stand.samplers)
-    root = str(tmp_path / "kept") if request.param == "local" else f"memory://kept-{uuid.uuid4().hex}"
     async with running(stand, checkpoint_dir=root, base_path="/base", api_key=[KEY, OTHER_KEY]):
         yield stand
 

@@ -1,10 +1,12 @@
-"""The whole suite against a fresh Fovea, its gateway killed on the way."""
+"""The whole suite against a fresh Fovea that keeps checkpoints in a bucket, its gateway killed on the way."""
 
 import json
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 
+import fsspec
 import pytest
 
 from conformance.fresh import COOKBOOK_CHECKS
@@ -15,7 +17,11 @@ REFUSED = {"C12"}
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_fresh_fovea_keeps_every_promise(tmp_path: pathlib.Path) -> None:
+def test_a_fresh_fovea_keeps_every_promise(
+    tmp_path: pathlib.Path, new_bucket: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = new_bucket()
+    monkeypatch.setenv("FOVEA_GATEWAY_CHECKPOINT_DIR", f"{bucket}/fovea")
     out = tmp_path / "verdicts.json"
     command = [sys.executable, "-m", "conformance.fresh", "--json", out, "--html", tmp_path / "verdicts.html"]
     result = subprocess.run([*command, "--long-job-s", "100"], capture_output=True, text=True, timeout=880)
@@ -25,6 +31,7 @@ def test_a_fresh_fovea_keeps_every_promise(tmp_path: pathlib.Path) -> None:
     assert result.returncode == 0, result.stderr[-5000:]
     verdicts = {row["id"]: row["status"] for row in rows}
     assert len(verdicts) == 119
+    assert fsspec.filesystem("s3").find(bucket), "checkpoints were kept elsewhere"
     assert {name for name, status in verdicts.items() if status == "refused"} == REFUSED
     assert {name for name, status in verdicts.items() if status == "not_applicable"} == COOKBOOK_CHECKS
     assert "C119" in (tmp_path / "verdicts.html").read_text()

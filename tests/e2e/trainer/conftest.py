@@ -112,9 +112,9 @@ async def stop_bench(bench: Bench) -> None:
 
 @pytest.fixture(scope="session")
 async def benches(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: pytest.TempPathFactory, new_bucket: Callable[[], str]
 ) -> AsyncIterator[Callable[[str], Awaitable[Bench]]]:
-    """Starts each trainer of ARGUMENTS when it is first asked for."""
+    """Starts each trainer of ARGUMENTS when it is first asked for; each reaches the buckets."""
     running: dict[str, Bench] = {}
 
     async def get(name: str) -> Bench:

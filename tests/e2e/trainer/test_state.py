@@ -1,10 +1,12 @@
 """What was saved is what is loaded, and training goes on from it as if nothing had been."""
 
 import json
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
+from fsspec.core import url_to_fs
+from safetensors.torch import load_file
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput, NotFound
@@ -12,15 +14,16 @@ from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import datums_of, header
 
 
+@pytest.mark.parametrize("place", ["disk", "s3"])
 @pytest.mark.parametrize("kind", ["adapter", "full"])
-async def test_resumes_bit_close(vlm: Bench, kind: str) -> None:
+async def test_resumes_bit_close(vlm: Bench, kind: str, place: str, new_bucket: Callable[[], str]) -> None:
     lora = weights_pb2.LoraConfig(rank=4, train_attention=True, train_unembedding=True) if kind == "adapter" else None
-    folder = str(vlm.scratch / f"state-{kind}")
+    folder = f"{vlm.scratch if place == 'disk' else new_bucket()}/states/{kind}"
     model_id = await vlm.create(lora)
     await _train(vlm, model_id, 2)
     saved = await vlm.client.save_state(model_id, folder)
     assert saved.step == 2
-    assert saved.size_bytes == _size_bytes(Path(folder))
+    assert saved.size_bytes == _size_bytes(folder)
     await _train(vlm, model_id, 2)
     uninterrupted = await vlm.weights(model_id)
     await vlm.clean()
@@ -37,13 +40,29 @@ async def test_resumes_bit_close(vlm: Bench, kind: str) -> None:
     assert any(not torch.allclose(weights[name], tensor, atol=1e-5) for name, tensor in uninterrupted.items())
 
 
-async def test_saving_replaces_what_was_there(qwen3: Bench) -> None:
-    folder = qwen3.scratch / "replaced"
+@pytest.mark.parametrize("place", ["disk", "s3"])
+async def test_saving_replaces_what_was_there(qwen3: Bench, place: str, new_bucket: Callable[[], str]) -> None:
+    folder = f"file://{qwen3.scratch}/alone" if place == "disk" else new_bucket()
     first, second = await qwen3.adapter(rank=2), await qwen3.adapter(rank=3)
-    await qwen3.client.save_state(first, str(folder))
-    await qwen3.client.save_state(second, f"file://{folder}")
-    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 3
-    assert [path.name for path in folder.parent.glob("replaced*")] == ["replaced"]
+    await qwen3.client.save_state(first, f"{folder.removeprefix('file://')}/replaced")
+    await qwen3.client.save_state(second, f"{folder}/replaced")
+    files, path = url_to_fs(folder)
+    files.invalidate_cache()
+    assert json.loads(files.cat_file(f"{path}/replaced/adapter_config.json"))["r"] == 3
+    assert [name.rpartition("/")[2] for name in files.ls(path, detail=False)] == ["replaced"]
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+async def test_snapshots_kept_in_a_bucket_are_whole(qwen3: Bench, kind: str, new_bucket: Callable[[], str]) -> None:
+    model_id = await (qwen3.adapter() if kind == "adapter" else qwen3.create(None))
+    url, folder = f"{new_bucket()}/kept", qwen3.scratch / f"kept-{kind}"
+    await qwen3.client.take_snapshot(model_id, f"{model_id}@1", url)
+    files, path = url_to_fs(url)
+    files.get(path, str(folder), recursive=True)
+    kept = load_file(*folder.glob("*.safetensors"))
+    assert {name: tensor.tolist() for name, tensor in kept.items()} == {
+        name: tensor.tolist() for name, tensor in (await qwen3.weights(model_id)).items()
+    }
 
 
 async def test_loading_drops_gradients(qwen3: Bench) -> None:
@@ -93,8 +112,10 @@ async def test_full_state_of_another_model_is_refused(qwen3: Bench, qwen3_vl: Be
     await _train(qwen3_vl, model_id, 1)
 
 
-def _size_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def _size_bytes(folder: str) -> int:
+    files, path = url_to_fs(folder)
+    files.invalidate_cache()
+    return sum(entry["size"] for entry in files.find(path, detail=True).values())
 
 
 async def _train(bench: Bench, model_id: str, steps: int) -> None:
