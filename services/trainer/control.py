@@ -54,16 +54,17 @@ class ControlGroup:
     def agree(self, action: Callable[[], T]) -> T:
         """Runs `action` on this rank; if it failed on any rank, raises that error on all.
 
-        `action` must not communicate. What is no FoveaError is logged here and becomes Internal.
+        `action` must not communicate. What is no FoveaError is logged here and becomes Internal, with its first line.
         """
         error: FoveaError | None = None
         try:
             result = action()
         except FoveaError as known:
             error = known
-        except Exception:
+        except Exception as failure:
             logger.exception("rank %d failed before computing", self.rank)
-            error = Internal(f"rank {self.rank} of the trainer failed; its log says why")
+            reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            error = Internal(f"rank {self.rank} of the trainer failed, its log says where: {reason}")
         if self._any(error is not None):
             errors: list[FoveaError | None] = [None] * self.world_size
             dist.all_gather_object(errors, error, group=self.group)

@@ -9,7 +9,7 @@ from fsspec.core import url_to_fs
 from safetensors.torch import load_file
 
 from fovea.api.v1 import weights_pb2
-from fovea.wire.errors import InvalidInput, NotFound
+from fovea.wire.errors import Internal, InvalidInput, NotFound
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import datums_of, header
 
@@ -63,6 +63,20 @@ async def test_snapshots_kept_in_a_bucket_are_whole(qwen3: Bench, kind: str, new
     assert {name: tensor.tolist() for name, tensor in kept.items()} == {
         name: tensor.tolist() for name, tensor in (await qwen3.weights(model_id)).items()
     }
+
+
+@pytest.mark.parametrize("place", ["disk", "s3"])
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+async def test_what_storage_refuses_is_said_and_costs_nothing(qwen3: Bench, kind: str, place: str) -> None:
+    (qwen3.scratch / "file").touch()
+    url, said = (f"{qwen3.scratch}/file/below", "NotADirectoryError") if place == "disk" else ("s3://a/b", "bucket")
+    model_id = await (qwen3.adapter() if kind == "adapter" else qwen3.create(None))
+    with pytest.raises(Internal, match=said):
+        await qwen3.client.save_state(model_id, url)
+    with pytest.raises(Internal, match=said):
+        await qwen3.client.take_snapshot(model_id, f"{model_id}@1", url)
+    await _train(qwen3, model_id, 1)
+    await qwen3.client.save_state(model_id, f"{qwen3.scratch}/below")
 
 
 async def test_loading_drops_gradients(qwen3: Bench) -> None:
