@@ -58,9 +58,15 @@ class Folder:
         return int(self.files.du(self.path, total=True))
 
     def begin(self) -> "Folder":
-        """Makes an empty folder beside this one, to be filled and then put in its place by `commit`."""
+        """Makes an empty folder beside this one, to be filled and then put in its place by `commit`.
+
+        Raises NotFound for a bucket that does not exist.
+        """
         draft = Folder(self.files, f"{self.path}.tmp-{uuid.uuid4().hex[:8]}")
-        self.files.makedirs(draft.path, exist_ok=True)
+        if not self.files.async_impl:
+            self.files.makedirs(draft.path, exist_ok=True)
+        elif not self.files.exists(bucket := self.path.partition("/")[0]):  # `makedirs` would make one
+            raise NotFound(f"there is no bucket {bucket}, or these credentials may not list it", field="uri")
         return draft
 
     def commit(self, draft: "Folder") -> None:

@@ -1,6 +1,7 @@
 """Folders appear whole or not at all, on a disk and elsewhere."""
 
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,14 @@ def test_failure_leaves_what_was_there(root: str) -> None:
     folder = Folder.at(uri)
     assert folder.read("one") == b"old"
     assert len(folder.files.ls(folder.path.rsplit("/", 1)[0])) == 1
+
+
+def test_no_bucket_is_made(new_bucket: Callable[[], str]) -> None:
+    there = new_bucket()
+    write_folder(f"{there}/folder", {"one": b"1"})
+    with pytest.raises(NotFound, match="no bucket fovea-none"):
+        write_folder("s3://fovea-none/folder", {"one": b"1"})
+    assert not Folder.at("s3://fovea-none").files.exists("fovea-none")
 
 
 @pytest.mark.parametrize("uri", ["", "  ", "nosuch://x"])
