@@ -3,6 +3,8 @@
 import logging
 import time
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
 from gateway.identity import EXTERNAL, SAMPLER, TRAINING, Caller, CheckpointPath, check_name, parse_path
@@ -65,6 +67,16 @@ class Checkpoints:
     def new_folder(self, model_id: str, segment: str, name: str) -> str:
         """A folder below the root that nothing uses."""
         return f"{self.storage.root}/{model_id.replace(':', '_')}/{segment}/{name}.{uuid.uuid4().hex[:8]}"
+
+    @asynccontextmanager
+    async def writing(self, *uris: str) -> AsyncIterator[None]:
+        """Leaves no files of these folders behind if what writes them fails: a trainer that died cannot clean up."""
+        try:
+            yield
+        except BaseException:
+            for uri in uris:
+                await self.storage.remove(uri)
+            raise
 
     async def find(self, caller: Caller, path: str, field: str = "path") -> Checkpoint:
         """A checkpoint that the caller may read. Raises NotFound for an unknown, expired or somebody else's one."""

@@ -98,7 +98,10 @@ class Storage:
         await self.run(place.files.rm_file, f"{place.path}/{name}")
 
     async def remove(self, uri: str) -> None:
-        """Removes a folder below the root that nothing names any more. A failure is logged: nobody can act on it."""
+        """Removes a folder below the root that nothing names any more, and drafts of it that a trainer left.
+
+        A failure is logged: nobody can act on it.
+        """
         if not uri.startswith(f"{self.root}/") or ".." in uri.split("/"):
             logger.warning("%s is not below %s: it is left alone", uri, self.root)
             return
@@ -137,8 +140,15 @@ def _copy(source: str, target: str) -> int:
 def _remove(uri: str) -> None:
     files, path = _place(uri)
     files.invalidate_cache()
-    if files.exists(path):
-        files.rm(path, recursive=True)
+    parent, _, own = path.rpartition("/")
+    try:
+        beside = files.ls(parent, detail=False)
+    except FileNotFoundError:
+        return
+    for found in beside:
+        name = found.rstrip("/").rpartition("/")[2]
+        if name == own or name.startswith((f"{own}.tmp-", f"{own}.old-")):  # as services/trainer/storage.py says
+            files.rm(found, recursive=True)
 
 
 def _rewrite(source: _Place, name: str, target: _Place, new_name: str, rewrite: Callable[[Any, Any], None]) -> None:

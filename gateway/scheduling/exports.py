@@ -25,13 +25,9 @@ async def save_external(context: Context, model: Model, pending: Pending, blob: 
     checkpoint, old = await context.checkpoints.plan(model, EXTERNAL, request.name, overwrite=False)
     written = f"{checkpoint.uri}.plain" if recipients else checkpoint.uri
     storage = context.checkpoints.storage
-    try:
+    async with context.checkpoints.writing(written, checkpoint.uri):
         checkpoint.step = await _write(context, model, pending.seq_id, written)
         checkpoint.size_bytes = await exports.complete(storage, written, checkpoint.uri, recipients)
-    except BaseException:
-        for uri in {written, checkpoint.uri}:
-            await storage.remove(uri)
-        raise
     checkpoint.created_at, checkpoint.expires_at = time.time(), expires_at
 
     def put(connection: Any) -> None:

@@ -23,7 +23,8 @@ async def save_state(context: Context, model: Model, pending: Pending, blob: byt
     name = request.name or f"state-{pending.seq_id:06d}"
     expires_at = check_ttl(request.ttl_s)
     checkpoint, old = await context.checkpoints.plan(model, TRAINING, name, request.overwrite)
-    answer = await context.trainer.client.save_state(model.model_id, checkpoint.uri, context.timeout_s)
+    async with context.checkpoints.writing(checkpoint.uri):
+        answer = await context.trainer.client.save_state(model.model_id, checkpoint.uri, context.timeout_s)
     checkpoint.step, checkpoint.size_bytes = answer.step, answer.size_bytes
     _describe(checkpoint, dict(request.user_metadata), expires_at)
     saved = gateway_pb2.CheckpointSaved(path=checkpoint.path)
@@ -44,7 +45,8 @@ async def save_for_sampler(context: Context, model: Model, pending: Pending, blo
     if request.name:
         checkpoint, _ = await context.checkpoints.plan(model, SAMPLER, request.name, overwrite=False)
     uri = checkpoint.uri if checkpoint else ""
-    frozen = await context.trainer.client.take_snapshot(model.model_id, snapshot_id, uri, context.timeout_s)
+    async with context.checkpoints.writing(*filter(None, [uri])):
+        frozen = await context.trainer.client.take_snapshot(model.model_id, snapshot_id, uri, context.timeout_s)
     kept = KeptSnapshot(frozen, uri, model.trainer_instance)
     saved = gateway_pb2.SnapshotSaved(snapshot=frozen)
     effects: list[Job[Any]] = [_putting_snapshot(kept)]

@@ -10,7 +10,7 @@ import fsspec
 from google.protobuf import json_format
 
 from fovea.api.v1 import trainer_pb2, weights_pb2
-from fovea.wire.errors import InvalidInput
+from fovea.wire.errors import InvalidInput, Unavailable
 from tests.contract.gateway.fakes import Context, FakeSampler, FakeTrainer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -19,11 +19,17 @@ WEIGHT_BYTES = 3 * 2**20 + 17
 
 
 class KeepingTrainer(FakeTrainer):
-    """Folders hold small JSON files, and weights that depend on the step alone."""
+    """Folders hold small JSON files, and weights that depend on the step alone.
+
+    Attributes:
+        elsewhere: Before every place that it writes to.
+        breaks_off: Whether it writes a draft only, and is gone.
+    """
 
     def __init__(self, samplers: Callable[[], list[FakeSampler]]) -> None:
         super().__init__(samplers)
         self.elsewhere = ""
+        self.breaks_off = False
 
     async def TakeSnapshot(self, request: Any, context: Context) -> trainer_pb2.TakeSnapshotResponse:
         response = await super().TakeSnapshot(request, context)
@@ -53,6 +59,10 @@ class KeepingTrainer(FakeTrainer):
         return await super().PushSnapshot(request, context)
 
     def _write(self, uri: str, name: str, data: bytes) -> None:
+        if self.breaks_off:
+            self.breaks_off = False
+            self._write(f"{uri}.tmp-0", name, data)
+            raise Unavailable("rank 1 of the trainer died")
         with fsspec.open(f"{self.elsewhere}{uri}/{name}", "wb", auto_mkdir=True) as file:
             file.write(data)
 

@@ -228,6 +228,18 @@ async def test_a_taken_name_is_refused_and_nothing_is_lost(keeping: Stand, clien
     assert stored(keeping) == before
 
 
+@pytest.mark.parametrize("route", ["save_weights", "save_weights_for_sampler", "save_weights_external"])
+async def test_a_trainer_that_dies_while_it_writes_leaves_no_files(keeping: Stand, client: Rest, route: str) -> None:
+    assert isinstance(keeping.trainer, KeepingTrainer)
+    model_id = await client.create_model()
+    await client.result((await client.ok("save_weights", model_id=model_id, seq_id=1, path="kept"))["request_id"])
+    before = stored(keeping)
+    keeping.trainer.breaks_off = True
+    answer = await client.result((await client.ok(route, model_id=model_id, seq_id=2, path="out"))["request_id"])
+    assert "rank 1 of the trainer died" in answer["error"]
+    assert stored(keeping) == before != []
+
+
 async def test_a_trainer_that_writes_elsewhere_is_an_error(keeping: Stand, client: Rest) -> None:
     model_id = await client.create_model()
     assert isinstance(keeping.trainer, KeepingTrainer)
