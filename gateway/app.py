@@ -163,6 +163,7 @@ class Gateway:
         self._spawn(self._sweep_forever(), "sweep")
         self._spawn(self._watch_services(), "services")
         self._spawn(self.vitals.watch(), "vitals")
+        self._spawn(self._check_storage(), "storage")
 
     async def stop(self) -> None:
         """Lets what runs end, leaves what waits to the next process, and closes everything.
@@ -238,6 +239,10 @@ class Gateway:
         self.board.forget(session.session_id)
         self.sessions.forget(session.session_id)
         await self.snapshots.forget(await self.models.of_session(session.session_id), self.samplers.up)
+
+    async def _check_storage(self) -> None:
+        if problem := await self.storage.problem():
+            logger.error("nothing can be saved at %s until this is mended: %s", self.storage.root, problem)
 
     async def _watch_services(self) -> None:
         """Health is SERVING while every service answers once; it is not taken back when one of them restarts."""

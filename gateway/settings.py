@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from pydantic import Field
+import fsspec
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from fovea.runtime.settings import ServiceSettings
@@ -67,6 +68,16 @@ class GatewaySettings(ServiceSettings):
     default_lora_alpha: float = Field(32.0, gt=0, description="LoRA alpha of models created over REST.")
     train_vision: bool = Field(False, description="Whether REST-created LoRA models also adapt the vision tower.")
     sdk_flags: dict[str, bool | int | str] = Field({}, description="Overrides of client/config's flags, as JSON.")
+
+    @field_validator("checkpoint_dir")
+    @classmethod
+    def _has_driver(cls, value: str) -> str:
+        protocol, _ = fsspec.core.split_protocol(value)
+        try:
+            fsspec.get_filesystem_class(protocol or "file")
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"{value!r} cannot be opened: {error}") from None
+        return value
 
     @property
     def tokenizer_id(self) -> str:

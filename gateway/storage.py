@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -42,6 +43,15 @@ class Storage:
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Runs what blocks."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def problem(self) -> str:
+        """Why nothing can be kept below the root; empty if a file can be written and removed there."""
+        place = _place(f"{self.root}/probe-{uuid.uuid4().hex[:8]}")
+        try:
+            await self.run(_probe, place)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return ""
 
     async def sizes(self, uri: str) -> dict[str, int]:
         """The files of a folder, by path relative to it, with their sizes in bytes; empty if there is no folder."""
@@ -114,6 +124,13 @@ class Storage:
 def _place(uri: str) -> _Place:
     files, path = fsspec.core.url_to_fs(uri)
     return _Place(files, path.rstrip("/"))
+
+
+def _probe(place: _Place) -> None:
+    if not place.files.async_impl:  # object stores have no folders, and would make a bucket
+        place.files.makedirs(place.path.rpartition("/")[0], exist_ok=True)
+    place.files.pipe_file(place.path, b"")
+    place.files.rm_file(place.path)
 
 
 def _sizes(uri: str) -> dict[str, int]:

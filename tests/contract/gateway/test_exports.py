@@ -4,7 +4,7 @@ import asyncio
 import pathlib
 import re
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -63,6 +63,21 @@ def stored(stand: Stand) -> list[str]:
     """Every file below the checkpoint root."""
     files, path = fsspec.core.url_to_fs(stand.overrides["checkpoint_dir"])
     return [name.removeprefix(path) for name in files.find(path)]
+
+
+async def test_storage_that_cannot_be_written_is_named_at_the_start(
+    tmp_path: pathlib.Path, new_bucket: Callable[[], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    for root, said in ((f"{new_bucket()}-none/kept", "bucket"), (str(tmp_path / "file" / "kept"), "Not a directory")):
+        async with running(Stand(tmp_path), checkpoint_dir=root):
+            await eventually(lambda root=root, said=said: f"saved at {root}" in caplog.text and said in caplog.text)
+
+
+async def test_storage_that_can_be_written_is_left_as_it_was(keeping: Stand) -> None:
+    assert keeping.gateway is not None
+    assert await keeping.gateway.storage.problem() == ""
+    assert stored(keeping) == []
 
 
 async def test_an_export_is_downloaded_without_a_key(keeping: Stand, client: Rest) -> None:

@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+from pydantic import ValidationError
 
 from gateway.app import _listen
 from gateway.settings import GatewaySettings
@@ -21,3 +22,11 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings.store_url.startswith("sqlite:////")
     assert settings.checkpoint_root.endswith("fovea-state/checkpoints")
     assert settings.api_key == ["tml-local"]
+
+
+@pytest.mark.parametrize("url", ["nosuch://bucket", "gs://bucket"])
+def test_storage_without_a_driver_is_refused_by_name(url: str) -> None:
+    with pytest.raises(ValidationError, match=r"checkpoint_dir\n.*cannot be opened: .*(Protocol not known|gcsfs)"):
+        GatewaySettings(
+            model_name="n", model="/m", renderer=["r:1"], sampler=["s:1"], trainer="t:1", checkpoint_dir=url
+        )
