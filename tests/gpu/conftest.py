@@ -4,8 +4,6 @@ other devices than 0,1.
 
 import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -17,6 +15,7 @@ from benchmarks.client import Bench
 from benchmarks.shapes import build
 from fovea.cli.ports import free_ports
 from tests.e2e.stack import Stack, running_stack
+from tests.service_process import service_process
 
 FIRST, SECOND = os.environ.get("FOVEA_GPUS", "0,1").split(",")
 LAYOUTS = {
@@ -53,20 +52,20 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
 @contextmanager
 def second_node(model: pathlib.Path) -> Iterator[None]:
     """A trainer's node of one rank on the second GPU; a Fovea that starts meanwhile has the first node."""
-    meeting = {
+    meeting, port = free_ports(2)
+    both = {
         "FOVEA_TRAINER_NODES": "2",
         "FOVEA_TRAINER_MASTER_ADDR": "127.0.0.1",
-        "FOVEA_TRAINER_MASTER_PORT": str(free_ports(1)[0]),
+        "FOVEA_TRAINER_MASTER_PORT": str(meeting),
     }
-    with mock.patch.dict(os.environ, meeting):
-        own = {"FOVEA_TRAINER_NODE_RANK": "1", "CUDA_VISIBLE_DEVICES": SECOND}
-        command = [sys.executable, "-m", "services.trainer", "--model", str(model), "--ranks", "1"]
-        node = subprocess.Popen(command, env=os.environ | own)
-        try:
-            yield
-        finally:
-            node.terminate()
-            node.wait(90)
+    own = {"FOVEA_TRAINER_NODE_RANK": "1", "CUDA_VISIBLE_DEVICES": SECOND}
+    log, address = model.with_name("second-node.log"), f"127.0.0.1:{port}"
+    arguments = ("--model", str(model), "--ranks", "1", "--port", str(port))
+    with (
+        mock.patch.dict(os.environ, both),
+        service_process(log, "TrainerService", address, *arguments, environment=own),
+    ):
+        yield
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from tests.e2e.stack import API_KEY
 from tests.service_process import ServiceProcess, service_process
 
 MODEL_NAME = "tiny"
-_SERVICES = {"renderer": "RendererService", "sampler": "SamplerService", "trainer": "TrainerService"}
 
 
 class Fleet:
@@ -38,10 +37,10 @@ class Fleet:
         """Starts everything at once, returns when all serve, and stops it; the first sampler alone is an endpoint."""
         model = ("--model", str(tinyvlm.ensure()))
         with ExitStack() as stack:
-            renderer = stack.enter_context(self._service("renderer", *model))
+            renderer = stack.enter_context(self._service("RendererService", *model))
             reach = (*model, "--renderer", renderer.address)
-            trainer = stack.enter_context(self._service("trainer", *reach, "--ranks", "2"))
-            self.samplers = [stack.enter_context(self._service("sampler", *reach)) for _ in range(samplers)]
+            trainer = stack.enter_context(self._service("TrainerService", *reach, "--ranks", "2"))
+            self.samplers = [stack.enter_context(self._service("SamplerService", *reach)) for _ in range(samplers)]
             self.join(renderer, self.samplers[0])
             for process in (renderer, trainer, *self.samplers):
                 process.wait_serving()
@@ -62,13 +61,13 @@ class Fleet:
         return self._metrics[sampler.address]
 
     @contextmanager
-    def _service(self, name: str, *arguments: str) -> Iterator[ServiceProcess]:
+    def _service(self, service: str, *arguments: str) -> Iterator[ServiceProcess]:
         port, metrics = free_ports(2)
         address = f"{self._host}:{port}"
         self._metrics[address] = f"http://{self._host}:{metrics}/metrics"
         listen = ("--host", self._host, "--port", str(port), "--metrics-port", str(metrics))
-        log = self._folder / f"{name}-{port}.log"
-        with service_process(log, _SERVICES[name], address, *listen, *arguments) as process:
+        log = self._folder / f"{service}-{port}.log"
+        with service_process(log, service, address, *listen, *arguments) as process:
             yield process
 
     @contextmanager

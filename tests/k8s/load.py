@@ -1,4 +1,4 @@
-"""Samples without a pause, from several sides, and remembers every answer and every failure."""
+"""Samples images without a pause, from several sides, and remembers every answer and every failure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import tinker
+from transformers import AutoTokenizer
+
+import tinyvlm
+from benchmarks.running import metric_total
+from tests.e2e.prompts import Prompt, PromptBuilder, picture
+from tests.k8s.cluster import WAIT_S, wait_for
 
 _WORKERS = 18
 """Enough that prompts leave the sampler that knows them: it is preferred while it is not much busier than others."""
@@ -63,6 +69,24 @@ class Load:
             except Exception as error:
                 self.failures.append(error)
                 return
+
+
+def image_prompts(count: int) -> list[Prompt]:
+    """With an image each, unlike from their first words on: no cached prefix binds them to one sampler."""
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(tinyvlm.ensure()))
+    return [
+        builder.build(f"{number}. <|vision_start|>", (picture(224, 224, number), 64), "<|vision_end|>What is this? ")
+        for number in range(count)
+    ]
+
+
+def wait_for_samplers(count: int, gateway_metrics: str, timeout_s: float = WAIT_S) -> None:
+    """Returns once the gateway, by its metrics' URL, sends requests to so many samplers and knows of no other."""
+
+    def replicas(state: str) -> float:
+        return metric_total(gateway_metrics, "fovea_gateway_replicas", service="sampler", state=state)
+
+    wait_for(f"{count} samplers", lambda: (replicas("known"), replicas("up")) == (count, count), timeout_s)
 
 
 def greedy(client: tinker.SamplingClient, prompt: tinker.ModelInput) -> Tokens:

@@ -16,15 +16,13 @@ from pathlib import Path
 
 import pytest
 import tinker
-from transformers import AutoTokenizer
 
 import tinyvlm
 from benchmarks.client import take_step
-from benchmarks.running import metric_total
 from deploy.cluster.node import Node
-from tests.e2e.prompts import Prompt, PromptBuilder, picture
+from tests.e2e.prompts import Prompt
 from tests.k8s.cluster import COMPONENTS, Object, Release, fresh_namespace, get, wait_for
-from tests.k8s.load import Load, greedy
+from tests.k8s.load import Load, greedy, image_prompts, wait_for_samplers
 
 pytestmark = pytest.mark.slow
 
@@ -58,12 +56,7 @@ class Installed:
     def settled(self, samplers: int) -> None:
         """Waits until the gateway sends requests to so many samplers, and knows of no other."""
         (pod,) = self.release.get("pods", "gateway")
-        metrics = f"http://{pod['status']['podIP']}:9090/metrics"
-
-        def replicas(state: str) -> float:
-            return metric_total(metrics, "fovea_gateway_replicas", service="sampler", state=state)
-
-        wait_for(f"{samplers} samplers", lambda: (replicas("known"), replicas("up")) == (samplers, samplers), _START_S)
+        wait_for_samplers(samplers, f"http://{pod['status']['podIP']}:9090/metrics", _START_S)
 
     def kubectl(self, *arguments: str) -> str:
         """In the release's namespace."""
@@ -87,11 +80,7 @@ def installed(node: Node) -> Iterator[Installed]:
 @pytest.fixture(scope="module")
 def prompts() -> list[Prompt]:
     """With an image each."""
-    builder = PromptBuilder(AutoTokenizer.from_pretrained(tinyvlm.ensure()))
-    return [
-        builder.build(f"{number}. <|vision_start|>", (picture(224, 224, number), 64), "<|vision_end|>What is this? ")
-        for number in range(8)
-    ]
+    return image_prompts(8)
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ import tinyvlm
 from benchmarks.client import take_step
 from benchmarks.running import metric_total
 from deploy.cluster.cluster import Cluster
-from tests.e2e.prompts import Prompt, PromptBuilder, picture
+from tests.e2e.prompts import Prompt
 from tests.e2e.stack import API_KEY
-from tests.k8s.cluster import fresh_namespace, wait_for
+from tests.k8s.cluster import fresh_namespace
 from tests.k8s.fleet import MODEL_NAME, Fleet, own_address
-from tests.k8s.load import Load, Tokens, greedy
+from tests.k8s.load import Load, Tokens, greedy, image_prompts, wait_for_samplers
 from tests.service_process import ServiceProcess
 
 pytestmark = pytest.mark.slow
@@ -36,18 +36,14 @@ def fleet(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         fresh_namespace(cluster) as namespace,
         Fleet(cluster, namespace, tmp_path_factory.mktemp("fleet")).running(samplers=3) as fleet,
     ):
-        settled(fleet, 1)
+        wait_for_samplers(1, fleet.metrics)
         yield fleet
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[Prompt]:
-    """With an image each, unlike from their first words on: no cached prefix binds them to one sampler."""
-    builder = PromptBuilder(AutoTokenizer.from_pretrained(tinyvlm.ensure()))
-    return [
-        builder.build(f"{number}. <|vision_start|>", (picture(224, 224, number), 64), "<|vision_end|>What is this? ")
-        for number in range(_PROMPTS)
-    ]
+    """With an image each."""
+    return image_prompts(_PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +80,6 @@ def taught(prompt: Prompt) -> tinker.Datum:
     )
 
 
-def settled(fleet: Fleet, count: int) -> None:
-    """Waits until so many samplers take requests, and no others are known."""
-
-    def replicas(state: str) -> float:
-        return metric_total(fleet.metrics, "fovea_gateway_replicas", service="sampler", state=state)
-
-    wait_for(f"{count} samplers", lambda: (replicas("known"), replicas("up")) == (count, count))
-
-
 def served(fleet: Fleet, sampler: ServiceProcess) -> float:
     """Requests that a sampler has ended."""
     return metric_total(fleet.metrics_of(sampler), _SERVED)
@@ -112,10 +99,10 @@ def test_one_to_three_to_one(
     with Load(sampling, [prompt.model_input for prompt in prompts]).running() as load:
         load.wait(100)
         fleet.join(*late)
-        settled(fleet, 3)
+        wait_for_samplers(3, fleet.metrics)
         load.wait(500)
         fleet.leave(*late)
-        settled(fleet, 1)
+        wait_for_samplers(1, fleet.metrics)
         load.wait(100)
     check(load, expected)
     shares = [served(fleet, sampler) for sampler in fleet.samplers]
@@ -129,7 +116,7 @@ def test_kill_one_of_three(
 ) -> None:
     *others, last = fleet.samplers
     fleet.join(*fleet.samplers)
-    settled(fleet, 3)
+    wait_for_samplers(3, fleet.metrics)
     retried = metric_total(fleet.metrics, _RETRIES)
     with Load(sampling, [prompt.model_input for prompt in prompts]).running() as load:
         load.wait(700)
@@ -137,7 +124,7 @@ def test_kill_one_of_three(
         last.kill()
         load.wait(700)
         fleet.leave(last)
-        settled(fleet, len(others))
+        wait_for_samplers(len(others), fleet.metrics)
         load.wait(200)
     check(load, expected)
     again = metric_total(fleet.metrics, _RETRIES) - retried
