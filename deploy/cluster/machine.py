@@ -26,6 +26,7 @@ ADDRESS = "198.18.7.2"
 PODS = "198.18.8.0/24"
 SERVICES = "198.19.7.0/24"
 CNI = Path("/usr/lib/cni")
+_COMPILER = Path("/usr/lib/llvm-19/bin")
 
 _LINK = "fovea-node"
 _START_S = 60
@@ -37,8 +38,10 @@ _SYSCTLS = {
     "kernel/panic_on_oops": 1,
     "kernel/keys/root_maxkeys": 1_000_000,
     "kernel/keys/root_maxbytes": 25_000_000,
+    "kernel/timer_migration": 0,
+    "kernel/unprivileged_bpf_disabled": 1,
 }
-"""What the kubelet sets, for the whole kernel. It reads that they are set already, and the host keeps its own."""
+"""What kubelet and Cilium set, for the whole kernel. They read that they are set already; the host keeps its own."""
 
 _SETUP = """
 umount -R -l /sys
@@ -62,7 +65,6 @@ ip address add "$ADDRESS/30" dev eth0
 ip link set eth0 up
 ip route add "$SERVICES" via "$HOST_ADDRESS"
 echo 1 > /proc/sys/net/ipv4/ip_forward
-echo 1 > /proc/sys/net/bridge/bridge-nf-call-iptables
 """
 
 
@@ -95,13 +97,13 @@ class Machine:
         Raises:
             CommandFailed: it ended with an error; the message has what it said.
         """
-        return _run(self.command(*arguments), stdin, PATH=f"{BIN}:{os.environ['PATH']}")
+        return _run(self.command(*arguments), stdin, PATH=_path())
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """Starts a process inside that ends with the machine, with its output in `log`, named for the program."""
         with (self.folder / "log" / f"{Path(arguments[0]).name}.log").open("wb") as log:
-            path = {"PATH": f"{BIN}:{os.environ['PATH']}"}
-            return subprocess.Popen(self.command(*arguments), env=os.environ | path, stdout=log, stderr=log)
+            everything = os.environ | {"PATH": _path()} | environment
+            return subprocess.Popen(self.command(*arguments), env=everything, stdout=log, stderr=log)
 
     def prepare(self) -> None:
         """Mounts what is the machine's own and links it to the host.
@@ -165,8 +167,10 @@ def _check() -> None:
     if sys.platform != "linux" or os.geteuid() != 0:
         raise NoMachine("a real node needs Linux and root")
     packages = {package for command, package in _COMMANDS.items() if not shutil.which(command)}
-    if not (CNI / "bridge").exists():
+    if not (CNI / "loopback").exists():
         packages.add("containernetworking-plugins")
+    if not (_COMPILER / "clang").exists():
+        packages.add("clang-19")
     # The program that loads a dynamic one is named at the file's beginning.
     if not BUSYBOX.exists() or b"ld-linux" in BUSYBOX.read_bytes()[:4096]:
         packages.add("busybox-static")
@@ -176,6 +180,10 @@ def _check() -> None:
         raise NoMachine("a real node is only built for control groups of version 1, and this host has version 2")
     if _LINK in psutil.net_if_addrs():
         raise NoMachine(f"another node runs on this host: it has the network link {_LINK}")
+
+
+def _path() -> str:
+    return f"{BIN}:{_COMPILER}:{os.environ['PATH']}"
 
 
 def _first_process(outer: subprocess.Popen[bytes]) -> int:

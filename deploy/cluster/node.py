@@ -1,4 +1,4 @@
-"""A cluster whose one node is real: kubelet, containerd, runc, kube-proxy and CoreDNS in a machine of their own."""
+"""A cluster whose one node is real: kubelet, containerd, runc, kube-proxy, CoreDNS and Cilium, in their own machine."""
 
 import json
 import subprocess
@@ -13,6 +13,7 @@ from deploy.cluster.cluster import Cluster, CommandFailed, Placement, running_cl
 from deploy.cluster.image import IMAGE, write_image
 from deploy.cluster.machine import ADDRESS, CNI, PODS, SERVICES, Machine, running_machine
 from deploy.cluster.objects import volumes
+from deploy.cluster.tools import BIN, CILIUM
 
 NAME = "real-0"
 _READY_S = 300
@@ -61,7 +62,7 @@ class Node:
         return f"{tails(self.machine.folder / 'log', last_lines)}\n{self.cluster.logs(last_lines)}"
 
     def start(self) -> None:
-        """Starts the node's four processes and waits until it is ready.
+        """Starts the node's processes and waits until it is ready and Cilium enforces network policies.
 
         Raises:
             CommandFailed: it does not become ready; the message ends with the logs.
@@ -71,7 +72,7 @@ class Node:
         write_image(archive)
         try:
             self._start("containerd", f"--config={files / 'containerd.toml'}")
-            self._wait_until(self._has_containerd)
+            self._wait_until(lambda: self._succeeds("ctr", *CONTAINERD, "version"))
             self.load("cat", str(archive))
             config, kubeconfig = files / "kubelet.json", self.cluster.kubeconfig
             self._start(
@@ -84,19 +85,25 @@ class Node:
             self._wait_until(lambda: _answers(f"http://{ADDRESS}:10256/healthz"))
             self._wait_until(lambda: _answers(f"http://{ADDRESS}:8181/ready"))
             self._wait_until(lambda: NAME in self.cluster.kubectl("get", "nodes"))
+            self.cluster.kubectl("patch", "node", NAME, "--patch", json.dumps({"spec": {"podCIDR": PODS}}))
+            self.cluster.kubectl("apply", "--server-side", "-f", str(CILIUM / "definitions"))
+            self._start("cilium-agent", f"--config={files / 'cilium.json'}", K8S_NODE_NAME=NAME)
+            self._wait_until(
+                lambda: self._succeeds("busybox", "wget", "-q", "-O", "-", "http://127.0.0.1:9879/healthz")
+            )
             self.cluster.kubectl("wait", f"node/{NAME}", "--for=condition=Ready", f"--timeout={_READY_S}s")
         except CommandFailed as failure:
             raise CommandFailed(f"{failure}\n{self.logs()}") from None
 
-    def _start(self, *command: str) -> None:
-        self._processes[command[0]] = self.machine.start(*command)
+    def _start(self, *command: str, **environment: str) -> None:
+        self._processes[command[0]] = self.machine.start(*command, **environment)
 
     def _ctr(self, *arguments: str, stdin: IO[bytes] | None = None) -> None:
         self.machine.run("ctr", *CONTAINERD, *arguments, stdin=stdin)
 
-    def _has_containerd(self) -> bool:
+    def _succeeds(self, *command: str) -> bool:
         try:
-            self._ctr("version")
+            self.machine.run(*command)
         except CommandFailed:
             return False
         return True
@@ -143,9 +150,11 @@ def _configure(machine: Machine, cluster: Cluster) -> Path:
     """Writes every process's configuration and returns the folder."""
     files = machine.folder / "etc"
     files.mkdir()
-    (files / "cni").mkdir()
-    (files / "cni" / "pods.conflist").write_text(json.dumps(_NETWORK))
-    (files / "containerd.toml").write_text(_CONTAINERD.format(image=IMAGE, cni=CNI, network=files / "cni"))
+    network = files / "cni"
+    network.mkdir()
+    (network / "cilium.conflist").write_text(json.dumps(_NETWORK))
+    (files / "containerd.toml").write_text(_CONTAINERD.format(image=IMAGE, cni=CNI, bin=BIN, network=network))
+    (files / "cilium.json").write_text(json.dumps(_cilium(cluster.kubeconfig)))
     (files / "Corefile").write_text(_COREFILE.format(address=ADDRESS, kubeconfig=cluster.kubeconfig))
     (files / "kubelet.json").write_text(json.dumps(_kubelet(machine.cgroup, cluster.certificates / "ca.crt")))
     (files / "kube-proxy.json").write_text(json.dumps(_proxy(cluster.kubeconfig)))
@@ -162,23 +171,11 @@ restrict_oom_score_adj = true
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
 runtime_type = 'io.containerd.runc.v2'
 [plugins.'io.containerd.cri.v1.runtime'.cni]
-bin_dirs = ['{cni}']
+bin_dirs = ['{cni}', '{bin}']
 conf_dir = '{network}'
 """
 
-_NETWORK = {
-    "cniVersion": "1.0.0",
-    "name": "pods",
-    "plugins": [
-        {
-            "type": "bridge",
-            "bridge": "pods",
-            "isDefaultGateway": True,
-            "hairpinMode": True,
-            "ipam": {"type": "host-local", "ranges": [[{"subnet": PODS}]]},
-        }
-    ],
-}
+_NETWORK = {"cniVersion": "1.0.0", "name": "pods", "plugins": [{"type": "cilium-cni"}]}
 
 _COREFILE = """
 .:53 {{
@@ -230,6 +227,28 @@ def _proxy(kubeconfig: Path) -> dict[str, object]:
         "mode": "iptables",
         # These belong to the whole kernel: 0 leaves them alone.
         "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+    }
+
+
+def _cilium(kubeconfig: Path) -> dict[str, object]:
+    """One node needs no tunnel and no operator; services stay with kube-proxy."""
+    return {
+        "k8s-kubeconfig-path": str(kubeconfig),
+        "lib-dir": str(CILIUM),
+        "ipam": "kubernetes",
+        "k8s-require-ipv4-pod-cidr": True,
+        "ipv4-node": ADDRESS,
+        "enable-ipv6": False,
+        "routing-mode": "native",
+        "ipv4-native-routing-cidr": PODS,
+        "enable-ipv4-masquerade": False,
+        "kube-proxy-replacement": False,
+        "enable-l7-proxy": False,
+        "enable-cilium-network-policy": False,
+        "enable-cilium-clusterwide-network-policy": False,
+        "enable-health-checking": False,
+        "enable-endpoint-health-checking": False,
+        "enable-hubble": False,
     }
 
 

@@ -1,6 +1,7 @@
 """The binaries of a cluster, built by Go from the modules that go.mod beside this file pins and go.sum checks.
 
-What a real node needs beyond Kubernetes is pinned in `runtime/`: in one go.mod, it would move Kubernetes' libraries.
+What a real node needs beyond Kubernetes is pinned in `runtime/` and `network/`: in one go.mod, they would move each
+other's libraries and those of Kubernetes.
 """
 
 import json
@@ -14,6 +15,7 @@ from tinyvlm.cache import cache_directory
 
 _MODULE = Path(__file__).parent
 RUNTIME = _MODULE / "runtime"
+NETWORK = _MODULE / "network"
 FOLDER = Path(os.environ.get("FOVEA_K8S_HOME") or cache_directory() / "k8s").expanduser()
 BIN = FOLDER / "bin"
 PACKAGES: Mapping[str, str] = {
@@ -37,6 +39,25 @@ RUNTIME_PACKAGES: Mapping[str, str] = {
     "dns": "fovea/deploy/cluster/runtime/dns",
 }
 """The same of the module in `runtime/`."""
+
+_CILIUM = "github.com/cilium/cilium"
+NETWORK_PACKAGES: Mapping[str, str] = {
+    "cilium-agent": f"{_CILIUM}/daemon",
+    "cilium-cni": f"{_CILIUM}/plugins/cilium-cni",
+}
+"""The same of the module in `network/`."""
+
+CILIUM = FOLDER / "cilium"
+"""In `bpf/` the source of Cilium's programs for the kernel, which its agent compiles for the node that it finds; in
+`definitions/` the custom resources that the agent waits for."""
+_CILIUM_RESOURCES = (
+    "v2/ciliumendpoints.yaml",
+    "v2/ciliumidentities.yaml",
+    "v2/ciliumloadbalancerippools.yaml",
+    "v2/ciliumnodes.yaml",
+    "v2alpha1/ciliuml2announcementpolicies.yaml",
+    "v2alpha1/ciliumpodippools.yaml",
+)
 
 _WRAPPED = {"fovea/deploy/cluster/runtime/dns": "github.com/coredns/coredns"}
 """Programs of that module's own, which have no version, and the package whose version is theirs."""
@@ -63,8 +84,10 @@ class NoGo(Exception):
 
 
 def missing() -> list[str]:
-    """Binaries and definitions that are not there yet."""
-    absent = [name for name in (*PACKAGES, *RUNTIME_PACKAGES) if not os.access(BIN / name, os.X_OK)]
+    """What is not there yet, by name."""
+    binaries = (*PACKAGES, *RUNTIME_PACKAGES, *NETWORK_PACKAGES)
+    absent = [name for name in binaries if not os.access(BIN / name, os.X_OK)]
+    absent += [] if CILIUM.exists() else [CILIUM.name]
     wanted = {Path(file).name for files in _DEFINED_IN.values() for file in files}
     return absent + sorted(wanted - {file.name for file in DEFINITIONS.glob("*.yaml")})
 
@@ -72,7 +95,7 @@ def missing() -> list[str]:
 def build(report: Callable[[str], None]) -> None:
     """Builds what is missing or of another version into `BIN`, at low priority, one binary after another.
 
-    The first time compiles some 2,500 packages, minutes of every core; what is there takes seconds.
+    The first time compiles some 4,000 packages, minutes of every core; what is there takes seconds.
 
     Raises:
         NoGo: where there is no go command.
@@ -85,9 +108,11 @@ def build(report: Callable[[str], None]) -> None:
     versions = _versions(_MODULE)
     for name, package in PACKAGES.items():
         _build(report, _MODULE, name, package, versions, _linker_flags(versions))
-    versions = _versions(RUNTIME)
-    for name, package in RUNTIME_PACKAGES.items():
-        _build(report, RUNTIME, name, package, versions, "-s -w")
+    for module, packages in ((RUNTIME, RUNTIME_PACKAGES), (NETWORK, NETWORK_PACKAGES)):
+        versions = _versions(module)
+        for name, package in packages.items():
+            _build(report, module, name, package, versions, "-s -w")
+    _copy_cilium(report)
 
 
 def _build(
@@ -113,6 +138,20 @@ def _fetch_definitions(report: Callable[[str], None]) -> None:
             shutil.copyfile(folder / file, DEFINITIONS / Path(file).name)
 
 
+def _copy_cilium(report: Callable[[str], None]) -> None:
+    """Copies what its agent reads out of its source, as of the version that go.mod pins."""
+    module = json.loads(_go("mod", "download", "-json", _CILIUM, module=NETWORK))
+    report(f"datapath and definitions of {_CILIUM}@{module['Version']}")
+    source = Path(module["Dir"])
+    resources = source / "pkg/k8s/apis/cilium.io/client/crds"
+    wanted = {resources / name: CILIUM / "definitions" / Path(name).name for name in _CILIUM_RESOURCES}
+    for file in (source / "bpf").rglob("*.[ch]"):
+        wanted[file] = CILIUM / file.relative_to(source)
+    for file, copy in wanted.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
 def _go(*arguments: str, module: Path = _MODULE) -> str:
     # The compiler would spend a fifth of its time collecting garbage that there is room for.
     settings = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -p=2", "GOTOOLCHAIN": "local", "GOGC": "400"}
@@ -124,8 +163,9 @@ def _go(*arguments: str, module: Path = _MODULE) -> str:
 
 def _versions(module: Path) -> dict[str, str]:
     """Module to version, as go.mod pins them."""
-    listed = _go("list", "-m", "-f", "{{.Path}} {{.Version}}", "all", module=module)
-    return dict(line.split() for line in listed.splitlines() if " " in line.strip())
+    # `go list -m all` would ask for modules that no build needs, some of which nobody serves.
+    required = json.loads(_go("mod", "edit", "-json", module=module))["Require"]
+    return {item["Path"]: item["Version"] for item in required}
 
 
 def _module_of(package: str, versions: Mapping[str, str]) -> str:

@@ -1,7 +1,4 @@
-"""The chart for real: its images as pods of a real node, and the official SDK through the gateway's service.
-
-Nobody enforces the network policies here: whether they are obeyed is for a cluster's network plugin.
-"""
+"""The chart for real: its images as pods of a real node, and the official SDK through the gateway's service."""
 
 from __future__ import annotations
 
