@@ -60,7 +60,7 @@ conformance: setup ## All checks of the Tinker API against a fresh Fovea; writes
 clients: setup ## gRPC clients in other languages: built by their own tool chains, compared with what Python samples
 	$(BIN)/python -m examples.clients
 
-k8s: setup ## The Helm chart on a real API server, built with Go at first (thirty minutes): nodes simulated, and one real
+k8s: setup ## The Helm chart on a real API server, built with Go at first (forty minutes): nodes simulated, and one real
 	$(BIN)/python -m deploy.cluster build
 	$(BIN)/python -m pytest tests/k8s -v
 
