@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from typing import NoReturn
 
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
 """How long a broken trainer tells callers what has happened before it ends."""
+
+BLAME_S = 2.0
+"""How long a rank that failed waits for word of another that died: what all others do breaks off too, and sooner."""
 
 
 def follower_process(settings: TrainerSettings) -> NoReturn:
@@ -81,6 +85,7 @@ class _Follower:
                 asyncio.run_coroutine_threadsafe(self._server.set_serving(True), self._loop)
             self._rank.follow()
         except Exception:
+            time.sleep(BLAME_S)  # `_peer_lost` may end this process meanwhile
             logger.exception("this rank failed: the trainer ends")
             _exit(1)
         if self._told or node() == 0:
@@ -151,8 +156,10 @@ class _Leader:
             self._loaded.set_result(None)
             self._rank.lead(self._queue)
         except Exception:
-            logger.exception("rank 0 failed: the trainer ends")
-            self._break_down("rank 0 of the trainer failed; it restarts without its models")
+            time.sleep(BLAME_S)
+            if not self._status:  # else `_peer_lost` has told
+                logger.exception("rank 0 failed: the trainer ends")
+                self._break_down("rank 0 of the trainer failed; it restarts without its models")
         self._left.set()
 
     def _peer_lost(self, peer: Peer) -> None:

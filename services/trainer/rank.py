@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from fovea.runtime.gpu_memory import show_gpu_memory
-from fovea.wire.errors import FoveaError, Unavailable
+from fovea.wire.errors import FoveaError
 from services.trainer import telemetry
 from services.trainer.command_queue import CommandQueue, Job, settle
 from services.trainer.commands import Command, DeleteModel, Shutdown
@@ -125,8 +125,7 @@ class Rank:
             settle(job.result, error=error)
         except Exception:
             telemetry.COMMANDS.labels(name, "TRAINER_LOST").inc()
-            settle(job.result, error=Unavailable("the trainer failed in the middle of a command and restarts"))
-            raise
+            raise  # the queue breaks down, and this command with it, once it is known who failed
         else:
             telemetry.COMMANDS.labels(name, "OK").inc()
             telemetry.COMMAND_SECONDS.labels(name).observe(time.perf_counter() - started)

@@ -76,10 +76,12 @@ async def test_rank_killed_while_computing(victim: Victim, rank: int) -> None:
     assert not running.done()
     os.kill(victim.process.rank_pids()[rank], signal.SIGKILL)
     killed = time.monotonic()
-    with pytest.raises(Unavailable):
+    with pytest.raises(Unavailable, match="rank 1 of the trainer died" if rank else None):
         await running
     assert time.monotonic() - killed < SECONDS
     await victim.expect_the_end()
+    if rank:
+        assert "rank 1 is gone" in victim.process.log.read_text()
 
 
 async def test_rank_killed_while_idle(victim: Victim) -> None:
@@ -98,7 +100,7 @@ async def test_torchrun_killed_leaves_no_rank(victim: Victim) -> None:
 
 async def test_sigterm_ends_what_runs_first(victim: Victim) -> None:
     """Health, info, reflection and metrics answer while a command runs; a stop waits for it."""
-    running = asyncio.create_task(victim.client.forward_backward(header("m", 24), victim.work(24)))
+    running = asyncio.create_task(victim.client.forward_backward(header("m", 128), victim.work(128)))
     await asyncio.sleep(0.2)
     assert (await victim.client.info(timeout_s=SECONDS)).world_size == 2
     assert await victim.client.is_serving("fovea.api.v1.TrainerService", SECONDS)
@@ -107,7 +109,7 @@ async def test_sigterm_ends_what_runs_first(victim: Victim) -> None:
     assert 'fovea_trainer_commands_total{command="CreateModel",outcome="OK"} 1.0' in page
     assert not running.done()
     victim.process.process.terminate()
-    assert len((await running).outputs) == 24
+    assert len((await running).outputs) == 128
     assert await asyncio.to_thread(victim.process.process.wait, 40) == 0
     assert not survivors(victim.processes, SECONDS)
 

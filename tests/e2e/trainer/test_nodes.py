@@ -52,7 +52,7 @@ async def test_one_rank_each(qwen3_vl: Bench, start: Callable[[int], TwoNodes]) 
     assert "fovea_trainer_ranks 0.0" in page  # rank 0 counts them
 
     processes = nodes.processes()
-    work = [datum(qwen3_vl.images.render([text(512, seed)]), seed) for seed in range(24)]
+    work = [datum(qwen3_vl.images.render([text(512, seed)]), seed) for seed in range(96)]
     running = asyncio.create_task(client.forward_backward(header("m", len(work)), work))
     await asyncio.sleep(0.3)
     assert not running.done()
