@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 
+from fovea.wire.drafts import DRAFT, REPLACED
 from fovea.wire.errors import Internal, NotFound
 from fovea.wire.limits import PIECE_BYTES
 
@@ -164,7 +165,7 @@ def _remove(uri: str) -> None:
         return
     for found in beside:
         name = found.rstrip("/").rpartition("/")[2]
-        if name == own or name.startswith((f"{own}.tmp-", f"{own}.old-")):  # as services/trainer/storage.py says
+        if name == own or name.startswith((own + DRAFT, own + REPLACED)):
             files.rm(found, recursive=True)
 
 

@@ -9,13 +9,8 @@ _APART = ("conformance", "sampler", "trainer")
 
 
 class Lanes(LoadScopeScheduling):
-    """A process is given a folder at a time."""
+    """A process is given a folder at a time, or a file where there are no folders."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return lane(nodeid)
-
-
-def lane(nodeid: str) -> str:
-    """The folder, or file, that a test goes with."""
-    _, kind, place, *_ = PurePosixPath(nodeid.partition("::")[0]).parts
-    return kind if kind == "e2e" and place not in _APART else f"{kind}/{place}"
+        _, kind, place, *_ = PurePosixPath(nodeid.partition("::")[0]).parts
+        return kind if kind == "e2e" and place not in _APART else f"{kind}/{place}"

@@ -15,6 +15,7 @@ from rich.text import Text
 from fovea.cli.ports import free_ports
 from fovea.cli.service import Service, ServiceFailed, ServiceSpec
 from fovea.client.channel import ServiceClient
+from fovea.runtime.hosts import WILDCARDS
 
 COLORS = {"renderer": "cyan", "sampler": "green", "trainer": "magenta", "gateway": "yellow", "fovea": "bold white"}
 STOP_ORDER = ("gateway", "trainer", "sampler", "renderer")
@@ -169,7 +170,7 @@ class Supervisor:
 
 def base_url(options: UpOptions) -> str:
     """Where the Tinker SDK is to be pointed."""
-    host = "127.0.0.1" if options.host in {"0.0.0.0", "::"} else options.host
+    host = "127.0.0.1" if options.host in WILDCARDS else options.host
     return f"http://{host}:{options.port}"
 
 

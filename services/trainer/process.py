@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from fovea.api.v1 import trainer_pb2_grpc
 from fovea.runtime import tracing
+from fovea.runtime.hosts import WILDCARDS
 from fovea.runtime.server import ServiceServer
 from fovea.wire.errors import Unavailable
 from services.trainer import telemetry
@@ -25,7 +26,7 @@ from services.trainer.push import Pusher
 from services.trainer.rank import Rank, is_first_of_node, node
 from services.trainer.servicer import SERVICE, TrainerServicer
 from services.trainer.settings import TrainerSettings
-from services.trainer.transfer import WILDCARDS, TransferGroups
+from services.trainer.transfer import TransferGroups
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import fsspec
 
+from fovea.wire.drafts import DRAFT, REPLACED
 from fovea.wire.errors import InvalidInput, NotFound
 
 
@@ -62,7 +63,7 @@ class Folder:
 
         Raises NotFound for a bucket that does not exist.
         """
-        draft = Folder(self.files, f"{self.path}.tmp-{uuid.uuid4().hex[:8]}")
+        draft = Folder(self.files, f"{self.path}{DRAFT}{uuid.uuid4().hex[:8]}")
         if not self.files.async_impl:
             self.files.makedirs(draft.path, exist_ok=True)
         elif not self.files.exists(bucket := self.path.partition("/")[0]):  # `makedirs` would make one
@@ -76,7 +77,7 @@ class Folder:
         those of two drafts are never mixed.
         """
         self.files.invalidate_cache()  # the gateway may have removed what was here
-        old = Folder(self.files, f"{self.path}.old-{uuid.uuid4().hex[:8]}")
+        old = Folder(self.files, f"{self.path}{REPLACED}{uuid.uuid4().hex[:8]}")
         replaced = self.files.exists(self.path)
         if replaced:
             self._move_to(old)

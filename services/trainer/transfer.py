@@ -17,12 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, Store, TCPStore  # type: ignore[attr-defined]
 
+from fovea.runtime.hosts import WILDCARDS
 from fovea.wire.errors import FailedPrecondition
 
 logger = logging.getLogger(__name__)
-
-WILDCARDS = ("0.0.0.0", "::")
-"""Hosts that stand for all addresses of a machine."""
 
 
 class TransferGroup:
