@@ -65,7 +65,8 @@ class TargetRows:
 class SampleSpec:
     """One sample request, every part of it checked. `prompt_logprobs_last_n` is 0 for all.
 
-    With `at_once` each sequence comes as one Delta if it is small.
+    With `at_once` each sequence comes as one Delta if it is small. Only requests of the same `cache_salt` share what
+    the engine caches of their prompts.
     """
 
     request_id: str
@@ -81,6 +82,7 @@ class SampleSpec:
     alt_token_count: int = 0
     prompt_logprobs_last_n: int = 0
     at_once: bool = False
+    cache_salt: str = ""
 
     @property
     def scores_prompt(self) -> bool:

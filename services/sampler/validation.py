@@ -19,6 +19,7 @@ _MIN_TEMPERATURE = 0.01  # vLLM would silently raise a smaller one to this
 _MAX_TEMPERATURE = 2.0  # vLLM's own bound
 _MAX_STOPS = 64
 _MAX_STOP_STRING = 1000
+_MAX_CACHE_SALT = 256
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -48,6 +49,7 @@ def read_request(request: sampler_pb2.SampleRequest, limits: Limits, family: Fam
         alt_token_count=request.alt_token_count,
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
         at_once=request.at_once,
+        cache_salt=_read_cache_salt(request.cache_salt),
     )
 
 
@@ -226,6 +228,14 @@ def _read_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
                 f"{field}[{number}] has {len(text)} characters, must have 1 to {_MAX_STOP_STRING}", field=field
             )
     return tuple(strings)
+
+
+def _read_cache_salt(salt: str) -> str:
+    if len(salt) > _MAX_CACHE_SALT:
+        raise InvalidInput(
+            f"cache_salt has {len(salt)} characters, must have at most {_MAX_CACHE_SALT}", field="cache_salt"
+        )
+    return salt
 
 
 def _check_range(field: str, value: int, low: int, high: int) -> None:

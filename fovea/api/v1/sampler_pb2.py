@@ -27,15 +27,15 @@ from fovea.api.v1 import tensor_pb2 as fovea_dot_api_dot_v1_dot_tensor__pb2
 from fovea.api.v1 import weights_pb2 as fovea_dot_api_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66ovea/api/v1/sampler.proto\x12\x0c\x66ovea.api.v1\x1a\x1e\x66ovea/api/v1/model_input.proto\x1a\x19\x66ovea/api/v1/tensor.proto\x1a\x1a\x66ovea/api/v1/weights.proto\"\x17\n\x15GetSamplerInfoRequest\"\xb8\x02\n\x16GetSamplerInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1a\n\x12max_context_length\x18\x03 \x01(\x05\x12\x18\n\x10max_sample_count\x18\x04 \x01(\x05\x12\x18\n\x10max_top_logprobs\x18\x05 \x01(\x05\x12\x15\n\rmax_lora_rank\x18\x06 \x01(\x05\x12\x1c\n\x14resident_snapshot_id\x18\x07 \x01(\t\x12\x1c\n\x14\x61\x64\x61pter_snapshot_ids\x18\x08 \x03(\t\x12\x18\n\x10transfer_backend\x18\t \x01(\t\x12\x1d\n\x15transfer_worker_count\x18\n \x01(\x05\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\"G\n\rStopCondition\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0f\n\x07strings\x18\x02 \x03(\t\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\"\xe5\x01\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12)\n\x04stop\x18\x06 \x01(\x0b\x32\x1b.fovea.api.v1.StopConditionB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\xf9\x02\n\rSampleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12+\n\x06prompt\x18\x03 \x01(\x0b\x32\x1b.fovea.api.v1.RenderedInput\x12\x14\n\x0csample_count\x18\x04 \x01(\x05\x12,\n\x06params\x18\x05 \x01(\x0b\x32\x1c.fovea.api.v1.SamplingParams\x12\x17\n\x0fprompt_logprobs\x18\x06 \x01(\x08\x12\x1b\n\x13top_prompt_logprobs\x18\x07 \x01(\x05\x12\x1b\n\x13top_sample_logprobs\x18\x08 \x01(\x05\x12\x31\n\rtarget_tokens\x18\t \x01(\x0b\x32\x1a.fovea.api.v1.TargetTokens\x12\x17\n\x0f\x61lt_token_count\x18\n \x01(\x05\x12\x1e\n\x16prompt_logprobs_last_n\x18\x0b \x01(\x05\x12\x0f\n\x07\x61t_once\x18\x0c \x01(\x08\"b\n\x0cTargetTokens\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12)\n\x0brow_offsets\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"u\n\x0eSampleResponse\x12,\n\x06prompt\x18\x01 \x01(\x0b\x32\x1a.fovea.api.v1.PromptResultH\x00\x12,\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1b.fovea.api.v1.SequenceDeltaH\x00\x42\x07\n\x05\x65vent\"^\n\x0bTopLogprobs\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12&\n\x08logprobs\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"\xb3\x01\n\x0cPromptResult\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12/\n\x0ctop_logprobs\x18\x02 \x01(\x0b\x32\x19.fovea.api.v1.TopLogprobs\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\x12\x17\n\x0ftarget_logprobs\x18\x04 \x01(\x0c\x12+\n\nalt_tokens\x18\x05 \x01(\x0b\x32\x17.fovea.api.v1.AltTokens\"\\\n\tAltTokens\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12&\n\x08logprobs\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"\xb9\x01\n\rSequenceDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12/\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x19.fovea.api.v1.TopLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.fovea.api.v1.FinishReason\x12\x13\n\x0bsnapshot_id\x18\x06 \x01(\t\"\x95\x01\n\x18JoinTransferGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x16\n\x0emaster_address\x18\x02 \x01(\t\x12\x13\n\x0bmaster_port\x18\x03 \x01(\x05\x12\x13\n\x0brank_offset\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\"0\n\x19JoinTransferGroupResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\"-\n\x19LeaveTransferGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"\x1c\n\x1aLeaveTransferGroupResponse\"o\n\x16ReceiveSnapshotRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x30\n\x08manifest\x18\x02 \x01(\x0b\x32\x1e.fovea.api.v1.SnapshotManifest\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"\x80\x01\n\x17ReceiveSnapshotResponse\x12,\n\x05ready\x18\x01 \x01(\x0b\x32\x1b.fovea.api.v1.SnapshotReadyH\x00\x12.\n\x06loaded\x18\x02 \x01(\x0b\x32\x1c.fovea.api.v1.SnapshotLoadedH\x00\x42\x07\n\x05phase\"\x0f\n\rSnapshotReady\"1\n\x0eSnapshotLoaded\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07pause_s\x18\x02 \x01(\x01\"*\n\x13\x44ropSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\"\x16\n\x14\x44ropSnapshotResponse*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xbc\x04\n\x0eSamplerService\x12[\n\x0eGetSamplerInfo\x12#.fovea.api.v1.GetSamplerInfoRequest\x1a$.fovea.api.v1.GetSamplerInfoResponse\x12\x45\n\x06Sample\x12\x1b.fovea.api.v1.SampleRequest\x1a\x1c.fovea.api.v1.SampleResponse0\x01\x12\x64\n\x11JoinTransferGroup\x12&.fovea.api.v1.JoinTransferGroupRequest\x1a\'.fovea.api.v1.JoinTransferGroupResponse\x12g\n\x12LeaveTransferGroup\x12\'.fovea.api.v1.LeaveTransferGroupRequest\x1a(.fovea.api.v1.LeaveTransferGroupResponse\x12`\n\x0fReceiveSnapshot\x12$.fovea.api.v1.ReceiveSnapshotRequest\x1a%.fovea.api.v1.ReceiveSnapshotResponse0\x01\x12U\n\x0c\x44ropSnapshot\x12!.fovea.api.v1.DropSnapshotRequest\x1a\".fovea.api.v1.DropSnapshotResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66ovea/api/v1/sampler.proto\x12\x0c\x66ovea.api.v1\x1a\x1e\x66ovea/api/v1/model_input.proto\x1a\x19\x66ovea/api/v1/tensor.proto\x1a\x1a\x66ovea/api/v1/weights.proto\"\x17\n\x15GetSamplerInfoRequest\"\xb8\x02\n\x16GetSamplerInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1a\n\x12max_context_length\x18\x03 \x01(\x05\x12\x18\n\x10max_sample_count\x18\x04 \x01(\x05\x12\x18\n\x10max_top_logprobs\x18\x05 \x01(\x05\x12\x15\n\rmax_lora_rank\x18\x06 \x01(\x05\x12\x1c\n\x14resident_snapshot_id\x18\x07 \x01(\t\x12\x1c\n\x14\x61\x64\x61pter_snapshot_ids\x18\x08 \x03(\t\x12\x18\n\x10transfer_backend\x18\t \x01(\t\x12\x1d\n\x15transfer_worker_count\x18\n \x01(\x05\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\"G\n\rStopCondition\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0f\n\x07strings\x18\x02 \x03(\t\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\"\xe5\x01\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12)\n\x04stop\x18\x06 \x01(\x0b\x32\x1b.fovea.api.v1.StopConditionB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\x8d\x03\n\rSampleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12+\n\x06prompt\x18\x03 \x01(\x0b\x32\x1b.fovea.api.v1.RenderedInput\x12\x14\n\x0csample_count\x18\x04 \x01(\x05\x12,\n\x06params\x18\x05 \x01(\x0b\x32\x1c.fovea.api.v1.SamplingParams\x12\x17\n\x0fprompt_logprobs\x18\x06 \x01(\x08\x12\x1b\n\x13top_prompt_logprobs\x18\x07 \x01(\x05\x12\x1b\n\x13top_sample_logprobs\x18\x08 \x01(\x05\x12\x31\n\rtarget_tokens\x18\t \x01(\x0b\x32\x1a.fovea.api.v1.TargetTokens\x12\x17\n\x0f\x61lt_token_count\x18\n \x01(\x05\x12\x1e\n\x16prompt_logprobs_last_n\x18\x0b \x01(\x05\x12\x0f\n\x07\x61t_once\x18\x0c \x01(\x08\x12\x12\n\ncache_salt\x18\r \x01(\t\"b\n\x0cTargetTokens\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12)\n\x0brow_offsets\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"u\n\x0eSampleResponse\x12,\n\x06prompt\x18\x01 \x01(\x0b\x32\x1a.fovea.api.v1.PromptResultH\x00\x12,\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1b.fovea.api.v1.SequenceDeltaH\x00\x42\x07\n\x05\x65vent\"^\n\x0bTopLogprobs\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12&\n\x08logprobs\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"\xb3\x01\n\x0cPromptResult\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12/\n\x0ctop_logprobs\x18\x02 \x01(\x0b\x32\x19.fovea.api.v1.TopLogprobs\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\x12\x17\n\x0ftarget_logprobs\x18\x04 \x01(\x0c\x12+\n\nalt_tokens\x18\x05 \x01(\x0b\x32\x17.fovea.api.v1.AltTokens\"\\\n\tAltTokens\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12&\n\x08logprobs\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"\xb9\x01\n\rSequenceDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12/\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x19.fovea.api.v1.TopLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.fovea.api.v1.FinishReason\x12\x13\n\x0bsnapshot_id\x18\x06 \x01(\t\"\x95\x01\n\x18JoinTransferGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x16\n\x0emaster_address\x18\x02 \x01(\t\x12\x13\n\x0bmaster_port\x18\x03 \x01(\x05\x12\x13\n\x0brank_offset\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\"0\n\x19JoinTransferGroupResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\"-\n\x19LeaveTransferGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"\x1c\n\x1aLeaveTransferGroupResponse\"o\n\x16ReceiveSnapshotRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x30\n\x08manifest\x18\x02 \x01(\x0b\x32\x1e.fovea.api.v1.SnapshotManifest\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"\x80\x01\n\x17ReceiveSnapshotResponse\x12,\n\x05ready\x18\x01 \x01(\x0b\x32\x1b.fovea.api.v1.SnapshotReadyH\x00\x12.\n\x06loaded\x18\x02 \x01(\x0b\x32\x1c.fovea.api.v1.SnapshotLoadedH\x00\x42\x07\n\x05phase\"\x0f\n\rSnapshotReady\"1\n\x0eSnapshotLoaded\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07pause_s\x18\x02 \x01(\x01\"*\n\x13\x44ropSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\"\x16\n\x14\x44ropSnapshotResponse*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xbc\x04\n\x0eSamplerService\x12[\n\x0eGetSamplerInfo\x12#.fovea.api.v1.GetSamplerInfoRequest\x1a$.fovea.api.v1.GetSamplerInfoResponse\x12\x45\n\x06Sample\x12\x1b.fovea.api.v1.SampleRequest\x1a\x1c.fovea.api.v1.SampleResponse0\x01\x12\x64\n\x11JoinTransferGroup\x12&.fovea.api.v1.JoinTransferGroupRequest\x1a\'.fovea.api.v1.JoinTransferGroupResponse\x12g\n\x12LeaveTransferGroup\x12\'.fovea.api.v1.LeaveTransferGroupRequest\x1a(.fovea.api.v1.LeaveTransferGroupResponse\x12`\n\x0fReceiveSnapshot\x12$.fovea.api.v1.ReceiveSnapshotRequest\x1a%.fovea.api.v1.ReceiveSnapshotResponse0\x01\x12U\n\x0c\x44ropSnapshot\x12!.fovea.api.v1.DropSnapshotRequest\x1a\".fovea.api.v1.DropSnapshotResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fovea.api.v1.sampler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2594
-  _globals['_FINISHREASON']._serialized_end=2689
+  _globals['_FINISHREASON']._serialized_start=2614
+  _globals['_FINISHREASON']._serialized_end=2709
   _globals['_GETSAMPLERINFOREQUEST']._serialized_start=131
   _globals['_GETSAMPLERINFOREQUEST']._serialized_end=154
   _globals['_GETSAMPLERINFORESPONSE']._serialized_start=157
@@ -45,39 +45,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_start=545
   _globals['_SAMPLINGPARAMS']._serialized_end=774
   _globals['_SAMPLEREQUEST']._serialized_start=777
-  _globals['_SAMPLEREQUEST']._serialized_end=1154
-  _globals['_TARGETTOKENS']._serialized_start=1156
-  _globals['_TARGETTOKENS']._serialized_end=1254
-  _globals['_SAMPLERESPONSE']._serialized_start=1256
-  _globals['_SAMPLERESPONSE']._serialized_end=1373
-  _globals['_TOPLOGPROBS']._serialized_start=1375
-  _globals['_TOPLOGPROBS']._serialized_end=1469
-  _globals['_PROMPTRESULT']._serialized_start=1472
-  _globals['_PROMPTRESULT']._serialized_end=1651
-  _globals['_ALTTOKENS']._serialized_start=1653
-  _globals['_ALTTOKENS']._serialized_end=1745
-  _globals['_SEQUENCEDELTA']._serialized_start=1748
-  _globals['_SEQUENCEDELTA']._serialized_end=1933
-  _globals['_JOINTRANSFERGROUPREQUEST']._serialized_start=1936
-  _globals['_JOINTRANSFERGROUPREQUEST']._serialized_end=2085
-  _globals['_JOINTRANSFERGROUPRESPONSE']._serialized_start=2087
-  _globals['_JOINTRANSFERGROUPRESPONSE']._serialized_end=2135
-  _globals['_LEAVETRANSFERGROUPREQUEST']._serialized_start=2137
-  _globals['_LEAVETRANSFERGROUPREQUEST']._serialized_end=2182
-  _globals['_LEAVETRANSFERGROUPRESPONSE']._serialized_start=2184
-  _globals['_LEAVETRANSFERGROUPRESPONSE']._serialized_end=2212
-  _globals['_RECEIVESNAPSHOTREQUEST']._serialized_start=2214
-  _globals['_RECEIVESNAPSHOTREQUEST']._serialized_end=2325
-  _globals['_RECEIVESNAPSHOTRESPONSE']._serialized_start=2328
-  _globals['_RECEIVESNAPSHOTRESPONSE']._serialized_end=2456
-  _globals['_SNAPSHOTREADY']._serialized_start=2458
-  _globals['_SNAPSHOTREADY']._serialized_end=2473
-  _globals['_SNAPSHOTLOADED']._serialized_start=2475
-  _globals['_SNAPSHOTLOADED']._serialized_end=2524
-  _globals['_DROPSNAPSHOTREQUEST']._serialized_start=2526
-  _globals['_DROPSNAPSHOTREQUEST']._serialized_end=2568
-  _globals['_DROPSNAPSHOTRESPONSE']._serialized_start=2570
-  _globals['_DROPSNAPSHOTRESPONSE']._serialized_end=2592
-  _globals['_SAMPLERSERVICE']._serialized_start=2692
-  _globals['_SAMPLERSERVICE']._serialized_end=3264
+  _globals['_SAMPLEREQUEST']._serialized_end=1174
+  _globals['_TARGETTOKENS']._serialized_start=1176
+  _globals['_TARGETTOKENS']._serialized_end=1274
+  _globals['_SAMPLERESPONSE']._serialized_start=1276
+  _globals['_SAMPLERESPONSE']._serialized_end=1393
+  _globals['_TOPLOGPROBS']._serialized_start=1395
+  _globals['_TOPLOGPROBS']._serialized_end=1489
+  _globals['_PROMPTRESULT']._serialized_start=1492
+  _globals['_PROMPTRESULT']._serialized_end=1671
+  _globals['_ALTTOKENS']._serialized_start=1673
+  _globals['_ALTTOKENS']._serialized_end=1765
+  _globals['_SEQUENCEDELTA']._serialized_start=1768
+  _globals['_SEQUENCEDELTA']._serialized_end=1953
+  _globals['_JOINTRANSFERGROUPREQUEST']._serialized_start=1956
+  _globals['_JOINTRANSFERGROUPREQUEST']._serialized_end=2105
+  _globals['_JOINTRANSFERGROUPRESPONSE']._serialized_start=2107
+  _globals['_JOINTRANSFERGROUPRESPONSE']._serialized_end=2155
+  _globals['_LEAVETRANSFERGROUPREQUEST']._serialized_start=2157
+  _globals['_LEAVETRANSFERGROUPREQUEST']._serialized_end=2202
+  _globals['_LEAVETRANSFERGROUPRESPONSE']._serialized_start=2204
+  _globals['_LEAVETRANSFERGROUPRESPONSE']._serialized_end=2232
+  _globals['_RECEIVESNAPSHOTREQUEST']._serialized_start=2234
+  _globals['_RECEIVESNAPSHOTREQUEST']._serialized_end=2345
+  _globals['_RECEIVESNAPSHOTRESPONSE']._serialized_start=2348
+  _globals['_RECEIVESNAPSHOTRESPONSE']._serialized_end=2476
+  _globals['_SNAPSHOTREADY']._serialized_start=2478
+  _globals['_SNAPSHOTREADY']._serialized_end=2493
+  _globals['_SNAPSHOTLOADED']._serialized_start=2495
+  _globals['_SNAPSHOTLOADED']._serialized_end=2544
+  _globals['_DROPSNAPSHOTREQUEST']._serialized_start=2546
+  _globals['_DROPSNAPSHOTREQUEST']._serialized_end=2588
+  _globals['_DROPSNAPSHOTRESPONSE']._serialized_start=2590
+  _globals['_DROPSNAPSHOTRESPONSE']._serialized_end=2612
+  _globals['_SAMPLERSERVICE']._serialized_start=2712
+  _globals['_SAMPLERSERVICE']._serialized_end=3284
 # @@protoc_insertion_point(module_scope)

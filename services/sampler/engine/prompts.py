@@ -33,14 +33,16 @@ class PromptMaker:
 
     def make(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
         """The engine input; `images` holds the tensors of each span."""
-        tokens = spec.tokens.tolist()
+        tokens, salt = spec.tokens.tolist(), spec.cache_salt or None
         if not spec.spans:
-            return tokens_input(tokens)
+            return tokens_input(tokens, cache_salt=salt)
         return mm_input(
             tokens,
             MultiModalKwargsItems({_MODALITY: [self._item(tensors) for tensors in images]}),
-            {_MODALITY: [span.feature.digest for span in spec.spans]},
+            # vLLM salts the prefix cache alone; its encoder cache goes by these names.
+            {_MODALITY: [f"{spec.cache_salt}:{span.feature.digest}" for span in spec.spans]},
             {_MODALITY: [PlaceholderRange(offset=span.offset, length=span.length) for span in spec.spans]},
+            cache_salt=salt,
         )
 
     def _item(self, tensors: FeatureTensors) -> MultiModalKwargsItem:

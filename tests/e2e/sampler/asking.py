@@ -41,6 +41,7 @@ def request_for(
     alt_token_count: int = 0,
     prompt_logprobs_last_n: int = 0,
     at_once: bool = False,
+    cache_salt: str = "",
     **params: float,
 ) -> sampler_pb2.SampleRequest:
     """A request; `params` are the fields of SamplingParams, `target_rows` hold ids for each prompt token but one."""
@@ -57,6 +58,7 @@ def request_for(
         alt_token_count=alt_token_count,
         prompt_logprobs_last_n=prompt_logprobs_last_n,
         at_once=at_once,
+        cache_salt=cache_salt,
     )
 
 

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from contextlib import aclosing
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from fovea.api.v1 import sampler_pb2
+from fovea.api.v1 import model_input_pb2, sampler_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.wire.errors import ContextOverflow
 from tests.e2e.sampler.asking import ask, rendered, request_for
 from tests.e2e.sampler.conftest import PromptMaker, picture
 from tests.e2e.sampler.process import SamplerProcess
+from tests.e2e.sampler.renderer import TinyRenderer
 
 STOP, LENGTH = sampler_pb2.FINISH_REASON_STOP, sampler_pb2.FINISH_REASON_LENGTH
 CALM_S = 20
@@ -162,6 +164,42 @@ async def test_a_repeated_prompt_comes_from_the_cache(client: SamplerClient, pro
     assert (await ask(client, request_for(prompt, max_tokens=1))).cached_token_count == 0
     again = await ask(client, request_for(prompt, max_tokens=1, sample_count=4))
     assert 0 < again.cached_token_count < len(prompt.tokens) // 4
+
+
+async def test_requests_of_different_salts_share_no_prefix(client: SamplerClient, prompts: PromptMaker) -> None:
+    """A guess of somebody else's prompt is not confirmed by a count of cached tokens."""
+    for prompt in (prompts.make("A secret that can be guessed. " * 20), prompts.make("And a picture: ", picture(8))):
+        cached = []
+        for salt in ("", "owner-1", "owner-2", "owner-1"):
+            answer = await ask(client, request_for(prompt.wire, max_tokens=1, cache_salt=salt))
+            cached.append(answer.cached_token_count)
+        assert cached[:3] == [0, 0, 0]
+        assert cached[3] > 0
+
+
+async def test_requests_of_different_salts_share_no_encoded_image(
+    client: SamplerClient, prompts: PromptMaker, renderer: TinyRenderer
+) -> None:
+    """Other pixels under a name that one owner has used: what the engine encoded for him is not what another gets."""
+    known, other = prompts.make("Look: ", picture(10), " Well?"), prompts.make("Look: ", picture(11), " Well?")
+    digest = known.wire.spans[0].feature.digest
+    forged = model_input_pb2.RenderedInput()
+    forged.CopyFrom(other.wire)
+    forged.spans[0].feature.digest = digest
+
+    async def score(wire: model_input_pb2.RenderedInput, salt: str) -> npt.NDArray[np.float32]:
+        answer = await ask(client, request_for(wire, prompt_logprobs=True, max_tokens=1, cache_salt=salt))
+        assert answer.prompt_logprobs is not None
+        return answer.prompt_logprobs
+
+    seen, expected = await score(known.wire, "owner-1"), await score(other.wire, "owner-1")
+    assert np.nanmax(np.abs(seen - expected)) > 1e-3
+    held = renderer.features[digest]
+    renderer.features[digest] = other.images[0]
+    try:
+        np.testing.assert_allclose(await score(forged, "owner-2"), expected, atol=1e-4)
+    finally:
+        renderer.features[digest] = held
 
 
 async def test_cancelling_frees_the_engine(

@@ -66,6 +66,17 @@ def test_the_context(length: int, max_tokens: int | None) -> None:
         read_request(wanted, LIMITS, FAMILY)
 
 
+def test_cache_salts() -> None:
+    wanted = request()
+    assert read_request(wanted, LIMITS, FAMILY).cache_salt == ""
+    wanted.cache_salt = "o" * 256
+    assert read_request(wanted, LIMITS, FAMILY).cache_salt == "o" * 256
+    wanted.cache_salt += "o"
+    with pytest.raises(InvalidInput, match="257 characters") as caught:
+        read_request(wanted, LIMITS, FAMILY)
+    assert caught.value.field == "cache_salt"
+
+
 def test_the_context_may_be_filled() -> None:
     wanted = sampler_pb2.SampleRequest(sample_count=1)
     wanted.prompt.tokens = tensors.encode_tokens([1] * 49)
