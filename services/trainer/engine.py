@@ -201,6 +201,7 @@ class Engine:
             self._warm_up(model)
         else:
             model = AdapterModel(command.lora, self._targets, self._injector, self._device, self.dtype)
+        model.model_id = command.model_id
         self.models[command.model_id] = model
         # Adapters are small; a full model leaves less room for activations, and takes more once it has gradients.
         gradient_bytes = model.gradient_bytes if isinstance(model, FullModel) else 0

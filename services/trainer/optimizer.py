@@ -7,28 +7,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fovea.api.v1 import trainer_pb2
 from fovea.wire.errors import InvalidInput
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+_FAR = 1e38
+"""Below the largest float32, 3.4e38: what is bounded by this does not overflow, whatever the order of its sums."""
+_SMALLEST_EPS = 1e-37
+"""Less may be 0 as a float32, and 0 / 0 is no number."""
+_TRIAL_ELEMENTS = 2**24
+
 
 @dataclass(frozen=True)
 class Adam:
-    """One step's parameters; as `AdamParams` on the wire."""
+    """One step's parameters; as `AdamParams` on the wire, whose defaults these are."""
 
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_clip_norm: float
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+    @classmethod
+    def of(cls, given: trainer_pb2.AdamParams) -> "Adam":
+        """What a message says, and defaults for what it leaves out. Raises InvalidInput as `check` does."""
+        adam = cls(**{field.name: value for field, value in given.ListFields()})
+        adam.check()
+        return adam
 
     def check(self) -> None:
         """Raises InvalidInput for values outside what AdamW is defined for."""
         for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise InvalidInput(f"adam.{name} {value} must be finite and not negative", field=f"adam.{name}")
+            if not 0 <= value <= _FAR:
+                raise InvalidInput(f"adam.{name} {value} must be in [0, {_FAR:g}]", field=f"adam.{name}")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:
@@ -56,6 +70,39 @@ class AdamW:
                 lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
             )
         self._torch.step()
+
+    def cannot_overflow(self, adam: Adam, norm: float) -> Tensor:
+        """Whether magnitudes alone show that a step on gradients of that norm stays finite; bool scalar, on the device.
+
+        The numerator of an update is at most the largest of the first moments and the norm, its denominator at least
+        eps. Of what is not finite already it says no.
+        """
+        if adam.eps < _SMALLEST_EPS:
+            return torch.tensor(False, device=self._parameters[0].device)
+        weight = torch.stack(torch._foreach_norm(self._parameters, math.inf)).amax()
+        moment = torch.stack(torch._foreach_norm([values[MOMENTS[0]] for values in self.moments()], math.inf)).amax()
+        kept = max(1.0, abs(1.0 - adam.learning_rate * adam.weight_decay))
+        rate = adam.learning_rate / (1.0 - adam.beta1) / min(adam.eps, 1.0)
+        return weight * kept + moment.clamp(min=max(norm, 1.0)) * rate < _FAR
+
+    def stays_finite(self, adam: Adam) -> Tensor:
+        """Whether all parameters are finite after a step, which is tried on copies, a part at a time; bool scalar."""
+        finite = torch.tensor(True, device=self._parameters[0].device)
+        for parameter in self._parameters:
+            state = self._torch.state[parameter]
+            rate = adam.learning_rate / (1.0 - adam.beta1 ** (int(state["step"]) + 1))
+            if max(rate, adam.learning_rate * adam.weight_decay) > _FAR:  # torch raises for numbers above float32's
+                return ~finite
+            assert parameter.grad is not None
+            whole = (parameter.detach(), parameter.grad, *(state[name] for name in MOMENTS))
+            for weight, grad, *moments in zip(*(t.flatten().split(_TRIAL_ELEMENTS) for t in whole), strict=True):
+                copy = weight.clone()
+                copy.grad = grad
+                trial = AdamW([copy])
+                trial.load([{name: m.clone() for name, m in zip(MOMENTS, moments, strict=True)}], int(state["step"]))
+                trial.step(adam)
+                finite &= copy.isfinite().all()
+        return finite
 
     def moments(self) -> list[dict[str, Tensor]]:
         """Both moments of each parameter, in order; not copies."""

@@ -104,10 +104,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ClearGradientsResponse()
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Context) -> trainer_pb2.OptimStepResponse:
-        given = request.adam
-        adam = Adam(given.learning_rate, given.beta1, given.beta2, given.eps, given.weight_decay, given.grad_clip_norm)
-        adam.check()
-        metrics, step = await self._queue.submit(commands.OptimStep(request.model_id, adam))
+        command = commands.OptimStep(request.model_id, Adam.of(request.adam))
+        metrics, step = await self._queue.submit(command)
         return trainer_pb2.OptimStepResponse(metrics=trainer_pb2.Metrics(values=metrics), step=step)
 
     async def SaveState(self, request: trainer_pb2.SaveStateRequest, context: Context) -> trainer_pb2.SaveStateResponse:

@@ -22,6 +22,7 @@ from services.trainer.sharding import ShardedModel, local_of
 class TrainedModel(ABC):
     """One model that a client trains."""
 
+    model_id = ""
     step = 0
     optimizer: AdamW
     trains_vision: bool
@@ -56,17 +57,19 @@ class TrainedModel(ABC):
     def optim_step(self, adam: Adam) -> dict[str, float]:
         """Steps and clears the gradients; returns metrics. Collective.
 
-        Raises FailedPrecondition, on all ranks, if the gradients are not finite: they are dropped, weights stay.
+        Raises FailedPrecondition, on all ranks, if the gradients or what would become of the weights are not finite:
+        the gradients are dropped, weights and moments stay.
         """
         norm = math.sqrt(self.reduce_gradients().item())
         if not math.isfinite(norm):
-            self.zero_gradients()
-            raise FailedPrecondition(
-                f"the accumulated gradient has norm {norm}: it was dropped and no step was taken; check the inputs"
-            )
+            raise self._refusal(f"the accumulated gradient has norm {norm}; check the inputs")
         factor = clip_factor(norm, adam.grad_clip_norm)
         if factor != 1.0:
             torch._foreach_mul_(self.gradients(), factor)
+        if not _all(self.optimizer.cannot_overflow(adam, norm * factor)) and not _all(
+            self.optimizer.stays_finite(adam)
+        ):
+            raise self._refusal(f"weights would not be finite after it; check the optimizer's parameters, {adam}")
         self.optimizer.step(adam)
         self.zero_gradients()
         self.weights_changed()
@@ -76,6 +79,21 @@ class TrainedModel(ABC):
             "grad_norm_clipped:mean": norm * factor,
             "learning_rate:mean": adam.learning_rate,
         }
+
+    def _refusal(self, reason: str) -> FailedPrecondition:
+        """Drops the gradients."""
+        self.zero_gradients()
+        return FailedPrecondition(
+            f"step {self.step + 1} of model {self.model_id!r} was not taken: {reason}. Its gradients were dropped, "
+            f"weights and optimizer are those of step {self.step}"
+        )
+
+
+def _all(flag: Tensor) -> bool:
+    """Whether a flag is set on all ranks. Collective."""
+    least = flag.to(torch.int32)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return bool(least.item())
 
 
 class AdapterModel(TrainedModel):

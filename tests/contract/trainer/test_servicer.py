@@ -157,6 +157,17 @@ async def test_optim_step_carries_every_field(trainer: Trainer) -> None:
     assert command == commands.ClearGradients("m")
 
 
+async def test_what_adam_leaves_out_is_the_documented_default(trainer: Trainer) -> None:
+    answer: tuple[dict[str, float], int] = ({}, 1)
+    _, command = await trainer.asked(trainer.client.optim_step("m", trainer_pb2.AdamParams(learning_rate=0.1)), answer)
+    assert command == commands.OptimStep("m", Adam(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0))
+    _, command = await trainer.asked(trainer.client.optim_step("m", trainer_pb2.AdamParams()), answer)
+    assert command == commands.OptimStep("m", Adam(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0))
+    zero = trainer_pb2.AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0, eps=0.0)
+    _, command = await trainer.asked(trainer.client.optim_step("m", zero), answer)
+    assert command == commands.OptimStep("m", Adam(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)), "given is given"
+
+
 async def test_state_and_snapshots(trainer: Trainer) -> None:
     saved, command = await trainer.asked(trainer.client.save_state("m", "/x"), (99, 3))
     assert command == commands.SaveState("m", "/x")

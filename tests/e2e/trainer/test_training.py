@@ -137,10 +137,43 @@ async def test_infinite_gradients_are_dropped_not_applied(qwen3: Bench) -> None:
     rendered = qwen3.images.render([text(4, 1)])
     huge = datum(rendered, 0, weights=np.array([1e37, -1e37, 1e37, -1e37], np.float32))
     await qwen3.client.forward_backward(header(model_id, 1), [huge])
-    with pytest.raises(FailedPrecondition, match="it was dropped"):
+    with pytest.raises(
+        FailedPrecondition, match=r"step 1 of model .* was not taken.* norm inf.*Its gradients were dropped"
+    ):
         await qwen3.client.optim_step(model_id, adam())
     await qwen3.client.forward_backward(header(model_id, 1), [datum(rendered, 0)])
     assert (await qwen3.client.optim_step(model_id, adam())).step == 1
+
+
+_HUGE = {"learning_rate": 1e25, "weight_decay": 1e15}
+
+
+@pytest.mark.parametrize(("full", "number", "bad"), [(False, 1, {"eps": 0.0}), (False, 2, _HUGE), (True, 2, _HUGE)])
+async def test_a_step_whose_weights_would_not_be_finite_is_not_taken(
+    qwen3: Bench, full: bool, number: int, bad: dict[str, float]
+) -> None:
+    """An adapter's A has no gradient at first: without eps that is 0 / 0. Weights, moments and step count stay."""
+    datums = datums_of(qwen3.images, "text")
+
+    async def train(refused: int) -> tuple[int, dict[str, torch.Tensor]]:
+        model_id = await qwen3.create(None) if full else await qwen3.adapter()
+        for step in (1, 2):
+            await qwen3.client.forward_backward(header(model_id, len(datums)), datums)
+            if step == refused:
+                with pytest.raises(
+                    FailedPrecondition, match=f"step {step} of model '{model_id}' was not taken.*not be fin"
+                ):
+                    await qwen3.client.optim_step(model_id, adam(**bad))
+                await qwen3.client.forward_backward(header(model_id, len(datums)), datums)
+            response = await qwen3.client.optim_step(model_id, adam())
+        weights = await qwen3.weights(model_id)
+        await qwen3.clean()
+        return response.step, weights
+
+    (expected_count, expected), (count, weights) = await train(0), await train(number)
+    assert count == expected_count
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor), name
 
 
 async def test_full_parameters_want_the_trainer_alone(qwen3: Bench) -> None:
@@ -189,6 +222,7 @@ async def test_impossible_adapters_are_refused(qwen3: Bench, lora: weights_pb2.L
         ({"beta1": 1.0}, "adam.beta1"),
         ({"beta2": -0.1}, "adam.beta2"),
         ({"eps": -1e-8}, "adam.eps"),
+        ({"learning_rate": 1e39}, "adam.learning_rate"),
         ({"grad_clip_norm": -1.0}, "adam.grad_clip_norm"),
         ({"weight_decay": float("inf")}, "adam.weight_decay"),
     ],

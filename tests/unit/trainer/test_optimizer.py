@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fovea.wire.errors import InvalidInput
+from services.trainer import optimizer
 from services.trainer.optimizer import Adam, AdamW, clip_factor
 
 STEPS = [
@@ -61,3 +62,59 @@ def test_undefined_values_are_refused(field: str, value: float) -> None:
     values = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0, "grad_clip_norm": 0}
     with pytest.raises(InvalidInput, match=field):
         Adam(**{**values, field: value}).check()
+
+
+def _ready(gradient: list[float], moment: float = 0.0) -> tuple[torch.Tensor, AdamW]:
+    weights = torch.ones(len(gradient))
+    ready = AdamW([weights])
+    ready.load([{name: torch.full_like(weights, moment) for name in optimizer.MOMENTS}], 3)
+    weights.grad = torch.tensor(gradient)
+    return weights, ready
+
+
+@pytest.mark.parametrize(
+    ("adam", "gradient"),
+    [
+        (Adam(), [1.0, 0.0]),
+        (Adam(learning_rate=1e10, eps=1e10), [1.0, -3e18]),
+        (Adam(beta1=0.0, beta2=0.0), [0.0, 1e10]),
+    ],
+)
+def test_ordinary_steps_need_no_trial(adam: Adam, gradient: list[float]) -> None:
+    _, ready = _ready(gradient)
+    assert ready.cannot_overflow(adam, torch.tensor(gradient).norm().item())
+
+
+@pytest.mark.parametrize(
+    ("adam", "gradient", "moment"),
+    [
+        (Adam(beta1=0.0, beta2=0.0, eps=0.0), [1.0, 0.0], 0.0),
+        (Adam(eps=1e-46), [0.0, 1.0], 0.0),
+        (Adam(learning_rate=9e37, weight_decay=1.0), [1.0, 1.0], 9.0),
+        (Adam(learning_rate=1e20, weight_decay=1e20), [1.0, 1.0], 0.0),
+        (Adam(learning_rate=1e38, beta1=1 - 1e-16), [1.0, 1.0], 0.0),
+        (Adam(), [1.0, 1.0], math.nan),
+    ],
+)
+def test_a_step_that_would_not_stay_finite_is_found_and_changes_nothing(
+    adam: Adam, gradient: list[float], moment: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "_TRIAL_ELEMENTS", 1)
+    weights, ready = _ready(gradient, moment)
+    assert not ready.cannot_overflow(adam, torch.tensor(gradient).norm().item())
+    assert not ready.stays_finite(adam)
+    assert weights.tolist() == [1.0, 1.0]
+    try:
+        ready.step(adam)
+    except RuntimeError as error:
+        assert "overflow" in str(error)  # noqa: PT017 - torch's own refusal on a CPU
+    else:
+        assert not weights.isfinite().all(), "what was foreseen"
+
+
+def test_a_step_without_eps_may_be_sound() -> None:
+    weights, ready = _ready([1.0, -2.0], 0.5)
+    adam = Adam(eps=0.0)
+    assert not ready.cannot_overflow(adam, 2.3)
+    assert ready.stays_finite(adam)
+    assert weights.tolist() == [1.0, 1.0]
