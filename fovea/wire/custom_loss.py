@@ -120,6 +120,8 @@ class _Parser:
 
     def _refuse(self, problem: str, place: str = "") -> NoReturn:
         place = place or self._place
+        # Names in the graph may hold what neither a log nor a gRPC status can carry.
+        problem = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in problem)
         raise InvalidInput(f"custom loss {self._name!r}: {place} {problem}", field=place)
 
     def _inputs(self, message: trainer_pb2.CustomLoss) -> Iterator[Input]:
@@ -187,7 +189,9 @@ class _Parser:
             self._refuse(f"({name}) calls the method {target}, which is not among those that run on the server")
 
     def _attribute_args(self, target: str, args: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        if target == operations.GETATTR and (len(args) != 2 or args[1] not in operations.ATTRIBUTES):
+        if target == operations.GETATTR and (
+            len(args) != 2 or not isinstance(args[1], str) or args[1] not in operations.ATTRIBUTES
+        ):
             self._refuse(f"reads {args[1:]}; attributes on the server are {', '.join(sorted(operations.ATTRIBUTES))}")
         return args
 
@@ -231,7 +235,7 @@ class _Parser:
                 return Ellipsis
             case "float" if value in ("inf", "-inf", "nan"):
                 return float(value)
-        if value not in operations.CONSTANTS.get(kind, ()):
+        if not isinstance(value, str) or value not in operations.CONSTANTS.get(kind, ()):
             self._refuse(f"passes {kind} {str(value)[:80]!r}, which is not allowed on the server")
         return Constant(kind, value)
 

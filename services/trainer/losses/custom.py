@@ -16,6 +16,7 @@ from fovea.wire.custom_loss import Argument, Constant, Graph, Node, Ref
 from fovea.wire.errors import InvalidInput
 from services.trainer.losses import operations
 from services.trainer.losses.base import Loss, LossInput, LossValue
+from services.trainer.losses.costs import Meter, RefusedError
 
 _CONSTANTS: dict[tuple[str, str], Any] = {
     (kind, text): torch.device(text) if kind == "device" else getattr(torch, text)
@@ -62,16 +63,9 @@ class _Run:
         self._graph = graph
         self._values: dict[str, Any] = {}
         self._nodes = {node.name: node for node in graph.nodes}
-        work = 0
+        self._meter = Meter()
         for node in graph.nodes:
-            if node.op == "placeholder":
-                self._values[node.name] = inputs[node.target]
-                continue
-            args = tuple(self._resolve(argument) for argument in node.args)
-            self._values[node.name] = value = self._execute(node, args)
-            work += operations.work_of(node.target, args, value)
-            if work > operations.MAX_WORK:
-                self._refuse(f"{node} takes the loss above {operations.MAX_WORK} elements a datum")
+            self._values[node.name] = inputs[node.target] if node.op == "placeholder" else self._execute(node)
 
     def loss(self) -> Tensor:
         """The scalar, finite and of a floating type."""
@@ -110,14 +104,15 @@ class _Run:
             self._refuse(f"its gradient at logprobs{place} is {found[tuple(place)].item()}; the loss is {loss.item()}")
         return found
 
-    def _execute(self, node: Node, args: tuple[Any, ...]) -> Any:
+    def _execute(self, node: Node) -> Any:
+        args = tuple(self._resolve(argument) for argument in node.args)
         kwargs = {key: self._resolve(argument) for key, argument in node.kwargs.items()}
         try:
             if node.op == "call_function":
-                return operations.call(operations.FUNCTIONS[node.target], node.target, args, kwargs)
+                return operations.call(operations.FUNCTIONS[node.target], node.target, args, kwargs, self._meter)
             if not args or not isinstance(args[0], Tensor):
-                raise operations.RefusedError("must be called on a tensor")
-            return operations.call(operations.METHODS[node.target], node.target, args, kwargs)
+                raise RefusedError("must be called on a tensor")
+            return operations.call(operations.METHODS[node.target], node.target, args, kwargs, self._meter)
         except Exception as error:  # What a client's function raises is the client's, whatever it is.
             self._refuse(f"{node} failed: {_first_line(error)}")
 

@@ -53,6 +53,9 @@ REFUSED: dict[str, tuple[trainer_pb2.CustomLoss, str]] = {
     "dunder attribute": (_call("getattr", X, "__class__"), "__class__"),
     "attribute by default": (_call("getattr", X, "shape", "T"), "attributes on the server"),
     "computed attribute": (_call("getattr", X, X), "attributes on the server"),
+    "attribute list": (_call("getattr", X, ["shape"]), "attributes on the server"),
+    "constant list": (_call("torch.zeros_like", X, dtype={"dtype": ["float32"]}), "not allowed on the server"),
+    "unprintable": (graph(node("call_method", "a\n\ud800", "item", X)), r"\(a\\n\\ud800\) calls the method item"),
     "get_attr": (graph(node("get_attr", "bad", "weights")), "op 'get_attr'"),
     "call_module": (graph(node("call_module", "bad", "linear", X)), "op 'call_module'"),
     "out": (_call("torch.exp", X, out=X), "passes out"),
@@ -105,6 +108,7 @@ def test_what_is_not_allowed_is_named(case: str) -> None:
     with pytest.raises(InvalidInput, match=words) as caught:
         parse(sent)
     assert caught.value.message.startswith("custom loss ")
+    assert caught.value.message.isprintable()
     assert caught.value.field
 
 

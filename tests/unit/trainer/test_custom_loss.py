@@ -45,10 +45,11 @@ def entropy_like(logprobs: Any, weights: Any, beta: Any) -> Any:
 def picking(logprobs: Any, target_tokens: Any, mask: Any) -> Any:
     own = logprobs[mask.bool()]
     half = logprobs[: logprobs.shape[0] // 2]
+    both = logprobs.unsqueeze(1)[mask.bool(), 0]
     later = torch.where(target_tokens > 3, logprobs, torch.zeros_like(logprobs)).cumsum(0)
     pairs = (half.unsqueeze(0) - half.unsqueeze(1)).abs().triu(1)
     distance = functional.huber_loss(half, torch.full_like(half, -1.0))
-    loss = own.mean() + later[-1] + distance + pairs.sum() + (-own).topk(2)[0].sum()
+    loss = own.mean() + both.std() + later[-1] + distance + pairs.sum() + (-own).topk(2)[0].sum()
     return loss, {"custom/own:sum": own.sum(), "custom/pairs/max:mean": pairs.max()}
 
 
@@ -150,9 +151,9 @@ FAILING: dict[str, tuple[list[dict[str, Any]], str]] = {
     )], "would make 8388608 elements"),
     "work": ([method("d0", "repeat", X, 2**19), *(
         function(f"d{i + 1}", "torch.exp", ref(f"d{i}")) for i in range(40)
-    )], "above 67108864 elements a datum"),
+    )], "above 134217728 elements"),
     "product": ([method("a", "new_ones", X, {"tuple": [2**10, 2**10]}),
-                 function("m", "torch.matmul", ref("a"), ref("a"))], "above 67108864 elements a datum"),
+                 function("m", "torch.matmul", ref("a"), ref("a"))], "above 134217728 elements"),
     "many parts": ([method("a", "new_ones", X, 2**21), function("c", "torch.cat", [ref("a")] * 100)],
                    "would make 209715200 elements"),
     "many picks": ([method("a", "new_ones", X, {"tuple": [1, 2**20]}),
@@ -163,7 +164,34 @@ FAILING: dict[str, tuple[list[dict[str, Any]], str]] = {
                       function("s", "torch.index_select", ref("a"), 0, ref("i"))], "would make 8388608 elements"),
     "quantiles": ([method("a", "new_ones", X, {"tuple": [2**11, 4]}), method("q", "new_ones", X, 2**12),
                    function("s", "torch.quantile", ref("a"), ref("q"), dim=1)], "would make 8388608 elements"),
-    "many pieces": ([method("a", "new_ones", X, 2**20), method("u", "unbind", ref("a"))], "cuts a tensor"),
+    "many pieces": ([method("a", "new_ones", X, 2**20), method("u", "unbind", ref("a"))], "into 1048576 pieces"),
+    "pieces by number": ([function("t", "torch.tensor_split", X, 10**6)], "cut a tensor into 1000000 pieces"),
+    "pieces by name": ([method("t", "tensor_split", X, sections=10**6)], "cut a tensor into 1000000 pieces"),
+    "pieces by value": ([function("f", "torch.full_like", X, 10**6, dtype={"dtype": "int64"}),
+                         function("g", "operator.getitem", ref("f"), 0),
+                         function("t", "torch.tensor_split", X, ref("g"))], "cut a tensor into 1000000 pieces"),
+    "pieces of nothing": ([method("n", "narrow", X, 0, 0, 0), function("c", "torch.chunk", ref("n"), 10**6)],
+                          "cut a tensor into 1000000 pieces"),
+    "pieces again and again": ([method("n", "new_zeros", X, 2**16), *(
+        method(f"u{i}", "unbind", ref("n")) for i in range(9)
+    )], r"node 'u7' \(unbind\) failed: takes the loss above 134217728 elements"),
+    "tensors in a list": ([function("p", "operator.mul", [X], 10**7)], "takes tensors and numbers, not a list"),
+    "text times number": ([function("p", "operator.mul", "sum", 10**9)], "takes tensors and numbers, not a str"),
+    "lists of lists": ([function("n0", "operator.getitem", [[X, X]], 0), *(
+        function(f"n{i + 1}", "operator.getitem", [[ref(f"n{i}"), ref(f"n{i}")]], 0) for i in range(16)
+    )], r"node 'n1' \(operator.getitem\) failed: makes a list"),
+    "many arguments": ([method("u", "new_zeros", X, 2**16), method("v", "unbind", ref("u")),
+                        function("c", "torch.stack", [ref("v"), ref("v")])], "takes more than 65536 values"),
+    "many dimensions": ([method("v", "view", X, [1] * 99 + [4])], "a tensor of 100 dimensions"),
+    "factories": ([function("o", "torch.ones", 10**8)], "would make 100000000 elements"),
+    "differences": ([method("r", "repeat", X, 2**13), function("d", "torch.diff", ref("r"), n=2**13)],
+                    r"'d' \(torch.diff\) failed: takes the loss above"),
+    "rolls": ([method("r", "repeat", X, 2**15), function("d", "torch.roll", ref("r"), [1] * 2000, [0] * 2000)],
+              r"'d' \(torch.roll\) failed: takes the loss above"),
+    "medians": ([method("r", "repeat", X, 2**19), *(method(f"m{i}", "median", ref("r")) for i in range(9))],
+                r"'m2' \(median\) failed: takes the loss above"),
+    "reductions": ([method("r", "repeat", X, 2**20), *(method(f"m{i}", "sum", ref("r")) for i in range(40))],
+                   r"'m30' \(sum\) failed: takes the loss above"),
     "huge power": ([function("p", "operator.pow", 9, 999999999)], "above 64 bits"),
     "huge product": ([function("p", "operator.mul", 2**62, 2**62)], "makes a int"),
     "list times number": ([function("p", "operator.mul", [1, 2], 10**9)], "takes tensors and numbers, not a list"),
