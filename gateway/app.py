@@ -25,7 +25,7 @@ from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending
 from gateway.grpc_front.servicer import GatewayServicer
 from gateway.images import ImageShelf
-from gateway.keys import KeyRing
+from gateway.keyring import KeyRing
 from gateway.models import Models
 from gateway.rest.api import build_api
 from gateway.routing.renderers import Renderers
@@ -99,7 +99,7 @@ class Gateway:
         self.training = Training(
             self.board, self.sessions, self.models, batches, runner, self.trainer, settings.gap_timeout_s
         )
-        self.keys = KeyRing(self.database, settings.api_key)
+        self.keys = KeyRing(self.database, settings.given_keys, settings.host)
         self.capabilities = Capabilities(settings.model_name, self.renderers, self.samplers, self.trainer)
         self.board.start = self._start_future
         self.sessions.on_end = self._end_session
@@ -152,7 +152,8 @@ class Gateway:
         logger.info("REST on http://%s:%d%s", self.settings.host, self.rest_port, self.settings.base_path)
 
     async def _begin(self) -> None:
-        self.settings.state_dir.mkdir(parents=True, exist_ok=True)
+        for folder in self.settings.private_folders:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self.database.open()
         await self.keys.load()
         await self.exports.open()
@@ -160,6 +161,7 @@ class Gateway:
         await asyncio.gather(self.renderers.start(), self.samplers.start())
         await self._restore()
         self._door.is_open = True
+        self._spawn(self.keys.watch(), "keys")
         self._spawn(self._sweep_forever(), "sweep")
         self._spawn(self._watch_services(), "services")
         self._spawn(self.vitals.watch(), "vitals")

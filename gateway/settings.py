@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import fsspec
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from fovea.runtime.hosts import is_loopback
 from fovea.runtime.settings import ServiceSettings
 from gateway.discovery.choice import Kind
+from gateway.keyring import PUBLISHED, GivenKey, parse_given
 
 
 class GatewaySettings(ServiceSettings):
@@ -36,7 +38,12 @@ class GatewaySettings(ServiceSettings):
     state_dir: Path = Field(Path("fovea-state"), description="Folder of the database and, by default, of checkpoints.")
     database_url: str = Field("", description="SQLAlchemy URL; SQLite in the state folder by default.")
     checkpoint_dir: str = Field("", description="Folder or fsspec URL of checkpoints, for trainer and gateway.")
-    api_key: list[str] = Field(["tml-local"], description="Keys that clients may use; they must start with `tml-`.")
+    api_key: list[str] = Field(
+        [],
+        description="Keys that clients may use, each tml-KEY, or OWNER=tml-KEY: an owner's keys see the same. Everybody"
+        " can read arguments in `ps`: use the environment or api_key_file. Without any, tml-local is good on loopback.",
+    )
+    api_key_file: Path | None = Field(None, description="A file of further such keys, one a line.")
 
     max_body_bytes: int = Field(128 * 2**20, gt=0, description="The largest request body, before and after zstd.")
     poll_hold_s: float = Field(
@@ -79,6 +86,27 @@ class GatewaySettings(ServiceSettings):
             raise ValueError(f"{value!r} cannot be opened: {error}") from None
         return value
 
+    @field_validator("api_key", "api_key_file")
+    @classmethod
+    def _has_keys(cls, value: list[str] | Path | None, info: ValidationInfo) -> list[str] | Path | None:
+        host = info.data.get("host", "")
+        for given in _read_keys(value):
+            if given.key == PUBLISHED and not is_loopback(host):
+                raise ValueError(
+                    f"{PUBLISHED} is in the documentation, and other machines reach --host {host}: make one"
+                )
+        return value
+
+    @property
+    def given_keys(self) -> list[GivenKey]:
+        """The keys of the settings and of their file."""
+        return [*_read_keys(self.api_key), *_read_keys(self.api_key_file)]
+
+    @property
+    def private_folders(self) -> list[Path]:
+        """Those that hold what belongs to the owners of keys, and are Fovea's own."""
+        return [self.state_dir, *([] if self.checkpoint_dir else [Path(self.checkpoint_root)])]
+
     @property
     def tokenizer_id(self) -> str:
         """What `get_info` names as tokenizer."""
@@ -93,3 +121,12 @@ class GatewaySettings(ServiceSettings):
     def checkpoint_root(self) -> str:
         """Where checkpoints are written."""
         return self.checkpoint_dir.rstrip("/") or str((self.state_dir / "checkpoints").absolute())
+
+
+def _read_keys(given: list[str] | Path | None) -> list[GivenKey]:
+    """Raises ValueError for what is no key, or a file that cannot be read."""
+    try:
+        texts = given.read_text().split() if isinstance(given, Path) else given or []
+    except OSError as error:
+        raise ValueError(f"{given} cannot be read: {error.strerror}") from None
+    return [parse_given(text) for text in texts]

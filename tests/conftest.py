@@ -16,6 +16,7 @@ _CONTRACTS = (
     "checkpoints",
     "custom_losses",
     "futures",
+    "keys",
     "large_results",
     "listings",
     "main_path",

@@ -24,7 +24,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 }
 OWN = {
     "gateway": "renderer sampler trainer model_name tokenizer grpc_port base_path state_dir database_url checkpoint_dir"
-    " api_key discovery kubernetes_namespace",
+    " api_key api_key_file discovery kubernetes_namespace",
     "renderer": "advertise workers",
     "sampler": "renderer tensor_parallel",
     "trainer": "renderer ranks nodes node_rank master_addr master_port transfer_address",

@@ -1,4 +1,4 @@
-"""`fovea up | demo | status | restart | conformance`."""
+"""`fovea up | demo | status | restart | keys | conformance`."""
 
 import asyncio
 import importlib.util
@@ -26,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+KEYS_VARIABLE = "FOVEA_API_KEY"
 DEFAULT_STATE_DIR = pathlib.Path(".fovea")
 StateDir = Annotated[pathlib.Path, typer.Option(help="Database, checkpoints and up.json of this Fovea.")]
 
@@ -41,7 +42,17 @@ def up(
     grpc_port: Annotated[int, typer.Option(help="gRPC port of the gateway; 0 takes a free one.")] = 8001,
     ranks: Annotated[int, typer.Option(min=1, help="Trainer processes.")] = 2,
     state_dir: StateDir = DEFAULT_STATE_DIR,
-    api_key: Annotated[list[str] | None, typer.Option(help="Accepted key, tml-...; may be repeated.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar=KEYS_VARIABLE,
+            help="Accepted key, tml-KEY or OWNER=tml-KEY; may be repeated. Everybody on the machine sees it in `ps`: "
+            "prefer the variable, the file, or `fovea keys create`.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        pathlib.Path | None, typer.Option(exists=True, dir_okay=False, help="A file of accepted keys, one a line.")
+    ] = None,
     ready_timeout_s: Annotated[float, typer.Option(help="Seconds that the services may take to come up.")] = 300.0,
     drain_s: Annotated[float, typer.Option(help="Seconds that work in flight gets at a stop.")] = 20.0,
     trainer_gpus: Annotated[str, typer.Option(help="Devices of the trainer, as in 0,1; default: all it sees.")] = "",
@@ -55,7 +66,8 @@ def up(
         raise typer.BadParameter(
             f"{path} has no config.json; name a checkpoint directory or a hub name", param_hint="--model"
         )
-    state_dir.mkdir(parents=True, exist_ok=True)
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ.pop(KEYS_VARIABLE, None)  # the gateway alone is given the keys
     options = UpOptions(
         model=path,
         model_name=model_name or path,
@@ -65,6 +77,7 @@ def up(
         ranks=ranks,
         state_dir=state_dir.resolve(),
         api_keys=tuple(api_key or ()),
+        api_key_file=api_key_file.resolve() if api_key_file else None,
         ready_timeout_s=ready_timeout_s,
         drain_s=drain_s,
         trainer_gpus=tuple(filter(None, trainer_gpus.split(","))),
@@ -106,6 +119,12 @@ def restart(
             raise typer.Exit(_complain(f"{service} is not back after {timeout_s:.0f} s"))
         time.sleep(0.1)
     typer.echo(f"{service} serves again after {time.monotonic() - begun:.1f} s")
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def keys(context: typer.Context) -> None:
+    """Create, list and revoke the API keys of a gateway; see `fovea keys --help`."""
+    raise typer.Exit(subprocess.run([sys.executable, "-m", "gateway.keys", *context.args], check=False).returncode)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)

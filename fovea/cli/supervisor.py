@@ -15,7 +15,7 @@ from rich.text import Text
 from fovea.cli.ports import free_ports
 from fovea.cli.service import Service, ServiceFailed, ServiceSpec
 from fovea.client.channel import ServiceClient
-from fovea.runtime.hosts import WILDCARDS
+from fovea.runtime.hosts import WILDCARDS, is_loopback
 
 COLORS = {"renderer": "cyan", "sampler": "green", "trainer": "magenta", "gateway": "yellow", "fovea": "bold white"}
 STOP_ORDER = ("gateway", "trainer", "sampler", "renderer")
@@ -33,7 +33,8 @@ class UpOptions:
         grpc_port: gRPC port of the gateway, 0 for a free one.
         ranks: Trainer processes.
         state_dir: Database, checkpoints and `up.json`.
-        api_keys: Accepted keys; empty keeps the gateway's default local key.
+        api_keys: Accepted keys, as the gateway's settings take them; those of its database are accepted too.
+        api_key_file: Further keys, one a line.
         ready_timeout_s: How long the services may take to come up.
         drain_s: How long a stop waits for work in flight.
         trainer_gpus: Devices that the trainer sees, as CUDA numbers them; empty leaves the environment as it is.
@@ -48,6 +49,7 @@ class UpOptions:
     ranks: int
     state_dir: pathlib.Path
     api_keys: tuple[str, ...] = ()
+    api_key_file: pathlib.Path | None = None
     ready_timeout_s: float = 300.0
     drain_s: float = 20.0
     log_level: str = "INFO"
@@ -148,7 +150,8 @@ class Supervisor:
             },
         }
         temporary = self._state_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(state, indent=2))
+        with open(temporary, "w", opener=_for_its_user_alone) as file:
+            json.dump(state, file, indent=2)
         temporary.rename(self._state_file)
 
     def _show_table(self, ready_s: float) -> None:
@@ -158,7 +161,8 @@ class Supervisor:
         for spec in self._specs:
             table.add_row(spec.name, spec.address, f"http://127.0.0.1:{spec.metrics_port}/metrics")
         self._console.print(table)
-        key = self._options.api_keys[0] if self._options.api_keys else "tml-local"
+        # A key of one's own is not shown: logs are kept, and read by others.
+        key = "YOUR_KEY" if self._options.api_keys or not is_loopback(self._options.host) else "tml-local"
         self._console.print(f"Tinker API at {base_url(self._options)}, model {self._options.model_name}. Try it:\n")
         self._console.print(
             f"  export TINKER_BASE_URL={base_url(self._options)} TINKER_API_KEY={key}\n", highlight=False
@@ -166,6 +170,10 @@ class Supervisor:
 
     def _print(self, service: str, line: str) -> None:
         self._console.print(Text.assemble((f"{service:>8} ", COLORS[service]), "│ ", line), soft_wrap=True)
+
+
+def _for_its_user_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def base_url(options: UpOptions) -> str:
@@ -189,6 +197,8 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
     if pathlib.Path(options.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
 
+    # Keys go by the environment: everybody on the machine can read arguments.
+    keys = {"FOVEA_GATEWAY_API_KEY": json.dumps(options.api_keys)} if options.api_keys else {}
     devices = {"trainer": options.trainer_gpus, "sampler": options.sampler_gpus}
 
     def spec(name: str, module: str, service: str, port: int, port_flag: str, *arguments: str) -> ServiceSpec:
@@ -197,10 +207,11 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
         command = ("-m", module, *model, *common, *arguments)
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices[name])} if devices.get(name) else {}
         address, service_name = f"127.0.0.1:{port}", f"fovea.api.v1.{service}"
-        return ServiceSpec(name, command, address, service_name, int(common[3]), environment | visible)
+        own = visible | (keys if name == "gateway" else {})
+        return ServiceSpec(name, command, address, service_name, int(common[3]), environment | own)
 
     to = "127.0.0.1:"
-    keys = tuple(part for key in options.api_keys for part in ("--api-key", key))
+    key_file = ("--api-key-file", str(options.api_key_file)) if options.api_key_file else ()
     transfer = ("--transfer", "gloo") if options.shares_gpu else ()
     return [
         spec("renderer", "services.renderer", "RendererService", renderer, "--port"),
@@ -216,6 +227,6 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
             "gateway", "gateway", "GatewayService", gateway, "--grpc-port",
             "--host", options.host, "--port", str(options.port), "--model-name", options.model_name,
             "--renderer", f"{to}{renderer}", "--sampler", f"{to}{sampler}", "--trainer", f"{to}{trainer}",
-            "--state-dir", str(options.state_dir), *keys,
+            "--state-dir", str(options.state_dir), *key_file,
         ),
     ]  # fmt: skip

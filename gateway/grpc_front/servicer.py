@@ -17,7 +17,7 @@ from gateway.futures.board import FutureBoard
 from gateway.futures.future import Pending
 from gateway.identity import Caller
 from gateway.images import ImageShelf
-from gateway.keys import KeyRing
+from gateway.keyring import KeyRing
 from gateway.models import Models
 from gateway.sampling import Sampling
 from gateway.sessions import Sessions

@@ -15,7 +15,7 @@ from gateway.copies import Copies
 from gateway.custom_losses import CustomLosses
 from gateway.exports import Exports
 from gateway.futures.board import FutureBoard
-from gateway.keys import KeyRing
+from gateway.keyring import KeyRing
 from gateway.models import Models
 from gateway.rest.checkpoints import CheckpointRoutes
 from gateway.rest.custom_losses import CustomLossRoutes

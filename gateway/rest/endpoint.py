@@ -17,7 +17,7 @@ from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal
 from gateway import metrics
 from gateway.identity import Caller
-from gateway.keys import KeyRing
+from gateway.keyring import KeyRing
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ _HOSTED = {
     ("GET", "sessions/{session_id}/trace_export"): "traces of sessions; the gateway's --metrics-port has its figures",
     ("PUT", "sessions/{session_id}/project"): "projects",
     ("POST", "auth/token"): "JWTs; send the API key itself, as X-API-Key",
-    ("DELETE", "auth/apikey/me"): "deleting keys; they are set where the gateway is started, with --api-key",
+    ("DELETE", "auth/apikey/me"): "deleting keys; its operator does, by `fovea keys revoke`",
     ("GET", "billing/usage/events"): "billing",
     ("GET", "billing/usage/checkpoints/current"): "billing",
     ("GET", "audit"): "an audit log",

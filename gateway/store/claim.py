@@ -131,6 +131,4 @@ def make_claim(url: sa.URL) -> Claim:
     """The claim that fits a database."""
     if url.get_backend_name() != "sqlite":
         return SessionClaim()
-    database = url.database or ""
-    Path(database).parent.mkdir(parents=True, exist_ok=True)
-    return FileClaim(database)
+    return FileClaim(url.database or "")

@@ -1,5 +1,8 @@
 """SQLAlchemy engines: SQLite in a file, or PostgreSQL through psycopg 3."""
 
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -53,8 +56,13 @@ def describe(url: sa.URL) -> str:
 
 
 def make_engine(url: sa.URL, connections: int) -> sa.Engine:
-    """An engine with a pool of `connections`; opens none. Raises InvalidInput for an option that the driver lacks."""
+    """An engine with a pool of `connections`; opens none. Raises InvalidInput for an option that the driver lacks.
+
+    A file is made, and is its user's alone: it holds the requests and results of all owners.
+    """
     is_sqlite = url.get_backend_name() == "sqlite"
+    if is_sqlite and url.database:
+        _make_private(Path(url.database))
     client = {} if is_sqlite else _POSTGRESQL_CLIENT
     arguments = {name: value for name, value in client.items() if name not in url.query}
     try:
@@ -76,6 +84,15 @@ def is_lost(error: BaseException) -> bool:
         return isinstance(error, sa.exc.OperationalError)
     # 08: connection exceptions; 57P: the server goes down or comes up; 25006: it is no longer the primary.
     return state.startswith(("08", "57P")) or state == "25006"
+
+
+def _make_private(file: Path) -> None:
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+    # SQLite gives its other files the mode of the first; an earlier version may have left them open to all.
+    for each in (file, *(Path(f"{file}-{suffix}") for suffix in ("wal", "shm"))):
+        with suppress(FileNotFoundError, PermissionError):
+            each.chmod(0o600)
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:

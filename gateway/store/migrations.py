@@ -13,5 +13,12 @@ STEPS: dict[int, tuple[str, ...]] = {
         "ALTER TABLE futures ADD COLUMN finish_number BIGINT",
         "CREATE INDEX futures_by_finish ON futures (scope, finish_number)",
     ),
+    2: (
+        # Whoever had a key keeps what it owns, under the same name. All keys came with the settings then.
+        "INSERT INTO keys (key_id, key_hash, owner, name, source, created_at)"
+        " SELECT substr(key_hash, 1, 12), key_hash, owner, '', 'configured', created_at FROM api_keys"
+        " WHERE key_hash NOT IN (SELECT key_hash FROM keys)",
+        "DROP TABLE api_keys",
+    ),
 }
 """By the version that they start from."""

@@ -7,7 +7,7 @@ version; an unknown version is refused at start.
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 metadata = sa.MetaData()
 
@@ -21,12 +21,17 @@ owner = sa.Table(
     sa.Column("last_mark", sa.BigInteger, nullable=False),
 )
 
-api_keys = sa.Table(
-    "api_keys",
+keys = sa.Table(
+    "keys",
     metadata,
-    sa.Column("owner", sa.Text, primary_key=True),
+    sa.Column("key_id", sa.Text, primary_key=True),
     sa.Column("key_hash", sa.Text, nullable=False, unique=True),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("source", sa.Text, nullable=False),
     sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("expires_at", sa.Float),
+    sa.Column("revoked_at", sa.Float),
 )
 
 sessions = sa.Table(

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -79,7 +80,8 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     if absent := [image for image in images() if not exists(image)]:
         pytest.skip(f"{', '.join(absent)} not built: python -m deploy.images build")
     rest, grpc_port = free_ports(2)
-    variables = {"FOVEA_PORT": str(rest), "FOVEA_GRPC_PORT": str(grpc_port)}
+    key = f"tml-{secrets.token_hex(32)}"
+    variables = {"FOVEA_PORT": str(rest), "FOVEA_GRPC_PORT": str(grpc_port), "TINKER_API_KEY": key}
     running = Running(variables, f"127.0.0.1:{rest}", f"127.0.0.1:{grpc_port}")
     try:
         compose(_PROJECT, variables, "up", "--detach", "--no-build")
@@ -97,7 +99,7 @@ def client(running: Running, example: str) -> str:
     mounted = f'mount --bind {running.models()} {place} && exec "$@"'
     variables = {
         "TINKER_BASE_URL": f"http://{running.rest}",
-        "TINKER_API_KEY": "tml-local",
+        "TINKER_API_KEY": running.variables["TINKER_API_KEY"],
         "TINKER_TELEMETRY": "0",
         "FOVEA_GRPC": running.grpc,
     }

@@ -16,7 +16,7 @@ from tests.contract.gateway.requests import Rest
         ("GET", "sessions/sess-1/trace_export", "traces"),
         ("PUT", "sessions/sess-1/project", "projects"),
         ("POST", "auth/token", "JWTs"),
-        ("DELETE", "auth/apikey/me", "--api-key"),
+        ("DELETE", "auth/apikey/me", "fovea keys revoke"),
         ("GET", "billing/usage/events", "billing"),
         ("GET", "billing/usage/checkpoints/current", "billing"),
         ("GET", "audit", "audit"),

@@ -203,11 +203,12 @@ def test_the_notes_say_what_to_do_next(chart: Chart, tmp_path: Path) -> None:
     assert "rollout status deployment/fovea-gateway" in notes
     assert "port-forward service/fovea-gateway 8000 50050" in notes
     assert "export TINKER_BASE_URL=http://127.0.0.1:8000" in notes
-    key = subprocess.run(
-        ["sh", "-c", notes.split(r"{.data.api-keys}' |")[1].split(")\n")[0].replace("base64 --decode", "cat")],
-        input='["tml-one", "tml-two"]', capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert key.stdout.strip() == "tml-one"
+    for given in '["tml-one", "tml-two"]', '["alice=tml-one"]':
+        key = subprocess.run(
+            ["sh", "-c", notes.split(r"{.data.api-keys}' |")[1].split(")\n")[0].replace("base64 --decode", "cat")],
+            input=given, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert key.stdout.strip() == "tml-one"
 
 
 def test_dns_needs_no_role(chart: Chart) -> None:

@@ -12,12 +12,12 @@ from gateway.store import schema
 from gateway.store.database import Database, insert_new
 from tests.postgresql import Server
 
-COUNT = sa.select(sa.func.count()).select_from(schema.api_keys)
+COUNT = sa.select(sa.func.count()).select_from(schema.published)
 
 
 def keep(owner: str) -> object:
-    row = {"owner": owner, "key_hash": owner, "created_at": 0.0}
-    return lambda connection: insert_new(connection, schema.api_keys, row)
+    row = {"path": owner, "published_at": 0.0}
+    return lambda connection: insert_new(connection, schema.published, row)
 
 
 async def count(database: Database) -> int:

@@ -1,0 +1,166 @@
+"""API keys: those of the settings, those that are created; taken back, rotated; and what lies on the disk."""
+
+import asyncio
+import os
+import stat
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
+from gateway.store.database import Database
+from tests.contract.gateway.conftest import KEY, Stand, eventually, running
+
+OTHER_KEY = "tml-other"
+
+
+async def sessions(stand: Stand, key: str) -> list[str] | str:
+    """The sessions that a key sees, or why it sees none."""
+    async with stand.http(key) as http:
+        response = await http.get("sessions")
+    answer = response.json()
+    if response.status_code != 200:
+        assert (response.status_code, answer["category"]) == (401, "user")
+        return str(answer["detail"])
+    seen: list[str] = answer["sessions"]
+    return seen
+
+
+async def open_session(stand: Stand, key: str) -> str:
+    """A new session of a key."""
+    async with stand.http(key) as http:
+        response = await http.post("create_session", json={"tags": [], "sdk_version": "0.38.0"})
+    assert response.status_code == 200, response.text
+    return str(response.json()["session_id"])
+
+
+async def command(stand: Stand, *arguments: str) -> str:
+    """What `fovea keys` prints, beside the running gateway."""
+    environment = dict(os.environ)
+    if url := stand.overrides.get("database_url"):
+        environment["FOVEA_GATEWAY_DATABASE_URL"] = url
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway.keys", *arguments, "--state-dir", str(stand.state_dir),
+        env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, told = await process.communicate()
+    assert process.returncode == 0, told.decode()
+    return out.decode()
+
+
+async def rows(stand: Stand) -> dict[str, list[str]]:
+    """The lines of `fovea keys list` by owner."""
+    _, *lines = (await command(stand, "list")).splitlines()
+    return {line.split()[1]: line.split() for line in lines}
+
+
+async def test_a_key_that_the_settings_no_longer_name_is_not_valid(stand: Stand) -> None:
+    await stand.stop()
+    await stand.start(api_key=[KEY, OTHER_KEY])
+    opened = await open_session(stand, OTHER_KEY)
+    await stand.stop()
+    await stand.start(api_key=["tml-third"])
+    for key in (KEY, OTHER_KEY):
+        assert await sessions(stand, key) == (
+            "this API key is no longer among the keys of the gateway's settings"
+        )  # the published one too
+    await stand.stop()
+    await stand.start(api_key=[OTHER_KEY])
+    assert await sessions(stand, OTHER_KEY) == [opened], "whose data is still its own"
+
+
+async def test_an_owner_named_in_the_settings_rotates_its_key(stand: Stand) -> None:
+    await stand.stop()
+    await stand.start(api_key=["alice=tml-first", "bob=tml-bob"])
+    opened = await open_session(stand, "tml-first")
+    await stand.stop()
+    await stand.start(api_key=["alice=tml-second", "bob=tml-bob"])
+    assert await sessions(stand, "tml-second") == [opened]
+    assert await sessions(stand, "tml-bob") == []
+    assert isinstance(await sessions(stand, "tml-first"), str)
+
+
+async def test_keys_are_created_and_revoked_while_the_gateway_runs(stand: Stand) -> None:
+    first = (await command(stand, "create", "--owner", "alice", "--name", "laptop")).strip()
+    assert first.startswith("tml-")
+    assert len(first) >= 4 + 64, "256 bits"
+
+    async def is_let_in() -> bool:
+        return isinstance(await sessions(stand, first), list)
+
+    await eventually(is_let_in)
+    opened = await open_session(stand, first)
+    assert opened not in await sessions(stand, KEY)
+    before = await rows(stand)
+    second = (await command(stand, "create", "--owner", "alice")).strip()
+    await command(stand, "revoke", before["alice"][0])
+
+    async def is_refused() -> bool:
+        return await sessions(stand, first) == "this API key has been revoked"
+
+    await eventually(is_refused)
+    assert await sessions(stand, second) == [opened], "a rotation loses nothing"
+    assert isinstance(await sessions(stand, KEY), list), "the settings' keys are as valid as before"
+    # The same over gRPC, within the open session.
+    assert stand.gateway is not None
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{stand.gateway.grpc.port}") as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        beat = gateway_pb2.HeartbeatRequest(session_id=opened)
+        await stub.Heartbeat(beat, metadata=(("x-api-key", second),))
+        with pytest.raises(grpc.aio.AioRpcError, match="this API key has been revoked"):
+            await stub.Heartbeat(beat, metadata=(("x-api-key", first),))
+
+
+async def test_a_revoked_key_of_the_settings_stays_revoked(stand: Stand) -> None:
+    await stand.stop()
+    await stand.start(api_key=["alice=tml-first", KEY])
+    await command(stand, "revoke", (await rows(stand))["alice"][0])
+    await stand.stop()
+    await stand.start()
+    assert await sessions(stand, "tml-first") == "this API key has been revoked"
+
+
+async def test_a_key_expires(stand: Stand) -> None:
+    key = (await command(stand, "create", "--owner", "guest", "--days", "1e-6")).strip()
+
+    async def is_expired() -> bool:
+        return await sessions(stand, key) == "this API key has expired"
+
+    await eventually(is_expired)
+
+
+async def test_only_hashes_are_kept(tmp_path: Path) -> None:
+    secret = "tml-not-to-be-found-on-any-disk"
+    async with running(Stand(tmp_path), api_key=[secret]) as stand:
+        created = (await command(stand, "create", "--owner", "alice")).strip()
+        await open_session(stand, secret)
+    kept = await asyncio.to_thread(lambda: [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()])
+    assert kept
+    for content in kept:
+        assert secret.encode() not in content
+        assert created.encode() not in content
+
+
+async def test_what_lies_on_the_disk_is_its_users_alone(tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    state_dir.mkdir()  # by somebody, before the gateway
+    old = state_dir / "gateway.db"
+    await asyncio.to_thread(_make, old)
+    old.chmod(0o644)
+    async with running(Stand(state_dir)) as stand:
+        await open_session(stand, KEY)
+        modes = {path.name: stat.filemode(path.stat().st_mode) for path in state_dir.iterdir()}
+    kept = [mode for name, mode in modes.items() if name.startswith("gateway.db") and not name.endswith(".lock")]
+    assert kept == ["-rw-------"] * 3, modes  # with -wal and -shm
+    assert modes["checkpoints"] == "drwx------"
+
+
+def _make(database: Path) -> None:
+    async def make() -> None:
+        opened = Database(f"sqlite:///{database}")
+        await opened.open()
+        await opened.close()
+
+    asyncio.run(make())
