@@ -48,6 +48,7 @@ class AdapterShelf:
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._held: OrderedDict[str, HeldAdapter] = OrderedDict()
+        self._arriving: list[int] = []
         self._numbers = itertools.count(1)
 
     def snapshot_ids(self) -> list[str]:
@@ -69,10 +70,11 @@ class AdapterShelf:
     def leaving_for(self, size_bytes: int) -> list[HeldAdapter]:
         """The idle adapters, least recently used first, that must leave before one more of this size fits.
 
-        Raises ResourceExhausted if that is not enough: adapters in use never leave.
+        Raises ResourceExhausted if that is not enough: adapters in use never leave, nor do those on their way.
         """
         leaving: list[HeldAdapter] = []
-        count, used_bytes = len(self._held), sum(held.size_bytes for held in self._held.values())
+        count = len(self._held) + len(self._arriving)
+        used_bytes = sum(held.size_bytes for held in self._held.values()) + sum(self._arriving)
         for held in self._held.values():
             if count < self._max_count and used_bytes + size_bytes <= self._max_bytes:
                 break
@@ -81,10 +83,25 @@ class AdapterShelf:
                 count, used_bytes = count - 1, used_bytes - held.size_bytes
         if count >= self._max_count or used_bytes + size_bytes > self._max_bytes:
             raise ResourceExhausted(
-                f"no room for an adapter of {size_bytes} bytes: {count} adapters of {used_bytes} bytes are in use, the "
-                f"limits are {self._max_count} adapters and {self._max_bytes} bytes"
+                f"no room for an adapter of {size_bytes} bytes: {count} adapters of {used_bytes} bytes are in use or "
+                f"arriving, the limits are {self._max_count} adapters and {self._max_bytes} bytes"
             )
         return leaving
+
+    @contextmanager
+    def room_for(self, size_bytes: int) -> Iterator[list[HeldAdapter]]:
+        """Keeps room for one more adapter; gives those that leave for it, which no request can use from now on.
+
+        Raises ResourceExhausted as `leaving_for` does.
+        """
+        leaving = self.leaving_for(size_bytes)
+        for held in leaving:  # all before anybody else runs: an idle one may be asked for the next moment
+            self.take_out(held.snapshot_id)
+        self._arriving.append(size_bytes)
+        try:
+            yield leaving
+        finally:
+            self._arriving.remove(size_bytes)
 
     def add(self, held: HeldAdapter) -> None:
         """Puts an adapter in, as the one used last."""

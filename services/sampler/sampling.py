@@ -1,7 +1,7 @@
 """How one sample request runs: weights held, images fetched, its sequences drawn side by side."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -11,6 +11,7 @@ from services.sampler import metrics
 from services.sampler.features import FeatureStore
 from services.sampler.ports import SampleEngine
 from services.sampler.requests import AdapterName, Delta, Event, PromptFacts, SampleSpec
+from services.sampler.settled import settled
 from services.sampler.snapshots import Snapshots
 
 _DONE = None
@@ -83,9 +84,8 @@ class Sampling:
                 else:
                     yield item
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # To the end, whoever cancels again: an adapter must stay until the engine was told of every abort.
+            await settled(_cancel(tasks))
 
     async def _draw_one(
         self,
@@ -105,6 +105,12 @@ class Sampling:
             queue.put_nowait(_DONE)
         except Exception as error:  # handed on: `_draw_all` raises it to the caller
             queue.put_nowait(error)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _count(spec: SampleSpec, event: Event) -> None:

@@ -1,7 +1,7 @@
 """The weights that can be sampled from now: the resident full set, and the adapters on the base model."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fovea.wire.errors import SnapshotNotLoaded
@@ -60,20 +60,19 @@ class Snapshots:
         Idle adapters leave for it at once, while it arrives. Raises ResourceExhausted if all others are in use,
         Unavailable if it does not arrive.
         """
-        for leaving in self.shelf.leaving_for(size_bytes):
-            self.shelf.take_out(leaving.snapshot_id)
-            await settled(self._engine.forget_adapter(leaving.engine_name))
-        name = self.shelf.name_anew(snapshot_id)
-        try:
-            arrived = await self._engine.keep_adapter(task_id, name, digest, timeout_s)
-        except BaseException:
-            await settled(self._engine.forget_adapter(name))
-            raise
-        if arrived == digest:
-            if self.shelf.find(snapshot_id) is None:
-                self.shelf.add(HeldAdapter(snapshot_id, name, digest, size_bytes))
-            else:  # another group brought the same snapshot meanwhile
+        with self.shelf.room_for(size_bytes) as leaving:
+            await settled(self._forget(leaving))
+            name = self.shelf.name_anew(snapshot_id)
+            try:
+                arrived = await self._engine.keep_adapter(task_id, name, digest, timeout_s)
+            except BaseException:
                 await settled(self._engine.forget_adapter(name))
+                raise
+            if arrived == digest:
+                if self.shelf.find(snapshot_id) is None:
+                    self.shelf.add(HeldAdapter(snapshot_id, name, digest, size_bytes))
+                else:  # another group brought the same snapshot meanwhile
+                    await settled(self._engine.forget_adapter(name))
         return arrived
 
     async def load_full(self, task_id: str, snapshot_id: str) -> float:
@@ -89,13 +88,17 @@ class Snapshots:
         held = self.shelf.take_out(snapshot_id)
         if held is not None:
             # The caller may give up waiting; the engine must still get rid of it.
-            await asyncio.shield(asyncio.create_task(self._forget_when_drained(held)))
+            await asyncio.shield(asyncio.create_task(self._forget([held])))
 
     async def _load_full(self, task_id: str, snapshot_id: str) -> float:
         self._resident = None
         pause_s = await self._engine.load_full(task_id, snapshot_id)
         self._resident = snapshot_id
         return pause_s
+
+    async def _forget(self, leaving: Sequence[HeldAdapter]) -> None:
+        """Frees adapters that are off the shelf, each once its requests have ended."""
+        await asyncio.gather(*(self._forget_when_drained(held) for held in leaving))
 
     async def _forget_when_drained(self, held: HeldAdapter) -> None:
         if held.user_count:

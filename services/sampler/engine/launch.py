@@ -33,6 +33,9 @@ def prepare_environment(settings: SamplerSettings) -> None:
     """Sets what vLLM and torch read from the environment when they are imported; what is set already stays."""
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
+    # vLLM cuts what one step says into chunks and lets others run between a request's end by a stop string and the
+    # abort that tells the engine: an adapter that is freed in between is still in its batch, and it dies.
+    defaults["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(max(128, settings.max_sequences))
     if Path(settings.model).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
     if runs_on_cpu(settings):

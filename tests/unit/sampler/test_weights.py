@@ -38,11 +38,18 @@ class House:
         self.pushes = SnapshotPushes(self.engine, self.snapshots)
 
     async def push(
-        self, snapshot_id: str, kind: int = ADAPTER, digest: str = "d", timeout_s: float = 5, group: str = "g"
+        self,
+        snapshot_id: str,
+        kind: int = ADAPTER,
+        digest: str = "d",
+        timeout_s: float = 5,
+        group: str = "g",
+        size_bytes: int = SIZE_BYTES,
     ) -> list[Ready | Loaded]:
         """Joins and receives."""
         await self.pushes.join(meeting(group))
-        return [phase async for phase in self.pushes.receive(group, manifest(snapshot_id, kind, digest), timeout_s)]
+        announced = manifest(snapshot_id, kind, digest, size_bytes)
+        return [phase async for phase in self.pushes.receive(group, announced, timeout_s)]
 
 
 def meeting(group: str, port: int = 5) -> sampler_pb2.JoinTransferGroupRequest:
@@ -52,11 +59,13 @@ def meeting(group: str, port: int = 5) -> sampler_pb2.JoinTransferGroupRequest:
     )
 
 
-def manifest(snapshot_id: str, kind: int = ADAPTER, digest: str = "d") -> weights_pb2.SnapshotManifest:
-    """A manifest of 40 bytes."""
+def manifest(
+    snapshot_id: str, kind: int = ADAPTER, digest: str = "d", size_bytes: int = SIZE_BYTES
+) -> weights_pb2.SnapshotManifest:
+    """A manifest of one tensor."""
     result = weights_pb2.SnapshotManifest(bucket_bytes=100)
     result.snapshot.CopyFrom(weights_pb2.Snapshot(snapshot_id=snapshot_id, digest=digest, kind=kind))
-    result.tensors.add(name="t", dtype="float32", shape=[10])
+    result.tensors.add(name="t", dtype="float32", shape=[size_bytes // 4])
     return result
 
 
@@ -104,6 +113,58 @@ async def test_adapters_in_use_never_leave() -> None:
             await house.push("c@1")
     await house.push("c@1")
     assert house.snapshots.adapter_snapshot_ids() == ["b@1", "c@1"]
+
+
+async def test_a_request_never_loses_the_adapter_that_it_has_begun_with() -> None:
+    """Room for one large adapter takes several away; once the first has gone, requests ask for the others."""
+    house = House(max_count=4, max_bytes=4 * SIZE_BYTES)
+    names = [f"{letter}@1" for letter in "abcd"]
+    for name in names:
+        await house.push(name)
+    pushing = asyncio.create_task(house.push("large@1", size_bytes=4 * SIZE_BYTES))
+    await eventually(lambda: house.snapshots.adapter_snapshot_ids() != names)
+
+    async def use(snapshot_id: str) -> str:
+        try:
+            async with house.snapshots.use(snapshot_id) as name:
+                assert name is not None
+                for _ in range(20):
+                    assert name.name in house.engine.adapters, f"{name.name} was freed under a request"
+                    await asyncio.sleep(0)
+        except SnapshotNotLoaded:
+            return "refused"
+        return "used"
+
+    assert await asyncio.gather(*map(use, names)) == ["refused"] * 4
+    await pushing
+    assert house.snapshots.adapter_snapshot_ids() == ["large@1"]
+    assert [*house.engine.adapters] == ["large@1#5"]
+
+
+async def test_adapters_that_arrive_together_do_not_share_their_room() -> None:
+    house = House(max_count=2)
+    await house.push("a@1")
+    house.engine.arrived.clear()
+    pushing = [asyncio.create_task(house.push(f"{name}@1", group=name)) for name in "bc"]
+    await eventually(lambda: len(house.engine.tasks) == 2 and not house.engine.adapters)
+    with pytest.raises(ResourceExhausted, match="arriving"):
+        await house.push("d@1", group="d")
+    house.engine.arrived.set()
+    await asyncio.gather(*pushing)
+    assert sorted(house.snapshots.adapter_snapshot_ids()) == ["b@1", "c@1"]
+
+
+async def test_a_push_that_is_given_up_still_frees_what_left_for_it() -> None:
+    house = House(max_count=4, max_bytes=4 * SIZE_BYTES)
+    for letter in "abcd":
+        await house.push(f"{letter}@1")
+    pushing = asyncio.create_task(house.push("large@1", size_bytes=4 * SIZE_BYTES))
+    await eventually(lambda: not house.snapshots.adapter_snapshot_ids())
+    pushing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pushing
+    assert not house.engine.adapters
+    await house.push("large@1", size_bytes=4 * SIZE_BYTES)
 
 
 def test_room_is_counted_in_bytes_too() -> None:
