@@ -1,4 +1,4 @@
-# The trainer: FSDP2 under torchrun, on GPUs or CPUs. Build from the repository's root:
+# The trainer: FSDP2, a process a rank, on GPUs or CPUs. Build from the repository's root:
 #   docker build -f deploy/docker/trainer.Dockerfile -t fovea/trainer:0.1.0 .
 FROM python:3.11.14-slim-bookworm AS build
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea

@@ -13,12 +13,17 @@ from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from fovea.runtime.hosts import listening
+from services.trainer.handshake import Door, dial
+from services.trainer.place import Place
+
 logger = logging.getLogger(__name__)
 
 MEET_S = 120.0
 """How long the ranks wait for each other: they start together, but import torch on machines of different speed."""
 
 _PORT = "fovea/peers"
+_SOCKET = "peers"
 _STOP = b"s"
 _PEER = struct.Struct("<ii")
 _KEEPALIVE = {
@@ -45,9 +50,8 @@ class PeerWatch:
 
     Args:
         store: Where rank 0 tells its port.
-        me: This rank.
-        world_size: How many ranks there are.
-        host: Address of rank 0.
+        place: Which rank this is. On one node they meet at a socket of its private folder.
+        secret: What ranks of several nodes prove that they know.
         on_lost: Called once, from another thread, with the rank that is gone.
         on_stop: On rank 0, called from other threads with a rank whose node was told to stop.
 
@@ -57,9 +61,8 @@ class PeerWatch:
     def __init__(
         self,
         store: Store,
-        me: Peer,
-        world_size: int,
-        host: str,
+        place: Place,
+        secret: bytes,
         on_lost: Callable[[Peer], None],
         on_stop: Callable[[Peer], None],
     ) -> None:
@@ -67,19 +70,22 @@ class PeerWatch:
         self._on_stop = on_stop
         self._closing = False
         self._lost = threading.Lock()
-        if me.rank == 0:
-            with socket.create_server((host, 0)) as listener:
-                store.set(_PORT, str(listener.getsockname()[1]))
-                self._sockets = _accept(listener, world_size)
+        if place.rank == 0:
+            listener = _listener(place)
+            store.set(_PORT, "" if place.folder else str(listener.getsockname()[1]))
+            self._sockets = _accept(Door(listener, secret), place.world_size)
         else:
-            connection = socket.create_connection((host, int(store.get(_PORT))), timeout=MEET_S)
-            connection.sendall(_PEER.pack(*me))
+            port = store.get(_PORT)  # which waits for rank 0
+            address = str(place.folder / _SOCKET) if place.folder else (place.host, int(port))
+            connection = dial(address, secret, MEET_S)
+            connection.sendall(_PEER.pack(place.rank, place.node))
             self._sockets = {Peer(0, 0): connection}
         for peer, connection in self._sockets.items():
             connection.settimeout(None)
-            for name, (level, value) in _KEEPALIVE.items():
-                connection.setsockopt(level, name, value)
-            watch = self._watch if me.rank == 0 else self._watch_first
+            if not place.folder:
+                for name, (level, value) in _KEEPALIVE.items():
+                    connection.setsockopt(level, name, value)
+            watch = self._watch if place.rank == 0 else self._watch_first
             threading.Thread(target=watch, args=(peer, connection), name=f"peer-{peer.rank}", daemon=True).start()
 
     def tell_stop(self) -> None:
@@ -121,18 +127,27 @@ def _receive(connection: socket.socket, size: int) -> bytes:
         return b""
 
 
-def _accept(listener: socket.socket, world_size: int) -> dict[Peer, socket.socket]:
+def _listener(place: Place) -> socket.socket:
+    if not place.folder:
+        return listening(place.host)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(place.folder / _SOCKET))
+    listener.listen()
+    return listener
+
+
+def _accept(door: Door, world_size: int) -> dict[Peer, socket.socket]:
     deadline = time.monotonic() + MEET_S
     found: dict[Peer, socket.socket] = {}
-    while len(found) < world_size - 1:
-        try:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            connection, _ = listener.accept()
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            said = connection.recv(_PEER.size, socket.MSG_WAITALL)
+    try:
+        while len(found) < world_size - 1:
+            connection = door.next(deadline)
+            said = _receive(connection, _PEER.size)
             if len(said) == _PEER.size:
                 found[Peer(*_PEER.unpack(said))] = connection
-        except TimeoutError:
-            missing = sorted(set(range(1, world_size)) - {peer.rank for peer in found})
-            raise RuntimeError(f"ranks {missing} of {world_size} did not come within {MEET_S:.0f} s") from None
+    except TimeoutError:
+        missing = sorted(set(range(1, world_size)) - {peer.rank for peer in found})
+        raise RuntimeError(f"ranks {missing} of {world_size} did not come within {MEET_S:.0f} s") from None
+    finally:
+        door.close()
     return found

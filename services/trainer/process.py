@@ -22,8 +22,9 @@ from services.trainer import telemetry
 from services.trainer.command_queue import CommandQueue
 from services.trainer.launch import LEAVE_S
 from services.trainer.peers import Peer
+from services.trainer.place import Place
 from services.trainer.push import Pusher
-from services.trainer.rank import Rank, is_first_of_node, node
+from services.trainer.rank import Rank
 from services.trainer.servicer import SERVICE, TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfer import TransferGroups
@@ -37,17 +38,17 @@ BLAME_S = 2.0
 """How long a rank that failed waits for word of another that died: what all others do breaks off too, and sooner."""
 
 
-def follower_process(settings: TrainerSettings) -> NoReturn:
+def follower_process(settings: TrainerSettings, place: Place) -> NoReturn:
     """Runs a rank other than 0 until rank 0 says so, or is gone."""
     transformers_logging.disable_progress_bar()
-    asyncio.run(_Follower(settings).run())
+    asyncio.run(_Follower(settings, place).run())
     raise AssertionError("the rank's thread ends the process")
 
 
-def leader_process(settings: TrainerSettings) -> NoReturn:
+def leader_process(settings: TrainerSettings, place: Place) -> NoReturn:
     """Runs rank 0: the gRPC server on the main thread, the rank on its own."""
     transformers_logging.disable_progress_bar()
-    _exit(asyncio.run(_Leader(settings).run()))
+    _exit(asyncio.run(_Leader(settings, place).run()))
 
 
 def _exit(status: int) -> NoReturn:
@@ -62,15 +63,16 @@ def _exit(status: int) -> NoReturn:
 class _Follower:
     """A rank other than 0. The first of its node answers health checks and shows metrics: its pod has nobody else."""
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(self, settings: TrainerSettings, place: Place) -> None:
         self._settings = settings
+        self._place = place
         self._told = False
-        self._rank = Rank(settings, self._peer_lost, lambda peer: None, None)
+        self._rank = Rank(settings, place, self._peer_lost, lambda peer: None, None)
         self._server: ServiceServer | None = None
 
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        if is_first_of_node():
+        if self._place.is_first_of_node:
             # Nothing is called here that could begin or continue a trace.
             self._server = ServiceServer(self._settings.model_copy(update={"trace_endpoint": ""}), [])
             await self._server.start()
@@ -89,7 +91,7 @@ class _Follower:
             time.sleep(BLAME_S)  # `_peer_lost` may end this process meanwhile
             logger.exception("this rank failed: the trainer ends")
             _exit(1)
-        if self._told or node() == 0:
+        if self._told or self._place.node == 0:
             _exit(0)
         logger.warning("the trainer was told to stop on another node: this one ends with it")
         _exit(1)
@@ -97,7 +99,7 @@ class _Follower:
     def _asked_to_stop(self) -> None:
         """Rank 0, which may be on another node, finishes what runs and then tells everybody."""
         self._told = True
-        if not is_first_of_node():
+        if not self._place.is_first_of_node:
             return
         try:
             if not self._rank.tell_stop():
@@ -106,18 +108,20 @@ class _Follower:
             logger.debug("rank 0 has gone already: %s", error)
 
     def _peer_lost(self, peer: Peer) -> None:
+        if self._told and peer == Peer(0, self._place.node):
+            _exit(0)  # rank 0 was told too, and left before the model was loaded
         logger.error("rank %d is gone, on node %d: leaving", *peer)
         _exit(1)
 
 
 class _Leader:
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(self, settings: TrainerSettings, place: Place) -> None:
         self._settings = settings
         self._status = 0
         self._queue = CommandQueue(settings.heartbeat_s)
         self._groups = _transfer_groups(settings)
         self._told = False
-        self._rank = Rank(settings, self._peer_lost, self._peer_stops, self._groups)
+        self._rank = Rank(settings, place, self._peer_lost, self._peer_stops, self._groups)
         self._loaded: Future[None] = Future()
         self._left = threading.Event()
 
@@ -168,7 +172,7 @@ class _Leader:
         self._break_down(f"rank {peer.rank} of the trainer died; it restarts without its models")
 
     def _peer_stops(self, peer: Peer) -> None:
-        if self._status:  # torchrun stops the ranks beside one that has died
+        if self._status:  # the launcher stops the ranks beside one that has died
             return
         logger.warning("node %d was told to stop: the trainer ends what runs, then itself", peer.node)
         self._loop.call_soon_threadsafe(self._server.request_stop)
@@ -182,12 +186,12 @@ class _Leader:
 
     def _asked_to_stop(self) -> None:
         self._told = True
-        # torchrun sends the signal too when a rank has died: callers are being told, and the stop is near.
+        # The launcher sends the signal too when a rank has died: callers are being told, and the stop is near.
         if not self._status:
             self._server.request_stop()
 
 
 def _transfer_groups(settings: TrainerSettings) -> TransferGroups:
     if settings.transfer_address:  # may be of another network than gRPC's
-        return TransferGroups(settings.transfer_address, "0.0.0.0")
+        return TransferGroups(settings.transfer_address, settings.transfer_address)
     return TransferGroups(socket.gethostname() if settings.host in WILDCARDS else settings.host, settings.host)

@@ -1,9 +1,6 @@
 """One rank of the trainer: joins the others, loads its share of the model, executes commands until told to leave."""
 
-import ctypes
 import logging
-import os
-import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.wire.errors import FoveaError
@@ -21,13 +17,13 @@ from services.trainer.commands import Command, DeleteModel, Shutdown
 from services.trainer.control import ControlGroup
 from services.trainer.engine import Engine
 from services.trainer.peers import MEET_S, Peer, PeerWatch
+from services.trainer.place import Place
 from services.trainer.profiling import CommandProfiler
+from services.trainer.rendezvous import secret_of
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfer import TransferGroups
 
 logger = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Rank:
@@ -35,6 +31,7 @@ class Rank:
 
     Args:
         settings: As given at start.
+        place: Which rank this is.
         on_peer_lost: Called with a rank that died, from another thread.
         on_peer_stop: On rank 0, called from another thread with a rank whose node was told to stop.
         groups: Transfer groups; on rank 0 only.
@@ -43,11 +40,13 @@ class Rank:
     def __init__(
         self,
         settings: TrainerSettings,
+        place: Place,
         on_peer_lost: Callable[[Peer], None],
         on_peer_stop: Callable[[Peer], None],
         groups: TransferGroups | None,
     ) -> None:
         self._settings = settings
+        self._place = place
         self._on_peer_lost = on_peer_lost
         self._on_peer_stop = on_peer_stop
         self._groups = groups
@@ -59,28 +58,27 @@ class Rank:
         """Meets the other ranks, loads the model and warms up."""
         settings = self._settings
         torch.set_num_threads(settings.threads)
-        device = _device(settings)
-        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=MEET_S)))
-        me = Peer(rank, node())
-        self._peers = PeerWatch(
-            store, me, world_size, os.environ["MASTER_ADDR"], self._on_peer_lost, self._on_peer_stop
-        )
+        place = self._place
+        device = _device(settings, place)
+        store = place.open_store(timedelta(seconds=MEET_S))
+        store.set_timeout(timedelta(seconds=MEET_S))  # which a store of files is not told when it is made
+        self._peers = PeerWatch(store, place, secret_of(settings), self._on_peer_lost, self._on_peer_stop)
         timeout = timedelta(seconds=settings.collective_timeout_s)
         store.set_timeout(timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=store,
-            rank=rank,
-            world_size=world_size,
+            rank=place.rank,
+            world_size=place.world_size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
         self._control = ControlGroup()
         model_dir = self._control.agree(lambda: resolve_model(settings.model))
-        if is_first_of_node() and device.type == "cuda":
+        if place.is_first_of_node and device.type == "cuda":
             show_gpu_memory()
-        if rank == 0:
-            telemetry.RANKS.set(world_size)
+        if place.rank == 0:
+            telemetry.RANKS.set(place.world_size)
         started = time.perf_counter()
         self.engine = Engine(settings, model_dir, self._control, device, self._groups)
         self.engine.warm_up()
@@ -151,33 +149,15 @@ def resolve_model(model: str) -> Path:
     return Path(snapshot_download(model))
 
 
-def die_with_parent() -> None:
-    """Has the kernel kill this process when torchrun's agent dies, whatever kills the agent."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def node() -> int:
-    """The node that this rank runs on."""
-    return int(os.environ["GROUP_RANK"])
-
-
-def is_first_of_node() -> bool:
-    """Whether this rank is the one of its node that shows health and metrics."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def _show_peak() -> None:
     if torch.cuda.is_available():
         telemetry.GPU_PEAK.set(torch.cuda.max_memory_allocated())
 
 
-def _device(settings: TrainerSettings) -> torch.device:
+def _device(settings: TrainerSettings, place: Place) -> torch.device:
     wants_gpu = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     if not wants_gpu:
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device

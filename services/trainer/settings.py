@@ -16,10 +16,12 @@ class TrainerSettings(ServiceSettings):
 
     model: str = Field(description="Directory or hub name of the base model.")
     renderer: str = Field("", description="host:port of a renderer, for images that name no source of their tensors.")
-    ranks: int = Field(2, ge=1, le=64, description="Processes of each node when not started by torchrun.")
+    ranks: int = Field(2, ge=1, le=64, description="Processes of each node, one a device.")
     nodes: int = Field(1, ge=1, description="Machines, or pods, that train together; each runs this command.")
     node_rank: int = Field(0, ge=0, description="Which of the nodes this is; node 0 serves, all compute.")
-    master_addr: str = Field("", validate_default=True, description="Address at which the nodes reach node 0.")
+    master_addr: str = Field(
+        "", validate_default=True, description="Address at which the nodes reach node 0, which listens on it alone."
+    )
     master_port: int = Field(29500, ge=1, le=65535, description="Port at which the nodes meet on node 0.")
     rendezvous_timeout_s: float = Field(600.0, gt=0, description="Seconds that nodes wait for each other at the start.")
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -60,7 +62,8 @@ class TrainerSettings(ServiceSettings):
     snapshot_memory_mib: int = Field(4096, ge=0, description="Snapshots held in memory; the newest of a model stays.")
     transfer_address: str = Field(
         "",
-        description="Address at which samplers reach this machine; empty takes --host, or the host name for 0.0.0.0.",
+        description="Address of this machine at which samplers reach it, and pushes listen; empty takes --host, or the "
+        "host name for 0.0.0.0.",
     )
     transfer_bucket_mib: int = Field(256, ge=1, description="Size of one broadcast of weights.")
     transfer_timeout_s: float = Field(

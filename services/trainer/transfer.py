@@ -5,7 +5,6 @@ The sender is rank 0; sampler worker i is rank_offset + i. The rendezvous store 
 
 import logging
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, Store, TCPStore  # type: ignore[attr-defined]
 
-from fovea.runtime.hosts import WILDCARDS
+from fovea.runtime.hosts import WILDCARDS, listening
 from fovea.wire.errors import FailedPrecondition
 
 logger = logging.getLogger(__name__)
+
+
+def _gloo_device(host: str) -> Any:
+    """What gloo listens with: on `host` alone, else where this machine's name leads."""
+    if host:
+        return ProcessGroupGloo.create_device(hostname=host)
+    return ProcessGroupGloo.create_default_device()
 
 
 class TransferGroup:
@@ -33,6 +39,7 @@ class TransferGroup:
         backend: `gloo` or `nccl`.
         join_timeout_s: Deadline of the meeting.
         broadcast_timeout_s: Deadline of a broadcast over nccl, which takes one for all.
+        host: Address of this machine that gloo listens on; empty lets it look for one.
 
     Blocks until all members have met. Raises RuntimeError if they do not.
     """
@@ -45,6 +52,7 @@ class TransferGroup:
         backend: str,
         join_timeout_s: float,
         broadcast_timeout_s: float,
+        host: str,
     ) -> None:
         self.group_id = group_id
         prefixed = PrefixStore(group_id, store)
@@ -52,8 +60,11 @@ class TransferGroup:
         self._group: ProcessGroup
         if backend == "gloo":
             self._device = torch.device("cpu")
-            gloo: Any = ProcessGroupGloo(prefixed, 0, world_size, join)
-            self._group = gloo
+            untyped: Any = ProcessGroupGloo
+            settings = untyped._Options()
+            settings._timeout = join
+            settings._devices = [_gloo_device(host)]
+            self._group = untyped(prefixed, 0, world_size, settings)
         elif backend == "nccl":
             if not torch.cuda.is_available():
                 raise FailedPrecondition("the samplers receive over nccl, but this trainer has no GPU")
@@ -95,26 +106,27 @@ def _survivable_nccl() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _listening(host: str) -> socket.socket:
-    if ":" not in host:
-        return socket.create_server((host, 0))
-    return socket.create_server((host, 0), family=socket.AF_INET6, dualstack_ipv6=host == "::")
-
-
 class TransferGroups:
     """All open groups of this trainer, and the store they meet at. Rank 0 only; safe to use from several threads.
 
     Args:
         address: Address under which samplers reach this process.
-        host: Address of this machine that the store listens on; 0.0.0.0 or :: for all of them.
+        host: Address of this machine that store and gloo listen on; 0.0.0.0 or :: for all of them.
+
+    Raises FailedPrecondition if `host` is no address of this machine.
     """
 
     def __init__(self, address: str, host: str) -> None:
         self.address = address
         self._own = "127.0.0.1" if host in WILDCARDS else host
+        self._gloo_host = "" if host in WILDCARDS else host
         # By itself it would listen on all of them.
-        with _listening(host) as listener:
-            port, descriptor = listener.getsockname()[1], listener.detach()
+        try:
+            listener = listening(host)
+        except OSError as error:
+            reason = f"samplers reach the trainer at an address of its machine, and {host} is none: {error}"
+            raise FailedPrecondition(f"{reason}; set --transfer-address") from None
+        port, descriptor = listener.getsockname()[1], listener.detach()
         self._store = TCPStore(
             self._own, port, None, True, timedelta(minutes=5), wait_for_workers=False, master_listen_fd=descriptor
         )
@@ -133,7 +145,9 @@ class TransferGroups:
         # A client of its own: one that waits holds its connection, and other groups would wait with it.
         timeout = timedelta(seconds=join_timeout_s)
         store = TCPStore(self._own, self.port, None, False, timeout, wait_for_workers=False)
-        group = TransferGroup(group_id, store, world_size, backend, join_timeout_s, broadcast_timeout_s)
+        group = TransferGroup(
+            group_id, store, world_size, backend, join_timeout_s, broadcast_timeout_s, self._gloo_host
+        )
         with self._lock:
             self._open[group_id] = group
         return group

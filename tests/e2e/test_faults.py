@@ -105,7 +105,7 @@ def wait_for_model(service: tinker.ServiceClient, stack: Stack) -> tinker.Traini
 def test_ctrl_c_leaves_no_process_behind(fragile: Stack) -> None:
     supervisor = psutil.Process(fragile.state["pid"])
     everything = [supervisor, *supervisor.children(recursive=True)]
-    assert len(everything) >= 7  # supervisor, renderer, sampler, engine, torchrun, two ranks, gateway
+    assert len(everything) >= 7  # supervisor, renderer, sampler, engine, launcher, two ranks, gateway
     supervisor.send_signal(signal.SIGINT)
     assert survivors(everything, 60) == []
     assert "all services have stopped" in fragile.log.read_text()

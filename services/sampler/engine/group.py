@@ -1,5 +1,6 @@
 """One transfer group as the engine's worker sees it: torch's process group, made privately, never the default one."""
 
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -31,7 +32,8 @@ class TransferGroup:
             request.master_address, request.master_port, request.world_size, False, timeout, wait_for_workers=False
         )
         prefixed = dist.PrefixStore(request.group_id, self._store)
-        self._group = _open(prefixed, request.rank_offset + worker_rank, request.world_size, timeout, device)
+        host = _own_address(request)
+        self._group = _open(prefixed, request.rank_offset + worker_rank, request.world_size, timeout, device, host)
 
     def receive(self, size_bytes: int, deadline: float) -> torch.Tensor:
         """The next broadcast, uint8 [size_bytes] on the group's device. `deadline` is of `time.monotonic`.
@@ -54,9 +56,18 @@ class TransferGroup:
         self._group.abort()
 
 
-def _open(store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> Any:
+def _own_address(request: sampler_pb2.JoinTransferGroupRequest) -> str:
+    """Of this machine's addresses the one that reaches the sender."""
+    with socket.create_connection((request.master_address, request.master_port), request.timeout_s) as connection:
+        return str(connection.getsockname()[0])
+
+
+def _open(store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, host: str) -> Any:
     if device.type == "cpu":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # which listens on that one alone
+        return dist.ProcessGroupGloo(store, rank, world_size, options)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # NCCL members meet at the first broadcast, not here.

@@ -93,7 +93,7 @@ async def test_rank_killed_while_idle(victim: Victim) -> None:
     assert "rank 1 is gone" in victim.process.log.read_text()
 
 
-async def test_torchrun_killed_leaves_no_rank(victim: Victim) -> None:
+async def test_launcher_killed_leaves_no_rank(victim: Victim) -> None:
     victim.process.process.kill()
     assert not survivors(victim.processes, SECONDS)
 

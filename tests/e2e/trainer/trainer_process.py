@@ -1,4 +1,4 @@
-"""A real trainer: torchrun, its ranks, and a client."""
+"""A real trainer: its launcher, its ranks, and a client."""
 
 import asyncio
 import os

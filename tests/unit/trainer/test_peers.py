@@ -1,5 +1,6 @@
 """The connections between rank 0 and the others, over real sockets; who dies is tested with real ranks."""
 
+import os
 import queue
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -8,12 +9,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from services.trainer import peers
 from services.trainer.peers import Peer, PeerWatch
+from services.trainer.place import Place
 
 
 class Ranks:
     """Ranks as threads of this process, two a node."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, meeting: str) -> None:
+        self._meeting = meeting
         self.lost: queue.Queue[tuple[int, Peer]] = queue.Queue()
         self.stops: queue.Queue[tuple[int, Peer]] = queue.Queue()
         self._threads = ThreadPoolExecutor(world_size)
@@ -24,16 +27,21 @@ class Ranks:
         return self._threads.submit(
             PeerWatch,
             self._store,
-            Peer(rank, rank // 2),
-            self._world_size,
-            "127.0.0.1",
+            Place(rank, self._world_size, rank % 2, rank // 2, self._meeting, os.getpid()),
+            b"secret",
             lambda peer: self.lost.put((rank, peer)),
             lambda peer: self.stops.put((rank, peer)),
         )
 
 
-def test_a_stop_reaches_rank_0_and_says_whose() -> None:
-    ranks = Ranks(4)
+@pytest.fixture(params=["one node", "several"])
+def meeting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A private folder, or the address of rank 0."""
+    return str(tmp_path_factory.mktemp("p")) if request.param == "one node" else "127.0.0.1:1"
+
+
+def test_a_stop_reaches_rank_0_and_says_whose(meeting: str) -> None:
+    ranks = Ranks(4, meeting)
     watches = [future.result() for future in [ranks.start(rank) for rank in range(4)]]
     watches[2].tell_stop()
     watches[3].tell_stop()
@@ -41,9 +49,9 @@ def test_a_stop_reaches_rank_0_and_says_whose() -> None:
     assert ranks.lost.empty()
 
 
-def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_come_are_named(meeting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "MEET_S", 3.0)
-    ranks = Ranks(4)
+    ranks = Ranks(4, meeting)
     first, second = ranks.start(0), ranks.start(2)
     with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] of 4 did not come within 3 s"):
         first.result()
