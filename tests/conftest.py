@@ -20,6 +20,7 @@ _CONTRACTS = (
     "large_results",
     "listings",
     "main_path",
+    "nasty_messages",
     "order",
     "session_futures",
 )

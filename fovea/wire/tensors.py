@@ -18,6 +18,8 @@ _DTYPES: dict[int, np.dtype] = {
     tensor_pb2.ELEMENT_TYPE_UINT8: np.dtype("u1"),
 }
 _ELEMENT_TYPES = {dtype: element_type for element_type, dtype in _DTYPES.items()}
+_MOST_DIMENSIONS = 8
+_MOST_ELEMENTS = 2**48
 
 Array = npt.NDArray[np.generic]
 
@@ -40,8 +42,8 @@ def header(array: npt.NDArray) -> tensor_pb2.Tensor:
 def decode(tensor: tensor_pb2.Tensor, field: str = "tensor") -> npt.NDArray:
     """Decodes into a read-only view of the message's bytes.
 
-    bfloat16 comes as uint16 bits. Raises InvalidInput naming `field` if the type is unknown, an extent negative, or the
-    number of bytes not the one that type and shape ask for.
+    bfloat16 comes as uint16 bits. Raises InvalidInput naming `field` if the type is unknown, the shape none that an
+    array can have, or the number of bytes not the one that type and shape ask for.
     """
     return from_bytes(tensor.data, tensor, field)
 
@@ -51,15 +53,27 @@ def from_bytes(data: bytes | bytearray, header: tensor_pb2.Tensor, field: str = 
     dtype = _DTYPES.get(header.element_type)
     if dtype is None:
         raise InvalidInput(f"{field}.element_type {header.element_type} is not supported", field=field)
-    shape = tuple(header.shape)
-    if any(extent < 0 for extent in shape):
-        raise InvalidInput(f"{field}.shape {list(shape)} has a negative extent", field=field)
+    shape = check_shape(header.shape, field)
     expected = math.prod(shape) * dtype.itemsize
     if len(data) != expected:
         raise InvalidInput(
             f"{field}.data has {len(data)} bytes, but shape {list(shape)} of {dtype.name} needs {expected}", field=field
         )
     return np.frombuffer(data, dtype).reshape(shape)
+
+
+def check_shape(shape: Sequence[int], field: str) -> tuple[int, ...]:
+    """Returns a shape that an array can have. Raises InvalidInput naming `field`, also for one without elements."""
+    if len(shape) > _MOST_DIMENSIONS:
+        raise InvalidInput(
+            f"{field}.shape has {len(shape)} dimensions; at most {_MOST_DIMENSIONS} are taken", field=field
+        )
+    if any(extent < 0 for extent in shape):
+        raise InvalidInput(f"{field}.shape {list(shape)} has a negative extent", field=field)
+    # An array with an extent of 0 has no bytes that would bound the others.
+    if math.prod(extent or 1 for extent in shape) > _MOST_ELEMENTS:
+        raise InvalidInput(f"{field}.shape {list(shape)} is larger than any array", field=field)
+    return tuple(shape)
 
 
 def encode_tokens(ids: Sequence[int] | npt.NDArray) -> bytes:

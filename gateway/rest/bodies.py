@@ -5,6 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 INT64_MAX = 2**63 - 1
+Number = Annotated[int, Field(ge=0, le=INT64_MAX)]
+"""What a client counts up: it must fit into a column of the database and a field of our wire."""
+ModelNumber = Annotated[int, Field(ge=0, lt=2**31)]
+"""The same, of a model."""
 
 
 class Body(BaseModel):
@@ -59,7 +63,7 @@ class CreateModel(Body):
     """POST create_model."""
 
     session_id: str
-    model_seq_id: int
+    model_seq_id: ModelNumber
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
@@ -89,7 +93,7 @@ class OptimStep(Body):
     """POST optim_step."""
 
     model_id: str
-    seq_id: int
+    seq_id: Number
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, Any] | None = None
     type: str = ""
@@ -99,7 +103,7 @@ class SaveWeights(Body):
     """POST save_weights."""
 
     model_id: str
-    seq_id: int
+    seq_id: Number
     path: str | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
@@ -111,9 +115,9 @@ class SaveWeightsForSampler(Body):
     """POST save_weights_for_sampler."""
 
     model_id: str
-    seq_id: int
+    seq_id: Number
     path: str | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
     ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
@@ -124,7 +128,7 @@ class SaveWeightsExternal(Body):
     """POST save_weights_external."""
 
     model_id: str
-    seq_id: int
+    seq_id: Number
     path: str
     ttl_seconds: int | None = None
     age_encryption_recipients: list[str] | None = None
@@ -135,9 +139,9 @@ class LoadWeights(Body):
     """POST load_weights: form A makes a model (session_id, model_seq_id), form B loads into one (model_id, seq_id)."""
 
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Number | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: ModelNumber | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     path: str
@@ -152,7 +156,7 @@ class CopyWeights(Body):
 
     source_path: str
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: ModelNumber | None = None
     destination_project_id: str | None = None
     ttl_seconds: int | None = None
     weights_access_token: str | None = None
@@ -176,7 +180,7 @@ class CreateCustomLoss(Body):
     """POST create_custom_loss. The graph is checked where it is kept."""
 
     session_id: str
-    custom_loss_seq_id: int = Field(ge=0, le=INT64_MAX)
+    custom_loss_seq_id: Number
     name: str
     inputs: list[CustomLossInput]
     graph: dict[str, Any]
@@ -187,7 +191,7 @@ class CreateSamplingSession(Body):
     """POST create_sampling_session."""
 
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
     type: str = ""
@@ -264,7 +268,7 @@ class Sample(Body):
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str
-    seq_id: int
+    seq_id: Number
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
@@ -294,7 +298,7 @@ class RetrieveFutures(Body):
     """POST retrieve_futures."""
 
     target: FuturesTarget
-    prev_cursor: int = Field(0, ge=0, le=INT64_MAX)
+    prev_cursor: Number = 0
     timeout: float | None = Field(None, ge=0, allow_inf_nan=False)
     retrieved_request_ids: list[str] = []
 

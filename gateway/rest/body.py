@@ -1,12 +1,12 @@
 """Reading request bodies: bounded, decompressed within the bound, decoded once."""
 
 import asyncio
-import json
 from typing import Any, TypeVar
 
 import zstandard
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from fovea.tinker.v1 import tinker_pb2
@@ -65,7 +65,8 @@ def describe(error: ValidationError) -> str:
 def parse_loosely(body: bytes) -> dict[str, Any]:
     """The object of a JSON body whatever is in it. Raises InvalidInput if it is none."""
     try:
-        value = json.loads(body)
+        # Not Python's json, which fails on deep nesting and takes lone surrogates, which nothing behind us can encode.
+        value = from_json(body)
     except ValueError as error:
         raise InvalidInput(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):

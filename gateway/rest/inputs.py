@@ -108,13 +108,14 @@ def tensor_from_proto(tensor: tinker_pb2.Tensor, field: str) -> tensor_pb2.Tenso
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise InvalidInput(f"{field} has dtype {tensor.dtype}; it must be float32 or int64", field=field)
+    given_shape = tensors.check_shape(tensor.shape, field)
     if tensor.WhichOneof("encoding") == "sparse_csr":
         return tensors.encode(_densify(tensor, dtype, field))
     values = _flat(tensor.dense, dtype, field)
     # The SDK leaves the shape out for one dimension.
-    shape = list(tensor.shape) or [values.size]
-    if any(extent < 0 for extent in shape) or math.prod(shape) != values.size:
-        raise InvalidInput(f"{field} has {values.size} values, but shape {shape}", field=field)
+    shape = given_shape or (values.size,)
+    if math.prod(shape) != values.size:
+        raise InvalidInput(f"{field} has {values.size} values, but shape {list(shape)}", field=field)
     return tensors.encode(values.reshape(shape))
 
 
@@ -126,7 +127,7 @@ def _flat(data: bytes, dtype: np.dtype, field: str) -> npt.NDArray:
 
 def _densify(tensor: tinker_pb2.Tensor, dtype: np.dtype, field: str) -> npt.NDArray:
     shape = list(tensor.shape)
-    if len(shape) != 2 or min(shape) < 0 or math.prod(shape) * dtype.itemsize > MESSAGE_BYTES:
+    if len(shape) != 2 or math.prod(shape) * dtype.itemsize > MESSAGE_BYTES:
         raise InvalidInput(f"{field} is sparse with shape {shape}; 2-D of at most 4 MiB is taken", field=field)
     index_type = np.dtype("<i8")
     values = _flat(tensor.sparse_csr.values, dtype, field)

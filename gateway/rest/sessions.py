@@ -8,13 +8,14 @@ from starlette.routing import Route
 
 from fovea.wire.errors import InvalidInput, Unimplemented
 from gateway.capabilities import Capabilities
-from gateway.identity import Caller
+from gateway.identity import INT64_MAX, Caller
 from gateway.rest import bodies
 from gateway.rest.body import parse_json, read
 from gateway.rest.endpoint import Endpoints, Json
 from gateway.sessions import Sessions
 
 _MOST_SESSIONS = 200
+_DIGITS = 20
 _FLAGS = {
     "proto_compress_fwdbwd": True,
     # The SDK's default transport, pyqwest 0.12, aborts one interpreter exit in ten or so on Python 3.11: its threads
@@ -115,10 +116,14 @@ class SessionRoutes:
 
 def paging(request: Request, limit: int, most: int) -> tuple[int, int]:
     """limit and offset of a query. Raises InvalidInput if they are no counts."""
-    try:
-        limit, offset = int(request.query_params.get("limit", limit)), int(request.query_params.get("offset", 0))
-    except ValueError:
-        raise InvalidInput("limit and offset must be whole numbers", field="limit") from None
-    if limit < 0 or offset < 0:
-        raise InvalidInput("limit and offset must not be negative", field="limit")
-    return min(limit, most), offset
+    return min(_count(request, "limit", limit), most), _count(request, "offset", 0)
+
+
+def _count(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    # No longer than INT64_MAX is: Python refuses to read a number of thousands of digits, and the database one of 20.
+    if not (text.isascii() and text.isdecimal() and len(text) < _DIGITS and int(text) <= INT64_MAX):
+        raise InvalidInput(f"{name} is {text[:40]!r}; it must be a whole number, 0 .. {INT64_MAX}", field=name)
+    return int(text)

@@ -22,8 +22,9 @@ def table_from_json(tensor: bodies.TensorData) -> gateway_pb2.TargetTable:
     if tensor.dtype != "int64":
         raise _wrong(f"dtype is {tensor.dtype}; it must be int64")
     shape = tensor.shape
-    if shape is None or len(shape) != 2 or min(shape) < 0:
-        raise _wrong(f"shape is {shape}; it must be [prompt tokens - 1, K]")
+    # Without columns, or with too many, no number of cells would bound the rows.
+    if shape is None or len(shape) != 2 or shape[0] < 0 or not 0 < shape[1] <= _INT32.max:
+        raise _wrong(f"shape is {shape}; it must be [prompt tokens - 1, K], K from 1")
     values = np.asarray(tensor.data)
     if values.size and values.dtype.kind != "i":
         raise _wrong("data must be whole numbers within 64 bits")
@@ -60,8 +61,6 @@ def _sparse(
 def _table(
     ids: npt.NDArray, columns: npt.NDArray, offsets: npt.NDArray, column_count: int, is_sparse: bool
 ) -> gateway_pb2.TargetTable:
-    if column_count > _INT32.max:
-        raise _wrong(f"{column_count} columns are too many")
     return gateway_pb2.TargetTable(
         tokens=sampler_pb2.TargetTokens(
             token_ids=tensors.encode(ids.astype("<i4")), row_offsets=tensors.encode(offsets.astype("<i8"))

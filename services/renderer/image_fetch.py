@@ -1,7 +1,6 @@
 """Images by address: fetched only from hosts that the operator listed, and never from where a name should not lead."""
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import Sequence
 from urllib.parse import urljoin
@@ -9,12 +8,12 @@ from urllib.parse import urljoin
 import httpx
 
 from fovea.wire.limits import MAX_IMAGE_BYTES
+from services.renderer.addresses import Address, is_public, parse_address, parse_network
 from services.renderer.refusals import Refusal
 
 REDIRECT_LIMIT = 3
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_MOST_PORT = 65535
+_PORTS = {"http": 80, "https": 443}
 
 
 class ImageFetcher:
@@ -30,8 +29,9 @@ class ImageFetcher:
     """
 
     def __init__(self, hosts: Sequence[str], timeout_s: float) -> None:
-        self._networks = [network for host in hosts if (network := _network(host)) is not None]
-        self._names = {host.lower().rstrip(".") for host in hosts if _network(host) is None}
+        networks = {host: parse_network(host) for host in hosts}
+        self._networks = [network for network in networks.values() if network is not None]
+        self._names = {host.lower().rstrip(".") for host, network in networks.items() if network is None}
         self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=timeout_s)
 
@@ -46,7 +46,7 @@ class ImageFetcher:
                 return await self._follow(uri)
         except TimeoutError:
             raise Refusal("uri", f"fetching {uri} took more than {self._timeout_s:.0f} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise Refusal("uri", f"fetching {uri} failed: {error or type(error).__name__}") from error
 
     async def _follow(self, uri: str) -> bytes:
@@ -68,7 +68,7 @@ class ImageFetcher:
         headers = {"host": url.netloc.decode("ascii"), "accept": "image/png, image/jpeg", "accept-encoding": "identity"}
         extensions = {"sni_hostname": url.host}
         async with self._client.stream("GET", pinned, headers=headers, extensions=extensions) as response:
-            if response.is_redirect:
+            if response.has_redirect_location:
                 return response.headers["location"]
             if response.status_code != httpx.codes.OK:
                 raise Refusal("uri", f"{url} answers {response.status_code}; the renderer needs 200")
@@ -86,7 +86,10 @@ class ImageFetcher:
             raise Refusal("uri", f"{url} is not an http or https address; send the image's bytes instead")
         if url.userinfo:
             raise Refusal("uri", f"the address of host {url.host} holds a user name or password; leave them out")
-        literal = _address(url.host)
+        port = url.port or _PORTS[url.scheme]
+        if not 0 < port <= _MOST_PORT:
+            raise Refusal("uri", f"{url} has port {port}; it must be 1 .. {_MOST_PORT}")
+        literal = parse_address(url.host)
         listed = self._is_listed(literal) if literal else url.host.lower().rstrip(".") in self._names
         if not listed:
             raise Refusal(
@@ -95,8 +98,8 @@ class ImageFetcher:
             )
         if literal:
             return literal
-        for address in await _resolve(url.host, url.port or (443 if url.scheme == "https" else 80)):
-            if address.is_global or self._is_listed(address):
+        for address in await _resolve(url.host, port):
+            if is_public(address) or self._is_listed(address):
                 return address
         raise Refusal(
             "uri",
@@ -109,18 +112,5 @@ class ImageFetcher:
 
 async def _resolve(host: str, port: int) -> list[Address]:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [ipaddress.ip_address(entry[4][0]) for entry in found]
-
-
-def _address(host: str) -> Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
-
-
-def _network(host: str) -> Network | None:
-    try:
-        return ipaddress.ip_network(host)
-    except ValueError:
-        return None
+    addresses = (parse_address(str(entry[4][0])) for entry in found)
+    return [address for address in addresses if address is not None]

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from gateway.app import Gateway
 from gateway.settings import GatewaySettings
 from tests.contract.gateway.fakes import MODEL, FakeRenderer, FakeSampler, FakeTrainer
 from tests.contract.gateway.requests import Rest
+from tests.contract.gateway.valid_bodies import Bodies
 
 KEY = "tml-local"
 
@@ -130,3 +131,22 @@ async def rest(stand: Stand) -> AsyncIterator[Rest]:
         client = Rest(http)
         await client.open_session()
         yield client
+
+
+@pytest.fixture
+async def made(rest: Rest) -> Bodies:
+    """Bodies that name what exists."""
+    opened = await rest.ok(
+        "create_sampling_session", session_id=rest.session_id, sampling_session_seq_id=0, base_model=MODEL
+    )
+    bodies = Bodies(rest.session_id, await rest.create_model(), opened["sampling_session_id"])
+    # With something finished in a sampling session, nobody who asks for that is kept waiting.
+    await rest.result((await rest.sample(bodies.sampling_id, 0)).json()["request_id"])
+    return bodies
+
+
+@pytest.fixture
+def no_surprises(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fails a test if something was logged with a traceback: a future hides what nobody foresaw."""
+    yield
+    assert [caplog.handler.format(record) for record in caplog.get_records("call") if record.exc_info] == []

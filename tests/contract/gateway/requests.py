@@ -12,6 +12,14 @@ from tests.contract.gateway.fakes import MODEL
 
 PROTOBUF = "application/x-protobuf"
 PNG = b"\x89PNG\r\n\x1a\n" + b"x" * 64
+NODES: list[dict[str, Any]] = [
+        {"op": "placeholder", "name": "logprobs", "target": "logprobs", "args": [], "kwargs": {}},
+        {"op": "call_method", "name": "sum_1", "target": "sum", "args": [{"ref": "logprobs"}], "kwargs": {}},
+        {"op": "output", "name": "output", "target": "output",
+         "args": [{"tuple": [{"ref": "sum_1"}, {"dict": {}}]}], "kwargs": {}},
+]  # fmt: skip
+GRAPH = {"format": 1, "nodes": NODES}
+"""A traced loss: the sum of the log-probabilities."""
 
 
 def text_datum(length: int = 5, weight: float = 1.0) -> types.Datum:

@@ -16,16 +16,8 @@ from fovea.wire import custom_loss
 from fovea.wire.errors import InvalidInput, NotFound
 from tests.contract.gateway.conftest import KEY, Stand, eventually
 from tests.contract.gateway.fakes import MODEL
-from tests.contract.gateway.requests import Rest, text_datum
+from tests.contract.gateway.requests import GRAPH, NODES, Rest, text_datum
 from tests.unit.trainer.traced import square_loss
-
-NODES: list[dict[str, Any]] = [
-        {"op": "placeholder", "name": "logprobs", "target": "logprobs", "args": [], "kwargs": {}},
-        {"op": "call_method", "name": "sum_1", "target": "sum", "args": [{"ref": "logprobs"}], "kwargs": {}},
-        {"op": "output", "name": "output", "target": "output",
-         "args": [{"tuple": [{"ref": "sum_1"}, {"dict": {}}]}], "kwargs": {}},
-]  # fmt: skip
-GRAPH = {"format": 1, "nodes": NODES}
 
 
 def negative(logprobs: Any, weights: Any) -> Any:

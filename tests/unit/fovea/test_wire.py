@@ -33,6 +33,8 @@ def test_a_tensor_comes_back_bit_for_bit(array: np.ndarray) -> None:
             "has 4 bytes, but shape \\[2\\] of float32 needs 8",
         ),
         (tensor_pb2.Tensor(element_type=1, shape=[-1], data=b""), "negative extent"),
+        (tensor_pb2.Tensor(element_type=1, shape=[0, 2**62], data=b""), "larger than any array"),
+        (tensor_pb2.Tensor(element_type=1, shape=[0] * 70, data=b""), "70 dimensions"),
     ],
 )
 def test_a_malformed_tensor_is_refused_by_name(tensor: tensor_pb2.Tensor, message: str) -> None:

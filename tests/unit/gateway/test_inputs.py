@@ -197,3 +197,15 @@ def test_what_has_no_meaning_here_is_refused_by_name() -> None:
         inputs.datum_from_proto(tinker_pb2.Datum(model_input=[tinker_pb2.Chunk(image=sized)]), "data[0]")
     with pytest.raises(InvalidInput, match="neither text nor an image"):
         inputs.datum_from_proto(tinker_pb2.Datum(model_input=[tinker_pb2.Chunk()]), "data[0]")
+
+
+@pytest.mark.parametrize("shape", [[0, 2**62], [2**62, 0], [0, 2**63 - 1, 4], [0] * 70, [-1, 0]])
+def test_a_shape_that_no_array_has_is_refused_by_name(shape: list[int]) -> None:
+    for tensor in (
+        tinker_pb2.Tensor(dtype=tinker_pb2.DTYPE_FLOAT32, shape=shape, dense=b""),
+        tinker_pb2.Tensor(
+            dtype=tinker_pb2.DTYPE_FLOAT32, shape=shape, sparse_csr=tinker_pb2.SparseCsr(crow_indices=bytes(8))
+        ),
+    ):
+        with pytest.raises(InvalidInput, match=r"x\.shape"):
+            inputs.tensor_from_proto(tensor, "x")
