@@ -40,6 +40,7 @@ from gateway.scheduling.context import Context
 from gateway.scheduling.samples import SampleRunner
 from gateway.sessions import Sessions
 from gateway.settings import GatewaySettings
+from gateway.shares import Shares
 from gateway.storage import Storage
 from gateway.store.database import Database
 from gateway.store.sessions import Session
@@ -66,8 +67,11 @@ class Gateway:
         self.renderers = Renderers(renderers, settings.renderer_concurrency, settings.retry_deadline_s)
         self.snapshots = Snapshots(self.database, self.trainer, settings.push_timeout_s)
         self.samplers = Samplers(samplers, settings.sampler_concurrency, self.snapshots)
-        self.board = FutureBoard(self.database, settings.result_ttl_s)
-        self.sessions = Sessions(self.database, settings.session_ttl_s)
+        shares = Shares("max_pending", settings.max_pending, "unfinished requests")
+        self.board = FutureBoard(self.database, settings.result_ttl_s, shares)
+        self.sessions = Sessions(
+            self.database, settings.session_ttl_s, Shares("max_sessions", settings.max_sessions, "open sessions")
+        )
         self.models = Models(self.database)
         self.storage = Storage(settings.checkpoint_root)
         self.checkpoints = Checkpoints(self.database, self.storage)
@@ -81,7 +85,7 @@ class Gateway:
         self.vitals = Vitals(self.board, self.renderers, self.samplers, self.trainer, versions, settings.state_dir)
         self.sampling = Sampling(
             self.database, self.board, self.sessions, self.checkpoints, self.samplers, self.snapshots, sample_runner,
-            settings.model_name, settings.max_pending,
+            settings.model_name, shares,
         )  # fmt: skip
         self.custom_losses = CustomLosses(self.database, self.board, self.sessions)
         batches = Batches(self.board, self.renderers, self.custom_losses)

@@ -1,6 +1,7 @@
 """Images that gRPC clients upload ahead of the inputs that name them. Held in memory, least recently used go first."""
 
 import hashlib
+from collections import defaultdict
 
 from fovea.api.v1 import model_input_pb2
 from fovea.runtime.byte_lru import ByteLru
@@ -11,23 +12,29 @@ _SHELF_BYTES = 512 * 2**20
 
 
 class ImageShelf:
-    """Uploaded images by SHA-256."""
+    """Uploaded images by owner and SHA-256. Where the room of all is taken, whoever holds most makes room.
+
+    Another owner's image is like one that nobody uploaded: what is there tells nobody what others work on.
+    """
 
     def __init__(self, capacity_bytes: int = _SHELF_BYTES) -> None:
-        self._images: ByteLru[bytes] = ByteLru(capacity_bytes)
+        self._capacity_bytes = capacity_bytes
+        self._images: defaultdict[str, ByteLru[bytes]] = defaultdict(lambda: ByteLru(capacity_bytes))
 
-    def put(self, sha256: str, data: bytes) -> None:
+    def put(self, owner: str, sha256: str, data: bytes) -> None:
         """Holds an image. Raises InvalidInput if it is too large or not what its digest says."""
         if len(data) > MAX_IMAGE_BYTES:
             raise InvalidInput(f"the image has {len(data)} bytes; at most {MAX_IMAGE_BYTES}", field="data")
         if hashlib.sha256(data).hexdigest() != sha256:
             raise InvalidInput(f"the image that arrived does not have SHA-256 {sha256}", field="sha256")
-        self._images.put(sha256, data, len(data))
+        self._images[owner].put(sha256, data, len(data))
+        while sum(held.used_bytes for held in self._images.values()) > self._capacity_bytes:
+            max(self._images.values(), key=lambda held: held.used_bytes).drop_oldest()
 
-    def inline(self, model_input: model_input_pb2.ModelInput, field: str) -> model_input_pb2.ModelInput:
-        """The input with uploaded images in place of their digests, so that what is kept needs no shelf.
+    def inline(self, owner: str, model_input: model_input_pb2.ModelInput, field: str) -> model_input_pb2.ModelInput:
+        """The input with the owner's uploaded images in place of their digests, so that what is kept needs no shelf.
 
-        Raises NotFound for an image that was not uploaded or was dropped.
+        Raises NotFound for an image that the owner did not upload or that was dropped.
         """
         if not any(chunk.image_reference.sha256 for chunk in model_input.chunks):
             return model_input
@@ -37,7 +44,7 @@ class ImageShelf:
             if not reference.sha256:
                 whole.chunks.append(chunk)
                 continue
-            data = self._images.get(reference.sha256)
+            data = self._images[owner].get(reference.sha256)
             if data is None:
                 name = f"{field}.chunks[{index}].image_reference.sha256"
                 raise NotFound(f"{name} {reference.sha256} is not held: call UploadImage (again)", field=name)

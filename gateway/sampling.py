@@ -8,7 +8,7 @@ from typing import Any
 
 from fovea.api.v1 import gateway_pb2
 from fovea.runtime import tracing
-from fovea.wire.errors import ContextOverflow, FoveaError, Internal, InvalidInput, NotFound, ResourceExhausted
+from fovea.wire.errors import ContextOverflow, FoveaError, Internal, InvalidInput, NotFound
 from gateway import identity
 from gateway.checkpoints import Checkpoints
 from gateway.futures import records
@@ -20,6 +20,7 @@ from gateway.routing.samplers import Samplers
 from gateway.routing.snapshots import Snapshots
 from gateway.scheduling.samples import SampleRunner, SampleWork, check_context, check_limits
 from gateway.sessions import Sessions
+from gateway.shares import Shares
 from gateway.store import sessions as rows
 from gateway.store.checkpoints import KeptSnapshot
 from gateway.store.database import Database, Job
@@ -42,11 +43,11 @@ class Sampling:
         snapshots: Snapshots,
         runner: SampleRunner,
         model_name: str,
-        max_pending: int,
+        shares: Shares,
     ) -> None:
         self._database, self._board, self._sessions, self._checkpoints = database, board, sessions, checkpoints
         self._samplers, self._snapshots, self._runner, self._model_name = samplers, snapshots, runner, model_name
-        self._max_pending = max_pending
+        self._shares = shares
         self._known: dict[str, SamplingSession] = {}
         self._newest: dict[str, str] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -151,8 +152,6 @@ class Sampling:
         rejection = rejection or self._rejection(request)
         if isinstance(rejection, ContextOverflow):
             raise rejection
-        if self._board.pending_count >= self._max_pending:
-            raise ResourceExhausted(f"{self._max_pending} requests are unfinished; send this one again later")
         pending = Pending(
             future_id, Kind.SAMPLE, caller.owner, sampling.session_id, sampling_session_id, seq_id,
             request=request.SerializeToString(), rejection=rejection,
@@ -182,12 +181,17 @@ class Sampling:
         )  # fmt: skip
         work = SampleWork(pending, sampling, request, at_once=False)
         is_begun = False
-        async for event in self._runner.stream(work):
-            if request.HasField("target_table") and not is_begun:
-                yield gateway_pb2.SampleTokensResponse(target_table=request.target_table)
-            is_begun = True
-            kind = event.WhichOneof("event")
-            yield gateway_pb2.SampleTokensResponse(**{kind: getattr(event, kind)})
+        self._shares.check(caller.owner)
+        self._shares.take(caller.owner)
+        try:
+            async for event in self._runner.stream(work):
+                if request.HasField("target_table") and not is_begun:
+                    yield gateway_pb2.SampleTokensResponse(target_table=request.target_table)
+                is_begun = True
+                kind = event.WhichOneof("event")
+                yield gateway_pb2.SampleTokensResponse(**{kind: getattr(event, kind)})
+        finally:
+            self._shares.give(caller.owner)
 
     def check_base_model(self, base_model: str) -> None:
         """Raises NotFound for a model that is not served here."""

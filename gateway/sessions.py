@@ -7,6 +7,7 @@ from typing import Any
 
 from fovea.wire.errors import NotFound, SessionEnded
 from gateway.identity import Caller, new_session_id
+from gateway.shares import Shares
 from gateway.store import models as model_rows
 from gateway.store import sessions as rows
 from gateway.store.database import Database
@@ -20,13 +21,15 @@ class Sessions:
 
     Args:
         ttl_s: Seconds without heartbeat after which a session ends.
+        shares: Limits how many an owner may have open.
 
     Set `on_end` to what must be stopped with a session.
     """
 
-    def __init__(self, database: Database, ttl_s: float) -> None:
+    def __init__(self, database: Database, ttl_s: float, shares: Shares) -> None:
         self._database = database
         self._ttl_s = ttl_s
+        self._shares = shares
         self._sessions: dict[str, Session] = {}
         self.on_end: Callable[[Session], Awaitable[None]] = _nothing
 
@@ -38,7 +41,11 @@ class Sessions:
         request_key: str | None,
         display_name: str | None = None,
     ) -> Session:
-        """Opens a session, or answers the one that the same request key opened before."""
+        """Opens a session, or answers the one that the same request key opened before.
+
+        Raises ResourceExhausted above the owner's share.
+        """
+        self._shares.check(caller.owner)
         session = Session(new_session_id(), caller.owner, request_key, tags, user_metadata, display_name)
         if not await self._database.write(lambda connection: rows.insert_session(connection, session)):
             known = await self._database.read(
@@ -47,6 +54,7 @@ class Sessions:
             assert known is not None, "an insert failed without a row in its way"
             return self._sessions.setdefault(known.session_id, known)
         self._sessions[session.session_id] = session
+        self._shares.take(caller.owner)
         logger.info("session %s opened", session.session_id)
         return session
 
@@ -104,6 +112,7 @@ class Sessions:
         for session in await self._database.read(rows.open_sessions):
             session.heartbeat_at = time.time()
             self._sessions[session.session_id] = session
+            self._shares.take(session.owner)
 
     async def sweep(self) -> None:
         """Ends sessions without heartbeat."""
@@ -116,6 +125,7 @@ class Sessions:
         if session.ended_at is not None:
             return
         session.ended_at, session.end_reason, session.end_detail = time.time(), reason, detail
+        self._shares.give(session.owner)
         values = {"ended_at": session.ended_at, "end_reason": reason, "end_detail": detail}
         await self._database.write(lambda connection: rows.update_session(connection, session.session_id, **values))
         logger.info("session %s is over: %s", session.session_id, reason)

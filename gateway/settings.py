@@ -71,7 +71,13 @@ class GatewaySettings(ServiceSettings):
     renderer_concurrency: int = Field(
         32, gt=0, description="Render calls in one renderer at once; the rest queue here."
     )
-    max_pending: int = Field(20_000, gt=0, description="Unfinished requests above which new samples are told to wait.")
+    max_pending: int = Field(
+        20_000,
+        gt=0,
+        description="Unfinished requests of all owners. One owner may have as many as are free, so half if it is alone;"
+        " above that its further ones are told to wait.",
+    )
+    max_sessions: int = Field(10_000, gt=0, description="Open sessions of all owners, shared as max_pending is.")
     default_lora_alpha: float = Field(32.0, gt=0, description="LoRA alpha of models created over REST.")
     train_vision: bool = Field(False, description="Whether REST-created LoRA models also adapt the vision tower.")
     sdk_flags: dict[str, bool | int | str] = Field({}, description="Overrides of client/config's flags, as JSON.")

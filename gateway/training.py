@@ -68,9 +68,10 @@ class Training:
     ) -> tuple[str, str]:
         """Accepts the creation of a model; returns the future's id and the model's.
 
-        Raises NotFound, SessionEnded for the session.
+        Raises NotFound, SessionEnded for the session, ResourceExhausted above the owner's share.
         """
         session = await self._sessions.require(caller, request.session_id)
+        self._board.check_room(caller.owner)
         number = identity.check_seq_id(request.model_seq_id, "model_seq_id", 0)
         model_id = identity.model_id(session.session_id, number)
         if not request.from_path and not request.HasField("lora") and rejection is None:
@@ -88,7 +89,10 @@ class Training:
         data: Sequence[gateway_pb2.InputDatum],
         rejection: FoveaError | None = None,
     ) -> str:
-        """Accepts a loss, with gradients or without; returns the future's id. Raises NotFound, SessionEnded."""
+        """Accepts a loss, with gradients or without; returns the future's id.
+
+        Raises NotFound, SessionEnded, and ResourceExhausted above the owner's share, unless it is its turn.
+        """
         parts = [gateway_pb2.SubmitForwardBackwardRequest(header=header)]
         parts += [gateway_pb2.SubmitForwardBackwardRequest(datum=datum) for datum in data]
         kind = Kind.FORWARD_BACKWARD if header.backward else Kind.FORWARD
@@ -117,7 +121,10 @@ class Training:
             identity.future_id(model_id, seq_id), kind, caller.owner, model.session_id, model_id, seq_id,
             request=blob, rejection=rejection,
         )  # fmt: skip
-        await self._board.submit(pending)
+        line = self._lines.get(model_id)
+        in_turn = model.next_seq_id if line is None else line.in_turn
+        # Later commands are held for this one: refusing it would keep them, and with them the owner's share.
+        await self._board.submit(pending, others_wait_for_it=kind is not Kind.CREATE_MODEL and seq_id <= in_turn)
         return pending.future_id
 
     def start(self, pending: Pending) -> None:

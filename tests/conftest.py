@@ -23,6 +23,7 @@ _CONTRACTS = (
     "nasty_messages",
     "order",
     "session_futures",
+    "tenants",
 )
 _ON_BOTH = ("tests.unit.gateway.", *(f"tests.contract.gateway.test_{name}" for name in _CONTRACTS))
 

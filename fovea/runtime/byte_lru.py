@@ -40,5 +40,9 @@ class ByteLru(Generic[Value]):
         self.used_bytes += size_bytes - freed_bytes
         self._entries[key] = (value, size_bytes)
         while self.used_bytes > self.limit_bytes:
-            _, (_, oldest_bytes) = self._entries.popitem(last=False)
-            self.used_bytes -= oldest_bytes
+            self.drop_oldest()
+
+    def drop_oldest(self) -> None:
+        """Forgets the value that was used longest ago. Raises KeyError if there is none."""
+        _, (_, oldest_bytes) = self._entries.popitem(last=False)
+        self.used_bytes -= oldest_bytes

@@ -15,6 +15,7 @@ from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_statu
 from gateway import metrics
 from gateway.futures.completions import Completion, CompletionLogs, Target
 from gateway.futures.future import Kind, Outcome, Pending, State
+from gateway.shares import Shares
 from gateway.store import futures as rows
 from gateway.store.database import Database, Each, Job
 
@@ -31,13 +32,15 @@ class FutureBoard:
     Args:
         database: Where they are kept.
         result_ttl_s: Seconds for which a result can be fetched again.
+        shares: Limits how many an owner may have unfinished.
 
     Set `start` before the first submission: it is called once for each accepted future and must not block.
     """
 
-    def __init__(self, database: Database, result_ttl_s: float) -> None:
+    def __init__(self, database: Database, result_ttl_s: float, shares: Shares) -> None:
         self._database = database
         self._result_ttl_s = result_ttl_s
+        self._shares = shares
         self._pending: dict[str, Pending] = {}
         self._recent: OrderedDict[str, tuple[str, Outcome]] = OrderedDict()
         self._recent_bytes = 0
@@ -52,19 +55,31 @@ class FutureBoard:
         """Futures that have not ended."""
         return len(self._pending)
 
+    def check_room(self, owner: str) -> None:
+        """Raises ResourceExhausted if an owner has its share of futures."""
+        self._shares.check(owner)
+
     def unfinished(self) -> list[Pending]:
         """Futures that have not ended, oldest first."""
         return list(self._pending.values())
 
-    async def submit(self, pending: Pending) -> bool:
-        """Accepts work; returns False if the same id was accepted before, which then is left alone."""
+    async def submit(self, pending: Pending, others_wait_for_it: bool = False) -> bool:
+        """Accepts work; returns False if the same id was accepted before, which then is left alone.
+
+        Args:
+            others_wait_for_it: Whether accepted work of the owner cannot run before this: then it is never refused.
+
+        Raises ResourceExhausted above the owner's share, after which clients send the same again.
+        """
         known = self._pending.get(pending.future_id)
         if known is not None:
             await known.accepted.wait()
             if known.refusal is not None:
                 raise known.refusal
             return False
-        self._pending[pending.future_id] = pending
+        if not others_wait_for_it:
+            self._shares.check(pending.owner)
+        self._add(pending)
         # Whoever submits may go away meanwhile: what is in the database must be begun all the same.
         return await asyncio.shield(asyncio.create_task(self._accept(pending)))
 
@@ -76,12 +91,12 @@ class FutureBoard:
             is_new = await self._database.write(Each(rows.insert, rows.Submission(pending, blob)))
         except BaseException as error:
             pending.refusal = error
-            del self._pending[pending.future_id]
+            self._remove(pending)
             pending.accepted.set()
             raise
         pending.accepted.set()
         if not is_new:
-            del self._pending[pending.future_id]
+            self._remove(pending)
             return False
         size_bytes = len(pending.request or b"")
         if self._held_bytes + size_bytes > _HELD_REQUEST_BYTES:
@@ -188,7 +203,7 @@ class FutureBoard:
         self._last_number = await self._database.read(rows.last_number)
         for pending in pendings:
             pending.accepted.set()
-            self._pending[pending.future_id] = pending
+            self._add(pending)
         metrics.PENDING.set(len(self._pending))
         return pendings
 
@@ -201,6 +216,14 @@ class FutureBoard:
             logger.info("dropped %d results older than %.0f s", dropped, ttl_s)
             self._recent.clear()
             self._recent_bytes = 0
+
+    def _add(self, pending: Pending) -> None:
+        self._pending[pending.future_id] = pending
+        self._shares.take(pending.owner)
+
+    def _remove(self, pending: Pending) -> None:
+        del self._pending[pending.future_id]
+        self._shares.give(pending.owner)
 
     async def _wait_done(self, pending: Pending, timeout_s: float) -> None:
         if not self._is_closing:
@@ -234,8 +257,9 @@ class FutureBoard:
                 self._completions.note(pending.scope, pending.seq_id, completion)
 
     def _settle(self, pending: Pending, outcome: Outcome) -> None:
-        if self._pending.pop(pending.future_id, None) is None:
+        if pending.future_id not in self._pending:
             return
+        self._remove(pending)
         if pending.request is not None:
             self._held_bytes -= len(pending.request)
         self._recent[pending.future_id] = (pending.owner, outcome)

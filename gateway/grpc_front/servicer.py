@@ -90,14 +90,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request_iterator: AsyncIterator[pb.UploadImageRequest], context: Context
     ) -> pb.UploadImageResponse:
         """Holds an image for later inputs."""
-        self._caller(context)
+        caller = self._caller(context)
         sha256, data = "", bytearray()
         async for piece in request_iterator:
             sha256 = sha256 or piece.sha256
             data += piece.data
             if len(data) > MAX_IMAGE_BYTES:
                 raise PayloadTooLarge(f"an image may have {MAX_IMAGE_BYTES} bytes", field="data")
-        self._images.put(sha256, bytes(data))
+        self._images.put(caller.owner, sha256, bytes(data))
         return pb.UploadImageResponse(size_bytes=len(data))
 
     async def SubmitForwardBackward(
@@ -117,7 +117,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             if header is None:
                 header = record.header
             else:
-                record.datum.input.CopyFrom(self._images.inline(record.datum.input, f"data[{len(data)}].input"))
+                field = f"data[{len(data)}].input"
+                record.datum.input.CopyFrom(self._images.inline(caller.owner, record.datum.input, field))
                 data.append(record.datum)
         if header is None:
             raise InvalidInput("the stream is empty; send a header first", field="header")
@@ -179,7 +180,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> AsyncIterator[pb.SampleTokensResponse]:
         """Streams samples."""
         caller = self._caller(context)
-        request.prompt.CopyFrom(self._images.inline(request.prompt, "prompt"))
+        request.prompt.CopyFrom(self._images.inline(caller.owner, request.prompt, "prompt"))
         async for event in self._sampling.stream(caller, request):
             yield event
 

@@ -50,13 +50,15 @@ class Affinity:
             self._instances.popitem(last=False)
 
 
-def prefix_keys(snapshot_id: str, prompt: model_input_pb2.RenderedInput) -> list[bytes]:
-    """A key for each whole block of a prompt, which depends on the weights and on all before it, pictures included.
+def prefix_keys(owner: str, snapshot_id: str, prompt: model_input_pb2.RenderedInput) -> list[bytes]:
+    """A key for each whole block of a prompt, which depends on all that the engine's cache does.
 
     Args:
+        owner: Whose request it is: what is cached for one is not used for another.
+        snapshot_id: The weights.
         prompt: Its placeholders are alike for all pictures; what tells them apart is the features' digests.
     """
-    key = hashlib.blake2b(snapshot_id.encode(), digest_size=16).digest()
+    key = hashlib.blake2b(f"{owner}\0{snapshot_id}".encode(), digest_size=16).digest()
     spans = [(4 * span.offset, span.feature.digest.encode()) for span in prompt.spans]
     keys = []
     for start in range(0, len(prompt.tokens) - _BLOCK_BYTES + 1, _BLOCK_BYTES):

@@ -73,13 +73,15 @@ class Renderers(Replicas[Renderer]):
             raise Unavailable("no renderer has answered yet")
         return self._info
 
-    async def render(self, model_input: model_input_pb2.ModelInput, field: str) -> model_input_pb2.RenderedInput:
-        """Splices an input. Text needs no call, unless it holds an id that stands for an image.
+    async def render(
+        self, owner: str, model_input: model_input_pb2.ModelInput, field: str
+    ) -> model_input_pb2.RenderedInput:
+        """Splices an owner's input. Text needs no call, unless it holds an id that stands for an image.
 
         Raises InvalidInput naming `field` and what is wrong, ContextOverflow for an input above the context,
         Unavailable if no renderer answers in time.
         """
-        rendered = await self._splice_text(model_input, field) or await self._render_remotely(model_input, field)
+        rendered = await self._splice_text(model_input, field) or await self._render_remotely(owner, model_input, field)
         await self._check(rendered, field)
         return rendered
 
@@ -113,7 +115,7 @@ class Renderers(Replicas[Renderer]):
             )
 
     async def _render_remotely(
-        self, model_input: model_input_pb2.ModelInput, field: str
+        self, owner: str, model_input: model_input_pb2.ModelInput, field: str
     ) -> model_input_pb2.RenderedInput:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._retry_deadline_s
@@ -121,7 +123,7 @@ class Renderers(Replicas[Renderer]):
         while True:
             for renderer in self._by_affinity(model_input):
                 try:
-                    async with renderer.place():
+                    async with renderer.place(owner):
                         if renderer.up or not self.up:  # else it went away while this waited
                             return await renderer.client.render(model_input)
                 except Left:

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from gateway import metrics
 from gateway.discovery.discovery import Addresses, Discovery
 from gateway.routing.peer import Peer
+from gateway.routing.places import Places
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Replica(Peer):
         super().__init__(service, address)
         self.queued = self.waiting = 0
         self.is_leaving = False
-        self._places = asyncio.Semaphore(concurrency)
+        self._places = Places(concurrency)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -58,12 +59,15 @@ class Replica(Peer):
             super().mark_down(reason)
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Waits for a place; it is not let go before all that wait or have one have ended. Raises Left if it leaves."""
+    async def place(self, owner: str) -> AsyncIterator[None]:
+        """Waits for a place, owners by turns. It is not let go before all that wait or have one have ended.
+
+        Raises Left if it leaves.
+        """
         self.queued += 1
         self._idle.clear()
         try:
-            await self._wait()
+            await self._wait(owner)
             try:
                 self.check_stays()
                 yield
@@ -74,10 +78,10 @@ class Replica(Peer):
             if not self.queued:
                 self._idle.set()
 
-    async def _wait(self) -> None:
+    async def _wait(self, owner: str) -> None:
         self.waiting += 1
         try:
-            await self._places.acquire()
+            await self._places.acquire(owner)
         finally:
             self.waiting -= 1
 

@@ -113,8 +113,9 @@ class Samplers(Replicas[Sampler]):
         """What a sampler serves: they are all alike. None before one was ever seen."""
         return next((sampler.info for sampler in self.members if sampler.info is not None), None)
 
-    def pick(self, snapshot_id: str, prompt: model_input_pb2.RenderedInput) -> Sampler:
-        """A sampler that holds the snapshot if possible: the one that has seen most of the prompt, or the least busy.
+    def pick(self, owner: str, snapshot_id: str, prompt: model_input_pb2.RenderedInput) -> Sampler:
+        """A sampler that holds the snapshot if possible: the one that has seen most of the owner's prompt, or the
+        least busy.
 
         Raises Unavailable if none is up.
         """
@@ -126,7 +127,7 @@ class Samplers(Replicas[Sampler]):
         # A holder is preferred until it is much busier: then loading the snapshot elsewhere pays.
         if best.queued > 2 * least.queued + 8:
             best = least
-        keys = prefix_keys(snapshot_id, prompt)
+        keys = prefix_keys(owner, snapshot_id, prompt)
         seen = self._affinity.longest(keys)
         affine = min((s for s in holders if s.instance_id in seen), key=_queued, default=best)
         # A cached prefix is soon computed again: it is worth a short wait only.

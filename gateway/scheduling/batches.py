@@ -66,14 +66,16 @@ class Batches:
             custom_loss=await self._custom_losses.get(pending.session_id, first.header),
         )
         with stage("render", pending.kind.value):
-            rendered = await self._render([record.datum.input for record in rest])
+            rendered = await self._render(pending.owner, [record.datum.input for record in rest])
         return Batch(header, [_datum(index, rendered[index], record.datum) for index, record in enumerate(rest)])
 
-    async def _render(self, inputs: list[model_input_pb2.ModelInput]) -> list[model_input_pb2.RenderedInput]:
+    async def _render(
+        self, owner: str, inputs: list[model_input_pb2.ModelInput]
+    ) -> list[model_input_pb2.RenderedInput]:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._renderers.render(model_input, f"data[{index}].model_input"))
+                    group.create_task(self._renderers.render(owner, model_input, f"data[{index}].model_input"))
                     for index, model_input in enumerate(inputs)
                 ]
         except ExceptionGroup as failures:

@@ -41,6 +41,11 @@ class Line:
         self._closed_by: FoveaError | None = None
         self._is_paused = False
 
+    @property
+    def in_turn(self) -> int:
+        """The seq_id that runs now, or runs next once it has arrived."""
+        return self._next
+
     def add(self, pending: Pending) -> None:
         """Takes a command; returns at once."""
         self._waiting[pending.seq_id] = pending

@@ -130,9 +130,10 @@ class SampleRunner:
         if work.rendered is None:
             work.pending.wait_on("rendering the prompt")
             with stage("render", Kind.SAMPLE.value):
-                work.rendered = await self._renderers.render(work.request.prompt, "prompt")
+                work.rendered = await self._renderers.render(work.pending.owner, work.request.prompt, "prompt")
             await self._check(work)
-        async with self._place(work, self._samplers.pick(work.sampling.snapshot_id, work.rendered)) as sampler:
+        picked = self._samplers.pick(work.pending.owner, work.sampling.snapshot_id, work.rendered)
+        async with self._place(work, picked) as sampler:
             work.pending.wait_on("sampling")
             async for event in self._sample(sampler, work):
                 yield event
@@ -142,7 +143,7 @@ class SampleRunner:
         """A place in a sampler, the weights loaded, for as long as it is needed. Raises Left if the sampler leaves."""
         async with AsyncExitStack() as held:
             work.pending.wait_on("waiting for a place in a sampler", QueueState.PAUSED)
-            await held.enter_async_context(sampler.place())
+            await held.enter_async_context(sampler.place(work.pending.owner))
             work.pending.wait_on("waiting for the weights to be loaded")
             work.pending.begin()
             snapshot_id = work.snapshot_id = work.sampling.snapshot_id
@@ -171,6 +172,8 @@ class SampleRunner:
             alt_token_count=work.request.alt_token_count,
             prompt_logprobs_last_n=work.request.prompt_logprobs_last_n,
             at_once=work.at_once,
+            # What is cached for one owner is neither used nor counted for another, who could learn prompts from it.
+            cache_salt=work.pending.owner,
         )
         self._note_sampling()
         try:

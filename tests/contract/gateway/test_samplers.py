@@ -205,7 +205,7 @@ async def test_work_spreads_over_samplers_and_moves_away_from_a_dead_one(two: tu
 
 async def test_too_many_pending_samples_make_the_client_wait_and_finish(stand: Stand, rest: Rest) -> None:
     await stand.stop()
-    await stand.start(max_pending=3)
+    await stand.start(max_pending=6)  # half of it for one owner
 
     def use(client: tinker.ServiceClient) -> list[types.SampleResponse]:
         sampling = client.create_sampling_client(base_model=MODEL).result()

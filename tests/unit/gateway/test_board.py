@@ -9,6 +9,7 @@ import pytest
 from fovea.wire.errors import Cancelled, Expired, InvalidInput, NotFound
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending, State
+from gateway.shares import Shares
 from gateway.store.database import Database
 
 
@@ -26,7 +27,7 @@ class Shelf:
     async def open(self) -> FutureBoard:
         self.database = Database(self.url)
         await self.database.open()
-        board = FutureBoard(self.database, result_ttl_s=0.05)
+        board = FutureBoard(self.database, 0.05, Shares("max_pending", 20_000, "unfinished requests"))
         board.start = lambda work: self.started.append(work.future_id)
         return board
 

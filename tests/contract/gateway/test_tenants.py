@@ -1,0 +1,196 @@
+"""Two owners: what one does neither shows in what the other is told nor keeps it from being served."""
+
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from fovea.api.v1 import gateway_pb2 as pb
+from fovea.api.v1 import gateway_pb2_grpc, model_input_pb2, sampler_pb2
+from fovea.wire.errors import FoveaError, ResourceExhausted, from_rpc_error
+from fovea.wire.tensors import encode_tokens
+from tests.contract.gateway.conftest import Stand, eventually, running
+from tests.contract.gateway.fakes import MODEL
+from tests.contract.gateway.requests import PNG, Rest
+
+ALICE, BOB = "tml-alice", "tml-bob"
+
+
+@pytest.fixture
+async def stand(tmp_path: Path, database_url: str) -> AsyncIterator[Stand]:
+    """A gateway that two owners have keys of, with few places for their requests."""
+    keys = [f"alice={ALICE}", f"bob={BOB}"]
+    settings = {"api_key": keys, "max_pending": 20, "max_sessions": 8, "sampler_concurrency": 1}
+    async with running(Stand(tmp_path), database_url=database_url, **settings) as stand:
+        yield stand
+
+
+@pytest.fixture
+async def alice(stand: Stand) -> AsyncIterator[Rest]:
+    async with stand.http(ALICE) as http:
+        yield await _with_session(http)
+
+
+@pytest.fixture
+async def bob(stand: Stand) -> AsyncIterator[Rest]:
+    async with stand.http(BOB) as http:
+        yield await _with_session(http)
+
+
+@pytest.fixture
+async def stub(stand: Stand) -> AsyncIterator[Any]:
+    assert stand.gateway is not None
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{stand.gateway.grpc.port}") as channel:
+        yield gateway_pb2_grpc.GatewayServiceStub(channel)
+
+
+async def _with_session(http: httpx.AsyncClient) -> Rest:
+    rest = Rest(http)
+    await rest.open_session()
+    return rest
+
+
+async def base_session(rest: Rest, number: int = 0) -> str:
+    answer = await rest.ok(
+        "create_sampling_session", session_id=rest.session_id, sampling_session_seq_id=number, base_model=MODEL
+    )
+    return str(answer["sampling_session_id"])
+
+
+def keyed(key: str) -> tuple[tuple[str, str], ...]:
+    return (("x-api-key", key),)
+
+
+def sample_request(session: str, *chunks: model_input_pb2.Chunk) -> pb.SampleTokensRequest:
+    text = model_input_pb2.Chunk(tokens=model_input_pb2.TokenChunk(tokens=encode_tokens([1, 2, 3])))
+    return pb.SampleTokensRequest(
+        sampling_session_id=session,
+        prompt=model_input_pb2.ModelInput(chunks=[text, *chunks]),
+        sample_count=1,
+        params=sampler_pb2.SamplingParams(max_tokens=2, seed=1),
+    )
+
+
+async def told(call: Any) -> FoveaError:
+    """The error that a stream ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    return from_rpc_error(caught.value)
+
+
+async def test_an_image_of_another_owner_is_like_one_that_nobody_uploaded(
+    stand: Stand, alice: Rest, bob: Rest, stub: Any
+) -> None:
+    sha256 = hashlib.sha256(PNG).hexdigest()
+
+    async def pieces() -> AsyncIterator[pb.UploadImageRequest]:
+        yield pb.UploadImageRequest(sha256=sha256, data=PNG)
+
+    await stub.UploadImage(pieces(), metadata=keyed(ALICE))
+
+    def naming(digest: str) -> model_input_pb2.Chunk:
+        reference = model_input_pb2.ImageReference(sha256=digest, format=model_input_pb2.IMAGE_FORMAT_PNG)
+        return model_input_pb2.Chunk(image_reference=reference)
+
+    hers, his = await base_session(alice), await base_session(bob)
+    events = [event async for event in stub.SampleTokens(sample_request(hers, naming(sha256)), metadata=keyed(ALICE))]
+    assert events
+    calls = len(stand.renderer.calls)
+    answers = []
+    for digest in (sha256, "0" * 64):
+        error = await told(stub.SampleTokens(sample_request(his, naming(digest)), metadata=keyed(BOB)))
+        answers.append((type(error), error.message.replace(digest, "DIGEST"), error.field, error.metadata))
+    assert answers[0] == answers[1]
+    assert len(stand.renderer.calls) == calls, "nobody was asked"
+
+
+async def test_cached_prompts_are_an_owners_own(stand: Stand, alice: Rest, bob: Rest, stub: Any) -> None:
+    for rest, key in ((alice, ALICE), (bob, BOB)):
+        session = await base_session(rest)
+        for seq_id, more in enumerate(({}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 2})):
+            await rest.result((await rest.sample(session, seq_id, **more)).json()["request_id"])
+        [event async for event in stub.SampleTokens(sample_request(session), metadata=keyed(key))]
+    salts = [request.cache_salt for request in stand.sampler.of("Sample")]
+    assert len(set(salts[:4])) == len(set(salts[4:])) == 1
+    assert len(set(salts)) == 2
+    assert all(salts)
+    assert not any(key in salt for salt in salts for key in (ALICE, BOB))
+
+
+async def test_commands_held_for_one_that_never_comes_stop_nobody_else(alice: Rest, bob: Rest) -> None:
+    model_id = await alice.create_model()
+    adam = {"adam_params": {}, "type": "optim_step"}
+    answers = [await alice.post("optim_step", model_id=model_id, seq_id=seq_id, **adam) for seq_id in range(2, 42)]
+    held = [answer.json()["request_id"] for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert len(held) == 10
+    assert {(answer.status_code, answer.json()["reason"]) for answer in refused} == {(429, "RESOURCE_EXHAUSTED")}
+    assert "max_pending 20" in refused[0].json()["detail"]
+    assert (await alice.sample(await base_session(alice), 0)).status_code == 429, "hers count together"
+    session = await base_session(bob)
+    for seq_id in range(3):
+        assert "sequences" in await bob.result((await bob.sample(session, seq_id)).json()["request_id"])
+    await bob.result((await bob.optim_step(await bob.create_model(), 1))["request_id"])
+    # What all the others wait for is never refused, or nothing would ever end.
+    first = await alice.optim_step(model_id, 1)
+    for request_id in (first["request_id"], *held):
+        assert "metrics" in await alice.result(request_id)
+    assert "metrics" in await alice.result((await alice.optim_step(model_id, 12))["request_id"])
+
+
+async def test_streams_count_as_well(stand: Stand, alice: Rest, bob: Rest, stub: Any) -> None:
+    stand.sampler.open.clear()
+    session = await base_session(alice)
+    calls = [stub.SampleTokens(sample_request(session), metadata=keyed(ALICE)) for _ in range(10)]
+    assert stand.gateway is not None
+    (sampler,) = stand.gateway.samplers.members
+    await eventually(lambda: sampler.queued == 10)
+    error = await told(stub.SampleTokens(sample_request(session), metadata=keyed(ALICE)))
+    assert isinstance(error, ResourceExhausted)
+    assert error.metadata["limit"] == "max_pending"
+    answer = await bob.sample(await base_session(bob), 0)
+    for call in calls:
+        call.cancel()
+    await eventually(lambda: sampler.queued <= 1)
+    stand.sampler.open.set()
+    assert "sequences" in await bob.result(answer.json()["request_id"])
+    assert "sequences" in await alice.result((await alice.sample(session, 0)).json()["request_id"]), "her share is free"
+
+
+async def test_owners_are_served_by_turns(stand: Stand, alice: Rest, bob: Rest) -> None:
+    stand.sampler.open.clear()
+    hers, his = await base_session(alice), await base_session(bob)
+    ids = [(await alice.sample(hers, seq_id)).json()["request_id"] for seq_id in range(9)]
+    await eventually(lambda: stand.sampler.running == 1)
+    last = (await bob.sample(his, 0)).json()["request_id"]
+    assert stand.gateway is not None
+    (sampler,) = stand.gateway.samplers.members
+    await eventually(lambda: sampler.waiting == 9)
+    stand.sampler.open.set()
+    for request_id in ids:
+        await alice.result(request_id)
+    await bob.result(last)
+    begun = [request.request_id for request in stand.sampler.of("Sample")]
+    assert begun == [ids[0], ids[1], last, *ids[2:]], "who came last waits for one of hers, not for nine"
+
+
+async def test_an_owner_has_a_share_of_the_sessions(stand: Stand, alice: Rest, bob: Rest) -> None:
+    body = {"tags": [], "sdk_version": "0.38.0"}
+    opened = []
+    while (answer := await alice.post("create_session", **body)).status_code == 200:
+        opened.append(answer.json()["session_id"])
+        assert len(opened) < 8
+    assert answer.status_code == 429
+    assert "max_sessions 8" in answer.json()["detail"]
+    await bob.open_session()
+    await stand.stop()
+    await stand.start()
+    assert (await alice.post("create_session", **body)).status_code == 429, "a restart changes nothing"
+    for session_id in opened[:2]:
+        await alice.ok(f"sessions/{session_id}/finish", reason={"type": "success"})
+    await alice.open_session()
