@@ -106,6 +106,7 @@ class Gateway:
         self.keys = KeyRing(self.database, settings.given_keys, settings.host)
         self.capabilities = Capabilities(settings.model_name, self.renderers, self.samplers, self.trainer)
         self.board.start = self._start_future
+        self.board.on_failure_told = self.training.note_failure_told
         self.sessions.on_end = self._end_session
         self._background: set[asyncio.Task[Any]] = set()
         self._freeing: set[asyncio.Task[Any]] = set()

@@ -45,6 +45,10 @@ class Models:
             model = self._models.setdefault(model_id, model)
         return model
 
+    def find(self, model_id: str) -> Model | None:
+        """A model that may be in use: None if it is not in memory."""
+        return self._models.get(model_id)
+
     def cached(self, model_id: str) -> Model:
         """A model that is in use, so in memory."""
         return self._models[model_id]

@@ -60,7 +60,9 @@ class GatewaySettings(ServiceSettings):
         256 * 2**10, gt=0, description="Results from this size on are compressed for clients that read zstd or gzip."
     )
     gap_timeout_s: float = Field(600.0, gt=0, description="Seconds that later commands wait for a missing seq_id.")
-    command_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one trainer command.")
+    command_timeout_s: float = Field(
+        3600.0, gt=0, description="Deadline of one trainer command that changes no model; one that does is waited for."
+    )
     push_timeout_s: float = Field(120.0, gt=0, description="Deadline of one push of weights to samplers.")
     sample_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one sample request in a sampler.")
     retry_deadline_s: float = Field(

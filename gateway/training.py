@@ -62,6 +62,7 @@ class Training:
         self._batches, self._runner, self._trainer = batches, runner, trainer
         self._gap_timeout_s = gap_timeout_s
         self._lines: dict[str, Line] = {}
+        self._told_failures: dict[str, int] = {}
 
     async def submit_create(
         self, caller: Caller, request: gateway_pb2.SubmitCreateModelRequest, rejection: FoveaError | None = None
@@ -119,13 +120,20 @@ class Training:
         blob = records.join(request) if is_stream else request[0].SerializeToString()
         pending = Pending(
             identity.future_id(model_id, seq_id), kind, caller.owner, model.session_id, model_id, seq_id,
-            request=blob, rejection=rejection,
+            request=blob, rejection=rejection, known_failure=self._told_failures.get(model_id),
         )  # fmt: skip
         line = self._lines.get(model_id)
         in_turn = model.next_seq_id if line is None else line.in_turn
         # Later commands are held for this one: refusing it would keep them, and with them the owner's share.
         await self._board.submit(pending, others_wait_for_it=kind is not Kind.CREATE_MODEL and seq_id <= in_turn)
         return pending.future_id
+
+    def note_failure_told(self, future_id: str) -> None:
+        """Notes that a client is being told of a failed future, if it is the one that spoilt its model's gradients."""
+        model_id, _, seq_id = future_id.rpartition(":")
+        model = self._models.find(model_id)
+        if model is not None and str(model.failed_seq_id) == seq_id:
+            self._told_failures[model_id] = int(seq_id)
 
     def start(self, pending: Pending) -> None:
         """Hands an accepted command to its model's line. The model is in memory: its submission asked for it."""
@@ -139,6 +147,7 @@ class Training:
     async def end_session(self, session: Session, error: SessionEnded) -> None:
         """Discards what a session's models have queued, then frees them."""
         for model_id in await self._models.of_session(session.session_id):
+            self._told_failures.pop(model_id, None)
             line = self._lines.pop(model_id, None)
             if line is not None:
                 await line.close(error)

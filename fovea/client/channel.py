@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fovea.runtime import tracing
-from fovea.wire.errors import STATUS_DETAILS, Cancelled, FoveaError, Unavailable, from_rpc_error
+from fovea.wire.errors import STATUS_DETAILS, BrokenOff, Cancelled, FoveaError, Unavailable, from_rpc_error
 from fovea.wire.limits import MESSAGE_BYTES
 
 Response = TypeVar("Response")
@@ -79,26 +79,31 @@ class ServiceClient:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def _raised(self, error: grpc.aio.AioRpcError) -> FoveaError:
-        """What the server raised. A bare CANCELLED is a server that stopped: our own cancelling looks different."""
+        """What the server raised, or BrokenOff if it did not come to an answer.
+
+        A bare CANCELLED is a server that stopped: our own cancelling looks different.
+        """
         raised = from_rpc_error(error)
         trailing: Any = error.trailing_metadata() or ()
-        if isinstance(raised, Cancelled) and STATUS_DETAILS not in [name for name, _ in trailing]:
-            return Unavailable(f"the service at {self.address} stopped during the call")
-        return raised
+        if STATUS_DETAILS in [name for name, _ in trailing]:
+            return raised
+        if isinstance(raised, Cancelled):
+            return BrokenOff(f"the service at {self.address} stopped during the call")
+        return BrokenOff(raised.message) if type(raised) is Unavailable else raised
 
-    async def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
+    async def _unary(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         try:
             return await method(request, timeout=timeout_s, metadata=tracing.metadata(self._metadata))
         except grpc.aio.AioRpcError as error:
             raise self._raised(error) from None
 
-    async def _send_stream(self, method: Any, requests: AsyncIterable[Any], timeout_s: float) -> Any:
+    async def _send_stream(self, method: Any, requests: AsyncIterable[Any], timeout_s: float | None) -> Any:
         try:
             return await method(requests, timeout=timeout_s, metadata=tracing.metadata(self._metadata))
         except grpc.aio.AioRpcError as error:
             raise self._raised(error) from None
 
-    async def _stream(self, method: Any, request: Any, timeout_s: float) -> AsyncIterator[Any]:
+    async def _stream(self, method: Any, request: Any, timeout_s: float | None) -> AsyncIterator[Any]:
         """Yields responses; `request` is one message or an async iterable of them. Leaving early cancels the call."""
         call = method(request, timeout=timeout_s, metadata=tracing.metadata(self._metadata))
         try:

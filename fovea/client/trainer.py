@@ -19,7 +19,7 @@ class ForwardBackwardResult(NamedTuple):
 
 
 class TrainerClient(ServiceClient):
-    """Typed calls to one trainer. Commands are never repeated by themselves: a repeat could step twice."""
+    """Typed calls to one trainer. Never repeats a command by itself: one without `seq_id` could step twice."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address, retryable=[(SERVICE, "GetTrainerInfo")])
@@ -49,7 +49,7 @@ class TrainerClient(ServiceClient):
         self,
         header: trainer_pb2.ForwardBackwardHeader,
         datums: Iterable[trainer_pb2.Datum],
-        timeout_s: float = COMMAND_TIMEOUT_S,
+        timeout_s: float | None = COMMAND_TIMEOUT_S,
     ) -> ForwardBackwardResult:
         """Computes a loss on `header.datum_count` datums. Raises Internal if the answer is incomplete."""
 
@@ -69,15 +69,22 @@ class TrainerClient(ServiceClient):
             raise Internal(f"the trainer answered {len(outputs)} of {header.datum_count} datums")
         return ForwardBackwardResult(outputs, metrics)
 
-    async def clear_gradients(self, model_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+    async def clear_gradients(
+        self, model_id: str, timeout_s: float | None = COMMAND_TIMEOUT_S, seq_id: int = 0
+    ) -> None:
         """Drops the gradients accumulated since the last step."""
-        await self._unary(self._stub.ClearGradients, trainer_pb2.ClearGradientsRequest(model_id=model_id), timeout_s)
+        request = trainer_pb2.ClearGradientsRequest(model_id=model_id, seq_id=seq_id)
+        await self._unary(self._stub.ClearGradients, request, timeout_s)
 
     async def optim_step(
-        self, model_id: str, adam: trainer_pb2.AdamParams, timeout_s: float = COMMAND_TIMEOUT_S
+        self,
+        model_id: str,
+        adam: trainer_pb2.AdamParams,
+        timeout_s: float | None = COMMAND_TIMEOUT_S,
+        seq_id: int = 0,
     ) -> trainer_pb2.OptimStepResponse:
         """Applies the accumulated gradients."""
-        request = trainer_pb2.OptimStepRequest(model_id=model_id, adam=adam)
+        request = trainer_pb2.OptimStepRequest(model_id=model_id, adam=adam, seq_id=seq_id)
         response: trainer_pb2.OptimStepResponse = await self._unary(self._stub.OptimStep, request, timeout_s)
         return response
 
@@ -89,9 +96,16 @@ class TrainerClient(ServiceClient):
         response: trainer_pb2.SaveStateResponse = await self._unary(self._stub.SaveState, request, timeout_s)
         return response
 
-    async def load_state(self, model_id: str, uri: str, optimizer: bool, timeout_s: float = COMMAND_TIMEOUT_S) -> int:
+    async def load_state(
+        self,
+        model_id: str,
+        uri: str,
+        optimizer: bool,
+        timeout_s: float | None = COMMAND_TIMEOUT_S,
+        seq_id: int = 0,
+    ) -> int:
         """Reads a saved state into a model; returns the steps that it had taken."""
-        request = trainer_pb2.LoadStateRequest(model_id=model_id, uri=uri, optimizer=optimizer)
+        request = trainer_pb2.LoadStateRequest(model_id=model_id, uri=uri, optimizer=optimizer, seq_id=seq_id)
         response: trainer_pb2.LoadStateResponse = await self._unary(self._stub.LoadState, request, timeout_s)
         return response.step
 

@@ -18,6 +18,7 @@
         Cancelled                CANCELLED            400  user     given up by the caller
         DeadlineExceeded         DEADLINE_EXCEEDED    504  server   it took too long
         Unavailable              UNAVAILABLE          503  server   a service is down; harmless calls may be repeated
+            BrokenOff            UNAVAILABLE          503  server   no answer came: nobody knows what was done
             ModelLost            UNAVAILABLE          503  server   the trainer that held the model is gone
         Internal                 INTERNAL             500  server   our fault; the log has the request id
 
@@ -196,6 +197,12 @@ class Unavailable(FoveaError):
     reason = "UNAVAILABLE"
     http_status = 503
     category: ClassVar[Category] = "server"
+
+
+class BrokenOff(Unavailable):
+    """The connection broke, or the service ended, before it answered: it may have done what was asked or not."""
+
+    reason = "BROKEN_OFF"
 
 
 class ModelLost(Unavailable):

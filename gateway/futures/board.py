@@ -34,7 +34,8 @@ class FutureBoard:
         result_ttl_s: Seconds for which a result can be fetched again.
         shares: Limits how many an owner may have unfinished.
 
-    Set `start` before the first submission: it is called once for each accepted future and must not block.
+    Set `start` before the first submission: it is called once for each accepted future and must not block. Set
+    `on_failure_told` to what must know that a client is being told of a failure.
     """
 
     def __init__(self, database: Database, result_ttl_s: float, shares: Shares) -> None:
@@ -49,6 +50,7 @@ class FutureBoard:
         self._last_number = 0
         self._completions = CompletionLogs(database, rows.completions)
         self.start: Callable[[Pending], None] = _no_start
+        self.on_failure_told: Callable[[str], None] = _nothing
 
     @property
     def pending_count(self) -> int:
@@ -138,21 +140,10 @@ class FutureBoard:
 
         Raises NotFound for an unknown id or somebody else's, Expired if the result was dropped.
         """
-        pending = self._pending.get(future_id)
-        if pending is not None and pending.owner == owner:
-            await self._wait_done(pending, timeout_s)
-            if not pending.done.is_set():
-                return pending
-        recent = self._recent.get(future_id)
-        if recent is not None and recent[0] == owner:
-            return recent[1]
-        stored = await self._database.read(lambda connection: rows.get(connection, future_id))
-        if stored is None or stored.owner != owner:
-            raise NotFound(f"there is no request {future_id!r}", field="request_id")
-        if stored.outcome is None:
-            kept = f"results are kept for {self._result_ttl_s:.0f} s, or until the client acknowledges them"
-            raise Expired(f"the result of {future_id!r} is gone: {kept}")
-        return stored.outcome
+        found = await self._found(future_id, owner, timeout_s)
+        if isinstance(found, Outcome) and found.error is not None:
+            self.on_failure_told(future_id)
+        return found
 
     async def wait_any(self, target: Target, after: int, timeout_s: float) -> list[Completion]:
         """What a client of a sampling session has finished since number `after`, in order.
@@ -225,6 +216,23 @@ class FutureBoard:
         del self._pending[pending.future_id]
         self._shares.give(pending.owner)
 
+    async def _found(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
+        pending = self._pending.get(future_id)
+        if pending is not None and pending.owner == owner:
+            await self._wait_done(pending, timeout_s)
+            if not pending.done.is_set():
+                return pending
+        recent = self._recent.get(future_id)
+        if recent is not None and recent[0] == owner:
+            return recent[1]
+        stored = await self._database.read(lambda connection: rows.get(connection, future_id))
+        if stored is None or stored.owner != owner:
+            raise NotFound(f"there is no request {future_id!r}", field="request_id")
+        if stored.outcome is None:
+            kept = f"results are kept for {self._result_ttl_s:.0f} s, or until the client acknowledges them"
+            raise Expired(f"the result of {future_id!r} is gone: {kept}")
+        return stored.outcome
+
     async def _wait_done(self, pending: Pending, timeout_s: float) -> None:
         if not self._is_closing:
             with suppress(TimeoutError):
@@ -276,3 +284,7 @@ class FutureBoard:
 
 def _no_start(pending: Pending) -> None:
     raise RuntimeError("FutureBoard.start is not set")
+
+
+def _nothing(future_id: str) -> None:
+    pass

@@ -90,6 +90,7 @@ class Pending:
         rejection: Why it will fail when its turn comes.
         sampled: Whose weights a sample is drawn from, once that is known: a trained model's id, or the base's name.
         traceparent: The call that submitted it; empty without tracing and after a restart.
+        known_failure: The failed forward_backward, by seq_id, of which the caller had been told before it sent this.
         begun_at: When its turn came, seconds of `time.time`; None while it waits.
         waiting_for: Words for whoever polls.
         work: The task that works on it, if cancelling is possible.
@@ -111,6 +112,7 @@ class Pending:
     created_at: float = field(default_factory=time.time)
     sampled: str = ""
     traceparent: str = field(default_factory=tracing.traceparent)
+    known_failure: int | None = None
     begun_at: float | None = None
     queue_state: QueueState = QueueState.ACTIVE
     waiting_for: str = "queued"

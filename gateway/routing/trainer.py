@@ -2,14 +2,19 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from fovea.api.v1 import trainer_pb2
 from fovea.client import TrainerClient
-from fovea.wire.errors import Unavailable
+from fovea.wire.errors import BrokenOff, Unavailable
 from gateway.routing.peer import Peer
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+_SETTLE_S = 0.1
 
 
 class TrainerLink(Peer):
@@ -65,6 +70,26 @@ class TrainerLink(Peer):
         if not self.up or self.info is None:
             raise Unavailable(f"the trainer at {self.address} does not answer")
         return self.info
+
+    async def settle(self, instance_id: str, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        """The answer to a command that may be asked for twice, asked for again whenever the call breaks off.
+
+        Raises BrokenOff if another instance answers, or none within the usual wait.
+        """
+        while True:
+            try:
+                return await call()
+            except BrokenOff:
+                if not await self._is_back(instance_id):
+                    raise
+
+    async def _is_back(self, instance_id: str) -> bool:
+        await asyncio.sleep(_SETTLE_S)
+        await self.look_again()
+        try:
+            return (await self.require()).instance_id == instance_id
+        except Unavailable:
+            return False
 
     async def look_again(self) -> str:
         """Asks now, after a call failed; returns the instance that answers, or an empty text."""

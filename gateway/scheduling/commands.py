@@ -25,8 +25,8 @@ COMMANDS: dict[Kind, Command] = {
     Kind.SAVE_EXTERNAL: exports.save_external,
 }
 
-UNREPEATABLE = (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
-"""Commands that must not run twice. The others may: nothing of their model runs between the two times."""
+_CHANGING = (Kind.OPTIM_STEP, Kind.LOAD_STATE)
+"""Commands after which the weights are others: if what came of one cannot be learned, the model is lost."""
 
 
 class CommandRunner:
@@ -63,13 +63,13 @@ class CommandRunner:
             model.failed_seq_id, model.failed_reason = first, f"requests {first} to {last} never arrived"
 
     async def _run(self, model: Model, pending: Pending) -> Done:
+        if pending.kind is Kind.FORWARD_BACKWARD:
+            _begin_afresh(model, pending)
         if pending.rejection is not None:
             raise pending.rejection
-        if pending.state is State.RUNNING and pending.kind in UNREPEATABLE:
-            raise Unavailable(f"the gateway restarted while this {pending.kind} ran; whether it took effect is unknown")
         if pending.kind is not Kind.CREATE_MODEL:
             await self._context.models.check_ready(model)
-            await self._check_trainer(model)
+            await self._check_trainer(model, pending)
         if pending.kind is Kind.SAVE_FOR_SAMPLER:
             model.next_snapshot += 1
         pending.begin()
@@ -81,12 +81,14 @@ class CommandRunner:
         except Unavailable as error:
             raise await self._explain(model, pending, error) from None
 
-    async def _check_trainer(self, model: Model) -> None:
+    async def _check_trainer(self, model: Model, pending: Pending) -> None:
         trainer = self._context.trainer
+        # An earlier gateway had sent it: whoever does not learn now what came of it never will.
+        was_sent = pending.state is State.RUNNING
         try:
-            info = await trainer.require()
+            info = await trainer.require(self._context.patience_s if was_sent else 0.0)
         except Unavailable as error:
-            raise await self._context.models.lost_error(model, error.message) from None
+            raise await self._unreachable(model, pending, error.message, was_sent) from None
         if info.instance_id != model.trainer_instance:
             raise await self._context.models.mark_lost(model, trainer.address)
 
@@ -99,9 +101,14 @@ class CommandRunner:
         if instance and instance != model.trainer_instance:
             return await self._context.models.mark_lost(model, trainer.address)
         reason = f"the trainer at {trainer.address} broke off during this {pending.kind} ({error.message})"
-        if not instance:
-            return await self._context.models.lost_error(model, reason)
-        return Unavailable(f"{reason} but still holds the model; whether the command took effect is unknown")
+        if not instance or pending.kind in _CHANGING:
+            return await self._unreachable(model, pending, reason, was_sent=True)
+        return Unavailable(f"{reason} but still holds the model, unchanged: send this again")
+
+    async def _unreachable(self, model: Model, pending: Pending, reason: str, was_sent: bool) -> FoveaError:
+        if was_sent and pending.kind in _CHANGING:
+            model.state, model.state_reason = ModelState.LOST, reason
+        return await self._context.models.lost_error(model, reason)
 
     async def _end(self, model: Model, pending: Pending, done: Done, error: FoveaError | None) -> None:
         if error is not None:
@@ -113,6 +120,12 @@ class CommandRunner:
                 model.state, model.state_reason = ModelState.FAILED, error.message
         else:
             logger.info("%s of %s done in %.2f s", pending.kind, pending.future_id, time.time() - pending.created_at)
+            if pending.kind is Kind.FORWARD_BACKWARD:
+                model.is_accumulating = True
+            if pending.kind is Kind.LOAD_STATE:
+                model.is_accumulating, model.failed_seq_id, model.failed_reason = False, None, ""
+        if pending.kind is Kind.OPTIM_STEP:
+            model.is_accumulating = False
         self._context.batches.drop(pending)
         model.next_seq_id = max(model.next_seq_id, pending.seq_id + 1)
         outcome = Outcome(pending.kind, records.join(done.result), error)
@@ -122,3 +135,9 @@ class CommandRunner:
                 await step()
         except Exception:
             logger.exception("the outcome of %s could not be kept", pending.future_id)
+
+
+def _begin_afresh(model: Model, pending: Pending) -> None:
+    """Forgets a failed forward_backward if nothing else was accumulated and the caller knew when it sent this one."""
+    if model.failed_seq_id is not None and pending.known_failure == model.failed_seq_id and not model.is_accumulating:
+        model.failed_seq_id, model.failed_reason = None, ""

@@ -83,7 +83,13 @@ async def load_state(context: Context, model: Model, pending: Pending, blob: byt
             f"{model.lora.rank}; use create_training_client_from_state, which takes the checkpoint's own",
             field="path",
         )
-    step = await context.trainer.client.load_state(model.model_id, checkpoint.uri, request.optimizer, context.timeout_s)
+    client = context.trainer.client
+    step = await context.trainer.settle(
+        model.trainer_instance,
+        lambda: client.load_state(
+            model.model_id, checkpoint.uri, request.optimizer, timeout_s=None, seq_id=pending.seq_id
+        ),
+    )
     loaded = gateway_pb2.StateLoaded(step=step, path=request.path)
     return Done([gateway_pb2.WaitFutureResponse(state_loaded=loaded)])
 

@@ -1,4 +1,8 @@
-"""Commands that compute: forward, forward_backward, optim_step."""
+"""Commands that compute: forward, forward_backward, optim_step.
+
+What changes a model has no deadline: to give it up would leave unknown what it did. The trainer knows it by its seq_id,
+does it once, and says what came of it however often it is asked.
+"""
 
 from fovea.api.v1 import gateway_pb2, trainer_pb2
 from fovea.client import ForwardBackwardResult
@@ -15,25 +19,33 @@ async def forward_backward(context: Context, model: Model, pending: Pending, blo
     pending.wait_on("rendering")
     batch = await context.batches.take(pending)
     try:
-        answer = await _compute(context, batch, pending)
+        answer = await _compute(context, model, batch, pending)
     except FeatureEvicted:  # the trainer fetches before it computes: nothing was added yet
-        answer = await _compute(context, await context.batches.prepare(pending), pending)
+        answer = await _compute(context, model, await context.batches.prepare(pending), pending)
     outputs = [gateway_pb2.WaitFutureResponse(output=output) for output in answer.outputs]
     metrics = trainer_pb2.Metrics(values=answer.metrics)
     return Done([*outputs, gateway_pb2.WaitFutureResponse(metrics=metrics)])
 
 
-async def _compute(context: Context, batch: Batch, pending: Pending) -> ForwardBackwardResult:
+async def _compute(context: Context, model: Model, batch: Batch, pending: Pending) -> ForwardBackwardResult:
     pending.wait_on("computing, or waiting for the trainer")
+    batch.header.seq_id = pending.seq_id
+    batch.header.drop_gradients = not model.is_accumulating
     with stage("train", pending.kind.value):
-        return await context.trainer.client.forward_backward(batch.header, batch.datums, context.timeout_s)
+        return await context.trainer.settle(
+            model.trainer_instance,
+            lambda: context.trainer.client.forward_backward(batch.header, batch.datums, timeout_s=None),
+        )
 
 
 async def optim_step(context: Context, model: Model, pending: Pending, blob: bytes) -> Done:
     """Steps, unless a forward_backward since the last step failed: then the gradients are partial and are dropped."""
+    trainer, held_by = context.trainer, model.trainer_instance
     if model.failed_seq_id is not None:
         failed, reason = model.failed_seq_id, model.failed_reason
-        await context.trainer.client.clear_gradients(model.model_id, context.timeout_s)
+        await trainer.settle(
+            held_by, lambda: trainer.client.clear_gradients(model.model_id, timeout_s=None, seq_id=pending.seq_id)
+        )
         model.failed_seq_id, model.failed_reason = None, ""
         raise FailedPrecondition(
             f"this optim_step (request {pending.seq_id}) was not taken: forward_backward request {failed} before it "
@@ -43,5 +55,8 @@ async def optim_step(context: Context, model: Model, pending: Pending, blob: byt
     request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
     pending.wait_on("stepping, or waiting for the trainer")
     with stage("train", pending.kind.value):
-        answer = await context.trainer.client.optim_step(model.model_id, request.adam, context.timeout_s)
+        answer = await trainer.settle(
+            held_by,
+            lambda: trainer.client.optim_step(model.model_id, request.adam, timeout_s=None, seq_id=pending.seq_id),
+        )
     return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])

@@ -20,5 +20,7 @@ STEPS: dict[int, tuple[str, ...]] = {
         " WHERE key_hash NOT IN (SELECT key_hash FROM keys)",
         "DROP TABLE api_keys",
     ),
+    # Of a model in training nobody knows: what may be there is kept.
+    3: ("ALTER TABLE models ADD COLUMN is_accumulating BOOLEAN NOT NULL DEFAULT TRUE",),
 }
 """By the version that they start from."""

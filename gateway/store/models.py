@@ -36,6 +36,8 @@ class Model:
         next_seq_id: The next command in turn.
         next_snapshot: Number of the next snapshot, never used twice.
         failed_seq_id: A forward_backward that failed since the last step: the next step would be on partial gradients.
+        is_accumulating: Whether a forward_backward has succeeded since the last step, taken or not. Until then, what
+            gradients the trainer may hold are no part of the next step.
     """
 
     model_id: str
@@ -51,6 +53,7 @@ class Model:
     next_snapshot: int = 1
     failed_seq_id: int | None = None
     failed_reason: str = ""
+    is_accumulating: bool = False
     created_at: float = field(default_factory=time.time)
     last_request_at: float = field(default_factory=time.time)
 

@@ -7,7 +7,7 @@ version; an unknown version is refused at start.
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 metadata = sa.MetaData()
 
@@ -68,6 +68,7 @@ models = sa.Table(
     sa.Column("next_snapshot", sa.BigInteger, nullable=False, default=1),
     sa.Column("failed_seq_id", sa.BigInteger),
     sa.Column("failed_reason", sa.Text, nullable=False, default=""),
+    sa.Column("is_accumulating", sa.Boolean, nullable=False, default=False),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("last_request_at", sa.Float, nullable=False),
 )

@@ -38,12 +38,14 @@ class DeleteModel:
 class ForwardBackward:
     """Compute a loss. `header` and `datums` are serialized messages that were checked on rank 0; `sizes` are theirs.
 
-    `decoded` is what rank 0 made of them when it checked; it is not sent.
+    `drop_gradients` drops those that are there already, first. `decoded` is what rank 0 made of the datums when it
+    checked; it is not sent.
     """
 
     model_id: str
     header: bytes
     backward: bool
+    drop_gradients: bool
     datums: list[bytes]
     sizes: list[DatumSize]
     decoded: list[Datum] | None = None

@@ -219,7 +219,10 @@ class Engine:
         self.full.release_model(command.model_id)
 
     def _forward_backward(self, command: commands.ForwardBackward) -> Outcome:
-        return self._losses.run(command, self.model(command.model_id))
+        model = self.model(command.model_id)
+        if command.backward and command.drop_gradients:
+            model.zero_gradients()
+        return self._losses.run(command, model)
 
     def _optim_step(self, command: commands.OptimStep) -> tuple[dict[str, float], int]:
         model = self.model(command.model_id)

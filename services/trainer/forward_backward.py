@@ -52,6 +52,11 @@ class Outcome:
     metrics: Metrics
     packing_efficiency: float
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the log-probabilities."""
+        return sum(values.nbytes for values in self.logprobs.values())
+
 
 @dataclass(frozen=True)
 class Prepared:

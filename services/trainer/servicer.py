@@ -18,6 +18,7 @@ from services.trainer.command_queue import CommandQueue
 from services.trainer.datums import check_digests, decode_datum
 from services.trainer.engine import Engine
 from services.trainer.forward_backward import Outcome
+from services.trainer.journal import Journal
 from services.trainer.logprob_gap import mean_gap
 from services.trainer.lora import DEFAULT_ALPHA, LoraSettings
 from services.trainer.losses import LOSS_NAMES, loss_of
@@ -42,6 +43,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._queue = queue
         self._rank = rank
         self._pusher = pusher
+        self._journal = Journal()
         self._instance_id = uuid.uuid4().hex
 
     async def GetTrainerInfo(
@@ -77,6 +79,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.DeleteModelRequest, context: Context
     ) -> trainer_pb2.DeleteModelResponse:
         await self._queue.submit(commands.DeleteModel(request.model_id))
+        self._journal.forget(request.model_id)
         return trainer_pb2.DeleteModelResponse()
 
     async def ForwardBackward(
@@ -84,14 +87,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> AsyncIterator[trainer_pb2.ForwardBackwardResponse]:
         header, datums = await self._receive_all(request_iterator)
         command = await asyncio.to_thread(self._checked, header, datums)
-        outcome: Outcome = await self._queue.submit(command)
-        backward = str(header.backward).lower()
-        telemetry.TOKENS.labels(backward).inc(sum(size.token_count for size in command.sizes))
-        telemetry.DATUMS.labels(backward).inc(len(datums))
-        telemetry.PACKING.set(outcome.packing_efficiency)
-        gap = mean_gap(command.decoded or (), outcome.logprobs)
-        if gap is not None and header.model_id in self._engine().models:
-            telemetry.LOGPROB_GAP.labels(header.model_id).set(gap)
+        seq_id = header.seq_id if header.backward else 0
+        outcome = await self._journal.once(
+            header.model_id, seq_id, lambda: self._computed(command), lambda outcome: outcome.size_bytes
+        )
         for index in range(len(datums)):
             output = trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(outcome.logprobs[index])})
             yield trainer_pb2.ForwardBackwardResponse(output=output)
@@ -100,12 +99,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ClearGradients(
         self, request: trainer_pb2.ClearGradientsRequest, context: Context
     ) -> trainer_pb2.ClearGradientsResponse:
-        await self._queue.submit(commands.ClearGradients(request.model_id))
+        command = commands.ClearGradients(request.model_id)
+        await self._journal.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
         return trainer_pb2.ClearGradientsResponse()
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Context) -> trainer_pb2.OptimStepResponse:
         command = commands.OptimStep(request.model_id, Adam.of(request.adam))
-        metrics, step = await self._queue.submit(command)
+        metrics, step = await self._journal.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
         return trainer_pb2.OptimStepResponse(metrics=trainer_pb2.Metrics(values=metrics), step=step)
 
     async def SaveState(self, request: trainer_pb2.SaveStateRequest, context: Context) -> trainer_pb2.SaveStateResponse:
@@ -113,7 +113,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.SaveStateResponse(size_bytes=size_bytes, step=step)
 
     async def LoadState(self, request: trainer_pb2.LoadStateRequest, context: Context) -> trainer_pb2.LoadStateResponse:
-        step = await self._queue.submit(commands.LoadState(request.model_id, request.uri, request.optimizer))
+        command = commands.LoadState(request.model_id, request.uri, request.optimizer)
+        step = await self._journal.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
         return trainer_pb2.LoadStateResponse(step=step)
 
     async def TakeSnapshot(
@@ -133,6 +134,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.ForgetSnapshotResponse:
         await self._queue.submit(commands.ForgetSnapshot(request.snapshot_id))
         return trainer_pb2.ForgetSnapshotResponse()
+
+    async def _computed(self, command: commands.ForwardBackward) -> Outcome:
+        outcome: Outcome = await self._queue.submit(command)
+        backward = str(command.backward).lower()
+        telemetry.TOKENS.labels(backward).inc(sum(size.token_count for size in command.sizes))
+        telemetry.DATUMS.labels(backward).inc(len(command.sizes))
+        telemetry.PACKING.set(outcome.packing_efficiency)
+        gap = mean_gap(command.decoded or (), outcome.logprobs)
+        if gap is not None and command.model_id in self._engine().models:
+            telemetry.LOGPROB_GAP.labels(command.model_id).set(gap)
+        return outcome
 
     def _engine(self) -> Engine:
         self._queue.check()
@@ -206,6 +218,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             header.model_id,
             header.SerializeToString(),
             header.backward,
+            header.drop_gradients,
             [datum.SerializeToString() for datum in datums],
             sizes,
             decoded,

@@ -1,8 +1,10 @@
 """A sampler, a trainer rank or all of Fovea dies: nothing hangs, nothing is lost in silence, nothing stays behind."""
 
+import random
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -26,9 +28,38 @@ def processes(stack: Stack, service: str) -> list[psutil.Process]:
     """A service's process and everything below it."""
     supervisor = psutil.Process(stack.state["pid"])
     for child in supervisor.children():
-        if f"services.{service}" in " ".join(child.cmdline()):
+        if {service, f"services.{service}"} & set(child.cmdline()):
             return [child, *child.children(recursive=True)]
     return []
+
+
+def train(stack: Stack, seed: int, rounds: int) -> list[float]:
+    """The losses of a model of its own, each call sent before the one before it has ended."""
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(stack.model))
+    prompts = [builder.build(f"sentence {number} of client {seed}, to be learned") for number in range(4)]
+    adam = tinker.AdamParams(learning_rate=1e-2)
+    with stack.service_client() as service:
+        training = service.create_lora_training_client(base_model=stack.model_name, rank=4, seed=seed).result()
+        losses = []
+        for number in range(rounds):
+            data = [prompt.datum() for prompt in prompts[: 1 + number % 4]]
+            losses += [training.forward_backward(data, "cross_entropy") for _ in range(2)]
+            training.optim_step(adam)
+        return [loss.result(timeout=300).metrics["loss:sum"] for loss in losses]
+
+
+def test_a_gateway_killed_again_and_again(fragile: Stack) -> None:
+    seeds, rounds, chance = (1, 2, 3), 40, random.Random(12)
+    undisturbed = [train(fragile, seed, rounds) for seed in seeds]
+    with ThreadPoolExecutor() as pool:
+        running = [pool.submit(train, fragile, seed, rounds) for seed in seeds]
+        for _ in range(3):
+            time.sleep(chance.uniform(1.0, 3.0))
+            (gateway,) = processes(fragile, "gateway")
+            gateway.kill()
+            while not (found := processes(fragile, "gateway")) or found[0].pid == gateway.pid:
+                time.sleep(0.1)
+        assert [each.result() for each in running] == undisturbed
 
 
 def test_a_sampler_killed_while_sampling(fragile: Stack) -> None:

@@ -78,7 +78,7 @@ class ForwardBackwardRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[ForwardBackwardHeader, _Mapping]] = ..., datum: _Optional[_Union[Datum, _Mapping]] = ...) -> None: ...
 
 class ForwardBackwardHeader(_message.Message):
-    __slots__ = ("model_id", "loss_function", "loss_config", "backward", "datum_count", "custom_loss")
+    __slots__ = ("model_id", "loss_function", "loss_config", "backward", "datum_count", "custom_loss", "seq_id", "drop_gradients")
     class LossConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -92,13 +92,17 @@ class ForwardBackwardHeader(_message.Message):
     BACKWARD_FIELD_NUMBER: _ClassVar[int]
     DATUM_COUNT_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_LOSS_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    DROP_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     loss_function: str
     loss_config: _containers.ScalarMap[str, float]
     backward: bool
     datum_count: int
     custom_loss: CustomLoss
-    def __init__(self, model_id: _Optional[str] = ..., loss_function: _Optional[str] = ..., loss_config: _Optional[_Mapping[str, float]] = ..., backward: bool = ..., datum_count: _Optional[int] = ..., custom_loss: _Optional[_Union[CustomLoss, _Mapping]] = ...) -> None: ...
+    seq_id: int
+    drop_gradients: bool
+    def __init__(self, model_id: _Optional[str] = ..., loss_function: _Optional[str] = ..., loss_config: _Optional[_Mapping[str, float]] = ..., backward: bool = ..., datum_count: _Optional[int] = ..., custom_loss: _Optional[_Union[CustomLoss, _Mapping]] = ..., seq_id: _Optional[int] = ..., drop_gradients: bool = ...) -> None: ...
 
 class CustomLoss(_message.Message):
     __slots__ = ("name", "inputs", "graph")
@@ -168,10 +172,12 @@ class Metrics(_message.Message):
     def __init__(self, values: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ClearGradientsRequest(_message.Message):
-    __slots__ = ("model_id",)
+    __slots__ = ("model_id", "seq_id")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     model_id: str
-    def __init__(self, model_id: _Optional[str] = ...) -> None: ...
+    seq_id: int
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ...) -> None: ...
 
 class ClearGradientsResponse(_message.Message):
     __slots__ = ()
@@ -194,12 +200,14 @@ class AdamParams(_message.Message):
     def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., grad_clip_norm: _Optional[float] = ...) -> None: ...
 
 class OptimStepRequest(_message.Message):
-    __slots__ = ("model_id", "adam")
+    __slots__ = ("model_id", "adam", "seq_id")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     ADAM_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     adam: AdamParams
-    def __init__(self, model_id: _Optional[str] = ..., adam: _Optional[_Union[AdamParams, _Mapping]] = ...) -> None: ...
+    seq_id: int
+    def __init__(self, model_id: _Optional[str] = ..., adam: _Optional[_Union[AdamParams, _Mapping]] = ..., seq_id: _Optional[int] = ...) -> None: ...
 
 class OptimStepResponse(_message.Message):
     __slots__ = ("metrics", "step")
@@ -226,14 +234,16 @@ class SaveStateResponse(_message.Message):
     def __init__(self, size_bytes: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class LoadStateRequest(_message.Message):
-    __slots__ = ("model_id", "uri", "optimizer")
+    __slots__ = ("model_id", "uri", "optimizer", "seq_id")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     uri: str
     optimizer: bool
-    def __init__(self, model_id: _Optional[str] = ..., uri: _Optional[str] = ..., optimizer: bool = ...) -> None: ...
+    seq_id: int
+    def __init__(self, model_id: _Optional[str] = ..., uri: _Optional[str] = ..., optimizer: bool = ..., seq_id: _Optional[int] = ...) -> None: ...
 
 class LoadStateResponse(_message.Message):
     __slots__ = ("step",)

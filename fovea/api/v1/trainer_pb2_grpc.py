@@ -28,6 +28,10 @@ if _version_not_supported:
 class TrainerServiceStub(object):
     """Trains models on one base: LoRA adapters side by side, or one full-parameter model. Commands run one at a time, in
     the order in which they arrive; the gateway orders the commands of a model.
+
+    Commands that change a model may carry a `seq_id`, which rises from one to the next. Such a command runs once, and to
+    its end even if its caller leaves: a repeat of the last one waits for it and is given the same answer, an older one is
+    refused. A caller whose call broke off, or who was started again, thus asks once more and knows.
     """
 
     def __init__(self, channel):
@@ -96,6 +100,10 @@ class TrainerServiceStub(object):
 class TrainerServiceServicer(object):
     """Trains models on one base: LoRA adapters side by side, or one full-parameter model. Commands run one at a time, in
     the order in which they arrive; the gateway orders the commands of a model.
+
+    Commands that change a model may carry a `seq_id`, which rises from one to the next. Such a command runs once, and to
+    its end even if its caller leaves: a repeat of the last one waits for it and is given the same answer, an older one is
+    refused. A caller whose call broke off, or who was started again, thus asks once more and knows.
     """
 
     def GetTrainerInfo(self, request, context):
@@ -246,6 +254,10 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 class TrainerService(object):
     """Trains models on one base: LoRA adapters side by side, or one full-parameter model. Commands run one at a time, in
     the order in which they arrive; the gateway orders the commands of a model.
+
+    Commands that change a model may carry a `seq_id`, which rises from one to the next. Such a command runs once, and to
+    its end even if its caller leaves: a repeat of the last one waits for it and is given the same answer, an older one is
+    refused. A caller whose call broke off, or who was started again, thus asks once more and knows.
     """
 
     @staticmethod

@@ -31,6 +31,7 @@ from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.runtime.server import SERVER_OPTIONS
 from fovea.wire import tensors
 from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotFound, SnapshotNotLoaded
+from services.trainer.journal import Journal
 
 MODEL = "fovea/fake-vl"
 VOCABULARY_SIZE = 1000
@@ -249,7 +250,10 @@ def _top(rows: int, k: int, is_prompt: bool) -> sampler_pb2.TopLogprobs:
 
 
 class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
-    """Counts gradients and steps; a loss is minus the sum of the weights times a logprob that falls with the steps."""
+    """Counts gradients and steps; a loss is minus the sum of the weights times a logprob that falls with the steps.
+
+    Numbered commands go through the real journal: each runs once, and on even if its caller is gone.
+    """
 
     def __init__(self, samplers: Callable[[], list[FakeSampler]]) -> None:
         super().__init__()
@@ -264,6 +268,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         self.instance_id = uuid.uuid4().hex
         self.models: dict[str, dict[str, Any]] = {}
         self.snapshots: dict[str, weights_pb2.Snapshot] = {}
+        self._journal = Journal()
 
     def register(self, server: grpc.aio.Server) -> None:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, server)
@@ -291,6 +296,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
     async def DeleteModel(self, request: Any, context: Context) -> trainer_pb2.DeleteModelResponse:
         await self.note("DeleteModel", request)
         self.models.pop(request.model_id, None)
+        self._journal.forget(request.model_id)
         return trainer_pb2.DeleteModelResponse()
 
     async def ForwardBackward(
@@ -298,6 +304,13 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
     ) -> AsyncIterator[trainer_pb2.ForwardBackwardResponse]:
         records = [record async for record in request_iterator]
         header, datums = records[0].header, [record.datum for record in records[1:]]
+        seq_id = header.seq_id if header.backward else 0
+        for response in await self._journal.once(header.model_id, seq_id, lambda: self._computed(header, datums)):
+            yield response
+
+    async def _computed(
+        self, header: trainer_pb2.ForwardBackwardHeader, datums: list[trainer_pb2.Datum]
+    ) -> list[trainer_pb2.ForwardBackwardResponse]:
         await self.note("ForwardBackward", (header, datums))
         model = self._model(header.model_id)
         if header.HasField("custom_loss") != (header.loss_function == "custom"):
@@ -315,19 +328,26 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
             weights = tensors.decode(datum.loss_inputs["weights"]) if "weights" in datum.loss_inputs else 1.0
             loss -= float((weights * logprobs).sum())
             outputs.append(trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(logprobs)}))
-        for output in outputs:
-            yield trainer_pb2.ForwardBackwardResponse(output=output)
         if header.backward:
-            model["gradients"] += len(datums)
+            model["gradients"] = len(datums) + (0 if header.drop_gradients else model["gradients"])
         metrics = trainer_pb2.Metrics(values={"loss:sum": loss})
-        yield trainer_pb2.ForwardBackwardResponse(metrics=metrics)
+        return [
+            *(trainer_pb2.ForwardBackwardResponse(output=output) for output in outputs),
+            trainer_pb2.ForwardBackwardResponse(metrics=metrics),
+        ]
 
     async def ClearGradients(self, request: Any, context: Context) -> trainer_pb2.ClearGradientsResponse:
+        return await self._journal.once(request.model_id, request.seq_id, lambda: self._cleared(request))
+
+    async def _cleared(self, request: trainer_pb2.ClearGradientsRequest) -> trainer_pb2.ClearGradientsResponse:
         await self.note("ClearGradients", request)
         self._model(request.model_id)["gradients"] = 0
         return trainer_pb2.ClearGradientsResponse()
 
     async def OptimStep(self, request: Any, context: Context) -> trainer_pb2.OptimStepResponse:
+        return await self._journal.once(request.model_id, request.seq_id, lambda: self._stepped(request))
+
+    async def _stepped(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
         await self.note("OptimStep", request)
         model = self._model(request.model_id)
         seen, model["gradients"] = model["gradients"], 0
@@ -341,6 +361,9 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.SaveStateResponse(size_bytes=100, step=self.models[request.model_id]["step"])
 
     async def LoadState(self, request: Any, context: Context) -> trainer_pb2.LoadStateResponse:
+        return await self._journal.once(request.model_id, request.seq_id, lambda: self._loaded(request))
+
+    async def _loaded(self, request: trainer_pb2.LoadStateRequest) -> trainer_pb2.LoadStateResponse:
         await self.note("LoadState", request)
         model = self._model(request.model_id)
         if request.uri not in self.saved:

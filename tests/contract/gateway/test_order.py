@@ -146,6 +146,59 @@ async def test_taint_survives_a_restart_and_is_gone_after_one_step(stand: Stand,
     assert "metrics" in await rest.result((await rest.optim_step(model_id, 3))["request_id"])
 
 
+async def test_a_refused_loss_that_its_client_knows_of_is_made_good_by_the_next(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    refused = await rest.forward_backward(model_id, 1, data=[image_datum(expected_tokens=9)])
+    assert "expected 9 tokens" in (await rest.result(refused.json()["request_id"]))["error"]
+    again = await rest.forward_backward(model_id, 2, data=[text_datum()] * 3)
+    assert "error" not in await rest.result(again.json()["request_id"])
+    step = await rest.result((await rest.optim_step(model_id, 3))["request_id"])
+    assert step["metrics"]["gradients:sum"] == 3
+
+
+async def test_a_refused_loss_spoils_the_step_if_the_client_could_not_know_or_has_gradients(
+    stand: Stand, rest: Rest
+) -> None:
+    model_id = await rest.create_model()
+    bad = [image_datum(expected_tokens=9)]
+
+    async def refused(seq_id: int) -> str:
+        error: str = (await rest.result((await rest.optim_step(model_id, seq_id))["request_id"]))["error"]
+        return error
+
+    # Parts of one batch are all sent before anything is known of any.
+    second = await rest.forward_backward(model_id, 2)
+    first = await rest.forward_backward(model_id, 1, data=bad)
+    assert "error" in await rest.result(first.json()["request_id"])
+    assert "error" not in await rest.result(second.json()["request_id"])
+    assert "request 1 before it failed" in await refused(3)
+    # There are gradients already: whether the client wants them with what comes, nobody can tell.
+    await rest.forward_backward(model_id, 4)
+    assert "error" in await rest.result((await rest.forward_backward(model_id, 5, data=bad)).json()["request_id"])
+    assert "error" not in await rest.result((await rest.forward_backward(model_id, 6)).json()["request_id"])
+    assert "request 5 before it failed" in await refused(7)
+    # The second attempt, too, comes in parts of which one is bad.
+    assert "error" in await rest.result((await rest.forward_backward(model_id, 8, data=bad)).json()["request_id"])
+    third = await rest.forward_backward(model_id, 10)
+    await rest.forward_backward(model_id, 9, data=bad)
+    assert "error" not in await rest.result(third.json()["request_id"])
+    assert "request 9 before it failed" in await refused(11)
+
+
+async def test_a_loss_after_a_step_that_failed_begins_at_zero(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await rest.forward_backward(model_id, 1, data=[text_datum()] * 2)
+    wrong = await rest.ok("optim_step", model_id=model_id, seq_id=2, adam_params={"momentum": 1.0})
+    assert "momentum" in (await rest.result(wrong["request_id"]))["error"]
+    corrected = await rest.result((await rest.optim_step(model_id, 3))["request_id"])
+    assert corrected["metrics"]["gradients:sum"] == 2, "the step alone was wrong, and is sent again"
+    await rest.forward_backward(model_id, 4, data=[text_datum()] * 2)
+    await rest.ok("optim_step", model_id=model_id, seq_id=5, adam_params={"momentum": 1.0})
+    await rest.forward_backward(model_id, 6, data=[text_datum()] * 2)
+    step = await rest.result((await rest.optim_step(model_id, 7))["request_id"])
+    assert step["metrics"]["gradients:sum"] == 2, "both are sent again: the gradients are not doubled"
+
+
 async def test_failed_forward_does_not_taint(stand: Stand) -> None:
     def use(client: tinker.ServiceClient) -> float:
         training = client.create_lora_training_client(base_model=MODEL).result()
@@ -316,14 +369,14 @@ async def test_queued_and_running_requests_survive_a_restart(stand: Stand, rest:
     stand.sampler.open.set()
     await stand.start()
     assert len((await rest.result(sample))["sequences"]) == 1, "a sample is simply done again"
-    broken = await rest.result(running)
-    assert broken["category"] == "server"
-    assert "restarted" in broken["error"]
-    assert "error" not in await rest.result(queued[0])
+    for request_id in (running, queued[0]):
+        assert "error" not in await rest.result(request_id)
     assert (await rest.poll(early)).status_code == 408, "what waits for an earlier request still does"
-    refused = await rest.result((await rest.optim_step(model_id, 4))["request_id"])
-    assert "request 2" in refused["error"]
+    gradients = []
+    for seq_id in (4, 6):
+        step = await rest.result((await rest.optim_step(model_id, seq_id))["request_id"])
+        gradients.append(step["metrics"]["gradients:sum"])
+    assert gradients == [2, 1], "the loss that ran while the gateway was away was computed once"
     assert "error" not in await rest.result(early)
-    assert "metrics" in await rest.result((await rest.optim_step(model_id, 6))["request_id"])
     assert await rest.snapshot(model_id, 7) != sampling_id
     assert [r.snapshot_id.split("@")[1] for r in stand.trainer.of("TakeSnapshot")] == ["1", "2"]

@@ -89,6 +89,39 @@ async def test_trainer_that_comes_back_with_its_models_goes_on(stand: Stand, res
     assert "error" not in answer
 
 
+async def test_a_step_whose_connection_breaks_is_taken_once(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await rest.forward_backward(model_id, 1)
+    trainer = stand.trainer
+    await eventually(lambda: trainer.models[model_id]["gradients"] == 1)
+    trainer.open.clear()
+    step = (await rest.optim_step(model_id, 2))["request_id"]
+    await eventually(lambda: trainer.waiting == 1)
+    await trainer.stop()  # the server and its connections; what runs goes on
+    await trainer.start()
+    trainer.open.set()
+    assert (await rest.result(step))["metrics"]["gradients:sum"] == 1
+    assert len(trainer.of("OptimStep")) == 1
+
+
+async def test_a_step_of_which_nobody_learns_what_it_did_takes_its_model_along(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    saved = await rest.result((await rest.ok("save_weights", model_id=model_id, seq_id=1, path="a"))["request_id"])
+    trainer = stand.trainer
+    trainer.open.clear()
+    step = (await rest.optim_step(model_id, 2))["request_id"]
+    await eventually(lambda: trainer.waiting == 1)
+    await trainer.stop()
+    assert saved["path"] in (await rest.result(step))["error"]
+    trainer.open.set()
+    await trainer.start()
+    gateway = stand.gateway
+    assert gateway is not None
+    await eventually(lambda: gateway.trainer.up)
+    after = await rest.result((await rest.forward_backward(model_id, 3)).json()["request_id"])
+    assert saved["path"] in after["error"], "it was said to be gone, so it is"
+
+
 async def test_evicted_features_are_rendered_again_once(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     stand.trainer.failures["ForwardBackward"].append(FeatureEvicted("gone"))

@@ -1,5 +1,9 @@
 """Models side by side, gradients, steps, and the rules of who may exist with whom."""
 
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -307,3 +311,53 @@ async def test_images_are_seen(qwen3_vl: Bench) -> None:
     result = await qwen3_vl.client.forward_backward(header(model_id, 2, backward=False), datums)
     first, second = (logprobs_of(output)[-5:] for output in result.outputs)
     assert np.abs(first - second).max() > 1e-4
+
+
+async def test_a_numbered_command_that_is_asked_for_twice_is_done_once(vlm: Bench) -> None:
+    """Also if its caller left in the middle of it, as a gateway does that is killed."""
+    datums = datums_of(vlm.images, "mixed")
+
+    async def train(is_repeated: bool) -> tuple[list[bytes], dict[str, float], dict[str, torch.Tensor]]:
+        model_id = await vlm.adapter(rank=4)
+        loss = header(model_id, len(datums))
+        loss.seq_id = 1
+        if is_repeated:
+            await leave(vlm.client.forward_backward(loss, datums))
+            await vlm.client.forward_backward(loss, datums)
+        outputs = (await vlm.client.forward_backward(loss, datums)).outputs
+        if is_repeated:
+            await leave(vlm.client.optim_step(model_id, adam(), seq_id=2))
+        step = await vlm.client.optim_step(model_id, adam(), seq_id=2)
+        assert step.step == 1
+        with pytest.raises(FailedPrecondition, match="seq_id 1 of model"):
+            await vlm.client.forward_backward(loss, datums)
+        logprobs = [logprobs_of(output).tobytes() for output in outputs]
+        return logprobs, dict(step.metrics.values), await vlm.weights(model_id)
+
+    once, twice = await train(False), await train(True)
+    assert once[:2] == twice[:2]
+    assert all(torch.equal(tensor, twice[2][name]) for name, tensor in once[2].items())
+
+
+async def leave(call: Coroutine[Any, Any, Any]) -> None:
+    """Gives a call up a moment after it was begun."""
+    task = asyncio.create_task(call)
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_gradients_of_a_step_that_was_not_taken_can_be_dropped(one_rank: Bench, full: bool) -> None:
+    model_id = await one_rank.create(None) if full else await one_rank.adapter(rank=4)
+    datums = datums_of(one_rank.images, "text")
+    norms = []
+    for is_left_over in (False, True):
+        if is_left_over:
+            await one_rank.client.forward_backward(header(model_id, len(datums)), datums)
+        loss = header(model_id, len(datums))
+        loss.drop_gradients = True
+        await one_rank.client.forward_backward(loss, datums)
+        step = await one_rank.client.optim_step(model_id, adam(learning_rate=0.0))
+        norms.append(step.metrics.values["grad_norm:mean"])
+    assert norms[0] == norms[1]
