@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -28,8 +29,9 @@ def processes(stack: Stack, service: str) -> list[psutil.Process]:
     """A service's process and everything below it."""
     supervisor = psutil.Process(stack.state["pid"])
     for child in supervisor.children():
-        if {service, f"services.{service}"} & set(child.cmdline()):
-            return [child, *child.children(recursive=True)]
+        with suppress(psutil.NoSuchProcess):  # killed a moment ago
+            if {service, f"services.{service}"} & set(child.cmdline()):
+                return [child, *child.children(recursive=True)]
     return []
 
 
