@@ -1,5 +1,6 @@
 """A checked sample request, and what the engine says while it runs. The only types that cross into the engine."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,8 +41,14 @@ class Draw:
     ignore_eos: bool = False
 
     def seed_of(self, index: int) -> int | None:
-        """Sequence `index` draws with seed + index, kept within the 63 bits that the engine tells apart."""
-        return None if self.seed is None else (self.seed + index) & SEED_MASK
+        """What sequence `index` draws with: a hash of both, in the 63 bits that the engine tells apart.
+
+        With seed + index, which vLLM takes for its own n > 1, requests of neighbouring seeds share nearly all sequences.
+        """
+        if self.seed is None:
+            return None
+        key = self.seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little")
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") & SEED_MASK
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,19 @@ async def eventually(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_sequence_i_draws_with_seed_plus_i(client: SamplerClient, prompts: PromptMaker) -> None:
+async def test_a_sequence_depends_on_its_seed_and_number_alone(client: SamplerClient, prompts: PromptMaker) -> None:
+    """The draws of two seeds have none in common, not those of neighbours either."""
     prompt = prompts.make("Once ", picture(4), " upon a time")
-    together = await ask(client, request_for(prompt.wire, sample_count=4, seed=100, max_tokens=20, stop=THROUGH, **HOT))
-    alone = await asyncio.gather(
-        *(ask(client, request_for(prompt.wire, seed=100 + i, max_tokens=20, stop=THROUGH, **HOT)) for i in range(4))
-    )
-    assert [drawn.tokens for drawn in together.sequences] == [answer.sequences[0].tokens for answer in alone]
-    assert len({tuple(drawn.tokens) for drawn in together.sequences}) == 4
-    assert all(drawn.finish == LENGTH and len(drawn.tokens) == 20 for drawn in together.sequences)
+
+    async def draw(seed: int, count: int) -> list[tuple[int, ...]]:
+        request = request_for(prompt.wire, sample_count=count, seed=seed, max_tokens=20, stop=THROUGH, **HOT)
+        sequences = (await ask(client, request)).sequences
+        assert all(drawn.finish == LENGTH and len(drawn.tokens) == 20 for drawn in sequences)
+        return [tuple(drawn.tokens) for drawn in sequences]
+
+    eight, four, next_eight = await asyncio.gather(draw(100, 8), draw(100, 4), draw(101, 8))
+    assert eight[:4] == four
+    assert len({*eight, *next_eight}) == 16
 
 
 @pytest.mark.parametrize("scored", [{}, {"prompt_logprobs": True, "alt_token_count": 2}])
