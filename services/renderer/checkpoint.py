@@ -1,9 +1,10 @@
 """The files of a model directory that the renderer reads itself: config.json and the special tokens."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from fovea.runtime.checkpoint import context_length, read_json
 
 # A configuration with any of these has a vision tower, whatever its model_type.
 _VISION_KEYS = ("vision_config", "visual", "vision_tower", "mm_vision_tower", "image_token_id", "image_token_index")
@@ -36,7 +37,10 @@ class Checkpoint:
     @property
     def max_position_count(self) -> int:
         """The longest sequence that the model was made for, in tokens."""
-        return int(self._text("max_position_embeddings"))
+        length = context_length(self.config)
+        if length is None:
+            raise ValueError(f"{self.directory / 'config.json'} has no max_position_embeddings")
+        return length
 
     def require(self, key: str) -> Any:
         """A top-level entry of config.json. Raises ValueError if it is missing."""
@@ -54,7 +58,7 @@ def read(directory: Path) -> Checkpoint:
     """Reads a model directory. Raises ValueError, naming the file, if it is no model."""
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json; --model takes a model directory or a hub name")
-    return Checkpoint(directory, _json(directory / "config.json"), _special_ids(directory / "tokenizer.json"))
+    return Checkpoint(directory, read_json(directory / "config.json"), _special_ids(directory / "tokenizer.json"))
 
 
 def locate(model: str) -> Path:
@@ -73,14 +77,4 @@ def locate(model: str) -> Path:
 def _special_ids(path: Path) -> dict[str, int]:
     if not path.is_file():
         return {}
-    return {token["content"]: int(token["id"]) for token in _json(path).get("added_tokens", [])}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return content
+    return {token["content"]: int(token["id"]) for token in read_json(path).get("added_tokens", [])}

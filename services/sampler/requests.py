@@ -43,7 +43,7 @@ class Draw:
     def seed_of(self, index: int) -> int | None:
         """What sequence `index` draws with: a hash of both, in the 63 bits that the engine tells apart.
 
-        With seed + index, which vLLM takes for its own n > 1, requests of neighbouring seeds share nearly all sequences.
+        With seed + index, which vLLM takes for its n > 1, requests of neighbouring seeds share nearly all sequences.
         """
         if self.seed is None:
             return None

@@ -5,6 +5,7 @@ import os
 import sys
 
 from services.trainer.launch import launch
+from services.trainer.model_types import check_checkpoint
 from services.trainer.place import Place
 from services.trainer.settings import TrainerSettings
 
@@ -13,6 +14,10 @@ def main() -> None:
     settings = TrainerSettings.from_command_line("trainer")
     place = Place.find()
     if place is None:
+        try:
+            check_checkpoint(settings.model)
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"trainer: {error}") from None
         sys.exit(launch(settings))
     place.die_with_launcher()
     from fovea.runtime import logs

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from fovea.runtime.checkpoint import context_length
 from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
 from services.trainer import commands, full_weights
 from services.trainer.batch import BatchLayout
@@ -85,9 +86,10 @@ class Engine:
         text = config.get_text_config()
         patch_bytes = self.family.patch_bytes(config) if self.family.has_vision else 0
         merge_size = self.family.merge_size(config) if self.family.has_vision else 0
+        context = context_length(config.to_dict()) or text.max_position_embeddings
         self.limits = InputLimits(
             text.vocab_size,
-            min(settings.max_context_length or text.max_position_embeddings, text.max_position_embeddings),
+            min(settings.max_context_length or context, context),
             merge_size,
             self.family.uses_mrope,
             self.family.reserved_ids(config),

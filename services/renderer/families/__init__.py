@@ -22,5 +22,5 @@ def choose(checkpoint: Checkpoint) -> type[Family]:
     supported = ", ".join(sorted(name for family in VISION_FAMILIES for name in family.model_types))
     raise ValueError(
         f"{checkpoint.directory}: model_type {checkpoint.model_type!r} is a vision model that the renderer does not"
-        f" know; supported are {supported}, and any text-only model"
+        f" know; supported are {supported}, and text-only models (the trainer takes qwen3 of them)"
     )

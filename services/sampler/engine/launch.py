@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.metadata
-import json
 import logging
 import os
 import secrets
@@ -10,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fovea.runtime.checkpoint import context_length, read_config
 from services.sampler.engine.parentage import PARENT_VARIABLE
 from services.sampler.settings import SamplerSettings
 
@@ -33,8 +33,10 @@ def prepare_environment(settings: SamplerSettings) -> None:
     """Sets what vLLM and torch read from the environment when they are imported; what is set already stays."""
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
-    # vLLM cuts what one step says into chunks and lets others run between a request's end by a stop string and the
-    # abort that tells the engine: an adapter that is freed in between is still in its batch, and it dies.
+    # vLLM 0.32.0 takes max_position_embeddings for scaled wherever there is YaRN; `context` knows better.
+    defaults["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    # It cuts what one step says into chunks and lets others run between a request's end by a stop string and the abort
+    # that tells the engine: an adapter that is freed in between is still in its batch, and it dies.
     defaults["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(max(128, settings.max_sequences))
     if Path(settings.model).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
@@ -83,7 +85,7 @@ def _common_arguments(settings: SamplerSettings) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": settings.model,
         "seed": secrets.randbits(31),  # replicas must not draw alike
-        "max_model_len": settings.max_context,
+        "max_model_len": context(settings),
         "max_num_seqs": settings.max_sequences,
         "max_num_batched_tokens": settings.max_batched_tokens,
         "enable_prefix_caching": True,
@@ -106,6 +108,19 @@ def _common_arguments(settings: SamplerSettings) -> dict[str, Any]:
     if "vision_config" in read_config(settings.model):
         arguments["limit_mm_per_prompt"] = {"image": settings.max_images, "video": 0}
     return arguments
+
+
+def context(settings: SamplerSettings) -> int | None:
+    """The most tokens of prompt and completion; None leaves it to vLLM.
+
+    Raises ValueError if the settings name more than the model takes.
+    """
+    most = context_length(read_config(settings.model))
+    if most is None:
+        return settings.max_context
+    if settings.max_context is not None and settings.max_context > most:
+        raise ValueError(f"--max-context is {settings.max_context}; {settings.model} takes at most {most} tokens")
+    return settings.max_context or most
 
 
 def _cpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
@@ -144,19 +159,6 @@ def _register_eagerly(architecture: str) -> None:
     if lazy is not None and hasattr(lazy, "module_name"):
         module = importlib.import_module(lazy.module_name)
         ModelRegistry.register_model(architecture, getattr(module, lazy.class_name))
-
-
-def read_config(model: str) -> dict[str, Any]:
-    """The checkpoint's `config.json`, from its directory or from the hub's cache. Raises OSError if there is none."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        if Path(model).is_dir() or model.startswith((".", "/", "~")):
-            raise FileNotFoundError(f"{path} does not exist; --model names a checkpoint directory or a hub name")
-        from huggingface_hub import hf_hub_download
-
-        path = Path(hf_hub_download(model, "config.json"))
-    config: dict[str, Any] = json.loads(path.read_text())
-    return config
 
 
 def checkpoint_directory(model: str) -> Path:

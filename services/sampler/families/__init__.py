@@ -12,7 +12,7 @@ __all__ = ["Family", "family_of"]
 def family_of(config: dict[str, Any]) -> Family:
     """The family of a checkpoint, by its Hugging Face configuration.
 
-    Raises ValueError, listing the known families, for a model with a vision tower that no file here describes.
+    Raises ValueError, listing the known ones, for a model with a vision tower or experts that no file here describes.
     """
     known: list[str] = []
     for module_info in pkgutil.iter_modules(__path__):
@@ -23,6 +23,6 @@ def family_of(config: dict[str, Any]) -> Family:
             return family(config)
         known.append(module_info.name)
     raise ValueError(
-        f"no family for model_type {config.get('model_type')!r}; known: {', '.join(sorted(known))}. "
-        "Add a file to services/sampler/families."
+        f"model_type {config.get('model_type')!r} is not supported; known: {', '.join(sorted(known))} (any dense "
+        "language model; training takes qwen3 only)"
     )

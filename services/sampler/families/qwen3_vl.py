@@ -6,12 +6,12 @@ from services.sampler.families.qwen_vision import QwenVisionFamily
 
 
 class Qwen3VLFamily(QwenVisionFamily):
-    """Qwen3-VL, dense and mixture of experts."""
+    """Qwen3-VL, dense."""
 
     @classmethod
     def describes(cls, config: dict[str, Any]) -> bool:
         """By `model_type`."""
-        return config.get("model_type") in ("qwen3_vl", "qwen3_vl_moe")
+        return config.get("model_type") == "qwen3_vl"
 
 
 FAMILY = Qwen3VLFamily

@@ -1,9 +1,12 @@
-"""Language models without a vision tower, whatever their architecture."""
+"""Dense language models without a vision tower, whatever their architecture."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from services.sampler.families.base import Family, FeatureTensors
+
+_TOWERS = ("vision_config", "audio_config", "image_token_id")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class TextFamily(Family):
@@ -11,8 +14,8 @@ class TextFamily(Family):
 
     @classmethod
     def describes(cls, config: dict[str, Any]) -> bool:
-        """Any model whose configuration names no vision tower."""
-        return not any(name in config for name in ("vision_config", "audio_config", "image_token_id"))
+        """Any model whose configuration names no vision tower and no experts, for which there are no adapters."""
+        return not any(name in config for name in (*_TOWERS, *_EXPERTS))
 
     @property
     def image_token_id(self) -> None:

@@ -5,7 +5,6 @@ Shapes: T packed tokens, P patches of all images, W bytes of one patch, M placeh
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fovea.runtime.checkpoint import read_image_processor
 from services.trainer.attention import PACKED_ATTENTION
 
 
@@ -79,8 +79,8 @@ class PatchNormalizer:
 
     @classmethod
     def from_checkpoint(cls, model_dir: Path, channel_count: int, patch_bytes: int) -> "PatchNormalizer":
-        """Reads `preprocessor_config.json`; a patch holds its channels one after another."""
-        config = json.loads((model_dir / "preprocessor_config.json").read_text())
+        """As the checkpoint's image processor says; a patch holds its channels one after another."""
+        config = read_image_processor(model_dir)
         rescale = config["rescale_factor"] if config.get("do_rescale", True) else 1.0
         normalize = config.get("do_normalize", True)
         mean = config["image_mean"] if normalize else [0.0] * channel_count

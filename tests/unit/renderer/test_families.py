@@ -43,7 +43,7 @@ def test_an_unknown_text_model_is_served(tmp_path: Path) -> None:
 def test_an_unknown_vision_model_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
     model = checkpoints.write(tmp_path, "qwen3_vl", model_type="llava")
     with pytest.raises(
-        ValueError, match=r"'llava' is a vision model.*supported are qwen2_5_vl, qwen3_vl, and any text"
+        ValueError, match=r"'llava' is a vision model.*supported are qwen2_5_vl, qwen3_vl, and text-only"
     ):
         families.choose(model)
 

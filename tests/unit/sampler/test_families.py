@@ -45,5 +45,8 @@ def test_text_and_unknown_models() -> None:
     text = family_of({"model_type": "llama"})
     assert text.image_token_id is None
     assert text.grey_image() is None
-    with pytest.raises(ValueError, match=r"'some_vlm'; known: qwen2_5_vl, qwen3_vl, text"):
-        family_of({"model_type": "some_vlm", "vision_config": {}})
+    for model_type in ("some_vlm", "qwen3_vl_moe"):
+        with pytest.raises(ValueError, match=rf"'{model_type}' is not supported; known: qwen2_5_vl, qwen3_vl, text"):
+            family_of({"model_type": model_type, "vision_config": {}})
+    with pytest.raises(ValueError, match="'qwen3_moe' is not supported"):
+        family_of({"model_type": "qwen3_moe", "num_experts": 128})

@@ -1,0 +1,64 @@
+"""What a checkpoint's files say that several services must read alike. Needs neither torch nor transformers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """`config.json` of a checkpoint's directory or, by hub name, of the hub. Raises OSError or ValueError if none."""
+    path = Path(model).expanduser() / "config.json"
+    if not path.is_file():
+        if path.parent.is_dir() or model.startswith((".", "/", "~")):
+            raise FileNotFoundError(f"{path} does not exist; --model names a checkpoint directory or a hub name")
+        from huggingface_hub import hf_hub_download  # Only a hub name needs it, and its import takes a while.
+
+        path = Path(hf_hub_download(model, "config.json"))
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises ValueError, naming the file, if it does not."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence that a model was made for, in tokens; None if its configuration does not say.
+
+    `max_position_embeddings`, scaled as the rotary embeddings are. With YaRN some checkpoints give the length after
+    scaling there (DeepSeek), some the one before it, as Qwen's own instructions do: the longer of the two holds.
+    """
+    # Released checkpoints keep the language model's entries at the top or, newer ones, in text_config.
+    text = {**config, **(config.get("text_config") or {})}
+    length = text.get("max_position_embeddings")
+    if length is None:
+        return None
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1.0
+    if kind == "yarn":
+        return max(int(length), int((rope.get("original_max_position_embeddings") or length) * factor))
+    return int(length * (factor if kind == "linear" else 1))
+
+
+def read_image_processor(directory: Path) -> dict[str, Any]:
+    """Settings of a checkpoint's image processor, found as transformers 5 finds them.
+
+    It saves a processor as one `processor_config.json` with the image processor in it; before, that one had a
+    `preprocessor_config.json` of its own. Raises ValueError, naming both files, if neither says.
+    """
+    whole, own = directory / "processor_config.json", directory / "preprocessor_config.json"
+    nested = read_json(whole).get("image_processor") if whole.is_file() else None
+    if isinstance(nested, dict):
+        return nested
+    if own.is_file():
+        return read_json(own)
+    raise ValueError(
+        f"{directory} describes no image processor: neither {own.name} nor image_processor in {whole.name}"
+    )

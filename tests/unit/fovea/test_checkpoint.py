@@ -1,0 +1,95 @@
+"""What a checkpoint's files say, to all services alike."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoProcessor
+
+import tinyvlm
+from fovea.runtime.checkpoint import context_length, read_config, read_image_processor
+from services.renderer import checkpoint as renderer_checkpoint
+from services.renderer.processor import ImagePatcher
+from services.trainer.families.base import PatchNormalizer
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 40960}, 40960),
+        ({"max_position_embeddings": 128000, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 128000),
+        # Qwen's instructions add these lines and leave the length as it was.
+        (
+            {
+                "max_position_embeddings": 40960,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 32768, "rope_parameters": YARN}, 131072),
+        # DeepSeek's name the length after scaling.
+        (
+            {"max_position_embeddings": 163840, "rope_scaling": {**YARN, "original_max_position_embeddings": 4096}},
+            163840,
+        ),
+        ({"text_config": {"max_position_embeddings": 256, "rope_parameters": YARN}}, 1024),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 4096),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 2048),
+        ({"max_position_embeddings": 2048, "rope_scaling": None}, 2048),
+        ({"n_positions": 1024}, None),
+    ],
+)
+def test_context_lengths(config: dict[str, Any], length: int | None) -> None:
+    assert context_length(config) == length
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen3"])
+def test_all_services_read_one_context_under_yarn(kind: str, tmp_path: Path) -> None:
+    """The sampler and the renderer read config.json, the trainer has it from transformers."""
+    config = read_config(str(tinyvlm.ensure(kind)))
+    text = config.get("text_config", config)
+    text["rope_parameters"] |= {**YARN, "original_max_position_embeddings": text["max_position_embeddings"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = 4 * text["max_position_embeddings"]
+    assert context_length(read_config(str(tmp_path))) == expected
+    assert renderer_checkpoint.read(tmp_path).max_position_count == expected
+    assert context_length(AutoConfig.from_pretrained(tmp_path).to_dict()) == expected
+
+
+def test_a_processor_that_transformers_5_saved(tmp_path: Path) -> None:
+    """One file for the processor and its parts, where there were two: the renderer and the trainer read the same."""
+    model = tinyvlm.ensure("qwen3_vl")
+    processor = AutoProcessor.from_pretrained(model)
+    processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+    processor.save_pretrained(tmp_path)
+    assert not (tmp_path / "preprocessor_config.json").exists()
+    settings = read_image_processor(tmp_path)
+    assert settings["image_mean"] == [0.1, 0.2, 0.3]
+    assert settings["size"] == read_image_processor(model)["size"]
+    assert ImagePatcher(str(tmp_path)).settings["image_mean"] == [0.1, 0.2, 0.3]
+    normalizer = PatchNormalizer.from_checkpoint(tmp_path, 3, 6)
+    black = normalizer(torch.zeros(1, 6, dtype=torch.uint8), torch.float32)
+    assert black[0, ::2].tolist() == pytest.approx([-0.2, -0.4, -0.6])
+
+
+def test_the_nested_processor_goes_first_as_in_transformers(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text('{"patch_size": 1}')
+    assert read_image_processor(tmp_path) == {"patch_size": 1}
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "P"}')
+    assert read_image_processor(tmp_path) == {"patch_size": 1}
+    (tmp_path / "processor_config.json").write_text('{"image_processor": {"patch_size": 2}}')
+    assert read_image_processor(tmp_path) == {"patch_size": 2}
+
+
+def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither preprocessor_config.json nor image_processor in processor_config"):
+        read_image_processor(tmp_path)
+    with pytest.raises(FileNotFoundError, match="checkpoint directory or a hub name"):
+        read_config(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_config(str(tmp_path))
