@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 @dataclass(frozen=True)
 class Running:
-    """Addresses (host:port), process ids, and URLs of metrics, by service."""
+    """Addresses (host:port), process ids, and URLs of metrics, by service; and the secret to call services with."""
 
     base_url: str
     model: str
@@ -24,6 +24,7 @@ class Running:
     addresses: dict[str, str]
     pids: dict[str, int]
     metrics: dict[str, str]
+    service_secret: str
 
     @classmethod
     def read(cls, path: Path) -> "Running":
@@ -37,6 +38,7 @@ class Running:
             addresses={name: service["address"] for name, service in services.items()},
             pids={name: service["pid"] for name, service in services.items()},
             metrics={name: service["metrics"] for name, service in services.items()},
+            service_secret=state["service_secret"],
         )
 
     def total(self, service: str, sample: str, **labels: str) -> float:

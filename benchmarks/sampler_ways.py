@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -16,6 +17,7 @@ from benchmarks.client import Bench
 from benchmarks.running import Running
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.client import GatewayClient, RendererClient
+from fovea.runtime.secret import VARIABLE
 from fovea.wire.tensors import decode_tokens, encode_tokens
 
 if TYPE_CHECKING:
@@ -128,6 +130,7 @@ class Direct:
         from services.sampler.requests import Draw
 
         self._llm = llm
+        os.environ[VARIABLE] = running.service_secret
         self._renderer = RendererClient(running.addresses["renderer"])
         self._maker = prompts.PromptMaker(llm)
         self._draw = Draw(max_tokens=new_tokens, ignore_eos=True)

@@ -1,6 +1,7 @@
 """Settings of the gateway: command line over `FOVEA_GATEWAY_*` over defaults."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 from pydantic import Field, ValidationInfo, field_validator
@@ -16,6 +17,7 @@ class GatewaySettings(ServiceSettings):
     """Fovea's gateway: Tinker's REST API and a gRPC API, in front of renderer, samplers and trainer."""
 
     model_config = SettingsConfigDict(env_prefix="FOVEA_GATEWAY_", cli_prog_name="python -m gateway")
+    internal: ClassVar[bool] = False  # clients bring keys
 
     model_name: str = Field(description="Name that clients use as `base_model`.")
     model: str = Field(description="Directory or hub name of the model, as the services were given it.")

@@ -160,6 +160,7 @@ def values() -> Schema:
         ),
         database=closed(secret=STRING, key=STRING, volume=reference("volume")),
         apiKeys=closed(secret=STRING),
+        serviceSecret=closed(secret=STRING),
         serviceAccount=closed(annotations=MAP),
         traceEndpoint=STRING,
         logLevel=one_of("DEBUG", "INFO", "WARNING", "ERROR"),

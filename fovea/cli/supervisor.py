@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import pathlib
+import secrets
 import signal
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from rich.text import Text
 from fovea.cli.ports import free_ports
 from fovea.cli.service import Service, ServiceFailed, ServiceSpec
 from fovea.client.channel import ServiceClient
+from fovea.runtime import secret
 from fovea.runtime.hosts import WILDCARDS, is_loopback
 
 COLORS = {"renderer": "cyan", "sampler": "green", "trainer": "magenta", "gateway": "yellow", "fovea": "bold white"}
@@ -140,6 +142,7 @@ class Supervisor:
             "model": self._options.model,
             "model_name": self._options.model_name,
             "ready_s": round(ready_s, 2),
+            "service_secret": self._specs[0].environment[secret.VARIABLE],
             "services": {
                 spec.name: {
                     "address": spec.address,
@@ -193,6 +196,8 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
         "GOMP_SPINCOUNT": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
+        # Other users of this machine reach 127.0.0.1 too.
+        secret.VARIABLE: secret.service_secret() or secrets.token_urlsafe(32),
     }
     if pathlib.Path(options.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"

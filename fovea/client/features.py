@@ -4,7 +4,7 @@ import grpc
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
 from fovea.client.channel import OPTIONS
-from fovea.runtime import tracing
+from fovea.runtime import secret, tracing
 from fovea.wire.errors import Internal, from_rpc_error
 from fovea.wire.features import FeatureAssembler, FeatureTensors, tensors_sha256
 
@@ -14,6 +14,7 @@ class FeatureFetcher:
 
     def __init__(self) -> None:
         self._channels: dict[str, grpc.Channel] = {}
+        self._metadata = secret.metadata()
 
     def fetch(
         self, features: list[model_input_pb2.VisionFeature], timeout_s: float = 60.0
@@ -46,7 +47,7 @@ class FeatureFetcher:
         fetched: dict[str, FeatureTensors] = {}
         try:
             request = renderer_pb2.FetchFeaturesRequest(digests=list(wanted))
-            for piece in stub.FetchFeatures(request, timeout=timeout_s, metadata=tracing.metadata()):
+            for piece in stub.FetchFeatures(request, timeout=timeout_s, metadata=tracing.metadata(self._metadata)):
                 if complete := assembler.feed(piece):
                     fetched[complete[0]] = complete[1]
         except grpc.RpcError as error:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
 from fovea.client.channel import ServiceClient
+from fovea.runtime import secret
 from fovea.wire.features import FeatureAssembler, FeatureTensors
 from fovea.wire.limits import INLINE_IMAGE_BYTES, PIECE_BYTES
 
@@ -16,7 +17,9 @@ class RendererClient(ServiceClient):
 
     def __init__(self, address: str) -> None:
         super().__init__(
-            address, retryable=[(SERVICE, name) for name in ("GetRendererInfo", "Render", "FetchFeatures")]
+            address,
+            retryable=[(SERVICE, name) for name in ("GetRendererInfo", "Render", "FetchFeatures")],
+            metadata=secret.metadata(),
         )
         self._stub = renderer_pb2_grpc.RendererServiceStub(self.channel)
 

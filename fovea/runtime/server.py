@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from fovea.runtime import tracing
 from fovea.runtime.interceptors import ErrorInterceptor
+from fovea.runtime.secret import SecretInterceptor, service_secret
 from fovea.runtime.settings import ServiceSettings
 from fovea.runtime.telemetry import serve_metrics
 from fovea.wire.limits import MESSAGE_BYTES
@@ -43,7 +44,10 @@ class ServiceServer:
         self._stop = asyncio.Event()
         self._serving = False
         self._metrics_port: int | None = None
-        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor(begins_traces)], options=SERVER_OPTIONS)
+        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(begins_traces)]
+        if settings.internal and (secret := service_secret()):
+            interceptors.insert(0, SecretInterceptor(secret))
+        self.grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if settings.reflection:

@@ -1,10 +1,13 @@
 """Settings that every service has. Command line over environment over default; unknown names are refused."""
 
 import os
-from typing import Self
+from typing import ClassVar, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from fovea.runtime import secret
+from fovea.runtime.hosts import is_loopback
 
 TRACE_VARIABLE = "FOVEA_TRACE_ENDPOINT"
 """The same for every service, unlike other settings: one trace goes through all of them."""
@@ -17,7 +20,14 @@ class ServiceSettings(BaseSettings):
         extra="forbid", cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True, frozen=True
     )
 
-    host: str = Field("127.0.0.1", description="Address to listen on.")
+    internal: ClassVar[bool] = True
+    """Whether only services of the same Fovea call this one: with the secret that they share."""
+
+    host: str = Field(
+        "127.0.0.1",
+        description="Address to listen on. Beyond loopback, services behind the gateway need the environment's "
+        f"{secret.VARIABLE} or {secret.FILE_VARIABLE}.",
+    )
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     metrics_port: int | None = Field(None, description="Port of Prometheus metrics; 0 takes a free one, none is off.")
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
@@ -36,6 +46,19 @@ class ServiceSettings(BaseSettings):
             raise ValueError(f"{value!r} is no URL of an OTLP collector; give one such as http://127.0.0.1:4317")
         return value
 
+    @model_validator(mode="after")
+    def _check_secret(self) -> Self:
+        if self.internal and not secret.service_secret() and (open_at := self._reached_at()):
+            raise ValueError(
+                f"other machines reach {open_at}: set {secret.VARIABLE}, the same for all services, or "
+                f"{secret.FILE_VARIABLE}"
+            )
+        return self
+
+    def _reached_at(self) -> str:
+        """What other machines reach; empty if nothing."""
+        return "" if is_loopback(self.host) else f"--host {self.host}"
+
     @classmethod
     def from_command_line(cls, program: str, arguments: list[str] | None = None) -> Self:
         """Reads `--name value` arguments (sys.argv by default), then the environment, then defaults.
@@ -49,5 +72,10 @@ class ServiceSettings(BaseSettings):
             # CliApp reads sys.argv only for None, and pydantic-settings prints the program's name from it.
             return CliApp.run(cls, cli_args=arguments, cli_exit_on_error=True)
         except ValidationError as error:
-            lines = [f"--{'.'.join(map(str, item['loc'])).replace('_', '-')}: {item['msg']}" for item in error.errors()]
+            lines = [_line(item["loc"], item["msg"]) for item in error.errors()]
             raise SystemExit(f"{program}: " + "\n".join(lines)) from None
+
+
+def _line(place: tuple[int | str, ...], message: str) -> str:
+    name = ".".join(map(str, place)).replace("_", "-")
+    return f"--{name}: {message}" if name else message

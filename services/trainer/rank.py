@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fovea.runtime.gpu_memory import show_gpu_memory
+from fovea.runtime.secret import service_secret
 from fovea.wire.errors import FoveaError
 from services.trainer import telemetry
 from services.trainer.command_queue import CommandQueue, Job, settle
@@ -19,7 +20,6 @@ from services.trainer.engine import Engine
 from services.trainer.peers import MEET_S, Peer, PeerWatch
 from services.trainer.place import Place
 from services.trainer.profiling import CommandProfiler
-from services.trainer.rendezvous import secret_of
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfer import TransferGroups
 
@@ -62,7 +62,7 @@ class Rank:
         device = _device(settings, place)
         store = place.open_store(timedelta(seconds=MEET_S))
         store.set_timeout(timedelta(seconds=MEET_S))  # which a store of files is not told when it is made
-        self._peers = PeerWatch(store, place, secret_of(settings), self._on_peer_lost, self._on_peer_stop)
+        self._peers = PeerWatch(store, place, service_secret().encode(), self._on_peer_lost, self._on_peer_stop)
         timeout = timedelta(seconds=settings.collective_timeout_s)
         store.set_timeout(timeout)
         dist.init_process_group(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fovea.runtime.hosts import listening
+from fovea.runtime.secret import service_secret
 from services.trainer.handshake import Door, Stranger, dial
 from services.trainer.settings import TrainerSettings
 
@@ -60,7 +61,7 @@ class _Host:
         """Waits for the others and tells them the store's port. Turns away who comes later, as long as this runs."""
         listener = _listener(self._settings, self._deadline)
         address = str(listener.getsockname()[0])
-        door = Door(listener, secret_of(self._settings))
+        door = Door(listener, service_secret().encode())
         try:
             while missing := self._missing():
                 try:
@@ -114,7 +115,7 @@ def _join(settings: TrainerSettings, deadline: float) -> Meeting:
     problem = "cannot be reached"
     while time.monotonic() < deadline:
         try:
-            connection = dial((settings.master_addr, settings.master_port), secret_of(settings), _KNOCK_S)
+            connection = dial((settings.master_addr, settings.master_port), service_secret().encode(), _KNOCK_S)
         except Stranger as error:
             problem = f"sent this one away: {error}"
         except OSError as error:
@@ -138,11 +139,6 @@ def _ask(connection: socket.socket, settings: TrainerSettings, deadline: float) 
     if not said and time.monotonic() >= deadline:
         raise NodesMissing(f"node 0 still waits for others after {settings.rendezvous_timeout_s:.0f} s")
     return said
-
-
-def secret_of(settings: TrainerSettings) -> bytes:
-    """What the nodes of a trainer have in common."""
-    return b""
 
 
 def _listener(settings: TrainerSettings, deadline: float) -> socket.socket:

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from fovea.runtime.hosts import is_loopback
 from fovea.runtime.settings import ServiceSettings
 
 
@@ -78,6 +79,11 @@ class TrainerSettings(ServiceSettings):
     profile_first: int = Field(
         5, ge=1, description="The first forward_backward or optim_step that --profile looks at, counted from 1."
     )
+
+    def _reached_at(self) -> str:
+        if self.nodes > 1 and not is_loopback(self.master_addr):
+            return f"--master-addr {self.master_addr}"
+        return super()._reached_at()
 
     @field_validator("node_rank")
     @classmethod

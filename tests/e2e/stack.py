@@ -39,6 +39,11 @@ class Stack:
         """To be used as `base_model`."""
         return str(self.state["model_name"])
 
+    @property
+    def secret(self) -> str:
+        """What its services share."""
+        return str(self.state["service_secret"])
+
     def address(self, service: str) -> str:
         """host:port of a service's gRPC server."""
         return str(self.state["services"][service]["address"])

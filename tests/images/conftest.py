@@ -82,6 +82,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     rest, grpc_port = free_ports(2)
     key = f"tml-{secrets.token_hex(32)}"
     variables = {"FOVEA_PORT": str(rest), "FOVEA_GRPC_PORT": str(grpc_port), "TINKER_API_KEY": key}
+    variables |= {"FOVEA_SERVICE_SECRET": secrets.token_hex(32)}
     running = Running(variables, f"127.0.0.1:{rest}", f"127.0.0.1:{grpc_port}")
     try:
         compose(_PROJECT, variables, "up", "--detach", "--no-build")

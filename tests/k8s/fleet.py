@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 import tinyvlm
 from deploy.cluster.cluster import Cluster
 from fovea.cli.ports import free_ports
+from fovea.runtime.secret import VARIABLE
 from tests.e2e.stack import API_KEY
 from tests.service_process import ServiceProcess, service_process
 
@@ -28,6 +30,7 @@ class Fleet:
     def __init__(self, cluster: Cluster, namespace: str, folder: Path) -> None:
         self._cluster, self._namespace, self._folder = cluster, namespace, folder
         self._host = own_address()
+        self._shared = {VARIABLE: secrets.token_urlsafe(32)}
         self._metrics: dict[str, str] = {}
         self.samplers: list[ServiceProcess] = []
         self.base_url = self.metrics = ""
@@ -67,7 +70,7 @@ class Fleet:
         self._metrics[address] = f"http://{self._host}:{metrics}/metrics"
         listen = ("--host", self._host, "--port", str(port), "--metrics-port", str(metrics))
         log = self._folder / f"{service}-{port}.log"
-        with service_process(log, service, address, *listen, *arguments) as process:
+        with service_process(log, service, address, *listen, *arguments, environment=self._shared) as process:
             yield process
 
     @contextmanager
@@ -79,7 +82,7 @@ class Fleet:
             "--grpc-port", str(grpc), "--metrics-port", str(metrics), "--model-name", MODEL_NAME,
             "--discovery", "kubernetes", "--kubernetes-namespace", self._namespace, "--renderer", "renderer:grpc",
             "--sampler", "sampler:grpc", "--state-dir", str(self._folder), "--api-key", API_KEY, *arguments,
-            environment={"KUBECONFIG": str(self._cluster.kubeconfig)},
+            environment={"KUBECONFIG": str(self._cluster.kubeconfig), **self._shared},
         ) as process:  # fmt: skip
             yield process
 

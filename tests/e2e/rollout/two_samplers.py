@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fovea.cli.ports import free_ports
+from fovea.runtime.secret import VARIABLE
 from tests.e2e.stack import API_KEY, Stack
 from tests.service_process import ServiceProcess, service_process
 
@@ -35,13 +36,14 @@ def running_beside(stack: Stack, folder: pathlib.Path) -> Iterator[TwoSamplers]:
     with (
         service_process(
             folder / "sampler.log", "SamplerService", f"{to}{sampler}", "--port", str(sampler),
-            "--metrics-port", str(metrics[0]), *model,
+            "--metrics-port", str(metrics[0]), *model, environment={VARIABLE: stack.secret},
         ) as second,
         service_process(
             folder / "gateway.log", "GatewayService", f"{to}{gateway}", "--grpc-port", str(gateway),
             "--port", str(rest), "--metrics-port", str(metrics[1]), "--model-name", stack.model_name,
             "--trainer", stack.address("trainer"), "--sampler", stack.address("sampler"),
             "--sampler", second.address, "--state-dir", str(folder), "--api-key", API_KEY, *model,
+            environment={VARIABLE: stack.secret},
         ) as front,
     ):  # fmt: skip
         second.wait_serving()

@@ -61,7 +61,7 @@ def test_busy_cores_are_medians_without_idle_processes() -> None:
 
 
 def test_cores_of_a_busy_process() -> None:
-    running = Running("", "", "", {}, {"this": os.getpid()}, {})
+    running = Running("", "", "", {}, {"this": os.getpid()}, {}, "")
     with running.cores() as cores:
         sum(range(2_000_000))
     assert cores["this"] == pytest.approx(cores["client"])

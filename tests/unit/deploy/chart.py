@@ -64,7 +64,7 @@ class Chart:
     def golden(self, value_set: str) -> str:
         """What the golden file of a set is compared with: the manifests without the key that is made by chance."""
         text = self.render("--values", self.values_file(value_set))
-        return re.sub(r"(?m)^(  api-keys: ).*$", r"\1MADE-AT-INSTALL", text)
+        return re.sub(r"(?m)^(  (?:api-keys|service-secret): ).*$", r"\1MADE-AT-INSTALL", text)
 
 
 def pods(manifests: list[Manifest]) -> dict[str, Manifest]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.helm.schema import SETTINGS
+from fovea.runtime.secret import VARIABLE
 from fovea.runtime.settings import TRACE_VARIABLE, ServiceSettings
 from tests.unit.deploy.chart import GOLDEN, VALUE_SETS, Chart, Manifest, of_kind, pods
 
@@ -70,7 +71,8 @@ def test_environment_is_settings(manifests: list[Manifest], monkeypatch: pytest.
             item["name"]: item["value"] if "value" in item else _injected(item["valueFrom"]) for item in service["env"]
         }
         ours = {name for name in variables if name.startswith("FOVEA_")}
-        assert ours - {TRACE_VARIABLE} <= {prefix + field.upper() for field in settings.model_fields}
+        assert VARIABLE in ours
+        assert ours - {TRACE_VARIABLE, VARIABLE} <= {prefix + field.upper() for field in settings.model_fields}
         with monkeypatch.context() as patch:
             for name in ours:
                 patch.setenv(name, variables[name])
@@ -82,6 +84,8 @@ def test_environment_is_settings(manifests: list[Manifest], monkeypatch: pytest.
 def _injected(source: Manifest) -> str:
     """What the cluster could put there: the number of a pod, or an entry of a secret."""
     field = source.get("fieldRef", {}).get("fieldPath", "")
+    if source.get("secretKeyRef", {}).get("key") == "service-secret":
+        return "x" * 40
     return "1" if "pod-index" in field else '["tml-x"]'
 
 
@@ -191,6 +195,19 @@ def test_a_key_is_made_unless_one_is_given(chart: Chart) -> None:
     assert made[1]
     assert made[0].group(1) != made[1].group(1)
     assert "api-keys: " not in chart.render("--set", "apiKeys.secret=mine")
+
+
+def test_a_service_secret_is_made_unless_one_is_given(chart: Chart) -> None:
+    """All pods are given the same one."""
+    made = [re.search(r"(?m)^  service-secret: (\S+)$", chart.render()) for _ in range(2)]
+    assert made[0]
+    assert made[1]
+    assert made[0].group(1) != made[1].group(1)
+    manifests = chart.manifests("--set", "serviceSecret.secret=mine")
+    assert "service-secret" not in {name.removeprefix("fovea-") for name in of_kind(manifests, "Secret")}
+    for pod in pods(manifests).values():
+        (given,) = [item["valueFrom"] for item in container(pod)["env"] if item["name"] == VARIABLE]
+        assert given == {"secretKeyRef": {"name": "mine", "key": "service-secret"}}
 
 
 def test_the_notes_say_what_to_do_next(chart: Chart, tmp_path: Path) -> None:

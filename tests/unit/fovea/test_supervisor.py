@@ -8,6 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from fovea.cli.supervisor import Supervisor, UpOptions, base_url, service_specs
+from fovea.runtime.secret import VARIABLE
 
 OPTIONS = UpOptions(
     model="m", model_name="name", host="0.0.0.0", port=8000, grpc_port=8001, ranks=2, state_dir=pathlib.Path("s")
@@ -47,6 +48,14 @@ def test_keys_reach_the_gateway_alone_and_no_argument(tmp_path: pathlib.Path) ->
         assert not any("tml-" in argument for argument in spec.arguments)
         assert name == "gateway" or not any("tml-" in value for value in spec.environment.values())
     assert specs["gateway"].arguments[-2:] == ("--api-key-file", str(tmp_path / "keys"))
+
+
+def test_all_services_share_a_secret_that_no_argument_shows() -> None:
+    first, again = ({spec.environment[VARIABLE] for spec in service_specs(OPTIONS)} for _ in range(2))
+    assert len(first) == len(again) == 1
+    assert first.isdisjoint(again)
+    for spec in service_specs(OPTIONS):
+        assert spec.environment[VARIABLE] not in " ".join(spec.arguments)
 
 
 def test_a_key_of_ones_own_is_not_shown_and_the_state_is_its_users_alone(tmp_path: pathlib.Path) -> None:

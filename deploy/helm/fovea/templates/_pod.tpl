@@ -124,6 +124,8 @@ checkpoints: /checkpoints
 - {name: {{ $prefix }}_LOG_LEVEL, value: {{ $root.Values.logLevel }}}
 - {name: {{ $prefix }}_DRAIN_S, value: {{ $values.drainSeconds | quote }}}
 - {name: {{ $prefix }}_MODEL, value: {{ $root.Values.model.source | quote }}}
+- name: FOVEA_SERVICE_SECRET
+  valueFrom: {secretKeyRef: {name: {{ $root.Values.serviceSecret.secret | default (printf "%s-service-secret" (include "fovea.fullname" $root)) }}, key: service-secret}}
 {{- with $root.Values.traceEndpoint }}
 - {name: FOVEA_TRACE_ENDPOINT, value: {{ . | quote }}}
 {{- end }}
