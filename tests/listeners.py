@@ -8,9 +8,12 @@ from fovea.runtime.hosts import is_loopback
 
 
 def listeners(processes: Iterable[psutil.Process]) -> dict[str, str]:
-    """host:port of every listening TCP socket of `processes`, and the command line of a process that has it."""
+    """host:port of every listening TCP socket of `processes`, and the command line of a process that has it.
+
+    IPv4 addresses of sockets that speak IPv6 too, as gRPC's, are given as IPv4 addresses.
+    """
     return {
-        f"{connection.laddr.ip}:{connection.laddr.port}": " ".join(process.cmdline())
+        f"{connection.laddr.ip.removeprefix('::ffff:')}:{connection.laddr.port}": " ".join(process.cmdline())
         for process in processes
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
