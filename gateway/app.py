@@ -72,7 +72,7 @@ class Gateway:
         self.sessions = Sessions(
             self.database, settings.session_ttl_s, Shares("max_sessions", settings.max_sessions, "open sessions")
         )
-        self.models = Models(self.database)
+        self.models = Models(self.database, settings.max_models_per_owner)
         self.storage = Storage(settings.checkpoint_root)
         self.checkpoints = Checkpoints(self.database, self.storage)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)

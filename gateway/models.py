@@ -4,7 +4,7 @@ import logging
 import time
 from typing import Any
 
-from fovea.wire.errors import FailedPrecondition, FoveaError, ModelLost, NotFound
+from fovea.wire.errors import FailedPrecondition, FoveaError, ModelLost, NotFound, ResourceExhausted
 from gateway.identity import TRAINING, Caller
 from gateway.store import checkpoints as checkpoint_rows
 from gateway.store import models as rows
@@ -15,10 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 class Models:
-    """Models by id, in memory while they are used, in the database always."""
+    """Models by id, in memory while they are used, in the database always.
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    Args:
+        most_per_owner: How many of an owner the trainer may hold; 0 is no limit but its own.
+    """
+
+    def __init__(self, database: Database, most_per_owner: int) -> None:
+        self._database, self._most_per_owner = database, most_per_owner
         self._models: dict[str, Model] = {}
 
     async def add(self, model: Model) -> Model:
@@ -84,6 +88,22 @@ class Models:
         if model.state in (ModelState.CREATING, ModelState.READY):
             model.state, model.state_reason = ModelState.ENDED, reason
             await self.save(model)
+
+    def check_share(self, model: Model, trainer_instance: str) -> None:
+        """Raises ResourceExhausted if this trainer holds, or is making, as many of the owner's models as it may."""
+        held = [
+            other
+            for other in self._models.values()
+            if (other.owner, other.trainer_instance) == (model.owner, trainer_instance)
+            and other.state in (ModelState.CREATING, ModelState.READY)
+            and other is not model
+        ]
+        if self._most_per_owner and len(held) >= self._most_per_owner:
+            raise ResourceExhausted(
+                f"this owner has {len(held)} models in the trainer, and max_models_per_owner is {self._most_per_owner}: "
+                "save what is no longer trained and end its session",
+                limit="max_models_per_owner",
+            )
 
     async def mark_lost(self, model: Model, trainer: str) -> FoveaError:
         """Marks a model as lost with its trainer; returns the error that says how to go on."""

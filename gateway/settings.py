@@ -81,6 +81,9 @@ class GatewaySettings(ServiceSettings):
         description="Unfinished requests of all owners. One owner may have as many as are free, so half if it is alone;"
         " above that its further ones are told to wait.",
     )
+    max_models_per_owner: int = Field(
+        0, ge=0, description="Models that one owner may have in the trainer at once; 0 is no limit but the trainer's."
+    )
     max_sessions: int = Field(10_000, gt=0, description="Open sessions of all owners, shared as max_pending is.")
     default_lora_alpha: float = Field(32.0, gt=0, description="LoRA alpha of models created over REST.")
     train_vision: bool = Field(False, description="Whether REST-created LoRA models also adapt the vision tower.")

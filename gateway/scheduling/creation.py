@@ -39,6 +39,7 @@ async def _create_patiently(
     while True:
         pending.wait_on("waiting for the trainer", QueueState.PAUSED)
         info = await context.trainer.require(give_up_at - loop.time())
+        context.models.check_share(model, info.instance_id)
         model.trainer_instance = info.instance_id
         pending.wait_on("creating, or waiting for the trainer")
         try:

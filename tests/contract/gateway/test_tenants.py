@@ -194,3 +194,18 @@ async def test_an_owner_has_a_share_of_the_sessions(stand: Stand, alice: Rest, b
     for session_id in opened[:2]:
         await alice.ok(f"sessions/{session_id}/finish", reason={"type": "success"})
     await alice.open_session()
+
+
+async def test_an_owner_has_as_many_models_as_it_may(stand: Stand, alice: Rest, bob: Rest) -> None:
+    await stand.stop()
+    await stand.start(max_models_per_owner=2)
+    lora = {"rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True}
+    bodies = [{"session_id": alice.session_id, "model_seq_id": number, "base_model": MODEL} for number in range(4)]
+    answers = [await alice.ok("create_model", lora_config=lora, **body) for body in bodies]
+    results = [await alice.result(answer["request_id"]) for answer in answers]
+    assert sorted("model_id" in result for result in results) == [False, False, True, True]
+    assert all("max_models_per_owner" in result["error"] for result in results if "model_id" not in result)
+    await bob.create_model()
+    await alice.ok(f"sessions/{alice.session_id}/finish", reason={"type": "success"})
+    await alice.open_session()
+    await alice.create_model()
