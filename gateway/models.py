@@ -100,7 +100,7 @@ class Models:
         ]
         if self._most_per_owner and len(held) >= self._most_per_owner:
             raise ResourceExhausted(
-                f"this owner has {len(held)} models in the trainer, and max_models_per_owner is {self._most_per_owner}: "
+                f"this owner has {len(held)} models in the trainer; max_models_per_owner is {self._most_per_owner}: "
                 "save what is no longer trained and end its session",
                 limit="max_models_per_owner",
             )
