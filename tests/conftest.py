@@ -1,6 +1,7 @@
 """What all tests may ask for, which of them run on both databases (those of what the gateway keeps), and their logs."""
 
 import logging
+import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -32,6 +33,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs a test twice if it is one of those and has a database."""
     if "database_url" in metafunc.fixturenames and metafunc.module.__name__.startswith(_ON_BOTH):
         metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _seeded_torch() -> None:
+    """What a test draws from torch is the same in every run, whichever tests run before. Most tests have no torch."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -163,5 +163,6 @@ class _TargetLogprobs(torch.autograd.Function):
                 d_hidden[rows] = d_hidden_CD
             if d_weight is not None:
                 add_product(d_weight, d_logits_CV.T, hidden_CD)
-        passed_on = d_weight.to(weight_VD.dtype) if d_weight is not None and ctx.master_VD is None else None
+        # Autograd rounds it where the weight wants its gradient in its own type.
+        passed_on = d_weight if ctx.master_VD is None else None
         return d_hidden, passed_on, None, None, None, None, None

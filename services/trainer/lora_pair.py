@@ -54,6 +54,13 @@ class LoraPair:
         add_product(self.b_grad, grad.T, low_TR, self.scale)
 
 
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left right, summed and given in float32, without a float32 copy of the factors on a GPU."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
     """total += scale * left right, summed in float32, without a float32 copy of the factors on a GPU."""
     if total.is_cuda and left.dtype != total.dtype:

@@ -1,7 +1,7 @@
 """FSDP2 around the model: which modules are gathered together, when, and how to see the parameters whole."""
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,20 +51,30 @@ class ShardedModel:
             part.reshard()
 
     def set_trainable(self, trainable: bool) -> None:
-        """Whether all parameters receive gradients. Collective."""
-        # FSDP copies the flag to the gathered parameter once, so both forms must be told.
+        """Whether all parameters receive gradients, float32 ones whatever their own type. Collective.
+
+        FSDP's own `reduce_dtype` would not do: it rounds each rank's gradient before it sums and the sum afterwards.
+        """
+        # FSDP copies what is said of a parameter to the gathered one once, so both forms must be told; and it leaves
+        # the type of gradients alone only of what is frozen when `unshard` is called: the root comes last.
         self.release()
-        self.module.requires_grad_(trainable)
-        for part in self._parts:
+        for part in reversed(self._parts):
             part.unshard()
-            self.module.requires_grad_(trainable)
+            _train(part, trainable)
             part.reshard()
+        _train(self.module, trainable)
 
     def named_shards(self) -> Iterator[tuple[str, DTensor]]:
         """Parameters by Hugging Face name, in the model's own order; tied ones once."""
         self.release()
         for name, parameter in self.module.named_parameters():
             yield name.removeprefix(HF_PREFIX), cast(DTensor, parameter)
+
+
+def _train(module: Any, trainable: bool) -> None:
+    for parameter in module.parameters():
+        parameter.requires_grad_(trainable)
+        parameter.grad_dtype = torch.float32 if trainable else parameter.dtype
 
 
 def local_of(shard: DTensor) -> Tensor:

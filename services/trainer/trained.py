@@ -141,7 +141,8 @@ class FullModel(TrainedModel):
 
     What is optimized is `masters`, float32; the shards that the model computes with follow them, in the model's type.
     A model in float32 has one set for both. With one rank, linear modules add their gradients to those of the masters
-    where they make them; all others come through FSDP, which copies them three times.
+    where they make them; all others come through FSDP, which copies them three times. Either way they are float32 from
+    where a micro-batch's gradient of a parameter is made.
     """
 
     trains_vision = True
@@ -167,7 +168,7 @@ class FullModel(TrainedModel):
     def gradient_bytes(self) -> int:
         """What this rank's gradients take once there are any: accumulated ones, and those of one backward pass."""
         passing = [local for name, local in self.locals.items() if name.removesuffix(".weight") not in self._summed]
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.masters.values(), *passing))
+        return sum(tensor.numel() * torch.float32.itemsize for tensor in (*self.masters.values(), *passing))
 
     def activate(self) -> None:
         self._injector.activate_full(self._summed)
@@ -179,7 +180,7 @@ class FullModel(TrainedModel):
             found = shard.grad.to_local()  # type: ignore[attr-defined]
             master = self.masters[name]
             if master.grad is None:
-                master.grad = found.to(master.dtype)
+                master.grad = found
             else:
                 master.grad += found
             shard.grad = None

@@ -20,6 +20,7 @@ from services.trainer.families.base import (
     named_linears,
 )
 from services.trainer.families.fused import fuse_layers
+from services.trainer.products import embedding
 
 
 class Qwen3(Family):
@@ -41,8 +42,7 @@ class Qwen3(Family):
         yield LoraTarget("lm_head", model.lm_head, Role.UNEMBEDDING, vision=False)
 
     def embed(self, model: Any, tokens_T: Tensor) -> Tensor:
-        embeddings_TD: Tensor = model.model.embed_tokens(tokens_T)
-        return embeddings_TD
+        return embedding(tokens_T, model.model.embed_tokens.weight)
 
     def run_language(
         self,

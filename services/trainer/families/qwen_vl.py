@@ -22,6 +22,7 @@ from services.trainer.families.base import (
     named_linears,
 )
 from services.trainer.families.fused import fuse_layers
+from services.trainer.products import embedding
 
 
 class QwenVl(Family):
@@ -51,8 +52,7 @@ class QwenVl(Family):
         yield LoraTarget("lm_head", model.lm_head, Role.UNEMBEDDING, vision=False)
 
     def embed(self, model: Any, tokens_T: Tensor) -> Tensor:
-        embeddings_TD: Tensor = model.model.language_model.embed_tokens(tokens_T)
-        return embeddings_TD
+        return embedding(tokens_T, model.model.language_model.embed_tokens.weight)
 
     def run_vision(self, model: Any, pixels_PW: Tensor, grids_I3: Tensor) -> VisionOutput:
         output = model.model.visual(pixels_PW, grid_thw=grids_I3, return_dict=True)

@@ -1,0 +1,125 @@
+"""One rank's engine in a process of its own, without a server, to look at its gradients and masters:
+
+`python -m tests.e2e.trainer.rank_engine MODEL_DIR CALL RANK WORLD_SIZE MEETING_FILE RESULT`. CALL is a pickled `Call`;
+rank 0 writes what `train` returns as RESULT.
+"""
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fovea.api.v1 import trainer_pb2
+from services.trainer.commands import CreateModel, ForwardBackward, OptimStep
+from services.trainer.control import ControlGroup
+from services.trainer.datums import decode_datum
+from services.trainer.engine import Engine
+from services.trainer.lora import LoraSettings
+from services.trainer.losses import loss_of
+from services.trainer.optimizer import Adam
+from services.trainer.settings import TrainerSettings
+from services.trainer.sharding import full_of
+from services.trainer.trained import FullModel, TrainedModel
+
+MODEL = "m"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What to train with.
+
+    Args:
+        settings: Of the trainer, besides the model.
+        lora: The adapter; None for full parameters.
+        datums: Serialized cross_entropy datums, all of them in each step.
+        steps: How many.
+        adam: Of each step.
+    """
+
+    settings: dict[str, Any]
+    lora: LoraSettings | None
+    datums: list[bytes]
+    steps: int
+    adam: Adam
+
+
+def run_ranks(model_dir: Path, call: Call, world_size: int, scratch: Path) -> dict[str, Any]:
+    """Trains in as many processes; returns what `train` does."""
+    scratch.mkdir()
+    (scratch / "call").write_bytes(pickle.dumps(call))
+    files = [str(scratch / name) for name in ("meeting", "result")]
+    command = [sys.executable, "-m", __name__, str(model_dir), str(scratch / "call")]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(world_size), *files], stderr=(scratch / f"{rank}.log").open("w"))
+        for rank in range(world_size)
+    ]
+    statuses = [rank.wait(300) for rank in ranks]
+    assert not any(statuses), "\n".join(path.read_text() for path in scratch.glob("*.log"))
+    found: dict[str, Any] = torch.load(scratch / "result", weights_only=True)
+    return found
+
+
+def train(engine: Engine, call: Call) -> dict[str, Any]:
+    """The gradients of the first step, the metrics of each, and the float32 weights after the last."""
+    engine.execute(CreateModel(MODEL, call.lora))
+    model = engine.model(MODEL)
+    header = trainer_pb2.ForwardBackwardHeader(
+        model_id=MODEL, loss_function="cross_entropy", backward=True, datum_count=len(call.datums)
+    )
+    messages = [trainer_pb2.Datum.FromString(datum) for datum in call.datums]
+    sizes = [decode_datum(datum, 0, loss_of(header), engine.limits).size for datum in messages]
+    command = ForwardBackward(MODEL, header.SerializeToString(), True, call.datums, sizes)
+    gradients: dict[str, Tensor] = {}
+    metrics = []
+    for _ in range(call.steps):
+        engine.execute(command)
+        gradients = gradients or dict(_whole(model, model.gradients()))
+        metrics.append(engine.execute(OptimStep(MODEL, call.adam))[0])
+    optimized = list(model.masters.values()) if isinstance(model, FullModel) else [model.weights.flat]  # type: ignore[attr-defined]
+    return {"gradients": gradients, "metrics": metrics, "weights": dict(_whole(model, optimized))}
+
+
+def _whole(model: TrainedModel, tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Each rank's parts put together; of an adapter, whose gradients are not summed before the step, their sum."""
+    if isinstance(model, FullModel):
+        for (name, like), local in zip(model.shards.items(), tensors, strict=True):
+            yield name, full_of(local.clone(), like)
+    else:
+        (flat,) = (tensor.detach().clone() for tensor in tensors)
+        if flat.data_ptr() and tensors[0] is model.weights.flat_grad:  # type: ignore[attr-defined]
+            dist.all_reduce(flat)
+        yield from model.weights.named(flat)  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """One rank."""
+    model_dir, call_file, rank, world_size, meeting, result = sys.argv[1:]
+    torch.set_num_threads(1)
+    call: Call = pickle.loads(Path(call_file).read_bytes())
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(meeting, int(world_size)),
+        rank=int(rank),
+        world_size=int(world_size),
+        timeout=timedelta(seconds=120),
+    )
+    settings = TrainerSettings(model=model_dir, device="cpu", **call.settings)
+    engine = Engine(settings, Path(model_dir), ControlGroup(), torch.device("cpu"), None)
+    engine.warm_up()
+    found = train(engine, call)
+    if rank == "0":
+        torch.save(found, result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
