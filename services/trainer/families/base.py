@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fovea.runtime.checkpoint import read_image_processor
 from services.trainer.attention import PACKED_ATTENTION
@@ -108,19 +108,29 @@ class Family(ABC):
     """Whether inputs with images need position ids of shape [3, N]."""
 
     def load(self, model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
-        """The model on the CPU, in training mode without dropout, with packed attention throughout."""
+        """The model on the CPU, in training mode without dropout, with packed attention throughout.
+
+        Raises, before it reads any weights, what `check` raises.
+        """
+        self.check(AutoConfig.from_pretrained(model_dir))
         model: Any = self.architecture.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
         model.config._attn_implementation = PACKED_ATTENTION
-        self.check(model.config)
         return model.train()  # type: ignore[no-any-return]
 
     def check(self, config: PretrainedConfig) -> None:
-        """Raises ValueError for a variant that packed attention would compute wrongly."""
+        """Raises ValueError for a variant that would be computed wrongly where documents are packed."""
         text = config.get_text_config()
         kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ValueError(
                 f"layer types {sorted(kinds)} of {config.model_type} are not supported, only full_attention"
+            )
+        rope_type = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise ValueError(
+                f"rope_type {rope_type!r} of {config.model_type} is not supported: its frequencies depend on the "
+                "longest document of a micro-batch, so what a document gets would depend on its neighbours. Take one "
+                "whose frequencies are fixed: default, linear, llama3, yarn"
             )
         if getattr(text, "attention_dropout", 0.0):
             raise ValueError("attention_dropout must be 0")

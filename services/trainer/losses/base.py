@@ -43,7 +43,8 @@ class LossValue:
 
     Args:
         loss: Scalar with gradient: the sum over the datum's positions.
-        metrics: Further scalars by `name:reduction`, reduced over all datums of the call by sum, mean, min or max.
+        metrics: Further scalars by `name:reduction`, reduced over all datums of the call by sum, mean, min or max. A
+            mean is one of datums, and the SDK joins those of a batch's parts as such: give a mean of tokens as sums.
     """
 
     loss: Tensor

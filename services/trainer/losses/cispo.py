@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from services.trainer.losses.base import LossValue
-from services.trainer.losses.policy_gradient import HIGH, LOW, POLICY_INPUTS, ClippedLoss, counts, greatest_ratio, share
+from services.trainer.losses.policy_gradient import (
+    HIGH,
+    LOW,
+    POLICY_INPUTS,
+    ClippedLoss,
+    clip_counts,
+    counts,
+    greatest_ratio,
+)
 
 
 class Cispo(ClippedLoss):
@@ -22,11 +30,5 @@ class Cispo(ClippedLoss):
         ratio = torch.exp(log_ratio)
         clipped = ratio.clamp(inputs[LOW], inputs[HIGH])
         loss = -(inputs["weights"] * clipped * logprobs * inputs["advantages"]).sum()
-        matter = counts(inputs)
-        return LossValue(
-            loss,
-            {
-                "clip_fraction:mean": share((clipped != ratio) & matter, matter),
-                "ratio:max": greatest_ratio(log_ratio, matter),
-            },
-        )
+        greatest = greatest_ratio(log_ratio, counts(inputs))
+        return LossValue(loss, {**clip_counts(clipped != ratio, inputs), "ratio:max": greatest})

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from fovea.wire.errors import InvalidInput
 from services.trainer.losses.base import LossInput, LossValue
-from services.trainer.losses.policy_gradient import HIGH, LOW, POLICY_INPUTS, ClippedLoss, clipped_objective
+from services.trainer.losses.policy_gradient import (
+    HIGH,
+    LOW,
+    POLICY_INPUTS,
+    ClippedLoss,
+    clip_counts,
+    clipped_objective,
+)
 
 MASK = "sequence_ratio_mask"
 
@@ -38,4 +45,4 @@ class Gspo(ClippedLoss):
         difference = torch.where(own, fixed - inputs["logprobs"], 0.0)
         log_ratio = difference.sum() / own.sum().clamp(min=1)
         value, clipped = clipped_objective(log_ratio + (logprobs - fixed), inputs)
-        return LossValue(-value, {"clip_fraction:mean": clipped, "sequence_ratio:max": torch.exp(log_ratio)})
+        return LossValue(-value, {**clip_counts(clipped, inputs), "sequence_ratio:max": torch.exp(log_ratio)})

@@ -55,7 +55,7 @@ def counts(inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def clipped_objective(log_ratio: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """sum w min(r A, clamp(r, lo, hi) A), and the share of positions that count whose bound was taken.
+    """sum w min(r A, clamp(r, lo, hi) A), and of which positions the bound was taken, bool [N].
 
     Schulman et al. (2017), equation 7, with bounds of its own for each position. The branch is chosen before anything
     is multiplied, so that a ratio that overflows has no part in the value or the gradient of a clipped position.
@@ -68,12 +68,16 @@ def clipped_objective(log_ratio: Tensor, inputs: Mapping[str, Tensor]) -> tuple[
     moving = torch.exp(torch.where(matter & ~beyond, log_ratio, 0.0))
     chosen = torch.where(beyond, bound, moving)
     value = torch.where(matter, inputs["weights"] * chosen * advantages, 0.0).sum()
-    return value, share(beyond & matter, matter)
+    return value, beyond
 
 
-def share(marked: Tensor, whole: Tensor) -> Tensor:
-    """The share of `whole` that is `marked`, both bool [N]; 0 if `whole` is empty."""
-    return marked.sum() / whole.sum().clamp(min=1)
+def clip_counts(clipped: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Metrics: of the tokens that count, how many there are and how many were clipped.
+
+    Two sums and no share: the SDK joins the means of a batch's parts by their datums, not by their tokens.
+    """
+    matter = counts(inputs)
+    return {"clipped_tokens:sum": (clipped & matter).sum(), "policy_tokens:sum": matter.sum()}
 
 
 def greatest_ratio(log_ratio: Tensor, matter: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from services.trainer.losses.policy_gradient import (
     LOW,
     POLICY_INPUTS,
     ClippedLoss,
+    clip_counts,
     clipped_objective,
     counts,
     greatest_ratio,
@@ -27,6 +28,5 @@ class Ppo(ClippedLoss):
     def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
         log_ratio = logprobs - inputs["logprobs"]
         value, clipped = clipped_objective(log_ratio, inputs)
-        return LossValue(
-            -value, {"clip_fraction:mean": clipped, "ratio:max": greatest_ratio(log_ratio, counts(inputs))}
-        )
+        greatest = greatest_ratio(log_ratio, counts(inputs))
+        return LossValue(-value, {**clip_counts(clipped, inputs), "ratio:max": greatest})

@@ -66,6 +66,11 @@ def compute(loss: Loss, logprobs: torch.Tensor, given: Arrays) -> LossValue:
     return loss.compute(logprobs, inputs)
 
 
+def clipped_and_counted(value: LossValue) -> tuple[float, float]:
+    """Tokens that were clipped, and all that could be."""
+    return value.metrics["clipped_tokens:sum"].item(), value.metrics["policy_tokens:sum"].item()
+
+
 def through_the_head(logits: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities as the trainer makes them, and the logits as a leaf: hidden states times a unit matrix."""
     leaf = torch.tensor(logits, dtype=torch.float32, requires_grad=True)
@@ -136,7 +141,7 @@ def test_ppo_with_a_negative_advantage_and_a_high_ratio_is_not_clipped() -> None
     assert value.loss.item() == pytest.approx(6.0)
     assert logprobs.grad is not None
     assert logprobs.grad.item() == pytest.approx(6.0)
-    assert value.metrics["clip_fraction:mean"] == 0
+    assert clipped_and_counted(value) == (0, 1)
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "bound"), [(3.0, 2.0, 1.2), (0.1, -2.0, 0.8)])
@@ -148,7 +153,23 @@ def test_ppo_beyond_its_bound_has_no_gradient(ratio: float, advantage: float, bo
     assert value.loss.item() == pytest.approx(-bound * advantage)
     assert logprobs.grad is not None
     assert logprobs.grad.item() == 0
-    assert value.metrics["clip_fraction:mean"] == 1
+    assert clipped_and_counted(value) == (1, 1)
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipped_tokens_are_counted_the_same_however_a_batch_is_split(name: str) -> None:
+    """A share of each datum's tokens, averaged over datums, would weigh a token of a short datum more."""
+    found = []
+    for ratios, weights in (([9.0], [1.0]), ([1.0, 1.0, 1.0, 9.0, 9.0], [0.0, 1.0, 1.0, 1.0, 1.0])):
+        given = {
+            "logprobs": -1.0 - np.log(ratios),
+            "advantages": np.ones(len(ratios)),
+            "weights": np.array(weights),
+            "sequence_ratio_mask": np.ones(len(ratios)),
+        }
+        found.append(clipped_and_counted(compute(make_loss(name), torch.full((len(ratios),), -1.0), given)))
+    clipped, counted = (sum(values) for values in zip(*found, strict=True))
+    assert (clipped, counted) == ((5, 5) if name == "gspo" else (3, 5))
 
 
 def test_cispo_keeps_the_gradient_of_a_clipped_position() -> None:
@@ -158,7 +179,7 @@ def test_cispo_keeps_the_gradient_of_a_clipped_position() -> None:
     torch.autograd.backward([value.loss])
     assert logprobs.grad is not None
     assert logprobs.grad.item() == pytest.approx(-4.0 * 0.5)
-    assert value.metrics["clip_fraction:mean"] == 1
+    assert clipped_and_counted(value) == (1, 1)
 
 
 def test_gspo_takes_its_ratio_from_masked_positions_only() -> None:
