@@ -61,11 +61,12 @@ def fit(engine: Engine, seed: int, options: argparse.Namespace) -> list[float]:
         model_id=model_id, loss_function="cross_entropy", backward=True, datum_count=len(data)
     )
     call = ForwardBackward(
-        model_id,
-        header.SerializeToString(),
-        True,
-        [one.SerializeToString() for one in data],
-        [DatumSize(options.length, 0)] * len(data),
+        model_id=model_id,
+        header=header.SerializeToString(),
+        backward=True,
+        drop_gradients=False,
+        datums=[one.SerializeToString() for one in data],
+        sizes=[DatumSize(options.length, 0)] * len(data),
     )
     engine.execute(CreateModel(model_id, LoraSettings(options.rank, 32.0, seed, True, True, True, False)))
     target_count = len(data) * (options.length - 7)

@@ -76,7 +76,14 @@ def train(engine: Engine, call: Call) -> dict[str, Any]:
     )
     messages = [trainer_pb2.Datum.FromString(datum) for datum in call.datums]
     sizes = [decode_datum(datum, 0, loss_of(header), engine.limits).size for datum in messages]
-    command = ForwardBackward(MODEL, header.SerializeToString(), True, call.datums, sizes)
+    command = ForwardBackward(
+        model_id=MODEL,
+        header=header.SerializeToString(),
+        backward=True,
+        drop_gradients=False,
+        datums=call.datums,
+        sizes=sizes,
+    )
     gradients: dict[str, Tensor] = {}
     metrics = []
     for _ in range(call.steps):
