@@ -126,4 +126,5 @@ async def complete(storage: Storage, written: str, target: str, recipients: list
     if recipients:
         await encrypt_folder(storage, written, target, recipients)
         await storage.remove(written)
+    await storage.sync(target)
     return sum((await storage.sizes(target)).values())

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 
+from fovea.runtime.durable import sync_folder
 from fovea.wire.drafts import DRAFT, REPLACED
 from fovea.wire.errors import Internal, NotFound
 from fovea.wire.limits import PIECE_BYTES
@@ -102,6 +103,11 @@ class Storage:
     ) -> None:
         """Makes a file of another folder out of a file; `rewrite` is given both, open, to read and to write bytes."""
         await self.run(_rewrite, _place(source), name, _place(target), new_name, rewrite)
+
+    async def sync(self, uri: str) -> None:
+        """Has the disk keep a folder as it is: to be called before a row that is committed names it."""
+        place = _place(uri)
+        await self.run(sync_folder, place.files, place.path)
 
     async def remove_file(self, uri: str, name: str) -> None:
         """Removes one file."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import fsspec
 
+from fovea.runtime.durable import sync_folder, sync_place
 from fovea.wire.drafts import DRAFT, REPLACED
 from fovea.wire.errors import InvalidInput, NotFound
 
@@ -71,17 +72,19 @@ class Folder:
         return draft
 
     def commit(self, draft: "Folder") -> None:
-        """Puts a filled draft in the place of this folder, replacing what is there.
+        """Puts a filled draft in the place of this folder, replacing what is there. A power cut finds it whole.
 
         Where folders are only names, in object stores, its files come one by one: until then some cannot be found, but
         those of two drafts are never mixed.
         """
         self.files.invalidate_cache()  # the gateway may have removed what was here
+        sync_folder(self.files, draft.path)
         old = Folder(self.files, f"{self.path}{REPLACED}{uuid.uuid4().hex[:8]}")
         replaced = self.files.exists(self.path)
         if replaced:
             self._move_to(old)
         draft._move_to(self)
+        sync_place(self.files, self.path)
         if replaced:
             old.discard()
 

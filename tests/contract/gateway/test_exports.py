@@ -21,6 +21,7 @@ from gateway.store import checkpoints as rows
 from tests.contract.gateway.conftest import KEY, Stand, eventually, running
 from tests.contract.gateway.keeping import CONFIG, WEIGHT_BYTES, WEIGHTS, KeepingTrainer, weights
 from tests.contract.gateway.requests import Rest
+from tests.syncs import Syncs
 
 OTHER_KEY = "tml-other"
 
@@ -312,3 +313,26 @@ async def test_the_sdk_exports_and_lists(keeping: Stand) -> None:
             training.save_weights_external("x", age_encryption_recipients=["age1x"]).result()
 
     await asyncio.wait_for(keeping.sdk(use), 60)
+
+
+async def test_the_disk_has_what_the_gateway_wrote_before_it_says_so(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand, syncs = Stand(tmp_path), Syncs(monkeypatch)
+    stand.trainer = KeepingTrainer(lambda: stand.samplers)
+    async with running(stand, checkpoint_dir=str(tmp_path / "kept")), stand.http() as http:
+        client = Rest(http)
+        await client.open_session()
+        model_id = await client.create_model()
+        recipients = [str(pyrage.x25519.Identity.generate().to_public())]
+        exported = (await export(client, model_id, age_encryption_recipients=recipients))["path"]
+        body = {"source_path": exported, "session_id": client.session_id, "model_seq_id": 1}
+        copied = (await client.ok("copy_weights", **body))["tinker_path"]
+        assert stand.gateway is not None
+        database = stand.gateway.database
+        for path in (exported, copied):
+            checkpoint = await database.read(lambda connection, path=path: rows.get(connection, path))
+            assert checkpoint is not None
+            assert not syncs.missing(pathlib.Path(checkpoint.uri))
+        level = await database.write(lambda connection: connection.exec_driver_sql("PRAGMA synchronous").scalar())
+        assert level == 2, "FULL: each commit is on the disk"

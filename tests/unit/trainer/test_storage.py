@@ -8,6 +8,7 @@ import pytest
 
 from fovea.wire.errors import InvalidInput, NotFound
 from services.trainer.storage import Folder, write_folder
+from tests.syncs import Syncs
 
 
 def _fail() -> bytes:
@@ -44,6 +45,18 @@ def test_failure_leaves_what_was_there(root: str) -> None:
     folder = Folder.at(uri)
     assert folder.read("one") == b"old"
     assert len(folder.files.ls(folder.path.rsplit("/", 1)[0])) == 1
+
+
+def test_the_disk_has_all_of_a_folder_before_it_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "model" / "weights" / "name"
+    syncs = Syncs(monkeypatch)
+    write_folder(str(place), {"one": b"old", "two": b"x" * 2**20})
+    assert syncs.moved == [(place, [])]
+    assert not syncs.missing(place.parent.parent), "the name that it has got, too"
+    write_folder(str(place), {"one": b"new"})
+    assert syncs.moved[-1] == (place, [])
 
 
 def test_no_bucket_is_made(new_bucket: Callable[[], str]) -> None:
