@@ -19,6 +19,7 @@ import fovea
 from fovea.cli.ports import free_ports
 from fovea.cli.supervisor import Supervisor, UpOptions
 from fovea.client.channel import ServiceClient
+from fovea.runtime.hosts import is_loopback
 
 app = typer.Typer(
     help="Fovea: self-hosted post-training for vision-language models, behind the Tinker API.",
@@ -65,6 +66,12 @@ def up(
     if path.startswith((".", "/", "~")) and not (pathlib.Path(path).expanduser() / "config.json").is_file():
         raise typer.BadParameter(
             f"{path} has no config.json; name a checkpoint directory or a hub name", param_hint="--model"
+        )
+    if not (is_loopback(host) or api_key or api_key_file or _may_have_keys(state_dir)):
+        raise typer.BadParameter(
+            f"other machines reach {host}: make a key first (`fovea keys create --owner NAME`), or give one by "
+            f"--api-key-file or {KEYS_VARIABLE}",
+            param_hint="--host",
         )
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ.pop(KEYS_VARIABLE, None)  # the gateway alone is given the keys
@@ -149,6 +156,12 @@ def version() -> None:
 
 async def _run(options: UpOptions, console: Console) -> int:
     return await Supervisor(options, console).run()
+
+
+def _may_have_keys(state_dir: pathlib.Path) -> bool:
+    """Whether the gateway may find keys of its own; if it does not, it ends as it starts."""
+    given = ("FOVEA_GATEWAY_API_KEY", "FOVEA_GATEWAY_API_KEY_FILE", "FOVEA_GATEWAY_DATABASE_URL")
+    return (state_dir / "gateway.db").exists() or any(name in os.environ for name in given)
 
 
 def _state(state_dir: pathlib.Path) -> dict[str, Any]:

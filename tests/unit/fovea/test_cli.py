@@ -19,7 +19,18 @@ def test_status_without_a_fovea(tmp_path: pathlib.Path) -> None:
     assert "no Fovea is up" in " ".join(result.output.split())
 
 
+def test_other_machines_need_a_key(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["up", "--model", str(tmp_path), "--host", "0.0.0.0", "--state-dir", str(tmp_path / "state")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    words = " ".join(result.output.replace("│", " ").split())
+    assert "--host" in words
+    assert "other machines reach 0.0.0.0: make a key first" in words
+    assert not (tmp_path / "state").exists()
+
+
 def test_help_names_every_command() -> None:
     output = CliRunner().invoke(app, ["--help"]).output
-    for command in ("up", "status", "demo", "version"):
+    for command in ("up", "status", "keys", "demo", "version"):
         assert f" {command} " in output
