@@ -93,6 +93,11 @@ class Graph:
     metrics: Mapping[str, Ref]
 
 
+def described(graph: Graph, problem: str) -> str:
+    """What is wrong with a loss, as its author reads it."""
+    return f"custom loss {graph.name!r}: {problem}"
+
+
 def parse(message: trainer_pb2.CustomLoss) -> Graph:
     """Reads and checks a traced loss. Raises InvalidInput naming the node and what it may not do."""
     return _Parser(message.name[:80]).parse(message)

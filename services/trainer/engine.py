@@ -21,6 +21,7 @@ from services.trainer.families.base import PatchNormalizer
 from services.trainer.features import FeatureCache
 from services.trainer.forward_backward import LossComputer, Outcome
 from services.trainer.lora import LoraInjector, LoraSettings
+from services.trainer.losses import Sandbox
 from services.trainer.model import PackedModel
 from services.trainer.settings import TrainerSettings
 from services.trainer.sharding import ShardedModel
@@ -101,7 +102,8 @@ class Engine:
         )
         budgets = self._budgets(0, False)
         vision = VisionMemory(settings.vision_memory_mib * MIB)
-        self._losses = LossComputer(module, self._control, features, layout, vision, self.limits, budgets)
+        sandbox = Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib)
+        self._losses = LossComputer(module, self._control, features, layout, vision, self.limits, budgets, sandbox)
         self._layout = layout
         logger.info(
             "%s with %.1f M parameters in %s on %s, %s between micro-batches",

@@ -24,7 +24,7 @@ from services.trainer.commands import ForwardBackward
 from services.trainer.control import ControlGroup
 from services.trainer.datums import Datum, InputLimits, decode_datum
 from services.trainer.features import FeatureCache
-from services.trainer.losses import Loss, loss_of
+from services.trainer.losses import Loss, Sandbox, loss_of
 from services.trainer.model import PackedModel
 from services.trainer.packing import Plan, plan
 from services.trainer.token_budget import Budgets
@@ -91,7 +91,7 @@ class Share:
 
     logprobs: Logprobs = field(default_factory=dict)
     measures: Measures = field(default_factory=lambda: defaultdict(list))
-    failure: InvalidInput | None = None
+    failure: FoveaError | None = None
 
     def take(self, scored: Scored, loss_name: str) -> None:
         """Brings a micro-batch to the host; finds losses that are not finite."""
@@ -126,6 +126,7 @@ class LossComputer:
         vision: VisionMemory,
         limits: InputLimits,
         budgets: Budgets,
+        sandbox: Sandbox,
     ) -> None:
         self._module = module
         self._control = control
@@ -134,12 +135,14 @@ class LossComputer:
         self._vision = vision
         self._limits = limits
         self.budgets = budgets
+        self._sandbox = sandbox
 
     def run(self, command: ForwardBackward, model: TrainedModel) -> Outcome:
         """Computes; adds to the model's gradients if `backward`. Collective.
 
         Raises, on all ranks: with nothing changed, what `FeatureCache.patches_of` raises; InvalidInput if a loss or its
-        gradient is not finite, or if a traced loss fails: with `backward`, the model's gradients are then dropped.
+        gradient is not finite, or if a traced loss fails or takes too much: with `backward`, the model's gradients are
+        then dropped.
         """
         schedule = plan(command.sizes, self._control.world_size, self.budgets.tokens, self.budgets.patches)
         prepared = self._control.agree(lambda: self._prepare(command, model, schedule))
@@ -157,7 +160,7 @@ class LossComputer:
         return Outcome(logprobs, metrics, schedule.efficiency)
 
     def _prepare(self, command: ForwardBackward, model: TrainedModel, schedule: Plan) -> Prepared:
-        loss = loss_of(trainer_pb2.ForwardBackwardHeader.FromString(command.header))
+        loss = loss_of(trainer_pb2.ForwardBackwardHeader.FromString(command.header), self._sandbox)
         datums = {index: self._datum(command, index, loss) for index in schedule.datums_of(self._control.rank)}
         seen = None
         if not model.trains_vision:
@@ -202,11 +205,24 @@ class LossComputer:
                 torch.autograd.backward([total])
                 model.collect_gradients()
             scored.append(found)
+            if step is not schedule.steps[-1] and not self._goes_on(prepared.loss, share):
+                break
         # Only now: looking at a result makes the device wait for us, and we have the next micro-batch to prepare.
         for found in scored:
             if found.datums:
                 share.take(found, prepared.loss.name)
         return share
+
+    def _goes_on(self, loss: Loss, share: Share) -> bool:
+        """Of a loss that may take so long: whether it has failed on no rank. Collective.
+
+        No rank has more time left than another: however datums are spread, a call waits once for losses to be stopped.
+        """
+        if loss.seconds_left is None:
+            return True
+        left = self._control.least(-1 if share.failure else int(loss.seconds_left * 1e6))
+        loss.seconds_left = left / 1e6
+        return left >= 0
 
     def _agree_on(self, own: Share, command: ForwardBackward, model: TrainedModel) -> None:
         """Raises the first failure of any rank, on all of them."""
@@ -234,19 +250,14 @@ def _score(batch: Batch, logprobs_TK: Tensor, loss: Loss, share: Share) -> tuple
         if share.failure is None and parts:
             losses, measures = _losses(batch, parts, loss)
             return losses.sum(), Scored(batch.datums, rows, losses.detach(), measures)
-    except InvalidInput as error:
+    except FoveaError as error:
         share.failure = error
     return logprobs_TK.sum() * 0.0, Scored(batch.datums, rows, None, {})
 
 
 def _losses(batch: Batch, parts: list[Tensor], loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each datum, 1-D with gradient, and its measures. Raises InvalidInput naming the datum without one."""
-    values = []
-    for datum, part, inputs in zip(batch.datums, parts, batch.inputs, strict=True):
-        try:
-            values.append(loss.compute(part, inputs))
-        except InvalidInput as error:
-            raise InvalidInput(f"datum[{datum.index}] {error.message}", field=f"datum[{datum.index}]") from None
+    values = loss.compute_each([datum.index for datum in batch.datums], parts, batch.inputs)
     losses = torch.stack([value.loss for value in values])
     names = values[0].metrics
     return losses, {name: torch.stack([value.metrics[name] for value in values]).detach() for name in names}

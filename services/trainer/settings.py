@@ -50,6 +50,12 @@ class TrainerSettings(ServiceSettings):
     logit_chunk_mib: int = Field(
         512, ge=1, description="Memory for logits: positions are computed in chunks of this size."
     )
+    custom_loss_timeout_s: float = Field(
+        5.0, gt=0, description="Seconds that the traced losses of one call may take in all."
+    )
+    custom_loss_memory_mib: int = Field(
+        1024, ge=1, description="Memory of the process of each rank that evaluates traced losses, beside torch itself."
+    )
     keep_gathered: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Whether ranks keep whole parameters between micro-batches; auto does so below 1 GiB, and on a GPU "

@@ -10,15 +10,16 @@ from services.trainer.losses.dro import Dro
 from services.trainer.losses.gspo import Gspo
 from services.trainer.losses.importance_sampling import ImportanceSampling
 from services.trainer.losses.ppo import Ppo
+from services.trainer.losses.sandbox import Sandbox
 
-__all__ = ["LOSSES", "LOSS_NAMES", "TARGETS", "Loss", "LossInput", "LossValue", "loss_of"]
+__all__ = ["LOSSES", "LOSS_NAMES", "TARGETS", "Loss", "LossInput", "LossValue", "Sandbox", "loss_of"]
 
 LOSSES: dict[str, type[Loss]] = {loss.name: loss for loss in (CrossEntropy, ImportanceSampling, Ppo, Cispo, Dro, Gspo)}
 LOSS_NAMES = (*LOSSES, Custom.name)
 
 
-def loss_of(header: trainer_pb2.ForwardBackwardHeader) -> Loss:
-    """The loss that a call asks for, with its settings.
+def loss_of(header: trainer_pb2.ForwardBackwardHeader, sandbox: Sandbox | None = None) -> Loss:
+    """The loss that a call asks for, with its settings; a traced one can be computed if there is a sandbox.
 
     Raises InvalidInput naming the known losses, the known settings, or what is wrong with a traced loss.
     """
@@ -27,7 +28,7 @@ def loss_of(header: trainer_pb2.ForwardBackwardHeader) -> Loss:
         missing = "is missing: it goes" if name == Custom.name else "is set, but goes"
         raise InvalidInput(f"custom_loss {missing} with loss_function 'custom', this is {name!r}", field="custom_loss")
     if name == Custom.name:
-        return Custom(header.loss_config, header.custom_loss)
+        return Custom(header.loss_config, header.custom_loss, sandbox)
     if name not in LOSSES:
         raise InvalidInput(f"loss_function {name!r} is unknown; known: {', '.join(LOSS_NAMES)}", field="loss_function")
     return LOSSES[name](header.loss_config)

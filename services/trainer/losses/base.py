@@ -68,6 +68,8 @@ class Loss(ABC):
     takes_others: ClassVar[bool] = False
     """Whether a datum may bring inputs that the loss does not read."""
     inputs: tuple[LossInput, ...] = ()
+    seconds_left: float | None = None
+    """What this rank's part of the call may still take, of a loss that is stopped when it takes too long."""
 
     def __init__(self, given: Mapping[str, float]) -> None:
         for key in given:
@@ -89,5 +91,22 @@ class Loss(ABC):
         Raises InvalidInput, without a field, if it cannot be computed.
         """
 
+    def compute_each(
+        self, indices: Sequence[int], logprobs: Sequence[Tensor], inputs: Sequence[Mapping[str, Tensor]]
+    ) -> list[LossValue]:
+        """`compute` of the datums of a micro-batch. Raises InvalidInput naming the first that has no loss."""
+        values = []
+        for index, row, given in zip(indices, logprobs, inputs, strict=True):
+            try:
+                values.append(self.compute(row, given))
+            except InvalidInput as error:
+                raise of_datum(index, error) from None
+        return values
+
     def check(self, inputs: Mapping[str, npt.NDArray]) -> None:  # noqa: B027 - most losses take any values
         """Raises InvalidInput, its field the name of an input, for values from which no loss can be computed."""
+
+
+def of_datum(index: int, error: InvalidInput) -> InvalidInput:
+    """The error of a loss, named by its datum."""
+    return InvalidInput(f"datum[{index}] {error.message}", field=f"datum[{index}]")

@@ -1,5 +1,6 @@
 """Every loss through the real trainer: two ranks, several micro-batches, packing, accumulation, and what fails."""
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.e2e.trainer import reference
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import chunk_lists, datum, header, logprobs_of
 from tests.unit.trainer import loss_references
-from tests.unit.trainer.traced import graph, node, ref, traced
+from tests.unit.trainer.traced import graph, node, ref, square_loss, traced
 
 POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 CONFIGS: dict[str, dict[str, float]] = {
@@ -164,6 +165,65 @@ async def test_a_traced_loss_that_fails_on_one_datum(qwen3: Bench, place: int) -
     datums[place].loss_inputs["pick"].CopyFrom(tensors.encode(np.array([0])))
     good = await qwen3.client.forward_backward(asked, datums)
     assert good.metrics["loss:sum"] == pytest.approx(sum(float(logprobs_of(o)[0]) for o in good.outputs), rel=1e-5)
+
+
+X = ref("logprobs")
+BOMBS: dict[str, tuple[trainer_pb2.CustomLoss, str]] = {
+    "pieces": (graph(node("call_function", "p", "torch.tensor_split", X, 10**9)), r"'p' .*into 1000000000 pieces"),
+    "list": (graph(node("call_function", "m", "operator.mul", [X], 4 * 10**9)), "'m' .*numbers, not a list"),
+    "objects": (
+        graph(
+            node("call_method", "z", "new_zeros", X, 65536),
+            *(node("call_method", f"u{i}", "unbind", ref("z")) for i in range(508)),
+        ),
+        r"'u7' \(unbind\) .*above 134217728 elements",
+    ),
+    "time": (
+        graph(
+            node("call_method", "z", "new_ones", X, 2**22),
+            *(node("call_method", f"m{i}", "lgamma", ref("z")) for i in range(12)),
+            node("call_method", "total", "sum", X),
+        ),
+        r"'m\d+' \(lgamma\) was stopped: the losses of a call may take 5 s in all",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+async def test_a_traced_loss_that_takes_too_much_costs_its_own_call(qwen3: Bench, name: str) -> None:
+    """On either rank, in whatever micro-batch: a neighbour trains on meanwhile, and both models are still there."""
+    message, words = BOMBS[name]
+    bomber, neighbour = await qwen3.adapter(), await qwen3.adapter()
+    datums = await _policy_datums(qwen3, neighbour)
+    asked = header(bomber, 12 * len(datums), "custom")
+    asked.custom_loss.CopyFrom(message)
+
+    async def bomb() -> None:
+        with pytest.raises(InvalidInput, match=rf"datum\[\d+\] custom loss 'by_hand': node {words}"):
+            await qwen3.client.forward_backward(asked, datums * 12)
+
+    async def train() -> list[float]:
+        losses = []
+        for _ in range(3):
+            result = await qwen3.client.forward_backward(header(neighbour, 5), _plain(datums))
+            losses.append(result.metrics["loss:sum"])
+            await qwen3.client.optim_step(neighbour, adam(learning_rate=1e-2))
+        return losses
+
+    _, losses = await asyncio.gather(bomb(), train())
+    assert losses[-1] < losses[0]
+    assert (await qwen3.client.optim_step(bomber, adam())).metrics.values["grad_norm:mean"] == 0
+    asked.custom_loss.CopyFrom(square_loss())
+    good = await qwen3.client.forward_backward(asked, datums * 12)
+    expected = sum(float((logprobs_of(output).astype(np.float64) ** 2).sum()) for output in good.outputs)
+    assert good.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+
+
+def _plain(datums: list[trainer_pb2.Datum]) -> list[trainer_pb2.Datum]:
+    keys = ("target_tokens", "weights")
+    return [
+        trainer_pb2.Datum(input=one.input, loss_inputs={key: one.loss_inputs[key] for key in keys}) for one in datums
+    ]
 
 
 async def test_a_loss_that_is_not_finite_is_refused(qwen3: Bench) -> None:

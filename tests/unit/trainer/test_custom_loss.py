@@ -1,7 +1,7 @@
 """Traced losses, rebuilt and run: what the client's own function gives, and a named error for what cannot be."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch.nn import functional
 from fovea.api.v1 import trainer_pb2
 from fovea.wire import loss_operations
 from fovea.wire.errors import InvalidInput
-from services.trainer.losses import LossValue, loss_of, operations
+from services.trainer.losses import LossValue, Sandbox, loss_of, operations
 from tests.unit.trainer.traced import graph, node, output, ref, square_loss, traced
 
 N, K = 12, 3
@@ -20,8 +20,18 @@ Tensors = dict[str, torch.Tensor]
 X = ref("logprobs")
 
 
-def run(message: trainer_pb2.CustomLoss, logprobs: torch.Tensor, inputs: Tensors | None = None) -> LossValue:
-    loss = loss_of(trainer_pb2.ForwardBackwardHeader(loss_function="custom", custom_loss=message))
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    """As in a trainer with its defaults."""
+    made = Sandbox(timeout_s=5.0, memory_mib=1024)
+    yield made
+    made.close()
+
+
+def run(
+    sandbox: Sandbox, message: trainer_pb2.CustomLoss, logprobs: torch.Tensor, inputs: Tensors | None = None
+) -> LossValue:
+    loss = loss_of(trainer_pb2.ForwardBackwardHeader(loss_function="custom", custom_loss=message), sandbox)
     return loss.compute(logprobs, inputs or {})
 
 
@@ -69,7 +79,7 @@ CASES: dict[str, tuple[Callable[..., Any], Mapping[str, int], tuple[int, ...], M
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_function_on_the_client(case: str, seed: int) -> None:
+def test_equals_the_function_on_the_client(sandbox: Sandbox, case: str, seed: int) -> None:
     """Value, gradient and metrics, bit for bit: the same operations in the same order."""
     function, ranks, shape, makers = CASES[case]
     random = np.random.default_rng(seed)
@@ -83,7 +93,7 @@ def test_equals_the_function_on_the_client(case: str, seed: int) -> None:
     mine, theirs = (torch.tensor(values, requires_grad=True) for _ in range(2))
     loss, metrics = handle.graph(theirs, *inputs.values())
     loss.backward()
-    value = run(message, mine, inputs)
+    value = run(sandbox, message, mine, inputs)
     torch.autograd.backward([value.loss])
     assert value.loss.item() == loss.item()
     assert mine.grad is not None
@@ -94,8 +104,8 @@ def test_equals_the_function_on_the_client(case: str, seed: int) -> None:
     }
 
 
-def test_forward_only_needs_no_gradient() -> None:
-    value = run(square_loss(), torch.tensor([-1.0, -2.0]))
+def test_forward_only_needs_no_gradient(sandbox: Sandbox) -> None:
+    value = run(sandbox, square_loss(), torch.tensor([-1.0, -2.0]))
     assert value.loss.item() == 5
     assert not value.loss.requires_grad
 
@@ -203,13 +213,14 @@ FAILING: dict[str, tuple[list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("case", FAILING)
-def test_what_cannot_be_computed_is_named(case: str) -> None:
+def test_what_cannot_be_computed_is_named(sandbox: Sandbox, case: str) -> None:
     nodes, words = FAILING[case]
     message = graph(*nodes)
     logprobs = torch.tensor([-1.0, -2.0, -3.0, -0.5], requires_grad=True)
     with pytest.raises(InvalidInput, match=words) as caught:
-        run(message, logprobs)
-    assert caught.value.message.startswith("custom loss 'by_hand': ")
+        run(sandbox, message, logprobs)
+    assert caught.value.message.startswith("datum[0] custom loss 'by_hand': ")
+    assert caught.value.field == "datum[0]"
 
 
 def test_config_and_custom_loss_go_with_custom() -> None:
