@@ -9,8 +9,11 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-RESTART_WINDOW_S = 120.0
-MAX_RESTARTS = 5
+STEADY_S = 120.0
+"""A process that lived this long starts again at once when it dies; the pause doubles for one that did not."""
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,7 +39,7 @@ class ServiceSpec:
 
 
 class ServiceFailed(Exception):
-    """A service died too often to be started again."""
+    """A service did not come up."""
 
 
 class Service:
@@ -53,28 +56,32 @@ class Service:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None]
         self._stopping = False
-        self._exits: list[float] = []
+        self._pause_s = FIRST_PAUSE_S
 
     @property
     def pid(self) -> int | None:
         """Process id, None while it is down."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
-    async def run(self, on_exit: Callable[[str], Awaitable[None]], on_start: Callable[[], None]) -> None:
-        """Keeps the process running until `stop`. Raises ServiceFailed after MAX_RESTARTS within RESTART_WINDOW_S."""
+    async def run(self, on_exit: Callable[[str, str, float], Awaitable[None]], on_start: Callable[[], None]) -> None:
+        """Keeps the process running until `stop`, however often it dies: others hold what would be lost with them.
+
+        Args:
+            on_exit: Called with the service's name, how it ended, and the seconds until it is started again.
+        """
         while not self._stopping:
             await self._start()
             on_start()
+            started = time.monotonic()
             code = await self._follow()
             if self._stopping:
                 return
-            now = time.monotonic()
-            self._exits = [at for at in self._exits if now - at < RESTART_WINDOW_S] + [now]
+            if time.monotonic() - started >= STEADY_S:
+                self._pause_s = FIRST_PAUSE_S
             how = signal.Signals(-code).name if code < 0 else f"code {code}"
-            await on_exit(f"{self.spec.name} ended by {how}")
-            if len(self._exits) > MAX_RESTARTS:
-                raise ServiceFailed(f"{self.spec.name} died {len(self._exits)} times in {RESTART_WINDOW_S:.0f} s")
-            await asyncio.sleep(min(0.5 * 2 ** (len(self._exits) - 1), 10.0))
+            await on_exit(self.spec.name, how, self._pause_s)
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     async def stop(self, timeout_s: float) -> None:
         """Asks the process to end, and after `timeout_s` kills it with everything it started."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import pathlib
 import secrets
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from fovea.cli.ports import free_ports
 from fovea.cli.service import Service, ServiceFailed, ServiceSpec
+from fovea.cli.state_folder import FolderTaken, StateFolder
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret
 from fovea.runtime.hosts import WILDCARDS, is_loopback
@@ -74,9 +76,16 @@ class Supervisor:
         self._ready_s: float | None = None
         self._specs = service_specs(options)
         self._services = {spec.name: Service(spec, self._print) for spec in self._specs}
+        self._folder = StateFolder(options.state_dir)
+        self._returning: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> int:
-        """Returns the exit code: 0 after a stop that was asked for, 1 if a service failed."""
+        """Returns the exit code: 0 after a stop that was asked for, 1 if a service did not come up."""
+        try:
+            self._folder.hold(base_url(self._options))
+        except FolderTaken as error:
+            self._print("fovea", str(error))
+            return 1
         start = time.monotonic()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -92,11 +101,12 @@ class Supervisor:
             if ready.done() and not ready.exception():
                 await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            ready.cancel()
+            for waiting in (ready, *self._returning.values()):
+                waiting.cancel()
             await self._stop_all()
         for task in [*running, ready]:
-            if task.done() and not task.cancelled() and (error := task.exception()):
-                self._print("fovea", str(error))
+            if task.done() and not task.cancelled() and (failure := task.exception()):
+                self._print("fovea", str(failure))
                 return 1
         self._print("fovea", "all services have stopped")
         return 0
@@ -108,18 +118,21 @@ class Supervisor:
         self._write_state(self._ready_s)
         self._show_table(self._ready_s)
 
-    async def _wait_serving(self, spec: ServiceSpec, start: float, deadline: float) -> None:
+    async def _wait_serving(self, spec: ServiceSpec, start: float, deadline: float, what: str = "ready") -> None:
         async with ServiceClient(spec.address) as client:
             while not await client.is_serving(spec.health_name):
                 if time.monotonic() > deadline:
                     raise ServiceFailed(f"{spec.name} was not ready within {self._options.ready_timeout_s:.0f} s")
                 await asyncio.sleep(0.1)
-        self._print("fovea", f"{spec.name} is ready after {time.monotonic() - start:.1f} s")
+        self._print("fovea", f"{spec.name} is {what} after {time.monotonic() - start:.1f} s")
 
-    async def _note_exit(self, what: str) -> None:
+    async def _note_exit(self, name: str, how: str, pause_s: float) -> None:
         if self._ready_s is None:
-            raise ServiceFailed(f"{what} before Fovea was ready; its last lines above say why")
-        self._print("fovea", f"{what}; starting it again")
+            raise ServiceFailed(f"{name} ended by {how} before Fovea was ready; its last lines above say why")
+        self._print("fovea", f"{name} ended by {how}; starting it again in {pause_s:g} s, the others go on")
+        if name not in self._returning or self._returning[name].done():
+            wait = self._wait_serving(self._services[name].spec, time.monotonic(), math.inf, "back")
+            self._returning[name] = asyncio.create_task(wait)
 
     def _note_start(self) -> None:
         if self._ready_s is not None:
@@ -129,11 +142,7 @@ class Supervisor:
         self._print("fovea", f"stopping; requests in flight have {self._options.drain_s:.0f} s")
         for name in STOP_ORDER:
             await self._services[name].stop(self._options.drain_s + 10.0)
-        self._state_file.unlink(missing_ok=True)
-
-    @property
-    def _state_file(self) -> pathlib.Path:
-        return self._options.state_dir / "up.json"
+        self._folder.release()
 
     def _write_state(self, ready_s: float) -> None:
         state = {
@@ -152,10 +161,7 @@ class Supervisor:
                 for spec in self._specs
             },
         }
-        temporary = self._state_file.with_suffix(".tmp")
-        with open(temporary, "w", opener=_for_its_user_alone) as file:
-            json.dump(state, file, indent=2)
-        temporary.rename(self._state_file)
+        self._folder.write(state)
 
     def _show_table(self, ready_s: float) -> None:
         table = Table(title=f"Fovea is ready after {ready_s:.1f} s", title_justify="left")
@@ -173,10 +179,6 @@ class Supervisor:
 
     def _print(self, service: str, line: str) -> None:
         self._console.print(Text.assemble((f"{service:>8} ", COLORS[service]), "│ ", line), soft_wrap=True)
-
-
-def _for_its_user_alone(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def base_url(options: UpOptions) -> str:

@@ -1,7 +1,7 @@
 """Renderers of the tiny checkpoints behind real gRPC servers, one of each kind for all tests."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +17,10 @@ from services.renderer.rendering import Renderer
 from services.renderer.servicer import SERVICE_NAME, RendererServicer
 from services.renderer.settings import RendererSettings
 
-KINDS = ("qwen3_vl", "qwen2_5_vl", "qwen3")
+KINDS: tuple[tinyvlm.Kind, ...] = ("qwen3_vl", "qwen2_5_vl", "qwen3")
 # The largest tensors of one input in these tests have 3 MB; two of them do not fit together with a third.
 FEATURE_CACHE_BYTES = 8 * 2**20
 IMAGE_STORE_BYTES = 6 * 2**20
-
-
-# Until tinyvlm.ensure exists; then delete this and call it below.
-_BUILT = {"qwen3_vl": "/tmp/tiny_vlm", "qwen2_5_vl": "/tmp/tiny_qwen2_5_vl", "qwen3": "/tmp/tiny_qwen3"}
-ensure: Callable[[str], Path] = getattr(tinyvlm, "ensure", lambda kind: Path(_BUILT[kind]))
 
 
 @dataclass(frozen=True)
@@ -38,9 +33,9 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(kind: str) -> AsyncIterator[Served]:
+async def serving(kind: tinyvlm.Kind) -> AsyncIterator[Served]:
     """Runs a renderer of one tiny checkpoint in this process, as `services.renderer.app.serve` does."""
-    directory = ensure(kind)
+    directory = tinyvlm.ensure(kind)
     settings = RendererSettings(
         model=str(directory),
         drain_s=0,

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from fovea.cli import service as service_module
-from fovea.cli.service import Service, ServiceFailed, ServiceSpec
+from fovea.cli.service import Service, ServiceSpec
 from tests.processes import survivors
 
 FOREVER = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -34,8 +34,8 @@ async def wait_for(lines: list[str], count: int) -> None:
 async def test_a_dead_process_is_started_again_without_its_orphans() -> None:
     service, lines, exits = make(FOREVER)
 
-    async def note(what: str) -> None:
-        exits.append(what)
+    async def note(name: str, how: str, pause_s: float) -> None:
+        exits.append(f"{name} ended by {how}")
 
     pids: list[int | None] = []
     running = asyncio.create_task(service.run(note, lambda: pids.append(service.pid)))
@@ -54,24 +54,28 @@ async def test_a_dead_process_is_started_again_without_its_orphans() -> None:
     assert survivors([child], 5.0) == []
 
 
-async def test_a_process_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_RESTARTS", 1)
-    service, lines, exits = make("import os; print(os.environ['MARK']); raise SystemExit(3)")
+async def test_a_process_that_keeps_dying_is_started_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "LONGEST_PAUSE_S", 0.04)
+    monkeypatch.setattr(service_module, "FIRST_PAUSE_S", 0.01)
+    service, lines, _ = make("import os; print(os.environ['MARK']); raise SystemExit(3)")
+    pauses: list[float] = []
 
-    async def note(what: str) -> None:
-        exits.append(what)
+    async def note(name: str, how: str, pause_s: float) -> None:
+        assert (name, how) == ("worker", "code 3")
+        pauses.append(pause_s)
+        if len(pauses) == 8:
+            await service.stop(1.0)
 
-    with pytest.raises(ServiceFailed, match="worker died 2 times"):
-        await service.run(note, ignore)
-    assert lines == ["yes", "yes"]
-    assert exits == ["worker ended by code 3"] * 2
+    await service.run(note, ignore)
+    assert lines == ["yes"] * 8
+    assert pauses == [0.01, 0.02] + [0.04] * 6
 
 
 async def test_a_process_that_ignores_the_stop_is_killed() -> None:
     service, lines, _ = make("import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(600)")
 
-    async def note(what: str) -> None:
-        raise AssertionError(what)
+    async def note(name: str, how: str, pause_s: float) -> None:
+        raise AssertionError(how)
 
     running = asyncio.create_task(service.run(note, ignore))
     await wait_for(lines, 1)

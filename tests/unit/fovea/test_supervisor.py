@@ -1,12 +1,22 @@
 """What `fovea up` runs: ports, devices and arguments of the four services."""
 
+import asyncio
 import io
+import json
+import os
 import pathlib
+import signal
 import stat
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
+from fovea.cli import service as service_module
+from fovea.cli import supervisor as supervisor_module
+from fovea.cli.ports import free_ports
+from fovea.cli.service import ServiceSpec
+from fovea.cli.state_folder import StateFolder
 from fovea.cli.supervisor import Supervisor, UpOptions, base_url, service_specs
 from fovea.runtime.secret import VARIABLE
 
@@ -69,3 +79,85 @@ def test_a_key_of_ones_own_is_not_shown_and_the_state_is_its_users_alone(tmp_pat
     assert "TINKER_API_KEY=YOUR_KEY" in shown.getvalue()
     assert "tml-secret" not in shown.getvalue() + (tmp_path / "up.json").read_text()
     assert stat.filemode((tmp_path / "up.json").stat().st_mode) == "-rw-------"
+
+
+async def test_a_second_one_in_the_same_folder_is_refused_and_takes_nothing(tmp_path: pathlib.Path) -> None:
+    options = replace(OPTIONS, state_dir=tmp_path)
+    first = StateFolder(tmp_path)
+    first.hold("http://127.0.0.1:8000")
+    first.write({"pid": 1})
+    shown = io.StringIO()
+    assert await Supervisor(options, Console(file=shown, width=300)).run() == 1
+    (line,) = shown.getvalue().splitlines()
+    assert f"another `fovea up` runs in {tmp_path}: process {os.getpid()}, http://127.0.0.1:8000." in line
+    assert json.loads((tmp_path / "up.json").read_text()) == {"pid": 1}
+    first.release()
+    assert not (tmp_path / "up.json").exists()
+    second = StateFolder(tmp_path)
+    second.hold("http://127.0.0.1:9000")
+    second.release()
+
+
+async def test_a_part_that_keeps_dying_ends_nobody_else(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on; each time it is said what happens next, and once it serves, that it is back."""
+    monkeypatch.setattr(service_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(service_module, "LONGEST_PAUSE_S", 0.04)
+    count = tmp_path / "count"
+    count.write_text("0")
+    steady, flapping = (
+        ServiceSpec(
+            name, ("-c", program, str(port), str(count)), f"127.0.0.1:{port}", "fovea.Part", 0, {VARIABLE: 32 * "s"}
+        )
+        for name, program, port in (("trainer", SERVING, free_ports(1)[0]), ("gateway", FLAPPING, free_ports(1)[0]))
+    )
+    shown = io.StringIO()
+    monkeypatch.setattr(supervisor_module, "service_specs", lambda options: [steady, flapping])
+    monkeypatch.setattr(supervisor_module, "STOP_ORDER", ("gateway", "trainer"))
+    supervisor = Supervisor(replace(OPTIONS, state_dir=tmp_path), Console(file=shown, width=300))
+    running = asyncio.create_task(supervisor.run())
+    async with asyncio.timeout(120):
+        while "gateway is back" not in shown.getvalue():
+            assert not running.done(), shown.getvalue()
+            await asyncio.sleep(0.05)
+    lines = shown.getvalue()
+    assert lines.count("gateway ended by code 3; starting it again in 0.04 s, the others go on") >= 6
+    assert "trainer ended" not in lines
+    assert lines.count("trainer is ready") == lines.count("gateway is ready") == lines.count("gateway is back") == 1
+    assert json.loads((tmp_path / "up.json").read_text())["services"]["gateway"]["pid"]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == 0
+
+
+SERVING = """
+import asyncio, pathlib, signal, sys
+from fovea.runtime.server import ServiceServer
+from fovea.runtime.settings import ServiceSettings
+
+async def main():
+    server = ServiceServer(ServiceSettings(port=int(sys.argv[1]), drain_s=0), ["fovea.Part"])
+    await server.start()
+    await server.set_serving(True)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.request_stop)
+    if DIES:
+        while not pathlib.Path(sys.argv[2]).with_name("up.json").exists():
+            await asyncio.sleep(0.05)
+        sys.exit(3)
+    await server.run_until_stopped()
+
+asyncio.run(main())
+"""
+FLAPPING = (
+    """
+import pathlib, sys
+count = pathlib.Path(sys.argv[2])
+starts = int(count.read_text()) + 1
+count.write_text(str(starts))
+if 1 < starts < 10:
+    sys.exit(3)
+DIES = starts == 1
+"""
+    + SERVING
+)
+SERVING = "DIES = False" + SERVING
