@@ -1,7 +1,7 @@
 """How much memory and time an operation of a traced loss may take: known before it runs, wherever it can be.
 
 Work is counted in elements read and written. What sorts, multiplies matrices or repeats itself reads its elements
-several times, and an object costs as much as OBJECT elements.
+several times, and a tensor costs OBJECT elements beside its own.
 """
 
 import math
@@ -24,8 +24,8 @@ MAX_VALUES = 2**16
 MAX_DIMENSIONS = 64
 """The most that torch itself computes with."""
 
-OBJECT = 256
-"""What a tensor is beside its elements, in elements of float32."""
+OBJECT = 1024
+"""What making a tensor takes, in elements."""
 
 _PRODUCTS = frozenset({"bmm", "dot", "inner", "linalg_norm", "matmul", "mm", "mv", "outer", "vdot"})
 _FACTORIES = frozenset({"arange", "eye", "full", "linspace", "ones", "scalar_tensor", "zeros"})
@@ -60,8 +60,12 @@ class Meter:
 
     def spend(self, work: int) -> None:
         """Raises RefusedError if that is too much in all."""
+        self.expect(work)
         self._work += work
-        if self._work > MAX_WORK:
+
+    def expect(self, work: int) -> None:
+        """Raises RefusedError if so much more would be too much, and counts nothing."""
+        if self._work + work > MAX_WORK:
             raise RefusedError(f"takes the loss above {MAX_WORK} elements read and written for one datum")
 
 
@@ -72,8 +76,10 @@ def spend_before(
     tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if len(shapes := {tensor.shape for tensor in tensors if tensor.ndim}) > 1:
         _check_broadcast(shapes)
-    if name in _CUTTING and (count := _pieces(name, args, kwargs)) > MAX_VALUES:
-        raise RefusedError(f"would cut a tensor into {count} pieces; at most {MAX_VALUES} are allowed")
+    if name in _CUTTING:
+        if (count := _pieces(name, args, kwargs)) > MAX_VALUES:
+            raise RefusedError(f"would cut a tensor into {count} pieces; at most {MAX_VALUES} are allowed")
+        meter.expect(count * OBJECT)
     made = 0
     if name in _GROWING or (name == "getitem" and len(args) == 2 and _picks(args[1])):
         made = _check_growth(function, name, args, kwargs)
