@@ -1,7 +1,7 @@
 """Joins groups and receives snapshots on threads, so that the engine goes on sampling while tensors arrive.
 
 What arrives stays beside the model until it is whole and its digest is known: a sender that vanishes, or bytes that are
-not what was announced, never touch the model. It waits on the GPU if there is room, else in host memory.
+not what was announced, never touch the model. Where it waits: `staging`.
 """
 
 import threading
@@ -17,8 +17,7 @@ import torch
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, tensor_bytes
 from services.sampler.engine.group import TransferGroup
-
-_WORKING_BYTES = 2 * 2**30
+from services.sampler.engine.staging import Staging
 
 Phase = Literal["running", "done", "failed"]
 
@@ -70,6 +69,7 @@ class SnapshotReceiver:
     def __init__(self, device: torch.device, worker_rank: int) -> None:
         self._device = device
         self._worker_rank = worker_rank
+        self._staging = Staging(device)
         # One for all arrivals: torch keeps memory apart by stream, and gives none of it to another.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._groups: dict[str, TransferGroup] = {}
@@ -106,25 +106,22 @@ class SnapshotReceiver:
             arrival = Arrival(manifest)
             broadcasts = _buckets(manifest)
             sizes = [sum(map(padded_bytes, specs)) for specs in broadcasts]
-            place = self._place(sum(sizes))
+            stays = self._staging.fits(sum(sizes))
             with torch.cuda.stream(self._stream):
                 digest = SnapshotDigest(partial(torch.arange, device=self._device))
                 for specs, size_bytes in zip(broadcasts, sizes, strict=True):
                     buffer = group.receive(size_bytes, deadline).to(self._device)
                     digest.add(specs, buffer.view(torch.int64))
-                    arrival.buffers.append(buffer.to(place))
+                    arrival.buffers.append(buffer if stays else self._staging.to_host(buffer))
                 arrival.digest = task.digest = digest.hexdigest()
+                if self._stream is not None:
+                    self._stream.synchronize()  # `finish` may read on the host what still comes over
                 finished = finish(arrival)
             if self._stream is not None:
                 self._stream.synchronize()
             self._arrivals[task_id] = finished
 
         self._start(task_id, receive)
-
-    def _place(self, size_bytes: int) -> torch.device:
-        if self._device.type == "cuda" and torch.cuda.mem_get_info(self._device)[0] > size_bytes + _WORKING_BYTES:
-            return self._device
-        return torch.device("cpu")
 
     def report(self, task_id: str) -> dict[str, str]:
         """How far a task is. Raises KeyError for an unknown one."""
