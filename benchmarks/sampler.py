@@ -210,7 +210,7 @@ def main() -> None:
     from services.sampler.engine import launch
 
     launch.prepare_environment(settings)
-    llm = launch.launch(settings)
+    llm = launch.launch(settings, launch.room_for_adapters(settings))
     try:
         asyncio.run(run(llm, running, options))
     finally:

@@ -26,13 +26,14 @@ def main() -> int:
         launch.context(settings)
     except (OSError, ValueError) as error:
         raise SystemExit(f"services.sampler: {error}") from None
-    llm = launch.launch(settings)
+    room = launch.room_for_adapters(settings)
+    llm = launch.launch(settings, room)
     try:
         from services.sampler.app import serve
         from services.sampler.engine.engine import Engine
 
         engine = Engine(llm, settings, launch.checkpoint_directory(settings.model))
-        return asyncio.run(serve(settings, engine, started))
+        return asyncio.run(serve(settings, engine, room, started))
     finally:
         llm.shutdown()
 

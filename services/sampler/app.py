@@ -10,6 +10,7 @@ from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
 from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.runtime.server import ServiceServer
 from services.sampler.adapters import AdapterShelf
+from services.sampler.engine.adapter_room import AdapterRoom
 from services.sampler.engine.engine import Engine
 from services.sampler.engine.launch import runs_on_cpu
 from services.sampler.families import family_of
@@ -27,13 +28,14 @@ EXIT_ENGINE_DIED = 70
 _WATCH_PERIOD_S = 0.2
 
 
-async def serve(settings: SamplerSettings, engine: Engine, started: float) -> int:
+async def serve(settings: SamplerSettings, engine: Engine, room: AdapterRoom, started: float) -> int:
     """Serves until a signal (returns 0) or until the engine dies (returns 70). `started` is of `time.monotonic`."""
+    logger.info("%s", room)
     server = ServiceServer(settings, [sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name])
     await engine.prepare()
     family = family_of(engine.config)
     features = FeatureStore(family, settings.feature_cache_mib << 20, settings.renderer)
-    shelf = AdapterShelf(settings.max_adapters, settings.max_adapter_mib << 20)
+    shelf = AdapterShelf(settings.max_adapters, room.held_bytes)
     snapshots = Snapshots(engine, shelf)
     sampling = Sampling(engine, snapshots, features, settings.max_requests)
     service = SamplerService(_facts(settings, engine), family, sampling, snapshots, SnapshotPushes(engine, snapshots))

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fovea.runtime.checkpoint import context_length, read_config
+from services.sampler.engine.adapter_room import AdapterRoom, adapter_room, host_memory_bytes
 from services.sampler.engine.parentage import PARENT_VARIABLE
+from services.sampler.engine.shapes import checkpoint_shapes
 from services.sampler.settings import SamplerSettings
 
 if TYPE_CHECKING:
@@ -54,7 +56,23 @@ def prepare_environment(settings: SamplerSettings) -> None:
     warnings.filterwarnings("ignore", module="vllm")
 
 
-def launch(settings: SamplerSettings) -> "AsyncLLM":
+def room_for_adapters(settings: SamplerSettings) -> AdapterRoom:
+    """How many adapters the engine gets room for. To be called before it starts."""
+    try:
+        shapes = checkpoint_shapes(checkpoint_directory(settings.model))
+    except OSError:  # a hub name whose weights are still to be downloaded
+        shapes = {}
+    host_bytes = host_memory_bytes()
+    if runs_on_cpu(settings):
+        return adapter_room(settings, shapes, 4, host_bytes, host_bytes)
+    from vllm.platforms import current_platform
+
+    device_bytes = int(current_platform.get_device_total_memory() * settings.gpu_memory_fraction)
+    item_bytes = 4 if settings.dtype == "float32" else 2
+    return adapter_room(settings, shapes, item_bytes, device_bytes, host_bytes)
+
+
+def launch(settings: SamplerSettings, room: AdapterRoom) -> "AsyncLLM":
     """Starts the engine and returns when its model is loaded. Raises whatever vLLM raises for a model it cannot run."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -64,7 +82,7 @@ def launch(settings: SamplerSettings) -> "AsyncLLM":
 
     adapt_platform()
     transfer.register()
-    arguments = _common_arguments(settings)
+    arguments = _common_arguments(settings, room)
     if not runs_on_cpu(settings):
         arguments |= _gpu_arguments(settings)
         return AsyncLLM.from_vllm_config(AsyncEngineArgs(**arguments).create_engine_config())
@@ -77,7 +95,7 @@ def launch(settings: SamplerSettings) -> "AsyncLLM":
     return AsyncLLM.from_vllm_config(config)
 
 
-def _common_arguments(settings: SamplerSettings) -> dict[str, Any]:
+def _common_arguments(settings: SamplerSettings, room: AdapterRoom) -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
     from services.sampler.engine.transfer import BACKEND
@@ -92,8 +110,8 @@ def _common_arguments(settings: SamplerSettings) -> dict[str, Any]:
         "enable_lora": True,
         "enable_tower_connector_lora": True,
         "max_lora_rank": settings.max_lora_rank,
-        "max_loras": settings.max_loras,
-        "max_cpu_loras": max(settings.max_loras, settings.max_cpu_loras or 4 * settings.max_loras),
+        "max_loras": room.batched,
+        "max_cpu_loras": max(room.batched, settings.max_cpu_loras or 4 * room.batched),
         "worker_extension_cls": "services.sampler.engine.worker.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "logprobs_mode": "processed_logprobs",

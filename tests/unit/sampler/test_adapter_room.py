@@ -1,0 +1,65 @@
+"""How many adapters the engine gets room for, unless the settings say."""
+
+from typing import Any
+
+import pytest
+
+import tinyvlm
+from services.sampler.engine.adapter_room import adapter_room, host_memory_bytes
+from services.sampler.engine.shapes import checkpoint_shapes
+from services.sampler.settings import SamplerSettings
+from tests.e2e.sampler.reference import Reference, random_adapter
+
+GIB = 2**30
+# One layer of 3 in and 5 out, tied embeddings of 4 by 3, and what takes no adapter: 8 + 7 a rank.
+SHAPES = {
+    "model.up.weight": (5, 3),
+    "model.up.bias": (5,),
+    "model.norm.weight": (3,),
+    "model.embed_tokens.weight": (4, 3),
+    "model.pos_embed.weight": (9, 3),
+    "model.conv.weight": (8, 3, 2, 4, 4),
+}
+RANK = 64
+ADAPTER_BYTES = 2 * RANK * 15
+
+
+def room(shapes: dict[str, Any] = SHAPES, device_bytes: int = GIB, host_bytes: int = GIB, **settings: Any) -> Any:
+    """Of bfloat16."""
+    return adapter_room(SamplerSettings(model="m", **settings), shapes, 2, device_bytes, host_bytes)
+
+
+def test_memory_decides() -> None:
+    assert room().adapter_bytes == ADAPTER_BYTES
+    assert room(device_bytes=16 * 10 * ADAPTER_BYTES).batched == 10
+    assert room(host_bytes=2 * 10 * ADAPTER_BYTES).held_bytes == 10 * ADAPTER_BYTES
+    assert "10 in one batch" in str(room(device_bytes=16 * 10 * ADAPTER_BYTES))
+
+
+def test_never_more_than_can_be_held_or_run_at_once_nor_fewer_than_a_few() -> None:
+    assert room().batched == 64
+    assert room().held_bytes == 64 * ADAPTER_BYTES
+    assert room(max_sequences=7).batched == 7
+    assert room(max_adapters=3).batched == 3
+    assert room(device_bytes=1).batched == 4
+
+
+def test_settings_go_first() -> None:
+    said = room(max_loras=2, max_adapter_mib=5, device_bytes=1)
+    assert (said.batched, said.held_bytes) == (2, 5 << 20)
+
+
+def test_without_shapes() -> None:
+    assert (room({}).batched, room({}).held_bytes) == (4, GIB // 2)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3"])
+def test_the_largest_adapter_of_a_model_is_what_it_takes(kind: str) -> None:
+    model = tinyvlm.ensure(kind)
+    whole = random_adapter(Reference(model), RANK, seed=0)
+    found = adapter_room(SamplerSettings(model="m"), checkpoint_shapes(model), 4, GIB, GIB)
+    assert found.adapter_bytes == sum(tensor.numel() * 4 for tensor in whole.values())
+
+
+def test_host_memory() -> None:
+    assert GIB // 4 < host_memory_bytes() < 2**50
