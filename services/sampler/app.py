@@ -38,7 +38,9 @@ async def serve(settings: SamplerSettings, engine: Engine, room: AdapterRoom, st
     shelf = AdapterShelf(settings.max_adapters, room.held_bytes)
     snapshots = Snapshots(engine, shelf)
     sampling = Sampling(engine, snapshots, features, settings.max_requests)
-    service = SamplerService(_facts(settings, engine), family, sampling, snapshots, SnapshotPushes(engine, snapshots))
+    service = SamplerService(
+        _facts(settings, engine, room), family, sampling, snapshots, SnapshotPushes(engine, snapshots)
+    )
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(service, server.grpc)
     if not runs_on_cpu(settings):
         show_gpu_memory()
@@ -69,7 +71,7 @@ async def _watch(engine: Engine, server: ServiceServer, service: SamplerService)
     server.request_stop()
 
 
-def _facts(settings: SamplerSettings, engine: Engine) -> EngineFacts:
+def _facts(settings: SamplerSettings, engine: Engine, room: AdapterRoom) -> EngineFacts:
     return EngineFacts(
         model=settings.model,
         instance_id=uuid.uuid4().hex,
@@ -78,4 +80,6 @@ def _facts(settings: SamplerSettings, engine: Engine) -> EngineFacts:
         transfer_backend=engine.transfer_backend,
         transfer_worker_count=engine.worker_count,
         limits=engine.limits,
+        max_batched_adapters=room.batched,
+        adapter_memory_bytes=room.held_bytes,
     )

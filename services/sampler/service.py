@@ -37,6 +37,8 @@ class EngineFacts:
     transfer_backend: str
     transfer_worker_count: int
     limits: Limits
+    max_batched_adapters: int
+    adapter_memory_bytes: int
 
 
 class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
@@ -74,6 +76,8 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             transfer_worker_count=facts.transfer_worker_count,
             dtype=facts.dtype,
             version=_version(),
+            max_batched_adapters=facts.max_batched_adapters,
+            adapter_memory_bytes=facts.adapter_memory_bytes,
         )
 
     async def Sample(  # noqa: N802

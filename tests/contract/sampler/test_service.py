@@ -82,7 +82,7 @@ async def served() -> AsyncIterator[Served]:
     features = FeatureStore(family_of(CONFIG), 1 << 20, default_source=address)
     snapshots = Snapshots(engine, AdapterShelf(2, 1000))
     limits = Limits(100, 50, 4, 5, 2, 8)
-    facts = EngineFacts("model", "instance", "float32", 64, "gloo", 1, limits)
+    facts = EngineFacts("model", "instance", "float32", 64, "gloo", 1, limits, 8, 9 << 20)
     sampling = Sampling(engine, snapshots, features, MAX_REQUESTS)
     service = SamplerService(facts, family_of(CONFIG), sampling, snapshots, SnapshotPushes(engine, snapshots))
     service.set_ready(True)
@@ -158,6 +158,7 @@ async def test_info(served: Served) -> None:
     info = await served.client.info()
     assert (info.model, info.instance_id, info.max_context_length) == ("model", "instance", 50)
     assert info.transfer_backend == "gloo"
+    assert (info.max_batched_adapters, info.adapter_memory_bytes) == (8, 9 << 20)
 
 
 async def test_before_it_is_ready(served: Served) -> None:
