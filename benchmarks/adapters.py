@@ -1,8 +1,8 @@
 """What do many tenants' adapters cost? `python -m benchmarks.adapters MODEL_DIR --adapters 16 --max-loras 4`.
 
 Starts a sampler by itself, pushes so many adapters of random weights over gloo, and has every one asked for `--tokens`
-tokens at once, all greedy. The figure is the tokens/s of all together, after one round that warms up; `--max-loras auto`
-is the sampler's own choice, the seconds until it serves are printed too.
+tokens at once, all greedy. The figure is the tokens/s of all together, after a round that warms up; `--max-loras auto`
+is the sampler's own choice. The seconds until it serves are printed too.
 """
 
 import argparse

@@ -1,20 +1,24 @@
 """What a checkpoint's files say that several services must read alike. Needs neither torch nor transformers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 
-def read_config(model: str) -> dict[str, Any]:
-    """`config.json` of a checkpoint's directory or, by hub name, of the hub. Raises OSError or ValueError if none."""
+def read_config(model: str, download: Callable[[str, str], str]) -> dict[str, Any]:
+    """`config.json` of a checkpoint's directory or, by hub name, of the hub.
+
+    Args:
+        download: Fetches (hub name, file) and returns its path, as `hf_hub_download` does.
+
+    Raises OSError if there is none, ValueError if it is none.
+    """
     path = Path(model).expanduser() / "config.json"
     if not path.is_file():
         if path.parent.is_dir() or model.startswith((".", "/", "~")):
             raise FileNotFoundError(f"{path} does not exist; --model names a checkpoint directory or a hub name")
-        from huggingface_hub import hf_hub_download  # Only a hub name needs it, and its import takes a while.
-
-        path = Path(hf_hub_download(model, "config.json"))
+        path = Path(download(model, "config.json"))
     return read_json(path)
 
 

@@ -14,15 +14,13 @@ def main() -> int:
     from fovea.runtime.logs import configure
 
     configure("sampler", settings.log_level)
-    from fovea.runtime.checkpoint import read_config
-
     # The order matters: the environment before torch is imported, the engine before gRPC starts threads.
     from services.sampler.engine import launch
     from services.sampler.families import family_of
 
     launch.prepare_environment(settings)
     try:
-        family_of(read_config(settings.model))
+        family_of(launch.read_config(settings.model))
         launch.context(settings)
     except (OSError, ValueError) as error:
         raise SystemExit(f"services.sampler: {error}") from None

@@ -41,8 +41,8 @@ class SamplerSettings(ServiceSettings):
     max_loras: int | None = Field(
         None,
         ge=1,
-        description="The most adapters in one batch; requests of further ones wait. Each has a slot of the largest rank "
-        "on the device; none is as many as a sixteenth of its memory holds.",
+        description="The most adapters in one batch; requests of further ones wait. Each has a slot of the largest "
+        "rank on the device; none is as many as a sixteenth of its memory holds.",
     )
     max_cpu_loras: int | None = Field(None, ge=1, description="Adapters that vLLM keeps built; none is 4 * max-loras.")
     max_adapters: int = Field(
@@ -51,8 +51,8 @@ class SamplerSettings(ServiceSettings):
     max_adapter_mib: int | None = Field(
         None,
         ge=1,
-        description="The most memory of all held adapters, in MiB; none is room for max-adapters of the largest rank, and "
-        "at most half of the host's memory.",
+        description="The most memory of all held adapters, in MiB; none is room for max-adapters of the largest rank, "
+        "and at most half of the host's memory.",
     )
     feature_cache_mib: int = Field(1024, ge=0, description="Vision tensors kept for further requests, in MiB.")
     max_images: int = Field(32, ge=1, description="The most images of one prompt.")

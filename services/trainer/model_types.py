@@ -10,7 +10,9 @@ MODEL_TYPES = ("qwen2_5_vl", "qwen3", "qwen3_vl")
 
 def check_checkpoint(model: str) -> None:
     """Reads little files only. Raises ValueError or OSError for a checkpoint that cannot be trained."""
-    config = read_config(model)
+    from huggingface_hub import hf_hub_download
+
+    config = read_config(model, hf_hub_download)
     if config.get("model_type") not in MODEL_TYPES:
         raise ValueError(
             f"model_type {config.get('model_type')!r} of {model} is not supported; known: {', '.join(MODEL_TYPES)}"

@@ -31,8 +31,8 @@ class AdapterRoom:
 
     def __str__(self) -> str:
         return (
-            f"adapters: {self.batched} in one batch, {self.held_bytes / 2**20:,.0f} MiB of them held; one of the largest "
-            f"rank takes {self.adapter_bytes / 2**20:,.1f} MiB"
+            f"adapters: {self.batched} in one batch, {self.held_bytes / 2**20:,.0f} MiB of them held; one of the "
+            f"largest rank takes {self.adapter_bytes / 2**20:,.1f} MiB"
         )
 
 

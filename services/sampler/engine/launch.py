@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fovea.runtime.checkpoint import context_length, read_config
+from fovea.runtime import checkpoint
 from services.sampler.engine.adapter_room import AdapterRoom, adapter_room, host_memory_bytes
 from services.sampler.engine.parentage import PARENT_VARIABLE
 from services.sampler.engine.shapes import checkpoint_shapes
@@ -133,7 +133,7 @@ def context(settings: SamplerSettings) -> int | None:
 
     Raises ValueError if the settings name more than the model takes.
     """
-    most = context_length(read_config(settings.model))
+    most = checkpoint.context_length(read_config(settings.model))
     if most is None:
         return settings.max_context
     if settings.max_context is not None and settings.max_context > most:
@@ -177,6 +177,13 @@ def _register_eagerly(architecture: str) -> None:
     if lazy is not None and hasattr(lazy, "module_name"):
         module = importlib.import_module(lazy.module_name)
         ModelRegistry.register_model(architecture, getattr(module, lazy.class_name))
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """See `checkpoint.read_config`."""
+    from huggingface_hub import hf_hub_download
+
+    return checkpoint.read_config(model, hf_hub_download)
 
 
 def checkpoint_directory(model: str) -> Path:

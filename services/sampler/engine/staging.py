@@ -1,8 +1,8 @@
 """Where a snapshot waits until it is whole: on the GPU if there is room, else in pinned host memory.
 
-Full weights from pinned memory stop sampling for the time that the bus takes, 0.2 s for 9 GB; from ordinary memory, which
-the driver copies through a small buffer of its own, for over a second, and launches of the engine wait on their way out
-too. Pinned memory costs no KV cache. It is allocated at the first push that needs it, and torch keeps it for the next.
+Full weights from pinned memory stop sampling for the time that the bus takes; from ordinary memory, which the driver
+copies through a small buffer of its own, for over a second for 9 GB (measured), and launches of the engine wait the
+while. Pinned memory costs no KV cache. The first push that needs it allocates it, and torch keeps it for the next.
 """
 
 import logging
@@ -43,9 +43,9 @@ class Staging:
             except RuntimeError as error:  # locked memory is limited, or there is none left
                 self._can_pin = False
                 logger.warning(
-                    "full weights wait in ordinary host memory, so that each push stops sampling for about 0.13 s a GB "
-                    "instead of 0.02: memory cannot be pinned (%s). Allow more locked memory, or leave room on the GPU "
-                    "by a smaller --gpu-memory-fraction",
+                    "snapshots wait in ordinary host memory, and full weights stop sampling for about 0.13 s a GB: "
+                    "memory cannot be pinned (%s). Allow more locked memory, or leave room on the GPU by a smaller "
+                    "--gpu-memory-fraction",
                     error,
                 )
         return buffer.to("cpu")

@@ -9,12 +9,22 @@ import torch
 from transformers import AutoConfig, AutoProcessor
 
 import tinyvlm
-from fovea.runtime.checkpoint import context_length, read_config, read_image_processor
+from fovea.runtime import checkpoint
+from fovea.runtime.checkpoint import context_length, read_image_processor
 from services.renderer import checkpoint as renderer_checkpoint
 from services.renderer.processor import ImagePatcher
 from services.trainer.families.base import PatchNormalizer
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """From a directory; the hub has one file for every name."""
+
+    def download(name: str, file: str) -> str:
+        return str(tinyvlm.ensure("qwen3") / file)
+
+    return checkpoint.read_config(model, download)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +93,10 @@ def test_the_nested_processor_goes_first_as_in_transformers(tmp_path: Path) -> N
     assert read_image_processor(tmp_path) == {"patch_size": 1}
     (tmp_path / "processor_config.json").write_text('{"image_processor": {"patch_size": 2}}')
     assert read_image_processor(tmp_path) == {"patch_size": 2}
+
+
+def test_a_hub_name() -> None:
+    assert read_config("some/model")["model_type"] == "qwen3"
 
 
 def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
