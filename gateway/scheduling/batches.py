@@ -1,6 +1,7 @@
 """Batches of datums, rendered while they wait for their turn: the trainer computes one while the next is rendered."""
 
 import asyncio
+from collections import defaultdict
 from dataclasses import dataclass
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, trainer_pb2
@@ -15,6 +16,7 @@ from gateway.stages import stage
 
 _KINDS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 _MOST_AHEAD = 8
+"""Of one owner: what waits for a turn that never comes must not keep others from being rendered in time."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +34,24 @@ class Batches:
         self._board = board
         self._renderers = renderers
         self._custom_losses = custom_losses
-        self._ahead: dict[str, asyncio.Task[Batch]] = {}
+        self._ahead: defaultdict[str, dict[str, asyncio.Task[Batch]]] = defaultdict(dict)
 
     def begin(self, pending: Pending) -> None:
         """Starts on a request that may have to wait, unless enough are ahead. Never raises: `take` tells."""
-        if pending.kind in _KINDS and pending.rejection is None and len(self._ahead) < _MOST_AHEAD:
+        ahead = self._ahead[pending.owner]
+        if pending.kind in _KINDS and pending.rejection is None and len(ahead) < _MOST_AHEAD:
             task = asyncio.create_task(self.prepare(pending), name=f"render {pending.future_id}")
             task.add_done_callback(_look_at)
-            self._ahead[pending.future_id] = task
+            ahead[pending.future_id] = task
 
     async def take(self, pending: Pending) -> Batch:
         """The batch of a request, begun before or not. Raises InvalidInput naming the datum that is wrong."""
-        task = self._ahead.pop(pending.future_id, None)
+        task = self._ahead[pending.owner].pop(pending.future_id, None)
         return await (self.prepare(pending) if task is None else task)
 
     def drop(self, pending: Pending) -> None:
         """Stops work on a request that will not run."""
-        task = self._ahead.pop(pending.future_id, None)
+        task = self._ahead[pending.owner].pop(pending.future_id, None)
         if task is not None:
             task.cancel()
 

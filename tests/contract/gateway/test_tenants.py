@@ -15,7 +15,7 @@ from fovea.wire.errors import FoveaError, ResourceExhausted, from_rpc_error
 from fovea.wire.tensors import encode_tokens
 from tests.contract.gateway.conftest import Stand, eventually, running
 from tests.contract.gateway.fakes import MODEL
-from tests.contract.gateway.requests import PNG, Rest
+from tests.contract.gateway.requests import PNG, Rest, image_datum
 
 ALICE, BOB = "tml-alice", "tml-bob"
 
@@ -209,3 +209,14 @@ async def test_an_owner_has_as_many_models_as_it_may(stand: Stand, alice: Rest, 
     await alice.ok(f"sessions/{alice.session_id}/finish", reason={"type": "success"})
     await alice.open_session()
     await alice.create_model()
+
+
+async def test_what_one_has_rendered_ahead_is_not_counted_for_another(stand: Stand, alice: Rest, bob: Rest) -> None:
+    async def hold(rest: Rest, count: int) -> None:
+        model_id, before = await rest.create_model(), len(stand.renderer.of("Render"))
+        for seq_id in range(2, 2 + count):  # the first one never comes
+            assert (await rest.forward_backward(model_id, seq_id, data=[image_datum()])).status_code == 200
+        await eventually(lambda: len(stand.renderer.of("Render")) == before + count)
+
+    await hold(alice, 8)
+    await hold(bob, 1)
