@@ -23,6 +23,7 @@ from gateway.door import Door
 from gateway.exports import Exports
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending
+from gateway.grpc_front.fields import named
 from gateway.grpc_front.servicer import GatewayServicer
 from gateway.images import ImageShelf
 from gateway.keyring import KeyRing
@@ -113,7 +114,7 @@ class Gateway:
         self._stopping = asyncio.Event()
         self.rest_port = 0
         self.grpc = ServiceServer(
-            settings.model_copy(update={"port": settings.grpc_port}), [SERVICE], begins_traces=True
+            settings.model_copy(update={"port": settings.grpc_port}), [SERVICE], begins_traces=True, as_told=named
         )
         self._door = Door(SERVICE)
         self.grpc.grpc.add_generic_rpc_handlers((self._door,))

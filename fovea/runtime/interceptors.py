@@ -17,6 +17,7 @@ from fovea.wire.errors import FoveaError, Internal, to_status
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext
+_AsTold = Callable[[FoveaError], FoveaError]
 _UNTOUCHED = ("/grpc.",)  # health and reflection bring their own statuses
 _KINDS = {
     (request, response): f"{'stream' if request else 'unary'}_{'stream' if response else 'unary'}"
@@ -32,10 +33,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         begins_traces: Whether a call without a `traceparent` begins a trace; one with it is part of the caller's.
+        as_told: Makes of each error what the caller is told.
     """
 
-    def __init__(self, begins_traces: bool = False) -> None:
-        self._begins_traces = begins_traces
+    def __init__(self, begins_traces: bool = False, as_told: _AsTold = lambda error: error) -> None:
+        self._begins_traces, self._as_told = begins_traces, as_told
 
     async def intercept_service(
         self,
@@ -52,7 +54,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         guard = _guard_stream if handler.response_streaming else _guard_unary
         make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
         guarded: grpc.RpcMethodHandler = make(
-            guard(method, getattr(untyped, kind), self._begins_traces),
+            guard(method, getattr(untyped, kind), self._begins_traces, self._as_told),
             untyped.request_deserializer,
             untyped.response_serializer,
         )
@@ -60,10 +62,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _guard_unary(
-    method: str, inner: Callable[[Any, Context], Awaitable[Any]], begins_traces: bool
+    method: str, inner: Callable[[Any, Context], Awaitable[Any]], begins_traces: bool, as_told: _AsTold
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def behavior(request: Any, context: Context) -> Any:
-        async with _Call(method, context):
+        async with _Call(method, context, as_told):
             with _span(method, context, begins_traces):
                 return await inner(request, context)
 
@@ -71,10 +73,10 @@ def _guard_unary(
 
 
 def _guard_stream(
-    method: str, inner: Callable[[Any, Context], AsyncIterator[Any]], begins_traces: bool
+    method: str, inner: Callable[[Any, Context], AsyncIterator[Any]], begins_traces: bool, as_told: _AsTold
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def behavior(request: Any, context: Context) -> AsyncIterator[Any]:
-        async with _Call(method, context):
+        async with _Call(method, context, as_told):
             with _span(method, context, begins_traces):
                 async for response in inner(request, context):
                     yield response
@@ -92,9 +94,9 @@ def _span(method: str, context: Context, begins_traces: bool) -> AbstractContext
 class _Call:
     """One call: timed, counted, and ended with the right status."""
 
-    def __init__(self, method: str, context: Context) -> None:
+    def __init__(self, method: str, context: Context, as_told: _AsTold) -> None:
         self._method = method.rsplit("/", 1)[-1]
-        self._context = context
+        self._context, self._as_told = context, as_told
 
     async def __aenter__(self) -> None:
         self._start = time.perf_counter()
@@ -113,7 +115,7 @@ class _Call:
             known = error if isinstance(error, FoveaError) else self._unmapped(error)
             code, reason = known.code, known.reason
             context: Any = self._context
-            await context.abort_with_status(rpc_status.to_status(to_status(known)))
+            await context.abort_with_status(rpc_status.to_status(to_status(self._as_told(known))))
         finally:
             telemetry.CALLS.labels(self._method, code.name).inc()
             if reason:

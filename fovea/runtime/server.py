@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,6 +15,7 @@ from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.runtime.secret import SecretInterceptor, service_secret
 from fovea.runtime.settings import ServiceSettings
 from fovea.runtime.telemetry import serve_metrics
+from fovea.wire.errors import FoveaError
 from fovea.wire.limits import MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -34,17 +35,24 @@ class ServiceServer:
         settings: Where to listen and how long to drain.
         service_names: Full names, such as `fovea.api.v1.SamplerService`; health and reflection answer for each.
         begins_traces: Whether calls that bring no trace begin one: at the door of the platform, nowhere behind it.
+        as_told: Makes of each error what the caller is told.
 
     Add servicers to `grpc` before `start`. Health is NOT_SERVING until `set_serving(True)`.
     """
 
-    def __init__(self, settings: ServiceSettings, service_names: Sequence[str], begins_traces: bool = False) -> None:
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        service_names: Sequence[str],
+        begins_traces: bool = False,
+        as_told: Callable[[FoveaError], FoveaError] = lambda error: error,
+    ) -> None:
         self._settings = settings
         self._names = ["", *service_names]
         self._stop = asyncio.Event()
         self._serving = False
         self._metrics_port: int | None = None
-        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(begins_traces)]
+        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(begins_traces, as_told)]
         if settings.internal and (secret := service_secret()):
             interceptors.insert(0, SecretInterceptor(secret))
         self.grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)

@@ -15,6 +15,7 @@ from gateway.custom_losses import CustomLosses
 from gateway.futures import records
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Pending
+from gateway.grpc_front.fields import named
 from gateway.identity import Caller
 from gateway.images import ImageShelf
 from gateway.keyring import KeyRing
@@ -192,7 +193,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             yield pb.WaitFutureResponse(pending=pb.FuturePending(reason=outcome.waiting_for))
             return
         if outcome.error is not None:
-            raise outcome.error
+            raise named(outcome.error, outcome.kind)
         for record in records.split(pb.WaitFutureResponse, outcome.result):
             yield record
 

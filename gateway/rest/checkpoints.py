@@ -43,6 +43,10 @@ class CheckpointRoutes:
             endpoints.route("PUT", f"{checkpoint}/ttl", self.set_ttl),
             endpoints.route("POST", f"{checkpoint}/publish", self.publish),
             endpoints.route("DELETE", f"{checkpoint}/publish", self.unpublish),
+            *(
+                endpoints.route(method, f"{run}/checkpoints/{{name}}{action}", self.untyped)
+                for method, action in (("DELETE", ""), ("PUT", "/ttl"), ("POST", "/publish"))
+            ),
             endpoints.route("GET", "checkpoints", self.page),
             endpoints.route("POST", "copy_weights", self.copy),
         ]
@@ -97,6 +101,14 @@ class CheckpointRoutes:
         """Deletes a checkpoint."""
         await self._checkpoints.delete(caller, _path(request))
         return Json({"status": "deleted"})
+
+    async def untyped(self, request: Request, caller: Caller) -> Response:
+        """Refuses an id that is only a name: a run may have one of each kind."""
+        name = request.path_params["name"]
+        kinds = ", ".join(f"{segment}/{name}" for segment in _TYPES)
+        raise InvalidInput(
+            f"the checkpoint id {name!r} lacks its kind: write one of {kinds}, as listings do", field="checkpoint_id"
+        )
 
     async def set_ttl(self, request: Request, caller: Caller) -> Response:
         """Sets or removes a checkpoint's expiry."""

@@ -8,10 +8,10 @@ from services.trainer.losses.base import Loss, LossInput, LossValue
 
 
 class CrossEntropy(Loss):
-    """-sum w logprob. Weights may be negative and are never normalised (tinker-contract, section 5)."""
+    """-sum w logprob. Weights are ones if left out, may be negative and are never normalised."""
 
     name = "cross_entropy"
-    inputs = (LossInput("weights"),)
+    inputs = (LossInput("weights", required=False),)
     target_ranks = (1, 2)
 
     def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:

@@ -125,6 +125,16 @@ async def test_only_the_owner_changes_a_published_checkpoint(stand: Stand, rest:
     assert (await rest.http.post(f"training_runs/{model_id}/checkpoints/weights/unknown/publish")).status_code == 404
 
 
+@pytest.mark.parametrize(("method", "action"), [("DELETE", ""), ("PUT", "/ttl"), ("POST", "/publish")])
+async def test_an_id_without_its_kind_is_named(stand: Stand, rest: Rest, method: str, action: str) -> None:
+    model_id = await rest.create_model()
+    path = await save(rest, model_id, 1, "ckpt0")
+    answer = await rest.http.request(method, f"training_runs/{model_id}/checkpoints/ckpt0{action}")
+    assert answer.status_code == 400
+    assert "'ckpt0' lacks its kind: write one of weights/ckpt0, sampler_weights/ckpt0" in answer.text
+    assert (await rest.http.delete(below(path))).status_code == 200
+
+
 async def test_a_replaced_checkpoint_is_private_again(stand: Stand, rest: Rest, other: Rest) -> None:
     model_id = await rest.create_model()
     path = await save(rest, model_id, 1, "state", user_metadata={"a": "1"})

@@ -1,6 +1,7 @@
 """The gRPC API: the same use cases, over a real channel."""
 
 import hashlib
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -152,7 +153,7 @@ async def test_errors_are_statuses_with_reasons(stand: Stand, stub: Any) -> None
     request = pb.WaitFutureRequest(future_id=submitted.future_id, timeout_s=5)
     error = await failure(stub.WaitFuture(request, metadata=KEYED))
     assert isinstance(error, InvalidInput)
-    assert error.field == "loss_fn"
+    assert error.field == "loss_function"
 
     async def headless() -> AsyncIterator[pb.SubmitForwardBackwardRequest]:
         yield pb.SubmitForwardBackwardRequest(datum=pb.InputDatum())
@@ -166,6 +167,47 @@ async def test_errors_are_statuses_with_reasons(stand: Stand, stub: Any) -> None
     await stub.FinishSession(pb.FinishSessionRequest(session_id=session_id), metadata=KEYED)
     error = await failure(stub.Heartbeat(pb.HeartbeatRequest(session_id=session_id), metadata=KEYED))
     assert isinstance(error, SessionEnded)
+
+
+async def test_errors_name_the_fields_of_the_protos(stand: Stand, stub: Any) -> None:
+    """Those of submissions, of futures and of streams; REST calls them otherwise."""
+    session_id, model_id = await create(stub)
+
+    async def failed(submitted: Any) -> FoveaError:
+        future_id = (await submitted).future_id
+        return await failure(stub.WaitFuture(pb.WaitFutureRequest(future_id=future_id, timeout_s=5), metadata=KEYED))
+
+    def model(number: int, **changes: Any) -> Any:
+        request = pb.SubmitCreateModelRequest(session_id=session_id, model_seq_id=number, base_model=MODEL, **changes)
+        return stub.SubmitCreateModel(request, metadata=KEYED)
+
+    def named(error: FoveaError, field: str, words: str) -> None:
+        assert (error.field, words in error.message) == (field, True), error.message
+        assert not re.search(r"_fn|lora_config|model_input|num_samples|ttl_seconds", error.message)
+
+    named(await failed(model(1)), "lora", "lora is missing; rank 0")
+    named(await failed(model(2, lora=weights_pb2.LoraConfig(rank=-1))), "lora.rank", "lora.rank is -1; it must be")
+    named(
+        await failed(model(3, lora=weights_pb2.LoraConfig(rank=4))), "lora", "train_unembedding, train_mlp and train_at"
+    )
+    named(await failed(model(4, from_path="x")), "from_path", "from_path 'x' is not a checkpoint")
+    losses = stub.SubmitForwardBackward
+    named(await failed(losses(records(model_id, 1), metadata=KEYED)), "datum", "datum is empty; send")
+    empty = losses(records(model_id, 2, [text(1)], []), metadata=KEYED)
+    named(await failed(empty), "datum[1].input", "datum[1].input has no tokens")
+    custom = losses(records(model_id, 3, [text(1)], loss="custom"), metadata=KEYED)
+    named(await failed(custom), "custom_loss_id", "custom_loss_id is missing: loss_function 'custom' needs")
+    save = pb.SubmitSaveStateRequest(model_id=model_id, seq_id=4, name=".")
+    named(await failed(stub.SubmitSaveState(save, metadata=KEYED)), "name", "name '.' is not a name")
+    save = pb.SubmitSaveStateRequest(model_id=model_id, seq_id=5, name="a", ttl_s=5)
+    named(await failed(stub.SubmitSaveState(save, metadata=KEYED)), "ttl_s", "ttl_s is 5; it must be")
+    wait_for = stub.WaitFuture(pb.WaitFutureRequest(future_id="no"), metadata=KEYED)
+    named(await failure(wait_for), "future_id", "there is no request 'no'")
+    request = pb.CreateSamplingSessionRequest(session_id=session_id, sampling_session_seq_id=0, base_model=MODEL)
+    sampling_id = (await stub.CreateSamplingSession(request, metadata=KEYED)).sampling_session_id
+    prompt = model_input_pb2.ModelInput(chunks=[text(1)])
+    none = pb.SampleTokensRequest(sampling_session_id=sampling_id, prompt=prompt, sample_count=0)
+    named(await failure(stub.SampleTokens(none, metadata=KEYED)), "sample_count", "sample_count is 0; it must be")
 
 
 async def test_leaving_a_stream_frees_the_sampler(stand: Stand, stub: Any) -> None:

@@ -60,7 +60,6 @@ def _short_positions(datum: trainer_pb2.Datum) -> None:
 
 TEXT_CASES: list[tuple[Change, str, str]] = [
     (_drop("target_tokens"), "loss_inputs.target_tokens", "is missing"),
-    (_drop("weights"), "loss_inputs.weights", "is missing"),
     (_set("mask", np.ones(17, np.float32)), "loss_inputs.mask", "is unknown for cross_entropy"),
     (_set("weights", np.ones(16, np.float32)), "loss_inputs.weights", r"\[16\], needs \[17\]"),
     (_set("weights", np.ones((17, 2), np.float32)), "loss_inputs.weights", r"\[17, 2\], needs \[17\]"),

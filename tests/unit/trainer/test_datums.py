@@ -66,6 +66,14 @@ def test_missing_thresholds_are_the_settings_and_given_ones_come_first() -> None
         decode_datum(low, 3, loss, LIMITS)
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 2)])
+def test_cross_entropy_without_weights_counts_each_target_once(shape: tuple[int, ...]) -> None:
+    datum = decode_datum(
+        _datum([1, 2, 3], target_tokens=np.ones(shape, np.int64)), 0, LOSSES["cross_entropy"]({}), LIMITS
+    )
+    np.testing.assert_array_equal(datum.inputs["weights"], np.ones(shape, np.float32))
+
+
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
 def test_policy_losses_name_what_is_missing_unknown_or_short(name: str) -> None:
     loss = LOSSES[name]({})
