@@ -27,7 +27,7 @@ OWN = {
     " api_key api_key_file discovery kubernetes_namespace",
     "renderer": "advertise workers",
     "sampler": "renderer tensor_parallel",
-    "trainer": "renderer ranks nodes node_rank master_addr master_port transfer_address",
+    "trainer": "renderer ranks nodes node_rank master_addr master_port transfer_address checkpoints",
 }
 """Settings that have values of their own in the chart, or follow from others."""
 OWN_OF_ALL = "host port metrics_port log_level drain_s model trace_endpoint"

@@ -219,6 +219,8 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
 
     to = "127.0.0.1:"
     key_file = ("--api-key-file", str(options.api_key_file)) if options.api_key_file else ()
+    # Where the gateway, which has the same environment, keeps them.
+    checkpoints = os.environ.get("FOVEA_GATEWAY_CHECKPOINT_DIR") or str(options.state_dir / "checkpoints")
     transfer = ("--transfer", "gloo") if options.shares_gpu else ()
     return [
         spec("renderer", "services.renderer", "RendererService", renderer, "--port"),
@@ -228,7 +230,7 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
         ),
         spec(
             "trainer", "services.trainer", "TrainerService", trainer, "--port",
-            "--renderer", f"{to}{renderer}", "--ranks", str(options.ranks),
+            "--renderer", f"{to}{renderer}", "--ranks", str(options.ranks), "--checkpoints", checkpoints,
         ),
         spec(
             "gateway", "gateway", "GatewayService", gateway, "--grpc-port",

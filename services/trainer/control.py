@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fovea.wire.errors import FoveaError, Internal
+from services.trainer import plain_pickle
+from services.trainer.storage import Folder
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -23,9 +25,13 @@ CONTROL_TIMEOUT = timedelta(days=7)
 
 
 class ControlGroup:
-    """Object collectives over all ranks. Every method must be called on all ranks, in the same order."""
+    """Object collectives over all ranks. Every method must be called on all ranks, in the same order.
+
+    Objects are plain data: see `plain_pickle`.
+    """
 
     def __init__(self) -> None:
+        plain_pickle.install()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
@@ -92,3 +98,10 @@ class ControlGroup:
         self._flag.fill_(int(flag))
         dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self.group)
         return bool(self._flag.item())
+
+
+def begin_together(control: ControlGroup, uri: str) -> tuple[Folder, Folder]:
+    """The folder at `uri` and a new draft beside it, the same on all ranks. Raises what `Folder.begin` raises."""
+    target = control.agree(lambda: Folder.at(uri))
+    suffix = control.on_first(lambda: target.begin().path.removeprefix(target.path))
+    return target, Folder(target.files, target.path + suffix)

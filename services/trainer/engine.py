@@ -23,6 +23,7 @@ from services.trainer.forward_backward import LossComputer, Outcome
 from services.trainer.lora import LoraInjector, LoraSettings
 from services.trainer.losses import Sandbox
 from services.trainer.model import PackedModel
+from services.trainer.roots import CheckpointRoots
 from services.trainer.settings import TrainerSettings
 from services.trainer.sharding import ShardedModel
 from services.trainer.snapshot_taker import SnapshotTaker
@@ -69,6 +70,7 @@ class Engine:
         self._load(model_dir)
         self.adapters = SnapshotMemory(settings.snapshot_memory_mib * MIB)
         self.full = SnapshotMemory(settings.snapshot_memory_mib * MIB)
+        self._roots = CheckpointRoots(settings.checkpoints)
         self._states = StateStore(control, settings.model)
         self._snapshots = SnapshotTaker(control, self._sharded, self.adapters, self.full, model_dir, settings.model)
 
@@ -143,6 +145,8 @@ class Engine:
 
     def execute(self, command: commands.Command) -> Any:
         """Does one command. Raises FoveaError on all ranks alike; anything else is the end of this trainer."""
+        if uri := getattr(command, "uri", ""):
+            self._control.agree(lambda: self._roots.check(uri))
         match command:
             case commands.CreateModel():
                 return self._create(command)

@@ -65,6 +65,12 @@ class TrainerSettings(ServiceSettings):
     vision_memory_mib: int = Field(
         512, ge=0, description="Outputs of the frozen vision tower that each rank keeps on its device; 0 keeps none."
     )
+    checkpoints: list[str] = Field(
+        ["fovea-state/checkpoints"],
+        min_length=1,
+        description="Folders or fsspec URLs below which alone states and snapshots are written and read: the gateway's "
+        "--checkpoint-dir. Repeat it for several.",
+    )
     fetch_timeout_s: float = Field(60.0, gt=0, description="Deadline for fetching vision tensors from one renderer.")
     snapshot_memory_mib: int = Field(4096, ge=0, description="Snapshots held in memory; the newest of a model stays.")
     transfer_address: str = Field(

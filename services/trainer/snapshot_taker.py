@@ -16,7 +16,7 @@ from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
 from fovea.wire.manifest import SnapshotDigest, padded_bytes
 from services.trainer import full_weights, peft_format
 from services.trainer.commands import TakeSnapshot
-from services.trainer.control import ControlGroup
+from services.trainer.control import ControlGroup, begin_together
 from services.trainer.lora import PEFT_PREFIX, LoraWeights
 from services.trainer.sharding import ShardedModel, local_of
 from services.trainer.snapshots import (
@@ -161,7 +161,7 @@ class SnapshotTaker:
     def _write_full(
         self, identity: weights_pb2.Snapshot, copies: dict[str, Tensor], model: FullModel, uri: str
     ) -> None:
-        target, draft = self._control.on_first(lambda: (found := Folder.at(uri), found.begin()))
+        target, draft = begin_together(self._control, uri)
         whole = full_weights.gathered(copies, model.shards)
         full_weights.write_checkpoint(zip(copies, whole, strict=True), draft, self._model_dir, self._control)
 

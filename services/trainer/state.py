@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from fovea.wire.errors import FoveaError, Internal, InvalidInput
 from services.trainer import peft_format
-from services.trainer.control import ControlGroup
+from services.trainer.control import ControlGroup, begin_together
+from services.trainer.dcp import PlainReader, TensorPlanner
 from services.trainer.optimizer import MOMENTS
 from services.trainer.storage import Folder, write_folder
 from services.trainer.trained import AdapterModel, FullModel, TrainedModel
@@ -87,7 +88,7 @@ class StateStore:
         model.optimizer.load([moments], step)
 
     def _save_full(self, model: FullModel, uri: str) -> int:
-        target, draft = self._control.on_first(lambda: (found := Folder.at(uri), found.begin()))
+        target, draft = begin_together(self._control, uri)
         try:
             writer = FsspecWriter(draft.url(DCP))
             save_checkpoint(_full_state(model), storage_writer=writer, process_group=self._control.group)
@@ -98,13 +99,13 @@ class StateStore:
 
     def _load_full(self, model: FullModel, uri: str, optimizer: bool, step: int) -> None:
         folder = self._control.agree(lambda: Folder.at(uri))
-        reader = FsspecReader(folder.url(DCP))
+        reader = PlainReader(folder.url(DCP))
         state = _full_state(model, fresh=True)
         if not optimizer:
             state = {"weights": state["weights"]}
         self._control.on_first(lambda: _check_shapes(reader, state, uri))
         try:
-            load_checkpoint(state, storage_reader=reader, process_group=self._control.group)
+            load_checkpoint(state, storage_reader=reader, planner=TensorPlanner(), process_group=self._control.group)
         except CheckpointException as error:
             raise _checkpoint_failure(error, uri) from None
         for name, master in model.masters.items():
@@ -154,7 +155,7 @@ def _full_state(model: FullModel, fresh: bool = False) -> dict[str, Any]:
     return state
 
 
-def _check_shapes(reader: FsspecReader, state: dict[str, Any], uri: str) -> None:
+def _check_shapes(reader: PlainReader, state: dict[str, Any], uri: str) -> None:
     found = reader.read_metadata().state_dict_metadata
     for group, tensors in state.items():
         for name, tensor in tensors.items():

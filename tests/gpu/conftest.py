@@ -4,6 +4,8 @@ other devices than 0,1.
 
 import os
 import pathlib
+import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -14,6 +16,7 @@ import torch
 from benchmarks.client import Bench
 from benchmarks.shapes import build
 from fovea.cli.ports import free_ports
+from fovea.runtime.secret import VARIABLE
 from tests.e2e.stack import Stack, running_stack
 from tests.service_process import service_process
 
@@ -57,10 +60,13 @@ def second_node(model: pathlib.Path) -> Iterator[None]:
         "FOVEA_TRAINER_NODES": "2",
         "FOVEA_TRAINER_MASTER_ADDR": "127.0.0.1",
         "FOVEA_TRAINER_MASTER_PORT": str(meeting),
+        VARIABLE: secrets.token_urlsafe(32),
     }
     own = {"FOVEA_TRAINER_NODE_RANK": "1", "CUDA_VISIBLE_DEVICES": SECOND}
     log, address = model.with_name("second-node.log"), f"127.0.0.1:{port}"
-    arguments = ("--model", str(model), "--ranks", "1", "--port", str(port))
+    # The state folder of the Fovea that is still to start.
+    kept = ("--checkpoints", tempfile.gettempdir())
+    arguments = ("--model", str(model), "--ranks", "1", "--port", str(port), *kept)
     with (
         mock.patch.dict(os.environ, both),
         service_process(log, "TrainerService", address, *arguments, environment=own),

@@ -42,7 +42,8 @@ class Fleet:
         with ExitStack() as stack:
             renderer = stack.enter_context(self._service("RendererService", *model))
             reach = (*model, "--renderer", renderer.address)
-            trainer = stack.enter_context(self._service("TrainerService", *reach, "--ranks", "2"))
+            kept = ("--checkpoints", str(self._folder / "checkpoints"))
+            trainer = stack.enter_context(self._service("TrainerService", *reach, "--ranks", "2", *kept))
             self.samplers = [stack.enter_context(self._service("SamplerService", *reach)) for _ in range(samplers)]
             self.join(renderer, self.samplers[0])
             for process in (renderer, trainer, *self.samplers):

@@ -42,6 +42,7 @@ def running_beside(stack: Stack, folder: pathlib.Path) -> Iterator[TwoSamplers]:
             folder / "gateway.log", "GatewayService", f"{to}{gateway}", "--grpc-port", str(gateway),
             "--port", str(rest), "--metrics-port", str(metrics[1]), "--model-name", stack.model_name,
             "--trainer", stack.address("trainer"), "--sampler", stack.address("sampler"),
+            "--checkpoint-dir", str(stack.log.parent / "checkpoints/beside"),
             "--sampler", second.address, "--state-dir", str(folder), "--api-key", API_KEY, *model,
             environment={VARIABLE: stack.secret},
         ) as front,

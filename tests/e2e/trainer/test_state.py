@@ -1,7 +1,10 @@
 """What was saved is what is loaded, and training goes on from it as if nothing had been."""
 
 import json
+import os
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +127,45 @@ async def test_full_state_of_another_model_is_refused(qwen3: Bench, qwen3_vl: Be
     with pytest.raises(InvalidInput, match="saved from another model"):
         await qwen3_vl.client.load_state(model_id, folder, optimizer=True)
     await _train(qwen3_vl, model_id, 1)
+
+
+class _Attack:
+    """Unpickled, makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self._folder),)
+
+
+async def test_a_checkpoint_that_would_run_code_is_refused(qwen3: Bench) -> None:
+    folder, made = qwen3.scratch / "attack", qwen3.scratch / "made"
+    model_id = await qwen3.create(None)
+    await qwen3.client.save_state(model_id, str(folder))
+    (folder / "dcp/.metadata").write_bytes(pickle.dumps(_Attack(made)))
+    with pytest.raises(InvalidInput, match=r"no checkpoint's description: it names posix\.mkdir"):
+        await qwen3.client.load_state(model_id, str(folder), optimizer=True)
+    assert not made.exists()
+    await _train(qwen3, model_id, 1)
+
+
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:1/state", "/etc", "{scratch}/../../../etc/fovea", "{scratch}/out/x"])
+async def test_places_outside_of_the_roots_are_refused(qwen3: Bench, uri: str) -> None:
+    """By every call that takes a place; the trainer goes on."""
+    if not (link := qwen3.scratch / "out").exists():
+        link.symlink_to("/var")
+    place = uri.format(scratch=qwen3.scratch)
+    model_id = await qwen3.adapter()
+    for call in (
+        qwen3.client.save_state(model_id, place),
+        qwen3.client.load_state(model_id, place, optimizer=True),
+        qwen3.client.take_snapshot(model_id, f"{model_id}@1", place),
+        qwen3.client.push_snapshot(f"{model_id}@2", ["127.0.0.1:1"], uri=place),
+    ):
+        with pytest.raises(InvalidInput, match="--checkpoints"):
+            await call
+    await _train(qwen3, model_id, 1)
 
 
 def _size_bytes(folder: str) -> int:

@@ -28,7 +28,7 @@ class TrainerProcess:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-m", "services.trainer", "--model", str(model_dir), "--port", str(self.port)]
         self.process = subprocess.Popen(
-            [*command, "--ranks", str(ranks), *arguments],
+            [*command, "--ranks", str(ranks), *_checkpoints(log.parent.parent), *arguments],
             env=environment,
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
@@ -60,3 +60,8 @@ class TrainerProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    """Below the folder that all tests share, and in any bucket."""
+    return ["--checkpoints", str(folder), "--checkpoints", "s3://"]
