@@ -1,16 +1,15 @@
 """Rotary embeddings that are scaled: the context is the scaled one, and its log-probabilities are transformers'."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoProcessor
 
 import tinyvlm
 from fovea.client.sampler import SamplerClient
 from fovea.wire.errors import ContextOverflow
+from tests.checkpoints import with_one_processor_file
 from tests.e2e.sampler.asking import ask, rendered, request_for
 from tests.e2e.sampler.process import running_sampler
 from tests.e2e.sampler.reference import Reference
@@ -20,8 +19,7 @@ UNSCALED, FACTOR = 64, 4
 
 @pytest.mark.slow
 async def test_yarn(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tinyvlm.ensure("qwen3_vl"), model)
+    model = with_one_processor_file(tinyvlm.ensure("qwen3_vl"), tmp_path)
     config = json.loads((model / "config.json").read_text())
     text = config["text_config"]
     text["max_position_embeddings"] = UNSCALED
@@ -31,10 +29,6 @@ async def test_yarn(tmp_path: Path) -> None:
         "original_max_position_embeddings": UNSCALED,
     }
     (model / "config.json").write_text(json.dumps(config))
-    # As transformers 5 saves a processor: one file in the place of two.
-    AutoProcessor.from_pretrained(model).save_pretrained(model)
-    for kind in ("", "video_"):
-        (model / f"{kind}preprocessor_config.json").unlink()
     tokens = np.random.default_rng(0).integers(100, 1000, UNSCALED * FACTOR - 1).astype(np.int32)
     with running_sampler(model) as sampler:
         async with SamplerClient(sampler.address) as client:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import tinyvlm
 from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.client import TrainerClient
+from tests.checkpoints import with_one_processor_file
 from tests.e2e.trainer.image_service import ImageService
 from tests.e2e.trainer.trainer_process import TrainerProcess
 
@@ -96,6 +97,8 @@ async def start_bench(name: str, scratch: Path) -> Bench:
     """A running trainer with its surroundings."""
     kind: tinyvlm.Kind = "qwen3_vl" if name == "one_rank" else cast(tinyvlm.Kind, name)
     model_dir = tinyvlm.ensure(kind)
+    if name == "one_rank":  # and the checkpoint as the newest transformers saves it
+        model_dir = with_one_processor_file(model_dir, scratch)
     process = TrainerProcess(model_dir, scratch / "trainer.log", *ARGUMENTS[name])
     loader = AutoModelForCausalLM if kind == "qwen3" else AutoModelForImageTextToText
     reference = loader.from_pretrained(model_dir, dtype=torch.float32)
