@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from gateway.grpc_front.fields import named
 from gateway.grpc_front.servicer import GatewayServicer
 from gateway.images import ImageShelf
 from gateway.keyring import KeyRing
+from gateway.leftovers import Leftovers
 from gateway.models import Models
 from gateway.rest.api import build_api
 from gateway.routing.renderers import Renderers
@@ -52,6 +54,9 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "fovea.api.v1.GatewayService"
 _SWEEP_S = 30.0
+_TIDY_S = 60.0
+_FOLDER_ROUNDS = 10
+"""Folders are looked at every ten minutes: listing a bucket takes calls for each model."""
 
 
 class Gateway:
@@ -78,6 +83,7 @@ class Gateway:
         self.checkpoints = Checkpoints(self.database, self.storage)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
         self.exports = Exports(self.database, self.checkpoints)
+        self.leftovers = Leftovers(self.database, self.trainer, self.samplers, self.snapshots, self.checkpoints)
         versions = Versions()
         sample_runner = SampleRunner(
             self.renderers, self.samplers, self.snapshots, versions, settings.retry_deadline_s,
@@ -172,6 +178,7 @@ class Gateway:
         self._spawn(self._watch_services(), "services")
         self._spawn(self.vitals.watch(), "vitals")
         self._spawn(self._check_storage(), "storage")
+        self._spawn(self._tidy_forever(), "tidy")
 
     async def stop(self) -> None:
         """Lets what runs end, leaves what waits to the next process, and closes everything.
@@ -220,6 +227,8 @@ class Gateway:
                 await self.board.finish(pending, Outcome(pending.kind, b"", error))
             else:
                 self._start_future(pending)
+        for session_id in await self.models.orphans():
+            await self._end_session(await self.sessions.load(session_id))
 
     def _start_future(self, pending: Pending) -> None:
         if pending.kind is Kind.SAMPLE:
@@ -284,6 +293,14 @@ class Gateway:
                 await self.sampling.sweep()
             except Exception:
                 logger.exception("a sweep failed; the next one tries again")
+
+    async def _tidy_forever(self) -> None:
+        for number in itertools.count():
+            try:
+                await self.leftovers.sweep(with_folders=number % _FOLDER_ROUNDS == 0)
+            except Exception:
+                logger.exception("leftovers could not be looked for; the next round tries again")
+            await asyncio.sleep(_TIDY_S)
 
     def _spawn(self, work: Any, name: str) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.create_task(work, name=name)

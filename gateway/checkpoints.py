@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
+from gateway import identity
 from gateway.identity import EXTERNAL, SAMPLER, TRAINING, Caller, CheckpointPath, check_name, parse_path
 from gateway.storage import Storage
 from gateway.store import checkpoints as rows
@@ -47,6 +48,7 @@ class Checkpoints:
     def __init__(self, database: Database, storage: Storage) -> None:
         self._database = database
         self.storage = storage
+        self.being_written: set[str] = set()
         self._sampled: dict[str, Checkpoint] = {}
 
     async def plan(
@@ -66,17 +68,20 @@ class Checkpoints:
 
     def new_folder(self, model_id: str, segment: str, name: str) -> str:
         """A folder below the root that nothing uses."""
-        return f"{self.storage.root}/{model_id.replace(':', '_')}/{segment}/{name}.{uuid.uuid4().hex[:8]}"
+        return f"{self.storage.root}/{identity.folder_name(model_id)}/{segment}/{name}.{uuid.uuid4().hex[:8]}"
 
     @asynccontextmanager
     async def writing(self, *uris: str) -> AsyncIterator[None]:
         """Leaves no files of these folders behind if what writes them fails: a trainer that died cannot clean up."""
+        self.being_written.update(uris)
         try:
             yield
         except BaseException:
             for uri in uris:
                 await self.storage.remove(uri)
             raise
+        finally:
+            self.being_written.difference_update(uris)
 
     async def find(self, caller: Caller, path: str, field: str = "path") -> Checkpoint:
         """A checkpoint that the caller may read. Raises NotFound for an unknown, expired or somebody else's one."""

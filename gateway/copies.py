@@ -113,9 +113,10 @@ class Copies:
             public=False,
         )
         storage = self._checkpoints.storage
-        copied.size_bytes = await storage.copy(source.uri, copied.uri)
-        kept = await self._rename_snapshot(copied) if source.snapshot_id else None
-        await storage.sync(copied.uri)
+        async with self._checkpoints.writing(copied.uri):
+            copied.size_bytes = await storage.copy(source.uri, copied.uri)
+            kept = await self._rename_snapshot(copied) if source.snapshot_id else None
+            await storage.sync(copied.uri)
         copy = Copy(model_id, caller.owner, request_key, source_path, copied.path)
         if not await self._database.write(lambda connection: _keep(connection, model, copied, kept, copy)):
             await storage.remove(copied.uri)

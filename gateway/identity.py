@@ -48,6 +48,11 @@ def model_id(session_id: str, model_seq_id: int) -> str:
     return f"{session_id}:train:{model_seq_id}"
 
 
+def folder_name(model: str) -> str:
+    """The folder of a model's checkpoints."""
+    return model.replace(":", "_")
+
+
 def sampling_session_id(session_id: str, number: int) -> str:
     """Id of a session's n-th sampling session."""
     return f"{session_id}:sample:{number}"

@@ -62,6 +62,12 @@ class Models:
         for model in await self._database.read(rows.living):
             self._models.setdefault(model.model_id, model)
 
+    async def orphans(self) -> set[str]:
+        """The sessions that are over and have models in training all the same: an earlier gateway was stopped first."""
+        living = [model.model_id for model in await self._database.read(rows.living)]
+        over = await self._database.read(lambda connection: rows.of_ended_sessions(connection, living))
+        return {self._models[model_id].session_id for model_id in over}
+
     async def of_session(self, session_id: str) -> list[str]:
         """Ids of a session's models."""
         return await self._database.read(lambda connection: rows.of_session(connection, session_id))

@@ -31,6 +31,7 @@ class Sessions:
         self._ttl_s = ttl_s
         self._shares = shares
         self._sessions: dict[str, Session] = {}
+        self._alive_at: dict[str, float] = {}
         self.on_end: Callable[[Session], Awaitable[None]] = _nothing
 
     async def create(
@@ -52,8 +53,9 @@ class Sessions:
                 lambda connection: rows.find_session(connection, caller.owner, request_key or "")
             )
             assert known is not None, "an insert failed without a row in its way"
-            return self._sessions.setdefault(known.session_id, known)
+            return self._sessions.get(known.session_id, known)
         self._sessions[session.session_id] = session
+        self._alive_at[session.session_id] = time.monotonic()
         self._shares.take(caller.owner)
         logger.info("session %s opened", session.session_id)
         return session
@@ -66,13 +68,12 @@ class Sessions:
         return session
 
     async def load(self, session_id: str) -> Session:
-        """A session, whoever owns it. Raises NotFound."""
+        """A session, whoever owns it: from memory while it is open, else from its row. Raises NotFound."""
         session = self._sessions.get(session_id)
         if session is None:
             session = await self._database.read(lambda connection: rows.get_session(connection, session_id))
             if session is None:
                 raise NotFound(f"there is no session {session_id!r}", field="session_id")
-            session = self._sessions.setdefault(session_id, session)
         return session
 
     def cached(self, session_id: str) -> Session:
@@ -84,7 +85,7 @@ class Sessions:
         session = await self.get(caller, session_id)
         if session.ended_at is not None:
             raise SessionEnded(f"session {session_id} is over ({session.end_reason}): open a new one")
-        session.heartbeat_at = time.time()  # whoever uses a session is alive
+        self._alive_at[session_id] = time.monotonic()  # whoever uses a session is alive
         return session
 
     async def finish(self, caller: Caller, session_id: str, reason: str, detail: str | None) -> None:
@@ -106,19 +107,20 @@ class Sessions:
     def forget(self, session_id: str) -> None:
         """Drops from memory a session that is over."""
         self._sessions.pop(session_id, None)
+        self._alive_at.pop(session_id, None)
 
     async def restore(self) -> None:
         """Reads open sessions after a restart; each gets its full time again, since it could not heartbeat."""
         for session in await self._database.read(rows.open_sessions):
-            session.heartbeat_at = time.time()
+            self._alive_at[session.session_id] = time.monotonic()
             self._sessions[session.session_id] = session
             self._shares.take(session.owner)
 
     async def sweep(self) -> None:
         """Ends sessions without heartbeat."""
-        now = time.time()
+        now = time.monotonic()  # the wall's clock may jump, which would end the sessions of clients that are well
         for session in list(self._sessions.values()):
-            if session.ended_at is None and now - session.heartbeat_at > self._ttl_s:
+            if session.ended_at is None and now - self._alive_at.get(session.session_id, now) > self._ttl_s:
                 await self._end(session, "expired", f"no heartbeat for {self._ttl_s:.0f} s")
 
     async def _end(self, session: Session, reason: str, detail: str | None) -> None:

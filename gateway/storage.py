@@ -59,6 +59,10 @@ class Storage:
         """The files of a folder, by path relative to it, with their sizes in bytes; empty if there is no folder."""
         return await self.run(_sizes, uri)
 
+    async def entries(self, uri: str) -> list[str]:
+        """Names of the files and folders right below a folder; empty if there is none."""
+        return await self.run(_entries, uri)
+
     async def stream(self, uri: str, name: str, start: int, length: int) -> AsyncIterator[bytes]:
         """`length` bytes of a file from `start` on, in pieces. The file is open once this returns. Raises NotFound."""
         place = _place(uri)
@@ -138,6 +142,16 @@ def _probe(place: _Place) -> None:
         place.files.makedirs(place.path.rpartition("/")[0], exist_ok=True)
     place.files.pipe_file(place.path, b"")
     place.files.rm_file(place.path)
+
+
+def _entries(uri: str) -> list[str]:
+    files, path = _place(uri)
+    files.invalidate_cache()
+    try:
+        listed = files.ls(path, detail=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [name.rstrip("/").rpartition("/")[2] for name in listed]
 
 
 def _sizes(uri: str) -> dict[str, int]:

@@ -5,3 +5,6 @@ DRAFT = ".tmp-"
 
 REPLACED = ".old-"
 """After the folder's name: what has lost its place, to be removed."""
+
+PLAIN = ".plain"
+"""After the folder's name: an export before it is encrypted."""

@@ -132,6 +132,12 @@ def expired(connection: sa.Connection, now: float) -> list[Checkpoint]:
     return [_to_checkpoint(row) for row in (connection.execute(query)).mappings()]
 
 
+def uris(connection: sa.Connection) -> list[str]:
+    """Every folder that a checkpoint or a snapshot names."""
+    folders = sa.union(sa.select(checkpoints.c.uri), sa.select(snapshots.c.uri))
+    return [row.uri for row in connection.execute(folders)]
+
+
 def put_snapshot(connection: sa.Connection, kept: KeptSnapshot) -> None:
     """Keeps a new snapshot."""
     row = {

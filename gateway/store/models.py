@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from fovea.api.v1 import weights_pb2
 from gateway.store.checkpoints import public_models
 from gateway.store.database import insert_new
-from gateway.store.schema import models
+from gateway.store.schema import models, sessions
 
 _UPDATE = sa.update(models).where(models.c.model_id == sa.bindparam("key"))
 
@@ -99,6 +99,25 @@ def of_session(connection: sa.Connection, session_id: str) -> list[str]:
     """Ids of a session's models."""
     query = sa.select(models.c.model_id).where(models.c.session_id == session_id).order_by(models.c.created_at)
     return [row.model_id for row in connection.execute(query)]
+
+
+def over(connection: sa.Connection, model_ids: list[str]) -> list[str]:
+    """Those of some models that no trainer needs to hold any more."""
+    states = [ModelState.FAILED.value, ModelState.LOST.value, ModelState.ENDED.value]
+    query = sa.select(models.c.model_id).where(models.c.model_id.in_(model_ids) & models.c.state.in_(states))
+    return list(connection.scalars(query))
+
+
+def of_ended_sessions(connection: sa.Connection, model_ids: list[str]) -> list[str]:
+    """Those of some models whose session is over."""
+    joined = models.join(sessions, models.c.session_id == sessions.c.session_id)
+    where = models.c.model_id.in_(model_ids) & sessions.c.ended_at.is_not(None)
+    return list(connection.scalars(sa.select(models.c.model_id).select_from(joined).where(where)))
+
+
+def all_ids(connection: sa.Connection) -> list[str]:
+    """Ids of all models that ever were."""
+    return list(connection.scalars(sa.select(models.c.model_id)))
 
 
 def of_owner(

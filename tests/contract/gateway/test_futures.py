@@ -1,6 +1,7 @@
 """The future protocol (tinker-contract.md, section 2)."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -154,12 +155,19 @@ async def test_finished_session_refuses_work_and_stops_its_samples(stand: Stand,
 async def test_sessions_expire_without_heartbeat(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 200
-    assert stand.gateway is not None
-    session = stand.gateway.sessions.cached(rest.session_id)
-    session.heartbeat_at -= stand.gateway.settings.session_ttl_s + 1
-    await stand.gateway.sessions.sweep()
-    assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
+    await stand.stop()
+    await stand.start(session_ttl_s=0.2)
     await eventually(lambda: [request.model_id for request in stand.trainer.of("DeleteModel")] == [model_id])
+    assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
+
+
+async def test_a_jump_of_the_clock_ends_no_session(stand: Stand, rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stand.gateway is not None
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 86400)
+    await stand.gateway.sessions.sweep()
+    monkeypatch.undo()
+    assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 200
 
 
 async def test_create_session_is_idempotent_by_key(stand: Stand, rest: Rest) -> None:
