@@ -17,6 +17,9 @@ class SamplerSettings(ServiceSettings):
     renderer: str = Field("", description="host:port to fetch vision tensors from when a request names no source.")
     device: Literal["auto", "cpu", "gpu"] = Field("auto", description="What runs the model; auto asks the vLLM build.")
     dtype: str = Field("auto", description="Element type of the weights; auto is float32 on CPU, the model's on GPU.")
+    head_dtype: Literal["float32", "model"] = Field(
+        "float32", description="Type of logits, of which probabilities are made; the trainer's must be the same."
+    )
     max_context: int | None = Field(
         None, ge=2, description="The most tokens of prompt and completion; none asks the model."
     )

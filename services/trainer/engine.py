@@ -277,8 +277,9 @@ def load_model(
     if family.has_vision:
         channels = int(hf.config.vision_config.in_channels)
         normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, family.patch_bytes(hf.config)).to(device)
-    chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, dtype)
-    return family, dtype, PackedModel(family, hf, normalizer, chunk)
+    head_dtype = torch.float32 if settings.head_dtype == "float32" else dtype
+    chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, head_dtype)
+    return family, dtype, PackedModel(family, hf, normalizer, chunk, head_dtype)
 
 
 def _logit_chunk(size_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:

@@ -2,9 +2,9 @@
 
 Shapes: T positions, C positions of one chunk, D hidden size, V vocabulary, K targets a position, R rank of the adapter.
 
-logprob[t, k] = z[t, y[t, k]] - logsumexp(z[t]) with z = x W' + scale (x A') B' in the weights' own type, as the sampler
-computes it, and all else in float32. The backward pass computes each chunk's logits again and skips positions whose
-gradient is zero, which for supervised training are most.
+logprob[t, k] = z[t, y[t, k]] - logsumexp(z[t]) with z = x W' + scale (x A') B' in the type of the head (float32, or that
+of the weights), as the sampler computes it, and all else in float32. The backward pass computes each chunk's logits
+again and skips positions whose gradient is zero, which for supervised training are most.
 
 The gradient of a confident target is a small difference of large numbers, 1 - p, and all the others of its row are as
 small: what is known of the likeliest token is kept as the sum of all other probabilities, which loses nothing.
@@ -20,32 +20,54 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.trainer.fusing import fused
-from services.trainer.lora_pair import LoraPair, add_product
+from services.trainer.lora_pair import LoraPair, add_product, product
 from services.trainer.products import gradient_of
 
 
 def target_logprobs(
-    hidden_TD: Tensor, weight_VD: Tensor, trained: LoraPair | Tensor | None, targets_TK: Tensor, chunk_positions: int
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    trained: LoraPair | Tensor | None,
+    targets_TK: Tensor,
+    chunk_positions: int,
+    head_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """float32 [T, K], differentiable in the hidden states, the weight and the adapter.
 
     Args:
         trained: An adapter of the weight; or its float32 master, [V, D], to whose gradient that of the weight is added.
+        head_dtype: Of the logits: float32, or the type of the weight, which None means.
     """
     apply: Any = _TargetLogprobs.apply
     lora = trained if isinstance(trained, LoraPair) else None
     master = trained if isinstance(trained, Tensor) else None
-    result: Tensor = apply(hidden_TD, weight_VD, lora and lora.a, lora, master, targets_TK, chunk_positions)
+    result: Tensor = apply(
+        hidden_TD,
+        weight_VD,
+        lora and lora.a,
+        lora,
+        master,
+        targets_TK,
+        chunk_positions,
+        head_dtype or weight_VD.dtype,
+    )
     return result
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, lora: LoraPair | None) -> tuple[Tensor, Tensor | None]:
-    """[C, V], and x A' [C, R] if there is an adapter."""
-    logits_CV = hidden_CD @ weight_VD.T
+def _logits(
+    hidden_CD: Tensor, weight_VD: Tensor, lora: LoraPair | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """[C, V] of that type, and x A' [C, R] in the type of the weight if there is an adapter."""
+    is_wider = dtype != weight_VD.dtype
+    logits_CV = product(hidden_CD, weight_VD.T) if is_wider else hidden_CD @ weight_VD.T
     if lora is None:
         return logits_CV, None
     low_CR = lora.project(hidden_CD)
-    return lora.add_output(logits_CV, low_CR), low_CR
+    if is_wider:
+        add_product(logits_CV, low_CR, lora.b_cast.T, lora.scale)
+    else:
+        lora.add_output(logits_CV, low_CR)
+    return logits_CV, low_CR
 
 
 @dataclass(frozen=True)
@@ -74,14 +96,14 @@ class _Softmax:
         logits_CK = self.logits_CV.gather(1, targets_CK).float()
         return logits_CK - self.peak_C[:, None] - torch.log1p(self.rest_C)[:, None]
 
-    def logits_gradient(self, targets_CK: Tensor, grad_CK: Tensor) -> Tensor:
+    def logits_gradient(self, targets_CK: Tensor, grad_CK: Tensor, dtype: torch.dtype) -> Tensor:
         """d logits [C, V] of sum grad logprobs: at v, the gradients of the targets that are v, less total p[v].
 
-        Made in float32 and rounded once to the type of the logits. At the likeliest token it is total (1 - p) less the
-        gradients of the other targets, so that what is small is not what is left of a difference.
+        Made in float32 and rounded once to the type that is asked for. At the likeliest token it is total (1 - p) less
+        the gradients of the other targets, so that what is small is not what is left of a difference.
         """
         targets_CK, own_CK, total_C1 = _sum_equal(targets_CK, grad_CK)
-        d_logits_CV = _scaled_softmax(self.logits_CV, self.peak_C, self.rest_C, -total_C1[:, 0])
+        d_logits_CV = _scaled_softmax(self.logits_CV, self.peak_C, self.rest_C, -total_C1[:, 0], dtype)
         at_top_CK = total_C1 * (self.rest_C / (1 + self.rest_C))[:, None] - (total_C1 - own_CK)
         elsewhere_CK = own_CK - total_C1 * torch.exp(self.logprobs(targets_CK))
         found_CK = torch.where(targets_CK == self.top_C[:, None], at_top_CK, elsewhere_CK)
@@ -110,10 +132,10 @@ def _top_peak_rest(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @fused
-def _scaled_softmax(logits_CV: Tensor, peak_C: Tensor, rest_C: Tensor, scale_C: Tensor) -> Tensor:
-    """scale softmax(logits), in the type of the logits."""
+def _scaled_softmax(logits_CV: Tensor, peak_C: Tensor, rest_C: Tensor, scale_C: Tensor, dtype: torch.dtype) -> Tensor:
+    """scale softmax(logits)."""
     shares_CV = torch.exp(logits_CV.float() - peak_C[:, None])
-    return (shares_CV * (scale_C / (1 + rest_C))[:, None]).to(logits_CV.dtype)
+    return (shares_CV * (scale_C / (1 + rest_C))[:, None]).to(dtype)
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -129,14 +151,15 @@ class _TargetLogprobs(torch.autograd.Function):
         master_VD: Tensor | None,
         targets_TK: Tensor,
         chunk_positions: int,
+        head_dtype: torch.dtype,
     ) -> Tensor:
         logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
         for start in range(0, hidden_TD.shape[0], chunk_positions):
             rows = slice(start, start + chunk_positions)
-            logits_CV, _ = _logits(hidden_TD[rows], weight_VD, lora)
+            logits_CV, _ = _logits(hidden_TD[rows], weight_VD, lora, head_dtype)
             logprobs_TK[rows] = _Softmax.of(logits_CV).logprobs(targets_TK[rows])
         ctx.save_for_backward(hidden_TD, weight_VD, targets_TK)
-        ctx.lora, ctx.master_VD, ctx.chunk_positions = lora, master_VD, chunk_positions
+        ctx.lora, ctx.master_VD, ctx.chunk_positions, ctx.head_dtype = lora, master_VD, chunk_positions, head_dtype
         return logprobs_TK
 
     @staticmethod
@@ -154,8 +177,8 @@ class _TargetLogprobs(torch.autograd.Function):
         positions = grad_TK.abs().sum(dim=1).nonzero().squeeze(1)
         for rows in torch.split(positions, ctx.chunk_positions):
             hidden_CD, grad_CK = hidden_TD[rows], grad_TK[rows]
-            logits_CV, low_CR = _logits(hidden_CD, weight_VD, lora)
-            d_logits_CV = _Softmax.of(logits_CV).logits_gradient(targets_TK[rows], grad_CK)
+            logits_CV, low_CR = _logits(hidden_CD, weight_VD, lora, ctx.head_dtype)
+            d_logits_CV = _Softmax.of(logits_CV).logits_gradient(targets_TK[rows], grad_CK, weight_VD.dtype)
             d_hidden_CD = d_logits_CV @ weight_VD if need_hidden else None
             if lora is not None and low_CR is not None:
                 lora.add_gradients(d_logits_CV, hidden_CD, low_CR, d_hidden_CD)
@@ -165,4 +188,4 @@ class _TargetLogprobs(torch.autograd.Function):
                 add_product(d_weight, d_logits_CV.T, hidden_CD)
         # Autograd rounds it where the weight wants its gradient in its own type.
         passed_on = d_weight if ctx.master_VD is None else None
-        return d_hidden, passed_on, None, None, None, None, None
+        return d_hidden, passed_on, None, None, None, None, None, None

@@ -30,18 +30,22 @@ class PackedModel(nn.Module):
     Args:
         normalizer: None for a model without vision.
         chunk_positions: Logits are made for so many positions at a time.
+        head_dtype: The type of logits.
 
     `recompute_above` may be set: micro-batches of more tokens keep no activations but each block's input.
     """
 
     recompute_above = math.inf
 
-    def __init__(self, family: Family, hf: Any, normalizer: PatchNormalizer | None, chunk_positions: int) -> None:
+    def __init__(
+        self, family: Family, hf: Any, normalizer: PatchNormalizer | None, chunk_positions: int, head_dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.family = family
         self.hf = hf
         self._normalizer = normalizer
         self._chunk_positions = chunk_positions
+        self._head_dtype = head_dtype
         hf.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, batch: Batch, unembedding: LoraPair | Tensor | None, seen: dict[str, SeenImage] | None) -> Tensor:
@@ -54,7 +58,9 @@ class PackedModel(nn.Module):
         for block in self.family.blocks(self.hf):
             block.gradient_checkpointing = len(batch.tokens_T) > self.recompute_above  # type: ignore[assignment]
         hidden_TD = self._hidden(batch, seen)
-        return target_logprobs(hidden_TD, self.hf.lm_head.weight, unembedding, batch.targets_TK, self._chunk_positions)
+        return target_logprobs(
+            hidden_TD, self.hf.lm_head.weight, unembedding, batch.targets_TK, self._chunk_positions, self._head_dtype
+        )
 
     def _hidden(self, batch: Batch, seen: dict[str, SeenImage] | None) -> Tensor:
         embeddings_TD = self.family.embed(self.hf, batch.tokens_T)

@@ -31,6 +31,9 @@ class TrainerSettings(ServiceSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Type of the base weights; auto is float32 on CPU, bfloat16 on GPU."
     )
+    head_dtype: Literal["float32", "model"] = Field(
+        "float32", description="Type of logits, of which probabilities are made; the sampler's must be the same."
+    )
     threads: int = Field(1, ge=1, description="CPU threads of each rank.")
     max_lora_rank: int = Field(64, ge=1, description="The largest rank of an adapter.")
     max_models: int = Field(256, ge=1, description="The most models at once.")

@@ -102,6 +102,7 @@ def _common_arguments(settings: SamplerSettings, room: AdapterRoom) -> dict[str,
 
     arguments: dict[str, Any] = {
         "model": settings.model,
+        "hf_overrides": {"head_dtype": settings.head_dtype},
         "seed": secrets.randbits(31),  # replicas must not draw alike
         "max_model_len": context(settings),
         "max_num_seqs": settings.max_sequences,

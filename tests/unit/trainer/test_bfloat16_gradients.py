@@ -150,15 +150,18 @@ def loss_gradient(name: str, logits: Tensor, targets: Tensor, given: Arrays) -> 
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "adapter"])
+@pytest.mark.parametrize("head_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_gradients_of_every_loss_at_every_probability(name: str, with_adapter: bool, seed: int, band: str) -> None:
+def test_gradients_of_every_loss_at_every_probability(
+    name: str, head_dtype: torch.dtype, with_adapter: bool, seed: int, band: str
+) -> None:
     head = Head.drawn(seed, band)
     logits, targets = head.logits(with_adapter), head.targets_TK[:, 0]
     given = given_for(name, logits, targets, seed)
     exact = head.exact_gradients(loss_gradient(name, logits, targets, given), with_adapter)
     own = Trainers.of(head)
     trained = own.pair if with_adapter else own.master
-    logprobs = target_logprobs(own.hidden, own.weight, trained, head.targets_TK, 16)
+    logprobs = target_logprobs(own.hidden, own.weight, trained, head.targets_TK, 16, head_dtype)
     torch.autograd.backward([compute(make_loss(name), logprobs[:, 0], given).loss])
     for tensor, error in worst_error(own.gradients(with_adapter), exact).items():
         assert error < BOUND, tensor
@@ -211,6 +214,28 @@ def test_several_targets_a_position(kind: str, band: str) -> None:
     found.backward(grad_TK.float())
     for tensor, error in worst_error(own.gradients(False), head.exact_gradients(grad_TK, False)).items():
         assert error < BOUND, tensor
+
+
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "adapter"])
+def test_a_head_in_float32_rounds_no_logits(with_adapter: bool) -> None:
+    """Of numbers as they come: rounded logits of this size put log-probabilities off by hundredths."""
+    generator = torch.Generator().manual_seed(6)
+    shapes = ((T, 64), (V, 64), (R, 64), (V, R))
+    head = Head(
+        *(torch.randn(shape, generator=generator).bfloat16().double() for shape in shapes),
+        torch.randint(0, V, (T, 1), generator=generator),
+    )
+    own = Trainers.of(head)
+    trained = own.pair if with_adapter else own.master
+    low_TR = own.pair.project(own.hidden).double()
+    logits_TV = head.hidden_TD @ head.weight_VD.T + (SCALE * low_TR @ head.b_VR.T if with_adapter else 0.0)
+    exact = logits_TV.log_softmax(-1).gather(1, head.targets_TK)
+    errors = [
+        (target_logprobs(own.hidden, own.weight, trained, head.targets_TK, 16, dtype).double() - exact).abs().max()
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert errors[0] < 1e-4
+    assert errors[1] > 1e-2
 
 
 def test_logprobs_of_certain_targets_are_exact() -> None:
