@@ -1,7 +1,8 @@
 """Do sampler and trainer agree? `python -m benchmarks.agreement --base-url URL --rank 32 --steps 20`.
 
-Tokens are sampled at temperature 1 with their log-probabilities, or at 0.7 and then scored by the sampler as a prompt;
-the trainer scores the same tokens, all datums in one call and each in one of its own. The figures are the mean KL from
+Tokens are sampled at temperature 1 and at 0.7; what is compared is the log-probabilities that `sample` itself returned.
+The trainer scores the same tokens, all datums in one call and each in one of its own. Its log-probabilities are those of
+temperature 1: for 0.7 it is asked for the whole vocabulary, of fewer and shorter samples. The figures are the mean KL from
 sampler to trainer (the k3 estimate, mean of exp(d) - 1 - d with d = trainer - sampler, Schulman 2020), and the largest
 difference at any token, for prompts of text and for prompts with an image, before and after training steps.
 
@@ -20,8 +21,15 @@ from tinker import SamplingParams
 
 from benchmarks.client import Bench, datum, scored_part, take_step
 from benchmarks.figure import emit
+from benchmarks.shapes import VOCABULARY_SIZE
 
 _NEW_TOKENS = 128
+_FEW_TOKENS = 16
+"""Of a sample at another temperature than 1, and twice as many of its prompt; its picture has _SMALL_SIDE pixels."""
+_FEW_SAMPLES = 2
+_SMALL_SIDE = 64
+_SLICE = 16384
+"""Token ids that the trainer is asked for at once."""
 Logprobs = npt.NDArray[np.float64]
 
 
@@ -41,11 +49,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Sampled tokens, their log-probabilities at temperature 1, and the prompt before them."""
+    """Sampled tokens, their log-probabilities as `sample` returned them, at its temperature, and the prompt before."""
 
     prompt: tinker.ModelInput
     tokens: list[int]
     logprobs: Logprobs
+    temperature: float
 
 
 def kl(differences: Logprobs) -> float:
@@ -54,42 +63,82 @@ def kl(differences: Logprobs) -> float:
 
 
 def draw(bench: Bench, sampler: Any, count: int, image_side: int, temperature: float, seed: int) -> list[Drawn]:
-    """Samples from `count` random prompts."""
+    """Samples from `count` random prompts; from few and short ones at another temperature than 1."""
     rng = np.random.default_rng(seed)
-    prompts = [bench.prompt(rng, int(rng.integers(64, 512)), image_side) for _ in range(count)]
-    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=temperature, seed=seed, stop=[])
+    lengths, new_tokens = rng.integers(64, 512, count).tolist(), _NEW_TOKENS
+    if temperature != 1.0:
+        lengths, new_tokens = [2 * _FEW_TOKENS] * min(count, _FEW_SAMPLES), _FEW_TOKENS
+        image_side = min(image_side, _SMALL_SIDE)
+    prompts = [bench.prompt(rng, length, image_side) for length in lengths]
+    params = SamplingParams(max_tokens=new_tokens, temperature=temperature, seed=seed, stop=[])
     futures = [sampler.sample(prompt, 1, params) for prompt in prompts]
     sequences = [future.result(600).sequences[0] for future in futures]
-    if temperature == 1.0:
-        scores = [one.logprobs for one in sequences]
-    else:
-        wholes = [_extended(prompt, one.tokens) for prompt, one in zip(prompts, sequences, strict=True)]
-        pending = [sampler.compute_logprobs(whole) for whole in wholes]
-        scores = [future.result(600)[-_NEW_TOKENS:] for future in pending]
     return [
-        Drawn(prompt, list(one.tokens), np.asarray(score[-len(one.tokens) :], np.float64))
-        for prompt, one, score in zip(prompts, sequences, scores, strict=True)
+        Drawn(prompt, list(one.tokens), np.asarray(one.logprobs, np.float64), temperature)
+        for prompt, one in zip(prompts, sequences, strict=True)
     ]
 
 
 def compare(
-    bench: Bench, training: tinker.TrainingClient, count: int, image_side: int, temperature: float, seed: int
+    bench: Bench,
+    training: tinker.TrainingClient,
+    count: int,
+    image_side: int,
+    temperature: float,
+    seed: int,
+    vocabulary_size: int = VOCABULARY_SIZE,
 ) -> list[Comparison]:
     """Has a fresh snapshot sampled and the trainer score it, all datums together and one by one."""
     sampler = training.save_weights_and_get_sampling_client().result(600)
-    return score(training, draw(bench, sampler, count, image_side, temperature, seed))
+    return score(training, draw(bench, sampler, count, image_side, temperature, seed), vocabulary_size)
 
 
-def score(training: tinker.TrainingClient, drawn: list[Drawn]) -> list[Comparison]:
-    """The trainer's log-probabilities of what was drawn, both ways."""
+def score(
+    training: tinker.TrainingClient, drawn: list[Drawn], vocabulary_size: int = VOCABULARY_SIZE
+) -> list[Comparison]:
+    """The trainer's log-probabilities of what was drawn, both ways; at another temperature than 1, each alone."""
+    sampled = np.concatenate([one.logprobs for one in drawn])
+    if drawn[0].temperature != 1.0:
+        tempered = [tempered_logprobs(training, one, vocabulary_size) for one in drawn]
+        return [Comparison("alone", sampled, np.concatenate(tempered))]
     data = [datum(one.prompt, one.tokens) for one in drawn]
     found = []
     for way, calls in (("packed", [data]), ("alone", [[one] for one in data])):
         pending = [training.forward(call, "cross_entropy") for call in calls]
         outputs = [output for future in pending for output in future.result(600).loss_fn_outputs]
         trained = [scored_part(output, len(one.tokens)) for output, one in zip(outputs, drawn, strict=True)]
-        found.append(Comparison(way, np.concatenate([one.logprobs for one in drawn]), np.concatenate(trained)))
+        found.append(Comparison(way, sampled, np.concatenate(trained)))
     return found
+
+
+def tempered_logprobs(training: tinker.TrainingClient, one: Drawn, vocabulary_size: int) -> Logprobs:
+    """The trainer's log softmax(z / T) of sampled tokens, from its log-probabilities of all tokens at temperature 1."""
+    pending = []
+    for start in range(0, vocabulary_size, _SLICE):
+        ids = np.arange(start, min(start + _SLICE, vocabulary_size))
+        pending.append(training.forward([_with_targets(one, ids)], "cross_entropy"))
+    count = len(one.tokens)
+    parts = [np.asarray(future.result(600).loss_fn_outputs[0]["logprobs"].data, np.float64) for future in pending]
+    rows = one.prompt.length + count - 1
+    scaled = np.concatenate([part.reshape(rows, -1)[-count:] for part in parts], axis=1) / one.temperature
+    peaks = scaled.max(axis=1, keepdims=True)
+    normalizers = peaks + np.log(np.exp(scaled - peaks).sum(axis=1, keepdims=True))
+    found: Logprobs = (scaled - normalizers)[np.arange(count), one.tokens]
+    return found
+
+
+def _with_targets(one: Drawn, ids: npt.NDArray[np.int64]) -> tinker.Datum:
+    """The prompt and what was sampled, with all these ids as targets of the sampled positions."""
+    plain = datum(one.prompt, one.tokens)
+    targets = np.zeros((plain.model_input.length, len(ids)), np.int64)
+    targets[-len(one.tokens) :] = ids
+    return tinker.Datum(
+        model_input=plain.model_input,
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(targets),
+            "weights": tinker.TensorData.from_numpy(np.zeros(targets.shape, np.float32)),
+        },
+    )
 
 
 def train(bench: Bench, training: tinker.TrainingClient, steps: int, image_side: int, rate: float) -> None:
@@ -114,10 +163,6 @@ def float32_logprobs(directory: str, device: str, drawn: list[Drawn]) -> Logprob
         own = torch.log_softmax(logits, -1).gather(1, tokens[0, -len(one.tokens) :, None])
         found.append(own[:, 0].cpu().numpy())
     return np.concatenate(found)
-
-
-def _extended(prompt: tinker.ModelInput, tokens: list[int]) -> tinker.ModelInput:
-    return tinker.ModelInput(chunks=[*prompt.chunks, tinker.types.EncodedTextChunk(tokens=list(tokens))])
 
 
 def _report(found: list[Comparison], kind: str, when: str, **sizes: Any) -> None:
@@ -146,12 +191,13 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
         for kind, side in (("text", 0), ("image", options.image_side)):
             for temperature in (1.0, 0.7):
                 sizes = {"rank": options.rank, "temperature": temperature, "steps": options.steps * (when == "after")}
-                found = compare(bench, training, options.prompts, side, temperature, seed=5)
-                _report(found, kind, when, **sizes)
+                for seed in options.seeds:
+                    found = compare(bench, training, options.prompts, side, temperature, seed, options.vocabulary)
+                    _report(found, kind, when, seed=seed, note=options.note, **sizes)
         if when == "before":
             if options.float32:
                 sampler = training.save_weights_and_get_sampling_client().result(600)
-                drawn = draw(bench, sampler, options.prompts, 0, 1.0, seed=5)
+                drawn = draw(bench, sampler, options.prompts, 0, 1.0, seed=options.seeds[0])
                 _report_float32(options.float32, options.device, training, drawn)
             train(bench, training, options.steps, options.image_side, rate)
 
@@ -163,6 +209,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32, help="0 trains all parameters")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7, 8])
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY_SIZE, help="token ids of the model")
+    parser.add_argument("--note", default="", help="to be written into each line: the type of the heads, for example")
     parser.add_argument("--image-side", type=int, default=448)
     parser.add_argument("--float32", help="the base model's checkpoint, to be run in float32 as the measure of both")
     parser.add_argument("--device", default="cuda:1", help="of the float32 model")

@@ -37,7 +37,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _VISION_LARGE,
     ),
 }
-_VOCABULARY_SIZE = 151936
+VOCABULARY_SIZE = 151936
 _CONTEXT = 32768
 
 
@@ -59,7 +59,7 @@ def _config(shape: str, tokenizer: PreTrainedTokenizerBase) -> Qwen3VLConfig:
     text, vision = SHAPES[shape]
     is_tied = shape != "8b"
     settings = {
-        "vocab_size": _VOCABULARY_SIZE,
+        "vocab_size": VOCABULARY_SIZE,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": _CONTEXT,

@@ -2,9 +2,9 @@
 
 Shapes: T positions, C positions of one chunk, D hidden size, V vocabulary, K targets a position, R rank of the adapter.
 
-logprob[t, k] = z[t, y[t, k]] - logsumexp(z[t]) with z = x W' + scale (x A') B' in the type of the head (float32, or that
-of the weights), as the sampler computes it, and all else in float32. The backward pass computes each chunk's logits
-again and skips positions whose gradient is zero, which for supervised training are most.
+logprob[t, k] = z[t, y[t, k]] - logsumexp(z[t]) with z = x W' + scale (x A') B' in the head's type, which is float32 or
+that of the weights, as the sampler's is, and all else in float32. The backward pass computes each chunk's logits again
+and skips positions whose gradient is zero, which for supervised training are most.
 
 The gradient of a confident target is a small difference of large numbers, 1 - p, and all the others of its row are as
 small: what is known of the likeliest token is kept as the sum of all other probabilities, which loses nothing.

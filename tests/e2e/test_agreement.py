@@ -1,10 +1,12 @@
 """Sampler and trainer say the same: log-probabilities of the same tokens under the same weights, float32, CPU."""
 
+import numpy as np
 import pytest
 import tinker
 from tinker import AdamParams
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from benchmarks.agreement import Drawn, score
 from tests.e2e.prompts import Prompt, PromptBuilder, max_difference
 from tests.e2e.stack import Stack
 
@@ -80,20 +82,18 @@ def test_full_parameters(stack: Stack, service: tinker.ServiceClient, prompts: d
     check_model(stack, service, 0, 5e-4, prompts)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 def test_sampled_logprobs_are_the_trainers(
-    stack: Stack, service: tinker.ServiceClient, prompts: dict[str, Prompt]
+    stack: Stack, service: tinker.ServiceClient, prompts: dict[str, Prompt], temperature: float
 ) -> None:
+    """What `sample` itself returns, at its own temperature."""
+    vocabulary_size = AutoConfig.from_pretrained(stack.state["model"]).get_text_config().vocab_size
     training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
     take_steps(training, prompts, 2, 5e-3)
     sampling = training.save_weights_and_get_sampling_client().result()
-    params = tinker.SamplingParams(max_tokens=12, temperature=1.0, seed=7, stop=[])
+    params = tinker.SamplingParams(max_tokens=12, temperature=temperature, seed=7, stop=[])
     for name, prompt in prompts.items():
         sequence = sampling.sample(prompt.model_input, num_samples=1, sampling_params=params).result().sequences[0]
-        assert sequence.logprobs is not None
-        whole = Prompt(
-            tinker.ModelInput(chunks=[*prompt.model_input.chunks, tinker.EncodedTextChunk(tokens=sequence.tokens)]),
-            [*prompt.ids, *sequence.tokens],
-        )
-        trained = trainer_logprobs(training, {name: whole})[name]
-        start = len(prompt.ids) - 1
-        assert max_difference(sequence.logprobs, trained[start : start + len(sequence.tokens)]) <= TOLERANCE, name
+        drawn = Drawn(prompt.model_input, list(sequence.tokens), np.asarray(sequence.logprobs, np.float64), temperature)
+        for found in score(training, [drawn], vocabulary_size):
+            assert np.abs(found.differences).max() <= TOLERANCE, name

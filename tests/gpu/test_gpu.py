@@ -9,6 +9,7 @@ import tinker
 
 from benchmarks.agreement import compare, kl
 from benchmarks.client import Bench, datum, take_step
+from services.trainer.token_budget import MOST_TOKENS
 
 LARGEST_KL = 1e-3
 """nat a token; bfloat16 leaves differences of some hundredths at single tokens."""
@@ -71,9 +72,19 @@ def test_adapters_of_several_ranks_keep_apart(bench: Bench) -> None:
             assert kl(text_differences(one, output, future.result(600))) <= LARGEST_KL
 
 
+def test_what_sample_returns_at_another_temperature_is_the_trainers(bench: Bench) -> None:
+    training = bench.training(32)
+    losses(training, image_data(bench), 4, 1e-3)
+    for side in (0, 256):
+        for drawn in compare(bench, training, 2, side, temperature=0.7, seed=3):
+            assert kl(drawn.differences) <= LARGEST_KL
+
+
 def test_a_datum_above_the_token_budget_trains(bench: Bench) -> None:
     rng = np.random.default_rng(4)
-    long = [datum(bench.prompt(rng, 9000), bench.tokens(rng, 1000))]
+    length = MOST_TOKENS + 1024
+    long = [datum(bench.prompt(rng, length - 1000), bench.tokens(rng, 1001))]
+    assert long[0].model_input.length == length
     found = losses(bench.training(8), long, 4, 1e-3)
     assert found[-1] < found[0]
 
