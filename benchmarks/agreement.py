@@ -1,16 +1,18 @@
 """Do sampler and trainer agree? `python -m benchmarks.agreement --base-url URL --rank 32 --steps 20`.
 
 Tokens are sampled at temperature 1 and at 0.7; what is compared is the log-probabilities that `sample` itself returned.
-The trainer scores the same tokens, all datums in one call and each in one of its own. Its log-probabilities are those of
-temperature 1: for 0.7 it is asked for the whole vocabulary, of fewer and shorter samples. The figures are the mean KL from
-sampler to trainer (the k3 estimate, mean of exp(d) - 1 - d with d = trainer - sampler, Schulman 2020), and the largest
-difference at any token, for prompts of text and for prompts with an image, before and after training steps.
+The trainer scores the same tokens, all datums in one call and each in one of its own. Its log-probabilities are those
+of temperature 1: for 0.7 it is asked for the whole vocabulary, of fewer and shorter samples. The figures, each for
+every seed, are the mean KL from sampler to trainer (the k3 estimate, mean of exp(d) - 1 - d with d = trainer - sampler,
+Schulman 2020), and the largest difference at any token, for prompts of text and for prompts with an image, before and
+after training steps. `--wave 256` also measures how many tokens a second so many samples at once get.
 
 With `--float32 DIRECTORY` the base model in float32, on a GPU, scores text too: how far sampler and trainer are from it
 is what bfloat16 costs each, and how large a difference between them is no fault of either.
 """
 
 import argparse
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +167,17 @@ def float32_logprobs(directory: str, device: str, drawn: list[Drawn]) -> Logprob
     return np.concatenate(found)
 
 
+def wave(bench: Bench, training: tinker.TrainingClient, count: int, repeats: int = 3) -> list[float]:
+    """Sampled tokens a second, the first round apart, which warms up."""
+    sampler = training.save_weights_and_get_sampling_client().result(600)
+    rates = []
+    for round_ in range(repeats + 1):
+        begun = time.perf_counter()
+        drawn = draw(bench, sampler, count, 0, 1.0, seed=1000 + round_)
+        rates.append(sum(len(one.tokens) for one in drawn) / (time.perf_counter() - begun))
+    return rates[1:]
+
+
 def _report(found: list[Comparison], kind: str, when: str, **sizes: Any) -> None:
     for one in found:
         differences = one.differences
@@ -186,6 +199,9 @@ def _report_float32(directory: str, device: str, training: tinker.TrainingClient
 def measure(bench: Bench, options: argparse.Namespace) -> None:
     """Prints the figures before and after training."""
     training = bench.training(options.rank)
+    if options.wave:
+        rates = wave(bench, training, options.wave)
+        emit("agreement.sampling", rates, "token/s", rank=options.rank, in_flight=options.wave, note=options.note)
     rate = 1e-4 if options.rank else 1e-5
     for when in ("before", "after"):
         for kind, side in (("text", 0), ("image", options.image_side)):
@@ -211,6 +227,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7, 8])
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY_SIZE, help="token ids of the model")
+    parser.add_argument("--wave", type=int, default=0, help="samples at once, to measure speed; 0 does not")
     parser.add_argument("--note", default="", help="to be written into each line: the type of the heads, for example")
     parser.add_argument("--image-side", type=int, default=448)
     parser.add_argument("--float32", help="the base model's checkpoint, to be run in float32 as the measure of both")
