@@ -10,7 +10,7 @@ from services.sampler.engine.shapes import Shape
 from services.sampler.settings import SamplerSettings
 
 _SLOT_SHARE = 1 / 16
-_HOST_SHARE = 1 / 2
+_HOST_SHARE = 1 / 4
 _LEAST_SLOTS = 4
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -30,10 +30,11 @@ class AdapterRoom:
     held_bytes: int
 
     def __str__(self) -> str:
-        return (
-            f"adapters: {self.batched} in one batch, {self.held_bytes / 2**20:,.0f} MiB of them held; one of the "
-            f"largest rank takes {self.adapter_bytes / 2**20:,.1f} MiB"
-        )
+        said = f"adapters: {self.batched} in one batch, {self.held_bytes / 2**20:,.0f} MiB of them held"
+        if not self.adapter_bytes:
+            return said
+        size = f"{self.adapter_bytes / 2**20:,.1f} MiB each"
+        return f"{said}: {self.held_bytes // self.adapter_bytes} of the largest rank, {size}"
 
 
 def adapter_room(
@@ -45,7 +46,7 @@ def adapter_room(
         shapes: Of the checkpoint's tensors; none if they are not at hand.
         item_bytes: Of an element of an adapter.
         device_bytes: Memory of the device that the engine may take; a sixteenth of it may become slots.
-        host_bytes: Memory of the machine; half of it may hold adapters.
+        host_bytes: Memory of the machine; a quarter of it may hold adapters.
     """
     adapter_bytes = item_bytes * settings.max_lora_rank * _linear_widths(shapes)
     batched, held_mib = settings.max_loras, settings.max_adapter_mib

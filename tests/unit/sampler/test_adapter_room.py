@@ -32,8 +32,11 @@ def room(shapes: dict[str, Any] = SHAPES, device_bytes: int = GIB, host_bytes: i
 def test_memory_decides() -> None:
     assert room().adapter_bytes == ADAPTER_BYTES
     assert room(device_bytes=16 * 10 * ADAPTER_BYTES).batched == 10
-    assert room(host_bytes=2 * 10 * ADAPTER_BYTES).held_bytes == 10 * ADAPTER_BYTES
-    assert "10 in one batch" in str(room(device_bytes=16 * 10 * ADAPTER_BYTES))
+    assert room(host_bytes=4 * 10 * ADAPTER_BYTES).held_bytes == 10 * ADAPTER_BYTES
+    said = str(room(device_bytes=16 * 10 * ADAPTER_BYTES, host_bytes=4 * 20 * ADAPTER_BYTES))
+    assert "10 in one batch" in said
+    assert "20 of the largest rank" in said
+    assert str(room({})) == "adapters: 4 in one batch, 256 MiB of them held"
 
 
 def test_never_more_than_can_be_held_or_run_at_once_nor_fewer_than_a_few() -> None:
@@ -50,7 +53,7 @@ def test_settings_go_first() -> None:
 
 
 def test_without_shapes() -> None:
-    assert (room({}).batched, room({}).held_bytes) == (4, GIB // 2)
+    assert (room({}).batched, room({}).held_bytes) == (4, GIB // 4)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3"])
