@@ -29,12 +29,15 @@ _OPEN = "/grpc.health."  # a kubelet's probes bring nothing
 def service_secret() -> str:
     """The secret of this process, from its environment or the file that it names; empty if there is none.
 
-    Raises ValueError for one that is short or cannot be sent, OSError for a file that cannot be read.
+    Raises ValueError for one that is short or cannot be sent, and for a file that cannot be read.
     """
     name = VARIABLE if os.environ.get(VARIABLE) else FILE_VARIABLE
     found = os.environ.get(name, "")
     if found and name == FILE_VARIABLE:
-        found = Path(found).read_text().strip()
+        try:
+            found = Path(found).read_text().strip()
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"{FILE_VARIABLE}: {error}") from None
     if found and (len(found) < _LEAST or not found.isascii() or not found.isprintable()):
         raise ValueError(f"{name} must give at least {_LEAST} printable ASCII characters")
     return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fovea.runtime import checkpoint
+from fovea.runtime.hosts import interface_of, is_loopback
 from services.sampler.engine.adapter_room import AdapterRoom, adapter_room, host_memory_bytes
 from services.sampler.engine.parentage import PARENT_VARIABLE
 from services.sampler.engine.shapes import checkpoint_shapes
@@ -42,6 +43,11 @@ def prepare_environment(settings: SamplerSettings) -> None:
     defaults["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(max(128, settings.max_sequences))
     if Path(settings.model).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
+    if interface := interface_of("127.0.0.1"):
+        # Of the engine's own groups, all on this machine: those of pushes are told where to listen. NCCL cannot be.
+        defaults["GLOO_SOCKET_IFNAME"] = interface
+        if is_loopback(settings.host):
+            defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"
     if runs_on_cpu(settings):
         # More OpenMP threads hang the fork for ever; compiling costs 10 s at the first request of each kind.
         os.environ["OMP_NUM_THREADS"] = "1"

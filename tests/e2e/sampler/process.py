@@ -32,6 +32,11 @@ class SamplerProcess:
         """host:port of its gRPC server."""
         return self._listening()[1]
 
+    @property
+    def metrics_address(self) -> str:
+        """host:port of its metrics."""
+        return self._listening()[2]
+
     def metric(self, name: str) -> float:
         """The sum of a metric over all its labels."""
         page = urllib.request.urlopen(f"http://{self._listening()[2]}/metrics", timeout=10).read().decode()

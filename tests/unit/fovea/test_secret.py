@@ -140,6 +140,9 @@ def test_it_may_lie_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     file.write_text(f"{SECRET}\n")
     monkeypatch.setenv(FILE_VARIABLE, str(file))
     assert service_secret() == SECRET
+    file.unlink()
+    with pytest.raises(SystemExit, match=f"{FILE_VARIABLE}: .*No such file"):
+        RendererSettings.from_command_line("renderer", ["--model", "m"])
 
 
 @pytest.mark.parametrize(
