@@ -3,10 +3,13 @@
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from fovea.runtime.secret import VARIABLE
+from services.trainer.handshake import Stranger, dial
 from services.trainer.rendezvous import NodesMissing, meet
 from services.trainer.settings import TrainerSettings
 
@@ -34,6 +37,24 @@ def test_they_meet_in_any_order(node: Node) -> None:
         assert {meeting.address for meeting in meetings} == {"127.0.0.1"}
         assert host.store_listener
         assert host.store_listener.getsockname() == ("127.0.0.1", worker.store_port)
+
+
+def test_strangers_change_nothing(node: Node) -> None:
+    """Whoever reaches the port but does not know the secret, or says nothing."""
+    with ThreadPoolExecutor() as threads:
+        host = threads.submit(meet, node(0))
+        place = ("127.0.0.1", node(0).master_port)
+        while True:
+            with suppress(ConnectionRefusedError):
+                silent = socket.create_connection(place)
+                break
+        with socket.create_connection(place) as loud:
+            loud.sendall(b"\x80\x04cposix\nsystem\n." * 1000)
+        with pytest.raises(Stranger):
+            dial(place, b"another secret", 30.0)
+        others = [threads.submit(meet, node(rank)) for rank in (1, 2)]
+        assert all(other.result().ranks == host.result().ranks for other in others)
+        silent.close()
 
 
 def test_those_that_do_not_come_are_named(node: Node) -> None:
@@ -83,6 +104,7 @@ def test_a_port_that_is_taken(node: Node) -> None:
             meet(settings)
 
 
-def test_an_address_of_another_machine(node: Node) -> None:
+def test_an_address_of_another_machine(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "a secret of sixteen")
     with pytest.raises(NodesMissing, match=r"--master-addr 192\.0\.2\.77 is no address of this machine"):
         meet(node(0, 0.5, master_addr="192.0.2.77"))
