@@ -222,7 +222,7 @@ class Gateway:
                 if session.ended_at is not None:
                     raise SessionEnded(f"session {pending.session_id} is over ({session.end_reason})")
                 if pending.kind not in (Kind.SAMPLE, Kind.CREATE_CUSTOM_LOSS):
-                    await self.models.load(pending.scope)
+                    self.models.use(await self.models.load(pending.scope))
             except FoveaError as error:
                 await self.board.finish(pending, Outcome(pending.kind, b"", error))
             else:

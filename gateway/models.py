@@ -40,22 +40,26 @@ class Models:
         return model
 
     async def load(self, model_id: str) -> Model:
-        """A model by id, whoever owns it. Raises NotFound."""
+        """A model by id, whoever owns it: from memory while it is used, else from its row. Raises NotFound."""
         model = self._models.get(model_id)
         if model is None:
             model = await self._database.read(lambda connection: rows.get(connection, model_id))
             if model is None:
                 raise _unknown(model_id)
-            model = self._models.setdefault(model_id, model)
         return model
+
+    def use(self, model: Model) -> Model:
+        """Keeps a model in memory until its session is over; returns the one that is there already, if it is."""
+        return self._models.setdefault(model.model_id, model)
 
     def find(self, model_id: str) -> Model | None:
         """A model that may be in use: None if it is not in memory."""
         return self._models.get(model_id)
 
-    def cached(self, model_id: str) -> Model:
-        """A model that is in use, so in memory."""
-        return self._models[model_id]
+    def forget(self, session_id: str) -> None:
+        """Drops from memory the models of a session that is over."""
+        for model_id in [one.model_id for one in self._models.values() if one.session_id == session_id]:
+            del self._models[model_id]
 
     async def restore(self) -> None:
         """Reads the models that are in training, after a restart."""

@@ -63,6 +63,7 @@ class Training:
         self._gap_timeout_s = gap_timeout_s
         self._lines: dict[str, Line] = {}
         self._told_failures: dict[str, int] = {}
+        self._refusals: set[asyncio.Task[None]] = set()
 
     async def submit_create(
         self, caller: Caller, request: gateway_pb2.SubmitCreateModelRequest, rejection: FoveaError | None = None
@@ -114,6 +115,7 @@ class Training:
     ) -> str:
         model = await self._models.get(caller, model_id)
         await self._sessions.require(caller, model.session_id)
+        model = self._models.use(model)
         identity.check_seq_id(seq_id, "seq_id", 0 if kind is Kind.CREATE_MODEL else 1)
         self._models.touch(model)
         is_stream = kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD)
@@ -136,8 +138,13 @@ class Training:
             self._told_failures[model_id] = int(seq_id)
 
     def start(self, pending: Pending) -> None:
-        """Hands an accepted command to its model's line. The model is in memory: its submission asked for it."""
-        model = self._models.cached(pending.scope)
+        """Hands an accepted command to its model's line. The model is in memory, unless its session has just ended."""
+        model = self._models.find(pending.scope)
+        if model is None:
+            error = SessionEnded(f"session {pending.session_id} is over: open a new one")
+            self._refusals.add(task := asyncio.create_task(self._runner.refuse(pending, error)))
+            task.add_done_callback(self._refusals.discard)
+            return
         line = self._lines.get(model.model_id)
         if line is None:
             line = self._lines[model.model_id] = self._new_line(model)
@@ -152,6 +159,7 @@ class Training:
             if line is not None:
                 await line.close(error)
             await self._free(await self._models.load(model_id), error.message)
+        self._models.forget(session.session_id)
 
     async def drain(self, timeout_s: float) -> None:
         """Starts no further command and gives the running ones `timeout_s` to end."""

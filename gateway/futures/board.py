@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
@@ -48,6 +49,8 @@ class FutureBoard:
         self._held_bytes = 0
         self._is_closing = False
         self._last_number = 0
+        # What finished before was dropped already: looking at those rows again would take longer from day to day.
+        self._results_until = self._rows_until = 0.0
         self._completions = CompletionLogs(database, rows.completions)
         self.start: Callable[[Pending], None] = _no_start
         self.on_failure_told: Callable[[str], None] = _nothing
@@ -164,7 +167,7 @@ class FutureBoard:
         for future_id in mine:
             if future_id in self._recent:
                 _, outcome = self._recent.pop(future_id)
-                self._recent_bytes -= len(outcome.result)
+                self._recent_bytes -= outcome.held_bytes
 
     def forget(self, session_id: str) -> None:
         """Drops what is in memory of a session that is over."""
@@ -201,8 +204,8 @@ class FutureBoard:
     async def sweep(self) -> None:
         """Drops results past their time."""
         now, ttl_s = time.time(), self._result_ttl_s
-        dropped = await self._database.write(lambda connection: rows.drop_results(connection, now - ttl_s))
-        await self._database.write(lambda connection: rows.drop_rows(connection, now - ttl_s * _ROW_TTL_FACTOR))
+        self._results_until, dropped = await self._drop(rows.drop_results, self._results_until, now - ttl_s)
+        self._rows_until, _ = await self._drop(rows.drop_rows, self._rows_until, now - ttl_s * _ROW_TTL_FACTOR)
         if dropped:
             logger.info("dropped %d results older than %.0f s", dropped, ttl_s)
             self._recent.clear()
@@ -215,6 +218,16 @@ class FutureBoard:
     def _remove(self, pending: Pending) -> None:
         del self._pending[pending.future_id]
         self._shares.give(pending.owner)
+
+    async def _drop(
+        self, drop: Callable[[Any, float, float], tuple[float, int]], since: float, before: float
+    ) -> tuple[float, int]:
+        """Drops part after part, so that other writes get in between; returns until when, and how many."""
+        total = 0
+        while since < before:
+            since, count = await self._database.write(partial(_call, drop, since, before))
+            total += count
+        return since, total
 
     async def _found(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
         pending = self._pending.get(future_id)
@@ -271,10 +284,10 @@ class FutureBoard:
         if pending.request is not None:
             self._held_bytes -= len(pending.request)
         self._recent[pending.future_id] = (pending.owner, outcome)
-        self._recent_bytes += len(outcome.result)
+        self._recent_bytes += outcome.held_bytes
         while self._recent_bytes > _RECENT_BYTES and len(self._recent) > 1:
             _, (_, oldest) = self._recent.popitem(last=False)
-            self._recent_bytes -= len(oldest.result)
+            self._recent_bytes -= oldest.held_bytes
         metrics.FINISHED.labels(pending.kind.value, outcome.error.reason if outcome.error else "OK").inc()
         metrics.FUTURE_SECONDS.labels(pending.kind.value).observe(time.time() - pending.created_at)
         metrics.PENDING.set(len(self._pending))
@@ -284,6 +297,12 @@ class FutureBoard:
 
 def _no_start(pending: Pending) -> None:
     raise RuntimeError("FutureBoard.start is not set")
+
+
+def _call(
+    drop: Callable[[Any, float, float], tuple[float, int]], since: float, before: float, connection: Any
+) -> tuple[float, int]:
+    return drop(connection, since, before)
 
 
 def _nothing(future_id: str) -> None:

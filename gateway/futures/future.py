@@ -5,6 +5,7 @@ import enum
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ from fovea.wire.errors import FoveaError, Internal, from_status, to_status
 from gateway import stages
 
 logger = logging.getLogger(__name__)
+
+_OUTCOME_BYTES = 1024
+"""Of an outcome's objects and of what finds it, whatever is in it."""
 
 
 class Kind(enum.StrEnum):
@@ -66,6 +70,11 @@ class Outcome(NamedTuple):
         """The state to keep."""
         return State.DONE if self.error is None else State.FAILED
 
+    @property
+    def held_bytes(self) -> int:
+        """What it takes in memory, an error as well as a result."""
+        return _OUTCOME_BYTES + len(self.result) + (len(self.error.message) if self.error is not None else 0)
+
     def to_blob(self) -> bytes:
         """What the database keeps."""
         return self.result if self.error is None else to_status(self.error).SerializeToString()
@@ -92,7 +101,7 @@ class Pending:
         traceparent: The call that submitted it; empty without tracing and after a restart.
         known_failure: The failed forward_backward, by seq_id, of which the caller had been told before it sent this.
         begun_at: When its turn came, seconds of `time.time`; None while it waits.
-        waiting_for: Words for whoever polls.
+        place: What it waits for as long as it stands in a line of many: asked for, not told to each.
         work: The task that works on it, if cancelling is possible.
         accepted: Set once the submission is kept, or has failed to be.
         refusal: Why it could not be kept.
@@ -115,13 +124,14 @@ class Pending:
     known_failure: int | None = None
     begun_at: float | None = None
     queue_state: QueueState = QueueState.ACTIVE
-    waiting_for: str = "queued"
+    place: Callable[[], str] | None = None
     work: asyncio.Task[None] | None = None
     is_finishing: bool = False
     refusal: BaseException | None = None
     accepted: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     woken: asyncio.Event = field(default_factory=asyncio.Event)
+    _reason: str = "queued"
 
     @property
     def model(self) -> str:
@@ -136,7 +146,12 @@ class Pending:
 
     def wait_on(self, reason: str, queue_state: QueueState = QueueState.ACTIVE) -> None:
         """Says what the work waits for."""
-        self.waiting_for, self.queue_state = reason, queue_state
+        self._reason, self.queue_state, self.place = reason, queue_state, None
+
+    @property
+    def waiting_for(self) -> str:
+        """Words for whoever polls."""
+        return self.place() if self.place is not None else self._reason
 
 
 def unforeseen(pending: Pending, failure: Exception) -> Internal:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 from fovea.wire.errors import FoveaError
@@ -36,6 +37,7 @@ class Line:
         self._execute, self._refuse, self._skip = execute, refuse, skip
         self._gap_timeout_s = gap_timeout_s
         self._waiting: dict[int, Pending] = {}
+        self._late: deque[Pending] = deque()
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed_by: FoveaError | None = None
@@ -48,9 +50,13 @@ class Line:
 
     def add(self, pending: Pending) -> None:
         """Takes a command; returns at once."""
-        self._waiting[pending.seq_id] = pending
+        if pending.seq_id < self._next:
+            self._late.append(pending)
+        else:
+            self._waiting[pending.seq_id] = pending
+            if pending.seq_id != self._next:
+                pending.place = self._describe
         self._arrived.set()
-        self._tell()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name=f"line {self._model_id}")
 
@@ -74,24 +80,20 @@ class Line:
         return None if self._task is None or self._task.done() else self._task
 
     async def _run(self) -> None:
-        while self._waiting and not self._is_paused:
-            for late in [seq_id for seq_id in self._waiting if seq_id < self._next]:
-                await self._refuse(self._waiting.pop(late), self._closed_by)
+        while (self._waiting or self._late) and not self._is_paused:
+            while self._late:
+                await self._refuse(self._late.popleft(), self._closed_by)
             if self._closed_by is not None:
                 for pending in sorted(self._waiting.values(), key=lambda pending: pending.seq_id):
                     await self._refuse(self._waiting.pop(pending.seq_id), self._closed_by)
             elif self._next in self._waiting:
-                self._tell()
                 await self._execute(self._waiting.pop(self._next))
                 self._next += 1
             elif self._waiting:
                 await self._wait_for_missing()
 
-    def _tell(self) -> None:
-        """Says, to whoever polls, what the rest waits for."""
-        for seq_id, pending in self._waiting.items():
-            if seq_id != self._next:
-                pending.wait_on(f"waiting for request {self._next} of this model")
+    def _describe(self) -> str:
+        return f"waiting for request {self._next} of this model"
 
     async def _wait_for_missing(self) -> None:
         self._arrived.clear()

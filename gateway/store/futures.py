@@ -12,6 +12,7 @@ from gateway.store.database import insertion
 from gateway.store.schema import future_requests, future_results, futures
 
 _IDS_PER_STATEMENT = 500
+_ROWS_PER_DROP = 5000
 # Built once: building one takes SQLAlchemy longer than SQLite takes to run it, and every request runs these.
 _UPDATE = sa.update(futures).where(futures.c.future_id == sa.bindparam("key"))
 _KEEP_REQUEST = sa.insert(future_requests)
@@ -148,13 +149,33 @@ def drop_fetched(connection: sa.Connection, scope: str, future_ids: list[str]) -
         connection.execute(sa.delete(future_results).where(named & future_results.c.future_id.in_(ours)))
 
 
-def drop_results(connection: sa.Connection, finished_before: float) -> int:
-    """Drops old results, so that fetching them answers 'expired'; returns how many."""
-    old = sa.select(futures.c.future_id).where(futures.c.finished_at < finished_before)
-    deleted = connection.execute(sa.delete(future_results).where(future_results.c.future_id.in_(old)))
-    return deleted.rowcount
+def drop_results(connection: sa.Connection, since: float, before: float) -> tuple[float, int]:
+    """Drops results of futures that finished in a span of time, so that fetching them answers 'expired'.
+
+    Returns until when, which is earlier than `before` if there are many, and how many.
+    """
+    until = _part(connection, since, before)
+    return until, connection.execute(_dropping(since, until)).rowcount
 
 
-def drop_rows(connection: sa.Connection, finished_before: float) -> None:
-    """Forgets that futures ever were."""
-    connection.execute(sa.delete(futures).where(futures.c.finished_at < finished_before))
+def drop_rows(connection: sa.Connection, since: float, before: float) -> tuple[float, int]:
+    """Forgets that futures which finished in a span of time ever were. Returns as above."""
+    until = _part(connection, since, before)
+    connection.execute(_dropping(since, until))
+    return until, connection.execute(sa.delete(futures).where(_finished(since, until))).rowcount
+
+
+def _finished(since: float, until: float) -> sa.ColumnElement[bool]:
+    return (futures.c.finished_at >= since) & (futures.c.finished_at < until)
+
+
+def _dropping(since: float, until: float) -> sa.Delete:
+    old = sa.select(futures.c.future_id).where(_finished(since, until))
+    return sa.delete(future_results).where(future_results.c.future_id.in_(old))
+
+
+def _part(connection: sa.Connection, since: float, before: float) -> float:
+    """The end of a span with about _ROWS_PER_DROP futures: others wait for the one connection that writes."""
+    query = sa.select(futures.c.finished_at).where(_finished(since, before)).order_by(futures.c.finished_at)
+    last: float | None = connection.execute(query.offset(_ROWS_PER_DROP).limit(1)).scalar()
+    return before if last is None or last <= since else last

@@ -79,3 +79,17 @@ async def test_folders_that_no_checkpoint_names_are_removed(tmp_path: Path) -> N
         assert below(foreign), "whose rows are elsewhere"
         stand.trainer.open.set()
         assert "error" not in await rest.result(running_save["request_id"])
+
+
+async def test_nothing_of_a_session_that_is_over_stays_in_memory(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await rest.result((await rest.optim_step(model_id, 1))["request_id"])
+    await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
+    gateway = stand.gateway
+    assert gateway is not None
+    await eventually(lambda: gateway.models.find(model_id) is None)
+    assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
+    assert (await rest.post("get_info", model_id=model_id)).status_code == 200
+    assert (await rest.forward_backward(model_id, 2)).status_code == 410
+    assert gateway.models.find(model_id) is None
+    assert rest.session_id not in gateway.sessions._sessions

@@ -3,13 +3,16 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from fovea.wire.errors import Cancelled, Expired, InvalidInput, NotFound
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending, State
 from gateway.shares import Shares
+from gateway.store import futures as rows
 from gateway.store.database import Database
 
 
@@ -162,3 +165,46 @@ async def test_what_cannot_be_kept_is_refused_to_its_repeats_too(shelf: Shelf) -
     assert all(isinstance(answer, Exception) for answer in answers), answers
     assert board.pending_count == 0
     assert shelf.started == []
+
+
+async def finished(board: FutureBoard, seq_ids: range, outcome: Outcome) -> None:
+    works = [pending(seq_id) for seq_id in seq_ids]
+    await asyncio.gather(*(board.submit(work) for work in works))
+    await asyncio.gather(*(board.finish(work, outcome) for work in works))
+
+
+async def test_failures_are_counted_like_results(tmp_path: Path) -> None:
+    shelf = Shelf(f"sqlite:///{tmp_path / 'x.db'}")
+    board = await shelf.open()
+    await finished(board, range(80), Outcome(Kind.OPTIM_STEP, b"", InvalidInput("x" * 2**20)))
+    assert len(board._recent) <= 64
+    await shelf.database.close()
+
+
+async def test_a_sweep_looks_at_what_is_due_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.futures.board._ROW_TTL_FACTOR", 1e9)
+    monkeypatch.setattr(rows, "_ROWS_PER_DROP", 700, raising=False)
+    shelf, count, looked = Shelf(f"sqlite:///{tmp_path / 'x.db'}"), 3000, 0
+    board = await shelf.open()
+    await finished(board, range(count), Outcome(Kind.OPTIM_STEP, b"result"))
+    await asyncio.sleep(0.06)
+    await board.sweep()
+    with pytest.raises(Expired):
+        await board.wait(f"m:{count - 1}", "owner", 0)
+
+    def look() -> None:
+        nonlocal looked
+        looked += 100
+
+    def watch(connection: sa.Connection) -> None:
+        connection.connection.driver_connection.set_progress_handler(look, 100)  # type: ignore[union-attr]
+
+    await shelf.database.write(watch)
+    await board.sweep()
+    assert looked < count, "instructions of SQLite: it looks at none of those rows again"
+    await finished(board, range(count, count + 1), Outcome(Kind.OPTIM_STEP, b"result"))
+    await asyncio.sleep(0.06)
+    await board.sweep()
+    with pytest.raises(Expired):
+        await board.wait(f"m:{count}", "owner", 0)
+    await shelf.database.close()

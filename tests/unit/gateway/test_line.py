@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.wire.errors import FoveaError, SessionEnded
-from gateway.futures.future import Kind, Pending
+from gateway.futures.future import Kind, Pending, QueueState
 from gateway.scheduling.line import Line
 
 
@@ -64,7 +64,7 @@ async def test_a_gap_holds_what_is_behind_it_and_says_so() -> None:
     record.add(1)
     await asyncio.sleep(0.01)
     assert record.ran == [1]
-    assert "request 1" in late.waiting_for
+    assert "request 2" in late.waiting_for, "which is the missing one now"
     record.add(2)
     await late.done.wait()
     assert record.ran == [1, 2, 3]
@@ -118,3 +118,24 @@ async def test_a_line_wakes_up_again_after_idling() -> None:
         await record.add(seq_id).done.wait()
         await asyncio.sleep(0.01)
     assert record.ran == [7, 8, 9]
+
+
+class Told(Pending):
+    """Counts how often it is told what it waits for."""
+
+    told = 0
+
+    def wait_on(self, reason: str, queue_state: QueueState = QueueState.ACTIVE) -> None:
+        Told.told += 1
+        super().wait_on(reason, queue_state)
+
+
+async def test_what_waits_is_not_gone_through_for_each_command() -> None:
+    record, count = Record(), 1000
+    pendings = [Told(f"m:{seq_id}", Kind.OPTIM_STEP, "o", "s", "m", seq_id, b"") for seq_id in range(1, count + 1)]
+    for pending in reversed(pendings):
+        record.line.add(pending)
+        await asyncio.sleep(0)
+    await pendings[-1].done.wait()
+    assert record.ran == list(range(1, count + 1))
+    assert Told.told <= count
