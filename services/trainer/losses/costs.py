@@ -73,7 +73,7 @@ def spend_before(
     meter: Meter, function: Callable[..., Resolved], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Counts what a call will read, and checks what it will make. Raises RefusedError, or what the callable raises."""
-    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves((*args, *kwargs.values())) if isinstance(leaf, Tensor)]
     if len(shapes := {tensor.shape for tensor in tensors if tensor.ndim}) > 1:
         _check_broadcast(shapes)
     if name in _CUTTING:
@@ -101,24 +101,22 @@ def spend_after(meter: Meter, value: Resolved) -> None:
 def leaves(value: Resolved) -> list[Any]:
     """What stands in lists, tuples, dicts and slices. Raises RefusedError for more than MAX_VALUES."""
     found: list[Any] = []
-    _collect(value, found)
+    _collect((value,), found)
     return found
 
 
-def _collect(value: Resolved, found: list[Any]) -> None:
-    match value:
-        case list() | tuple():
-            for item in value:
-                _collect(item, found)
-        case dict():
-            for item in value.values():
-                _collect(item, found)
-        case slice():
+def _collect(values: Iterable[Resolved], found: list[Any]) -> None:
+    for value in values:
+        if isinstance(value, list | tuple):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
+        elif isinstance(value, slice):
             found += (value.start, value.stop, value.step)
-        case _:
+        else:
             found.append(value)
-    if len(found) > MAX_VALUES:
-        raise RefusedError(f"takes more than {MAX_VALUES} values")
+            if len(found) > MAX_VALUES:
+                raise RefusedError(f"takes more than {MAX_VALUES} values")
 
 
 def _check_tensor(tensor: Tensor) -> None:
@@ -175,18 +173,21 @@ def _pieces(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 def _passes(name: str, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How often a call reads its elements."""
-    longest = max((extent for tensor in tensors for extent in tensor.shape), default=1)
     if name in _SORTING:
-        return max(longest.bit_length(), 1)
+        return max(_longest(tensors).bit_length(), 1)
     if name == "linalg_norm":  # may be a singular value decomposition
         return max((min(tensor.shape[-2:]) for tensor in tensors if tensor.ndim > 1), default=1)
     if name == "diff":
         times = kwargs.get("n", args[1] if len(args) > 1 else 1)
-        return min(max(int(times), 1), longest)
+        return min(max(int(times), 1), _longest(tensors))
     if name == "roll":
         shifts = kwargs.get("shifts", args[1] if len(args) > 1 else 1)
         return max(len(shifts), 1) if isinstance(shifts, list | tuple) else 1
     return 1
+
+
+def _longest(tensors: list[Tensor]) -> int:
+    return max((extent for tensor in tensors for extent in tensor.shape), default=1)
 
 
 def _contracted(name: str, tensors: list[Tensor]) -> int:

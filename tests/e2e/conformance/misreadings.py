@@ -84,6 +84,18 @@ def always_trains(message: Any) -> None:
     message.forward_only = False
 
 
+def zero_weights(message: Any) -> None:
+    """Weights that were left out are taken for zeros."""
+    for datum in message.data:
+        given = datum.loss_fn_inputs
+        if "weights" not in given and "target_tokens" in given:
+            targets = given["target_tokens"]
+            zeros = np.zeros(len(targets.dense) // 8, np.float32)
+            given["weights"].CopyFrom(
+                type(targets)(dtype=public.DTYPE_FLOAT32, shape=targets.shape, dense=zeros.tobytes())
+            )
+
+
 def no_token_zero(message: Any) -> None:
     """Cells of sparse targets that are not stored, so of token 0, lose their weight: here those of column 0."""
     for datum in message.data:

@@ -39,7 +39,10 @@ WRONG: dict[str, dict[str, Wrong]] = {
     "C94": {"never clips": adam(grad_clip_norm=0.0), "always clips": adam(grad_clip_norm=1.0)},
     "C95": {"takes all for Adam": request("optim_step", misreadings.any_family)},
     "C96": {"ignores the seed": request("create_model", misreadings.OtherSeeds())},
-    "C97": {"blames itself": disorder.final(200, misreadings.blames_itself)},
+    "C97": {
+        "blames itself": disorder.final(200, misreadings.blames_itself),
+        "absent weights are zeros": reading(misreadings.zero_weights),
+    },
     "C98": {"blames itself": disorder.final(200, misreadings.blames_itself)},
     "C99": {"takes 100 kB": misreadings.short_bodies(100_000)},
     "C106": {"restores the optimizer": request("load_weights", lambda body: body.update(optimizer=True))},
