@@ -13,8 +13,9 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fovea.wire.errors import FoveaError, Internal
+from fovea.wire.errors import FoveaError, Internal, ResourceExhausted
 from services.trainer import plain_pickle
+from services.trainer.device_memory import is_out_of_memory
 from services.trainer.storage import Folder
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ class ControlGroup:
     def agree(self, action: Callable[[], T]) -> T:
         """Runs `action` on this rank; if it failed on any rank, raises that error on all.
 
-        `action` must not communicate. What is no FoveaError is logged here and becomes Internal, with its first line.
+        `action` must not communicate. What is no FoveaError is logged here and becomes ResourceExhausted if memory ran
+        out, else Internal, with its first line.
         """
         error: FoveaError | None = None
         try:
@@ -70,7 +72,10 @@ class ControlGroup:
         except Exception as failure:
             logger.exception("rank %d failed before computing", self.rank)
             reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
-            error = Internal(f"rank {self.rank} of the trainer failed, its log says where: {reason}")
+            if is_out_of_memory(failure):
+                error = ResourceExhausted(f"rank {self.rank} of the trainer ran out of memory: {reason}")
+            else:
+                error = Internal(f"rank {self.rank} of the trainer failed, its log says where: {reason}")
         if self._any(error is not None):
             errors: list[FoveaError | None] = [None] * self.world_size
             dist.all_gather_object(errors, error, group=self.group)

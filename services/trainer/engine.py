@@ -1,9 +1,7 @@
 """What one rank does for each command. All ranks hold the same models and execute the same commands in order."""
 
 import logging
-import math
 from collections import deque
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from fovea.runtime.checkpoint import context_length
 from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
 from services.trainer import commands, full_weights
+from services.trainer.account import MemoryAccount
 from services.trainer.batch import BatchLayout
 from services.trainer.control import ControlGroup
 from services.trainer.datums import Datum, InputLimits
+from services.trainer.device_memory import DeviceMemory
 from services.trainer.families import Family, family_of
 from services.trainer.families.base import PatchNormalizer
 from services.trainer.features import FeatureCache
@@ -29,7 +29,6 @@ from services.trainer.sharding import ShardedModel
 from services.trainer.snapshot_taker import SnapshotTaker
 from services.trainer.snapshots import SnapshotMemory, packed_buckets
 from services.trainer.state import StateStore
-from services.trainer.token_budget import Budgets, fitting_budgets
 from services.trainer.trained import AdapterModel, FullModel, TrainedModel
 from services.trainer.transfer import TransferGroups
 from services.trainer.vision_memory import VisionMemory
@@ -67,12 +66,14 @@ class Engine:
         self._groups = groups
         self.world_size = control.world_size
         self.models: dict[str, TrainedModel] = {}
-        self._load(model_dir)
         self.adapters = SnapshotMemory(settings.snapshot_memory_mib * MIB)
         self.full = SnapshotMemory(settings.snapshot_memory_mib * MIB)
+        self._load(model_dir)
         self._roots = CheckpointRoots(settings.checkpoints)
         self._states = StateStore(control, settings.model)
-        self._snapshots = SnapshotTaker(control, self._sharded, self.adapters, self.full, model_dir, settings.model)
+        self._snapshots = SnapshotTaker(
+            control, self._sharded, self.adapters, self.full, self._account, model_dir, settings.model
+        )
 
     def _load(self, model_dir: Path) -> None:
         settings = self._settings
@@ -102,10 +103,13 @@ class Engine:
         features = FeatureCache(
             settings.feature_cache_mib * MIB, patch_bytes, settings.fetch_timeout_s, settings.renderer
         )
-        budgets = self._budgets(0, False)
+        memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB)
+        self._account = MemoryAccount(settings, config, self.dtype, memory, self._control, self._spill)
         vision = VisionMemory(settings.vision_memory_mib * MIB)
         sandbox = Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib)
-        self._losses = LossComputer(module, self._control, features, layout, vision, self.limits, budgets, sandbox)
+        self._losses = LossComputer(
+            self._sharded, self._control, features, layout, vision, self.limits, self._account, sandbox
+        )
         self._layout = layout
         logger.info(
             "%s with %.1f M parameters in %s on %s, %s between micro-batches",
@@ -116,14 +120,10 @@ class Engine:
             "gathered" if keep else "sharded",
         )
 
-    def _budgets(self, reserved_bytes: int, trains_vision: bool) -> Budgets:
-        """The same on all ranks; what is above them recomputes its activations. Collective."""
-        module, settings = self._sharded.module, self._settings
-        fitting = fitting_budgets(module.hf.config, self.dtype, self._device, reserved_bytes, trains_vision)
-        tokens = self._control.least(settings.token_budget or fitting.tokens)
-        patches = self._control.least(settings.patch_budget or fitting.patches)
-        module.recompute_above = {"auto": tokens, "always": 0, "never": math.inf}[settings.recompute]
-        return Budgets(tokens, patches)
+    def _spill(self) -> bool:
+        """Copies on a GPU wait for their push on the host from now on; on a CPU older ones go. Says whether any did."""
+        kinds = (self.adapters, self.full)
+        return any([held.drop_older() if self._device.type == "cpu" else held.spill() for held in kinds])
 
     def warm_up(self) -> None:
         """Passes of a scratch adapter, vision included. Collective."""
@@ -203,20 +203,32 @@ class Engine:
             )
         if len(self.models) >= self._settings.max_models:
             raise ResourceExhausted(f"{len(self.models)} models exist, which is the most: delete one", field="model_id")
-        model: TrainedModel
-        if command.lora is None:
-            model = FullModel(self._sharded, self._injector)
-            self._warm_up(model)
-        else:
-            model = AdapterModel(command.lora, self._targets, self._injector, self._device, self.dtype)
+        model = self._new_full() if command.lora is None else self._new_adapter(command.lora)
         model.model_id = command.model_id
         self.models[command.model_id] = model
-        # Adapters are small; a full model leaves less room for activations, and takes more once it has gradients.
-        gradient_bytes = model.gradient_bytes if isinstance(model, FullModel) else 0
-        trains_vision = self.family.has_vision and any(model.trains_vision for model in self.models.values())
-        self._losses.budgets = self._budgets(gradient_bytes, trains_vision)
-        logger.info("micro-batches of up to %d tokens, %d patches", *astuple(self._losses.budgets))
         return model.trainable_parameter_count
+
+    def _new_adapter(self, settings: LoraSettings) -> AdapterModel:
+        size_bytes = AdapterModel.size_bytes(settings, self._targets, self.dtype)
+        self._account.admit(size_bytes, settings.train_vision, f"an adapter of rank {settings.rank}")
+        return self._control.agree(
+            lambda: AdapterModel(settings, self._targets, self._injector, self._device, self.dtype)
+        )
+
+    def _new_full(self) -> FullModel:
+        self._account.admit(FullModel.size_bytes(self._sharded), True, "training all parameters")
+        model = self._control.agree(lambda: FullModel(self._sharded, self._injector))
+        model.take_over()
+        if not self._sharded.computes_alone(True):
+            self._warm_up(model)
+            return model
+        try:
+            self._control.agree(lambda: self._warm_up(model))
+        except ResourceExhausted:
+            self._sharded.abandon_pass()
+            model.restore_base()
+            raise
+        return model
 
     def _delete(self, command: commands.DeleteModel) -> None:
         model = self.models.pop(command.model_id, None)
@@ -234,7 +246,7 @@ class Engine:
 
     def _optim_step(self, command: commands.OptimStep) -> tuple[dict[str, float], int]:
         model = self.model(command.model_id)
-        return model.optim_step(command.adam), model.step
+        return model.optim_step(command.adam, self._control), model.step
 
     def _live_full(self) -> FullModel | None:
         return next((model for model in self.models.values() if isinstance(model, FullModel)), None)

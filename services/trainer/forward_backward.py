@@ -1,16 +1,20 @@
 """One forward_backward call on one rank: prepare and agree, then compute step by step with all ranks.
 
 Nothing can fail on one rank alone between the first collective and the last: everything that depends on input or on
-other services is done and agreed on before. The exception is a loss whose value or gradient does not exist, which only
-its log-probabilities can tell: its rank goes on with a loss of zero, and all ranks fail together at the end.
+other services is done and agreed on before. There are two exceptions, after which all ranks fail together at the end. A
+loss whose value or gradient does not exist, which only its log-probabilities can tell: its rank goes on with a loss of
+zero. And memory that runs out: its rank computes no more. That is sound where its passes need no other rank; where they
+do, micro-batches that may not fit are refused before, and should one still fail, the trainer ends.
 """
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +22,22 @@ import torch
 from torch import Tensor
 
 from fovea.api.v1 import trainer_pb2
-from fovea.wire.errors import FoveaError, InvalidInput
+from fovea.wire.errors import FoveaError, InvalidInput, ResourceExhausted
+from services.trainer.account import MemoryAccount
 from services.trainer.batch import Batch, BatchLayout, Patches, wanted_images
 from services.trainer.commands import ForwardBackward
 from services.trainer.control import ControlGroup
 from services.trainer.datums import Datum, InputLimits, decode_datum
+from services.trainer.device_memory import is_out_of_memory
 from services.trainer.features import FeatureCache
 from services.trainer.losses import Loss, Sandbox, loss_of
-from services.trainer.model import PackedModel
-from services.trainer.packing import Plan, plan
+from services.trainer.packing import Plan, Step, plan
+from services.trainer.sharding import ShardedModel
 from services.trainer.token_budget import Budgets
-from services.trainer.trained import TrainedModel
+from services.trainer.trained import FullModel, TrainedModel
 from services.trainer.vision_memory import SeenImage, VisionMemory
+
+logger = logging.getLogger(__name__)
 
 Logprobs = dict[int, npt.NDArray[np.float32]]
 Metrics = dict[str, float]
@@ -87,11 +95,17 @@ class Scored:
 
 @dataclass
 class Share:
-    """What this rank computed of a call, and the first of its losses that could not be."""
+    """What this rank computed of a call, and the first failure: a loss that could not be, or memory that ran out."""
 
     logprobs: Logprobs = field(default_factory=dict)
     measures: Measures = field(default_factory=lambda: defaultdict(list))
     failure: FoveaError | None = None
+    ran_out: bool = False
+
+    def check(self) -> None:
+        """Raises the failure, if there is one."""
+        if self.failure is not None:
+            raise self.failure
 
     def take(self, scored: Scored, loss_name: str) -> None:
         """Brings a micro-batch to the host; finds losses that are not finite."""
@@ -119,38 +133,55 @@ class LossComputer:
 
     def __init__(
         self,
-        module: PackedModel,
+        sharded: ShardedModel,
         control: ControlGroup,
         features: FeatureCache,
         layout: BatchLayout,
         vision: VisionMemory,
         limits: InputLimits,
-        budgets: Budgets,
+        account: MemoryAccount,
         sandbox: Sandbox,
     ) -> None:
-        self._module = module
+        self._sharded = sharded
+        self._module = sharded.module
         self._control = control
         self._features = features
         self._layout = layout
         self._vision = vision
         self._limits = limits
-        self.budgets = budgets
+        self._account = account
         self._sandbox = sandbox
 
     def run(self, command: ForwardBackward, model: TrainedModel) -> Outcome:
         """Computes; adds to the model's gradients if `backward`. Collective.
 
-        Raises, on all ranks: with nothing changed, what `FeatureCache.patches_of` raises; InvalidInput if a loss or its
-        gradient is not finite, or if a traced loss fails or takes too much: with `backward`, the model's gradients are
-        then dropped.
+        Raises, on all ranks, with the gradients as they were before the call: what `FeatureCache.patches_of` raises;
+        InvalidInput if a loss or its gradient is not finite, or if a traced loss fails or takes too much;
+        ResourceExhausted if memory ran out. Gradients of all parameters are not kept twice: those that earlier calls
+        had added are dropped too.
         """
-        schedule = plan(command.sizes, self._control.world_size, self.budgets.tokens, self.budgets.patches)
-        prepared = self._control.agree(lambda: self._prepare(command, model, schedule))
-        towers = self._tower_steps(prepared, schedule)
-        model.activate()
-        own = self._compute(command, model, schedule, towers, prepared)
+        budgets = self._account.budgets(model.pending_bytes if command.backward else 0, model.trains_vision)
+        alone = self._sharded.computes_alone(isinstance(model, FullModel))
+        schedule = self._plan(command, budgets)
+        prepared = self._control.agree(lambda: self._prepare(command, model, schedule, budgets, alone))
+        seconds_left = prepared.loss.seconds_left
+        try:
+            own = self._attempt(command, model, schedule, prepared, alone, self._account.recompute_above(budgets))
+            if own.ran_out and not (command.backward and not model.revert_gradients()):
+                reason = own.failure or "another rank ran out of memory"
+                logger.warning("%s; once more, in the smallest micro-batches, activations computed again", reason)
+                schedule = self._plan(command, Budgets(1, 1))
+                prepared.loss.seconds_left = seconds_left
+                own = self._attempt(command, model, schedule, prepared, alone, 0)
+            self._control.agree(own.check)
+        except FoveaError:
+            if command.backward:
+                model.revert_gradients()
+            raise
+        finally:
+            model.forget_held_gradients()
+        model.has_gradients = model.has_gradients or command.backward
         self._vision.remember(prepared.seen or {})
-        self._agree_on(own, command, model)
         gathered = self._control.gather((own.logprobs, dict(own.measures)))
         if not gathered:
             return Outcome(own.logprobs, {}, schedule.efficiency)
@@ -159,7 +190,40 @@ class LossComputer:
         metrics |= {"tokens:sum": float(sum(size.token_count for size in command.sizes))}
         return Outcome(logprobs, metrics, schedule.efficiency)
 
-    def _prepare(self, command: ForwardBackward, model: TrainedModel, schedule: Plan) -> Prepared:
+    def _plan(self, command: ForwardBackward, budgets: Budgets) -> Plan:
+        """Which rank has which datum does not depend on the budgets."""
+        return plan(command.sizes, self._control.world_size, budgets.tokens, budgets.patches)
+
+    def _attempt(
+        self,
+        command: ForwardBackward,
+        model: TrainedModel,
+        schedule: Plan,
+        prepared: Prepared,
+        alone: bool,
+        recompute_above: float,
+    ) -> Share:
+        """Where memory ran out on any rank, `ran_out` is set on all of them, which are ready for another attempt."""
+        towers = self._tower_steps(prepared, schedule)
+        self._module.recompute_above = recompute_above
+        model.activate()
+        self._sharded.gather()
+        share = Share()
+        self._compute(command, model, schedule, towers, prepared, alone, share)
+        if alone and any(self._control.any_of_each([share.ran_out])):
+            share.ran_out = True
+            self._sharded.abandon_pass()
+            self._account.collect()
+        return share
+
+    def _prepare(
+        self, command: ForwardBackward, model: TrainedModel, schedule: Plan, budgets: Budgets, alone: bool
+    ) -> Prepared:
+        if command.backward:
+            model.hold_gradients(self._account.place)
+        if not alone:
+            for step in schedule.steps:
+                self._account.check_fits(self._tokens_of(command, step), budgets)
         loss = loss_of(trainer_pb2.ForwardBackwardHeader.FromString(command.header), self._sandbox)
         datums = {index: self._datum(command, index, loss) for index in schedule.datums_of(self._control.rank)}
         seen = None
@@ -167,6 +231,9 @@ class LossComputer:
             grids = {span.feature.digest: span.grid_thw for datum in datums.values() for span in datum.spans}
             seen = self._vision.recall(grids)
         return Prepared(loss, datums, self._features.patches_of(datums.values(), seen or {}), seen)
+
+    def _tokens_of(self, command: ForwardBackward, step: Step) -> int:
+        return sum(command.sizes[index].token_count for index in step.datums[self._control.rank])
 
     def _datum(self, command: ForwardBackward, index: int, loss: Loss) -> Datum:
         if command.decoded is not None:
@@ -193,9 +260,12 @@ class LossComputer:
         schedule: Plan,
         towers: list[bool],
         prepared: Prepared,
-    ) -> Share:
-        share, scored = Share(), []
-        for step, run_tower in zip(schedule.steps, towers, strict=True):
+        alone: bool,
+        share: Share,
+    ) -> None:
+        scored: list[Scored] = []
+
+        def compute(step: Step, run_tower: bool) -> None:
             own = [prepared.datums[index] for index in step.datums[self._control.rank]]
             batch = self._layout.pack(own, prepared.patches, run_tower, prepared.seen)
             with torch.set_grad_enabled(command.backward):
@@ -205,13 +275,20 @@ class LossComputer:
                 torch.autograd.backward([total])
                 model.collect_gradients()
             scored.append(found)
+
+        def take() -> None:
+            for found in scored:
+                if found.datums:
+                    share.take(found, prepared.loss.name)
+
+        for step, run_tower in zip(schedule.steps, towers, strict=True):
+            _guard(alone, share, partial(compute, step, run_tower))
             if step is not schedule.steps[-1] and not self._goes_on(prepared.loss, share):
                 break
+            if share.ran_out:
+                break
         # Only now: looking at a result makes the device wait for us, and we have the next micro-batch to prepare.
-        for found in scored:
-            if found.datums:
-                share.take(found, prepared.loss.name)
-        return share
+        _guard(alone, share, take)
 
     def _goes_on(self, loss: Loss, share: Share) -> bool:
         """Of a loss that may take so long: whether it has failed on no rank. Collective.
@@ -224,19 +301,21 @@ class LossComputer:
         loss.seconds_left = left / 1e6
         return left >= 0
 
-    def _agree_on(self, own: Share, command: ForwardBackward, model: TrainedModel) -> None:
-        """Raises the first failure of any rank, on all of them."""
 
-        def check() -> None:
-            if own.failure is not None:
-                raise own.failure
-
-        try:
-            self._control.agree(check)
-        except FoveaError:
-            if command.backward:
-                model.zero_gradients()
+def _guard(alone: bool, share: Share, action: Callable[[], None]) -> None:
+    """Notes that memory ran out in `action`, where no other rank is in the middle of it too."""
+    if share.ran_out:
+        return
+    try:
+        action()
+    except Exception as error:
+        if not (alone and is_out_of_memory(error)):
             raise
+        reason = str(error).splitlines()[0]
+        share.ran_out = True
+        share.failure = ResourceExhausted(
+            f"the trainer ran out of memory in this call: {reason}. Send shorter datums, or delete models"
+        )
 
 
 def _score(batch: Batch, logprobs_TK: Tensor, loss: Loss, share: Share) -> tuple[Tensor, Scored]:

@@ -69,6 +69,15 @@ class LoraSettings:
             Role.UNEMBEDDING: self.train_unembedding,
         }[target.role]
 
+    def shapes(self, targets: Iterable[LoraTarget]) -> dict[str, tuple[int, int]]:
+        """Of all trained tensors, by name."""
+        found: dict[str, tuple[int, int]] = {}
+        for target in targets:
+            if self.adapts(target):
+                found[f"{target.name}.lora_A"] = (self.rank, target.module.in_features)
+                found[f"{target.name}.lora_B"] = (target.module.out_features, self.rank)
+        return found
+
 
 class LoraWeights:
     """The trained tensors of one adapter.
@@ -87,11 +96,7 @@ class LoraWeights:
         self, settings: LoraSettings, targets: Iterable[LoraTarget], device: torch.device, dtype: torch.dtype
     ) -> None:
         self.settings = settings
-        shapes: dict[str, tuple[int, int]] = {}
-        for target in targets:
-            if settings.adapts(target):
-                shapes[f"{target.name}.lora_A"] = (settings.rank, target.module.in_features)
-                shapes[f"{target.name}.lora_B"] = (target.module.out_features, settings.rank)
+        shapes = settings.shapes(targets)
         self.flat = torch.zeros(sum(r * c for r, c in shapes.values()), device=device)
         self.flat_grad = torch.zeros_like(self.flat)
         self._cast = self.flat if dtype == self.flat.dtype else torch.zeros_like(self.flat, dtype=dtype)

@@ -104,6 +104,12 @@ class AdamW:
                 finite &= copy.isfinite().all()
         return finite
 
+    def rehearse(self) -> None:
+        """Raises as torch does where a step would run out of memory; on a GPU, where it takes none, never."""
+        largest = max(self._parameters, key=Tensor.numel)
+        if not largest.is_cuda:
+            torch.empty_like(largest, memory_format=torch.contiguous_format).new_empty(3 * largest.numel())
+
     def moments(self) -> list[dict[str, Tensor]]:
         """Both moments of each parameter, in order; not copies."""
         return [{name: self._torch.state[p][name] for name in MOMENTS} for p in self._parameters]

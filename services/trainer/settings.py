@@ -39,6 +39,12 @@ class TrainerSettings(ServiceSettings):
     max_models: int = Field(256, ge=1, description="The most models at once.")
     max_context_length: int = Field(0, ge=0, description="The most tokens of a datum; 0 takes the model's own limit.")
     max_datums: int = Field(4096, ge=1, description="The most datums of one call.")
+    memory_limit_mib: int = Field(
+        0,
+        ge=0,
+        description="The most memory of each rank, on a GPU of its device, else of its process: a model that does not "
+        "fit is refused. 0 takes what the GPU has, and no limit without one.",
+    )
     token_budget: int = Field(
         0, ge=0, description="The most tokens of one micro-batch of one rank; 0 takes what the GPU's memory allows."
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from services.trainer.model import HF_PREFIX, PackedModel
@@ -33,6 +34,7 @@ class ShardedModel:
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
         self.module = module
         self.mesh = mesh
+        self._keeps_gathered = keep_gathered
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         for part in self._parts:
             # Losses are sums over all datums of all ranks: gradients add up, they are not averaged.
@@ -44,6 +46,35 @@ class ShardedModel:
     @property
     def _root(self) -> FSDPModule:
         return cast(FSDPModule, self.module)
+
+    def computes_alone(self, trains_base: bool) -> bool:
+        """Whether a rank's passes need no other rank, once `gather` has been called."""
+        return self.mesh.size() == 1 or (self._keeps_gathered and not trains_base)
+
+    def gather(self) -> None:
+        """Gathers from other ranks what stays gathered, if it is not. Collective."""
+        if self._keeps_gathered and self.mesh.size() > 1:
+            for part in self._parts:
+                part.unshard()
+
+    def abandon_pass(self) -> None:
+        """Makes ready for the next pass after one that an error ended; gathered copies are dropped."""
+        reset = getattr(self._root, "reset_iter_state", self._reset_iteration)  # torch 2.11 has none
+        reset()
+        self.release()
+
+    def _reset_iteration(self) -> None:
+        state: Any = self._root._get_fsdp_state()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.all_gather_state = None
+        state._comm_ctx.post_forward_order.clear()
+        for part in state._state_ctx.all_states:
+            part._training_state = TrainingState.IDLE
+            if group := part._fsdp_param_group:
+                group._training_state = TrainingState.IDLE
+                group._all_gather_result = None
+                group._post_forward_indices.clear()
 
     def release(self) -> None:
         """Drops gathered copies, so that the next forward sees the shards as they are now."""

@@ -15,6 +15,7 @@ from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
 from fovea.wire.manifest import SnapshotDigest, padded_bytes
 from services.trainer import full_weights, peft_format
+from services.trainer.account import MemoryAccount
 from services.trainer.commands import TakeSnapshot
 from services.trainer.control import ControlGroup, begin_together
 from services.trainer.lora import PEFT_PREFIX, LoraWeights
@@ -24,7 +25,6 @@ from services.trainer.snapshots import (
     HeldSnapshot,
     SnapshotMemory,
     digest_of,
-    has_room,
     packed,
     size_of,
     specs_of,
@@ -35,7 +35,7 @@ from services.trainer.trained import AdapterModel, FullModel, TrainedModel
 IDENTITY = "fovea_snapshot.json"
 LORA = "fovea_lora.json"
 
-_DIGEST_BYTES = 256 * 2**20
+_DIGEST_BYTES = 64 * 2**20
 
 
 class SnapshotTaker:
@@ -52,6 +52,7 @@ class SnapshotTaker:
         sharded: ShardedModel,
         adapters: SnapshotMemory,
         full: SnapshotMemory,
+        account: MemoryAccount,
         model_dir: Path,
         base_model: str,
     ) -> None:
@@ -59,6 +60,7 @@ class SnapshotTaker:
         self._sharded = sharded
         self._adapters = adapters
         self._full = full
+        self._account = account
         self._model_dir = model_dir
         self._base_model = base_model
         self._base_identity: weights_pb2.Snapshot | None = None
@@ -123,15 +125,18 @@ class SnapshotTaker:
         return {name: local_of(shard) for name, shard in self._sharded.named_shards()}
 
     def _take_adapter(self, identity: weights_pb2.Snapshot, model: AdapterModel, uri: str) -> weights_pb2.Snapshot:
-        flat = model.weights.flat.detach().clone()
+        live = model.weights.flat.detach()
         if model.weights not in self._layouts:
-            self._layouts[model.weights] = _Layout.of(dict(model.weights.named(flat)))
+            self._layouts[model.weights] = _Layout.of(dict(model.weights.named(live)))
         layout = self._layouts[model.weights]
+        place = self._place(self._adapters, layout.packed_bytes, identity.model_id)
+        flat = live.to(place, copy=True)
         data = flat.view(torch.uint8)
         if data.numel() != layout.packed_bytes:  # an odd size somewhere
             data = packed(layout.specs, dict(model.weights.named(flat)).values())
         identity.kind = weights_pb2.SNAPSHOT_KIND_ADAPTER
-        identity.digest, identity.size_bytes = packed_digest(layout.specs, data), layout.size_bytes
+        identity.digest = packed_digest(layout.specs, data, live.device)
+        identity.size_bytes = layout.size_bytes
         _refuse_reuse(self._adapters.get(identity.snapshot_id), identity)
         settings = model.settings
         if uri:
@@ -147,16 +152,26 @@ class SnapshotTaker:
         identity.kind = weights_pb2.SNAPSHOT_KIND_FULL
         identity.size_bytes = size_of(specs)
         self._full.make_room(identity, identity.size_bytes)
-        device = next(iter(model.locals.values())).device
-        local_bytes = identity.size_bytes // self._control.world_size
-        place = device if has_room(device, local_bytes) else torch.device("cpu")
-        copies = {name: local.to(place, copy=True) for name, local in model.locals.items()}
+        copies = self._control.agree(lambda: self._copied(model, identity.model_id))
         identity.digest = digest_of(specs, full_weights.gathered(copies, model.shards))
         _refuse_reuse(self._full.get(identity.snapshot_id), identity)
         if uri:
             self._write_full(identity, copies, model, uri)
         self._full.put(HeldSnapshot(identity, copies, specs, None))
         return identity
+
+    def _place(self, held: SnapshotMemory, size_bytes: int, model_id: str) -> torch.device:
+        """Where a snapshot has room, older ones being dropped for it. Raises ResourceExhausted if it has none."""
+        place = self._account.place(size_bytes)
+        if not self._account.has_room(place, size_bytes):
+            held.drop_older()
+        self._account.check_copy(place, size_bytes, f"a snapshot of model {model_id!r}")
+        return place
+
+    def _copied(self, model: FullModel, model_id: str) -> dict[str, Tensor]:
+        size_bytes = sum(local.numel() * local.element_size() for local in model.locals.values())
+        place = self._place(self._full, size_bytes, model_id)
+        return {name: local.to(place, copy=True) for name, local in model.locals.items()}
 
     def _write_full(
         self, identity: weights_pb2.Snapshot, copies: dict[str, Tensor], model: FullModel, uri: str
@@ -186,12 +201,12 @@ class _Layout:
         return cls(specs, size_of(specs), sum(map(padded_bytes, specs)))
 
 
-def packed_digest(specs: Sequence[weights_pb2.TensorSpec], data: Tensor) -> str:
-    """The digest of tensors that are packed already, uint8 [n], computed where they are."""
-    digest = SnapshotDigest(partial(torch.arange, device=data.device))
+def packed_digest(specs: Sequence[weights_pb2.TensorSpec], data: Tensor, device: torch.device) -> str:
+    """The digest of tensors that are packed already, uint8 [n], computed on a device part by part."""
+    digest = SnapshotDigest(partial(torch.arange, device=device))
     digest.add(specs, data[:0].view(torch.int64))
     for part in torch.split(data, _DIGEST_BYTES):
-        digest.add((), part.view(torch.int64))
+        digest.add((), part.to(device).view(torch.int64))
     return digest.hexdigest()
 
 
@@ -238,7 +253,7 @@ def _read_adapter(folder: Folder, identity: weights_pb2.Snapshot) -> HeldSnapsho
     }
     specs = specs_of(named)
     data = packed(specs, named.values())
-    digest = packed_digest(specs, data)
+    digest = packed_digest(specs, data, data.device)
     if digest != identity.digest:
         raise InvalidInput(f"{folder.path} has digest {digest}, not {identity.digest}: it is damaged", field="uri")
     lora = json_format.Parse(folder.read(LORA), weights_pb2.LoraConfig())

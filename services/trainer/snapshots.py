@@ -1,12 +1,13 @@
 """Frozen weights in memory, by name, with an identity that any receiver can check.
 
-Adapters are held by rank 0 alone; of full parameters every rank holds its shards.
+Adapters are held by rank 0 alone; of full parameters every rank holds its shards. They wait on the device while it has
+room to spare, else on the host.
 """
 
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
@@ -15,11 +16,9 @@ from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, tensor_bytes
-from services.trainer.device_memory import free_bytes
 from services.trainer.sharding import dtype_name
 
 _DIGEST_BYTES = 256 * 2**20
-_WORKING_BYTES = 16 * 2**30
 PACKED = "packed"
 """Name of the one tensor that an adapter is held as, uint8 [n]: what a push broadcasts, bucket after bucket."""
 
@@ -86,6 +85,24 @@ class SnapshotMemory:
                 self._held.move_to_end(snapshot_id)
             return self._held.get(snapshot_id)
 
+    def drop_older(self) -> bool:
+        """Drops all but the newest of each model; returns whether there were any."""
+        with self._lock:
+            count = len(self._held)
+            self._shrink(0, set(self._newest.values()))
+            return len(self._held) < count
+
+    def spill(self) -> bool:
+        """Moves what waits on a device to the host; returns whether there was anything. A push goes on from there."""
+        with self._lock:
+            away = [held for held in self._held.values() if any(t.device.type != "cpu" for t in held.tensors.values())]
+        for held in away:
+            moved = replace(held, tensors={name: tensor.cpu() for name, tensor in held.tensors.items()})
+            with self._lock:
+                if self._held.get(held.identity.snapshot_id) is held:
+                    self._held[held.identity.snapshot_id] = moved
+        return bool(away)
+
     def drop(self, snapshot_id: str) -> None:
         """Forgets a snapshot; unknown ones are no error."""
         with self._lock:
@@ -143,10 +160,3 @@ def digest_of(specs: Sequence[weights_pb2.TensorSpec], tensors: Iterable[Tensor]
         builder = builder or SnapshotDigest(partial(torch.arange, device=data.device))
         builder.add(bucket, data.view(torch.int64))
     return (builder or SnapshotDigest()).hexdigest()
-
-
-def has_room(device: torch.device, size_bytes: int) -> bool:
-    """Whether a copy of that size can stay on the device, with some memory left for the work around it."""
-    if device.type == "cpu":
-        return True
-    return free_bytes(device) > 2 * size_bytes + _WORKING_BYTES

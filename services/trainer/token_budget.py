@@ -5,9 +5,6 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from services.trainer.device_memory import free_bytes
-
-CPU_TOKENS = 8192
 MOST_TOKENS = 16384
 """More does not make a step faster, measured with a model of 4 billion parameters."""
 MOST_PATCHES = 65536
@@ -25,17 +22,12 @@ class Budgets:
     patches: int
 
 
-def fitting_budgets(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, reserved_bytes: int, trains_vision: bool
-) -> Budgets:
-    """The most tokens and patches whose activations fit beside what is allocated now and `reserved_bytes` to come."""
-    if device.type == "cpu":
-        return Budgets(CPU_TOKENS, MOST_PATCHES)
-    return budgets_within(free_bytes(device) - reserved_bytes, config, dtype, trains_vision)
+CPU_BUDGETS = Budgets(8192, MOST_PATCHES)
+"""Larger ones make nothing faster there."""
 
 
 def budgets_within(size_bytes: int, config: PretrainedConfig, dtype: torch.dtype, trains_vision: bool) -> Budgets:
-    """The same for so much memory."""
+    """The most tokens and patches whose activations fit into so much memory, but never less than is of use."""
     patches = MOST_PATCHES
     if trains_vision:
         tower_bytes = int(_TOWER_SHARE * size_bytes)
@@ -45,6 +37,13 @@ def budgets_within(size_bytes: int, config: PretrainedConfig, dtype: torch.dtype
     return Budgets(max(_LEAST_TOKENS, min(MOST_TOKENS, tokens // 1024 * 1024)), patches)
 
 
+def least_bytes(config: PretrainedConfig, dtype: torch.dtype, logit_chunk_bytes: int, trains_vision: bool) -> int:
+    """What the smallest micro-batches take: activations, logits with their gradient and float32 form, the tower's."""
+    logit_bytes = min(logit_chunk_bytes, _LEAST_TOKENS * config.get_text_config().vocab_size * dtype.itemsize)
+    tower_bytes = _LEAST_PATCHES * patch_bytes(config, dtype) if trains_vision else 0
+    return int(_LEAST_TOKENS * activation_bytes(config, dtype) + 4 * logit_bytes + tower_bytes)
+
+
 def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """What a layer keeps of one token for its backward pass, over all layers; a quarter more than was measured."""
     text = config.get_text_config()
@@ -52,6 +51,13 @@ def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     heads = text.num_attention_heads + text.num_key_value_heads
     width = 8 * text.hidden_size + 3 * text.intermediate_size + 4 * head_size * heads
     return int(text.num_hidden_layers * width * dtype.itemsize)
+
+
+def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """What one token takes where activations are computed again: the input of each layer, and all of one layer."""
+    text = config.get_text_config()
+    inputs_bytes = text.num_hidden_layers * text.hidden_size * dtype.itemsize
+    return int(inputs_bytes + 2 * activation_bytes(config, dtype) // text.num_hidden_layers)
 
 
 def patch_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:

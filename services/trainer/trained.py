@@ -5,17 +5,18 @@ Methods are collective where they say so; state is the same on all ranks but for
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fovea.wire.errors import FailedPrecondition
+from fovea.wire.errors import FailedPrecondition, FoveaError
+from services.trainer.control import ControlGroup
 from services.trainer.families.base import LoraTarget
 from services.trainer.lora import UNEMBEDDING, LoraInjector, LoraSettings, LoraWeights
 from services.trainer.lora_pair import LoraPair
-from services.trainer.optimizer import Adam, AdamW, clip_factor
+from services.trainer.optimizer import MOMENTS, Adam, AdamW, clip_factor
 from services.trainer.sharding import ShardedModel, local_of
 
 
@@ -24,6 +25,9 @@ class TrainedModel(ABC):
 
     model_id = ""
     step = 0
+    has_gradients = False
+    """Whether calls since the last step have added to the gradients."""
+    _held: Tensor | None = None
     optimizer: AdamW
     trains_vision: bool
     unembedding: LoraPair | Tensor | None
@@ -47,29 +51,47 @@ class TrainedModel(ABC):
         """Sums gradients over all ranks; returns the squared global norm, float32 scalar. Collective."""
 
     @abstractmethod
+    def hold_gradients(self, place: Callable[[int], torch.device]) -> None:
+        """Remembers the gradients as they are, for `revert_gradients`, on the device that a size in bytes has there."""
+
+    @abstractmethod
+    def revert_gradients(self) -> bool:
+        """Drops what has come since `hold_gradients`; returns whether what was there before is there again."""
+
+    def forget_held_gradients(self) -> None:
+        """Ends what `hold_gradients` began."""
+        self._held = None
+
+    @property
+    @abstractmethod
+    def pending_bytes(self) -> int:
+        """What the gradients of a backward pass will take on this rank beside what is allocated now."""
+
     def zero_gradients(self) -> None:
         """Drops accumulated gradients."""
+        self.has_gradients = False
+        self._clear_gradients()
+
+    @abstractmethod
+    def _clear_gradients(self) -> None: ...
 
     @abstractmethod
     def weights_changed(self) -> None:
         """To be called after the optimized weights were written."""
 
-    def optim_step(self, adam: Adam) -> dict[str, float]:
+    def optim_step(self, adam: Adam, control: ControlGroup) -> dict[str, float]:
         """Steps and clears the gradients; returns metrics. Collective.
 
-        Raises FailedPrecondition, on all ranks, if the gradients or what would become of the weights are not finite:
-        the gradients are dropped, weights and moments stay.
+        Raises on all ranks, with the gradients dropped and weights and moments as they were: FailedPrecondition if the
+        gradients or what would become of the weights are not finite, ResourceExhausted if memory runs out.
         """
-        norm = math.sqrt(self.reduce_gradients().item())
-        if not math.isfinite(norm):
-            raise self._refusal(f"the accumulated gradient has norm {norm}; check the inputs")
-        factor = clip_factor(norm, adam.grad_clip_norm)
-        if factor != 1.0:
-            torch._foreach_mul_(self.gradients(), factor)
-        if not _all(self.optimizer.cannot_overflow(adam, norm * factor)) and not _all(
-            self.optimizer.stays_finite(adam)
-        ):
-            raise self._refusal(f"weights would not be finite after it; check the optimizer's parameters, {adam}")
+        try:
+            norm = math.sqrt(self.reduce_gradients().item())
+            factor = clip_factor(norm, adam.grad_clip_norm)
+            control.agree(lambda: self._prepare_step(adam, norm, factor))
+        except FoveaError:
+            self.zero_gradients()
+            raise
         self.optimizer.step(adam)
         self.zero_gradients()
         self.weights_changed()
@@ -80,20 +102,21 @@ class TrainedModel(ABC):
             "learning_rate:mean": adam.learning_rate,
         }
 
+    def _prepare_step(self, adam: Adam, norm: float, factor: float) -> None:
+        """Everything that can fail on this rank alone."""
+        if not math.isfinite(norm):
+            raise self._refusal(f"the accumulated gradient has norm {norm}; check the inputs")
+        if factor != 1.0:
+            torch._foreach_mul_(self.gradients(), factor)
+        if not (self.optimizer.cannot_overflow(adam, norm * factor) or self.optimizer.stays_finite(adam)):
+            raise self._refusal(f"weights would not be finite after it; check the optimizer's parameters, {adam}")
+        self.optimizer.rehearse()
+
     def _refusal(self, reason: str) -> FailedPrecondition:
-        """Drops the gradients."""
-        self.zero_gradients()
         return FailedPrecondition(
             f"step {self.step + 1} of model {self.model_id!r} was not taken: {reason}. Its gradients were dropped, "
             f"weights and optimizer are those of step {self.step}"
         )
-
-
-def _all(flag: Tensor) -> bool:
-    """Whether a flag is set on all ranks. Collective."""
-    least = flag.to(torch.int32)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return bool(least.item())
 
 
 class AdapterModel(TrainedModel):
@@ -115,6 +138,13 @@ class AdapterModel(TrainedModel):
         self.trainable_parameter_count = self.weights.flat.numel()
         self._injector = injector
 
+    @staticmethod
+    def size_bytes(settings: LoraSettings, targets: Sequence[LoraTarget], dtype: torch.dtype) -> int:
+        """What an adapter takes on each rank, its gradients and moments included: 18 bytes a parameter in bfloat16."""
+        count = sum(math.prod(shape) for shape in settings.shapes(targets).values())
+        cast = 0 if dtype == torch.float32 else dtype.itemsize
+        return count * ((2 + len(MOMENTS)) * torch.float32.itemsize + cast)
+
     def activate(self) -> None:
         self._injector.activate(self.weights)
 
@@ -127,9 +157,26 @@ class AdapterModel(TrainedModel):
     def reduce_gradients(self) -> Tensor:
         dist.all_reduce(self.weights.flat_grad)
         self.weights.flat.grad = self.weights.flat_grad
-        return self.weights.flat_grad.square().sum()
+        norm: Tensor = torch.linalg.vector_norm(self.weights.flat_grad)
+        return norm.square()
 
-    def zero_gradients(self) -> None:
+    def hold_gradients(self, place: Callable[[int], torch.device]) -> None:
+        gradients = self.weights.flat_grad
+        size_bytes = gradients.numel() * gradients.element_size()
+        self._held = gradients.to(place(size_bytes), copy=True) if self.has_gradients else None
+
+    def revert_gradients(self) -> bool:
+        if self._held is None:
+            self.zero_gradients()
+        else:
+            self.weights.flat_grad.copy_(self._held)
+        return True
+
+    @property
+    def pending_bytes(self) -> int:
+        return 0
+
+    def _clear_gradients(self) -> None:
         self.weights.flat_grad.zero_()
 
     def weights_changed(self) -> None:
@@ -146,11 +193,11 @@ class FullModel(TrainedModel):
     """
 
     trains_vision = True
+    _had_gradients = False
 
     def __init__(self, sharded: ShardedModel, injector: LoraInjector) -> None:
         self._sharded = sharded
         self._injector = injector
-        sharded.set_trainable(True)
         self.shards = dict(sharded.named_shards())
         self.locals = {name: local_of(shard) for name, shard in self.shards.items()}
         self.masters = {name: local.to(torch.float32) for name, local in self.locals.items()}
@@ -164,11 +211,33 @@ class FullModel(TrainedModel):
         self.optimizer = AdamW(list(self.masters.values()))
         self.trainable_parameter_count = sum(shard.numel() for shard in self.shards.values())
 
+    @staticmethod
+    def size_bytes(sharded: ShardedModel) -> int:
+        """What it takes on this rank's device beside the base: masters, moments, and both kinds of gradients."""
+        locals_ = [local_of(shard) for _, shard in sharded.named_shards()]
+        count = sum(local.numel() for local in locals_)
+        masters = sum(local.numel() for local in locals_ if local.dtype != torch.float32)
+        # With one rank most gradients are added where they are made.
+        passing = count if sharded.mesh.size() > 1 else max(local.numel() for local in locals_)
+        return torch.float32.itemsize * (masters + (len(MOMENTS) + 1) * count + passing)
+
+    def take_over(self) -> None:
+        """Makes all parameters trainable. Collective."""
+        self._sharded.set_trainable(True)
+
     @property
-    def gradient_bytes(self) -> int:
-        """What this rank's gradients take once there are any: accumulated ones, and those of one backward pass."""
+    def pending_bytes(self) -> int:
         passing = [local for name, local in self.locals.items() if name.removesuffix(".weight") not in self._summed]
-        return sum(tensor.numel() * torch.float32.itemsize for tensor in (*self.masters.values(), *passing))
+        missing = [master for master in self.masters.values() if master.grad is None]
+        return sum(tensor.numel() * torch.float32.itemsize for tensor in (*missing, *passing))
+
+    def hold_gradients(self, place: Callable[[int], torch.device]) -> None:
+        """Nothing is copied: gradients of a whole model are too large to keep twice."""
+        self._had_gradients = self.has_gradients
+
+    def revert_gradients(self) -> bool:
+        self.zero_gradients()
+        return not self._had_gradients
 
     def activate(self) -> None:
         self._injector.activate_full(self._summed)
@@ -196,7 +265,7 @@ class FullModel(TrainedModel):
         dist.all_reduce(squares)
         return squares
 
-    def zero_gradients(self) -> None:
+    def _clear_gradients(self) -> None:
         for name, shard in self.shards.items():
             shard.grad = self.masters[name].grad = None
 

@@ -1,13 +1,26 @@
-"""What sampler and trainer say of their GPUs' memory, against what CUDA says of the same device."""
+"""What sampler and trainer say of their GPUs' memory, against what CUDA says of the same device; and a full trainer.
 
+The full trainer takes a realistic shape to mean something: `FOVEA_GPU_SHAPE=4b`, five minutes on one H200.
+"""
+
+import json
 import os
+import pathlib
+import time
 import urllib.request
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
+import tinker
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.stack import Stack
+from benchmarks.client import Bench, datum
+from tests.e2e.stack import Stack, running_stack
+from tests.gpu.conftest import FIRST
 
 _OTHERS_BYTES = 4 * 2**30
 """Room for what the two readings may differ by: they are moments apart, and the driver keeps some for itself."""
@@ -32,3 +45,95 @@ def _index(device: str) -> int:
     """The number by which this process knows a device of the driver's."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",").index(device) if visible else int(device)
+
+
+CREATES = 200
+SAMPLERS = 64
+_ADAM = tinker.AdamParams(learning_rate=1e-5)
+
+
+@pytest.fixture(scope="module")
+def shared_gpu(model: pathlib.Path) -> Iterator[Stack]:
+    """A Fovea on one GPU, of which the sampler takes a fifth, for adapters of rank 128."""
+    settings = {
+        "FOVEA_TRAINER_MAX_LORA_RANK": "128",
+        "FOVEA_SAMPLER_MAX_LORA_RANK": "128",
+        "FOVEA_SAMPLER_GPU_MEMORY_FRACTION": "0.2",
+        "FOVEA_SAMPLER_EAGER": "true",
+    }
+    one_gpu = ("--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", FIRST)
+    with mock.patch.dict(os.environ, settings), running_stack(model, *one_gpu) as stack:
+        yield stack
+
+
+def test_adapters_until_memory_is_full_cost_nobody_a_model(shared_gpu: Stack) -> None:
+    """200 creates of rank 128, one large step in what is left, then a step of every model that was made."""
+    with Bench.open(shared_gpu.base_url) as bench:
+        made, refused = _create(bench, CREATES, 128)
+        assert len(made) >= 2
+        assert len(made) + len(refused) == CREATES
+        assert all("delete a model" in reason for reason in refused), refused[:1]
+        large = _large_step(bench, made[0])
+        lost = _lost(bench, made, sample=False)
+        print(json.dumps({"rank": 128, "made": len(made), "refused": len(refused), "large_step": large, "lost": lost}))
+        assert not lost
+
+
+def test_tenants_that_have_all_sampled_lose_nothing_in_a_large_step(shared_gpu: Stack) -> None:
+    """64 models, each with a snapshot; one large step; then a step and a sample of every model."""
+    with Bench.open(shared_gpu.base_url) as bench:
+        made, refused = _create(bench, SAMPLERS, 32)
+        assert not refused
+        assert not _lost(bench, made, sample=True)
+        large = _large_step(bench, made[0])
+        lost = _lost(bench, made, sample=True)
+        print(json.dumps({"rank": 32, "made": len(made), "large_step": large, "lost": lost}))
+        assert not lost
+
+
+def _create(bench: Bench, count: int, rank: int) -> tuple[list[tinker.TrainingClient], list[str]]:
+    made, refused = [], []
+    for _ in range(count):
+        try:
+            made.append(bench.training(rank))
+        except tinker.TinkerError as error:
+            refused.append(str(error))
+    return made, refused
+
+
+def _large_step(bench: Bench, training: tinker.TrainingClient) -> str:
+    """Sixteen datums of 8,192 tokens and one of 30,000: taken, or refused by name."""
+    rng = np.random.default_rng(2)
+    data = [datum(bench.prompt(rng, 64), bench.tokens(rng, count - 63)) for count in (*[8192] * 16, 30_000)]
+    started = time.monotonic()
+    backward, step = training.forward_backward(data, "cross_entropy"), training.optim_step(_ADAM)
+    try:
+        backward.result(300)
+        step.result(300)
+    except tinker.TinkerError as error:
+        if "of memory" not in str(error):
+            raise
+        with pytest.raises(tinker.TinkerError, match="send the forward_backward calls again"):
+            step.result(300)
+        return f"refused after {time.monotonic() - started:.1f} s: {error}"
+    return f"taken in {time.monotonic() - started:.1f} s"
+
+
+def _lost(bench: Bench, made: list[tinker.TrainingClient], sample: bool) -> list[str]:
+    """Why models could not take a small step, and be sampled; empty if all did."""
+    rng = np.random.default_rng(3)
+    data = [datum(bench.prompt(rng, 16), bench.tokens(rng, 16))]
+    pending: list[tuple[Any, Any]] = [
+        (training.forward_backward(data, "cross_entropy"), training.optim_step(_ADAM)) for training in made
+    ]
+    reasons = []
+    for training, (backward, step) in zip(made, pending, strict=True):
+        try:
+            backward.result(300)
+            step.result(300)
+            if sample:
+                sampler = training.save_weights_and_get_sampling_client().result(300)
+                sampler.sample(data[0].model_input, 1, tinker.SamplingParams(max_tokens=1)).result(300)
+        except tinker.TinkerError as error:
+            reasons.append(str(error))
+    return reasons

@@ -4,12 +4,11 @@ import torch
 from transformers import Qwen3Config, Qwen3VLConfig
 
 from services.trainer.token_budget import (
-    CPU_TOKENS,
     MOST_PATCHES,
     MOST_TOKENS,
     activation_bytes,
     budgets_within,
-    fitting_budgets,
+    least_bytes,
     patch_bytes,
 )
 
@@ -32,9 +31,12 @@ def test_activations_are_those_measured_and_a_quarter_more() -> None:
     assert 1.1 < activation_bytes(CONFIG, torch.bfloat16) / measured_bytes < 1.4
 
 
-def test_a_cpu_has_a_fixed_budget() -> None:
-    found = fitting_budgets(VL_CONFIG, torch.float32, torch.device("cpu"), 10**15, True)
-    assert (found.tokens, found.patches) == (CPU_TOKENS, MOST_PATCHES)
+def test_what_is_kept_for_computing_holds_the_smallest_micro_batches() -> None:
+    reserve_bytes = least_bytes(VL_CONFIG, torch.bfloat16, 512 * 2**20, True)
+    found = budgets_within(0, VL_CONFIG, torch.bfloat16, True)
+    text = found.tokens * activation_bytes(VL_CONFIG, torch.bfloat16)
+    tower = found.patches * patch_bytes(VL_CONFIG, torch.bfloat16)
+    assert text + tower < reserve_bytes < 1.3 * (text + tower)
 
 
 def test_both_budgets_fit_the_memory_together() -> None:

@@ -1,0 +1,144 @@
+"""Memory that is counted, and memory that runs out for real: what does not fit is refused, and nobody loses a model."""
+
+import re
+import resource
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import tinyvlm
+from fovea.api.v1 import trainer_pb2, weights_pb2
+from fovea.client import TrainerClient
+from fovea.wire.errors import ResourceExhausted
+from tests.e2e.trainer.conftest import adam
+from tests.e2e.trainer.examples import datum, header, logprobs_of, text
+from tests.e2e.trainer.image_service import ImageService
+from tests.e2e.trainer.trainer_process import TrainerProcess
+
+MIB = 2**20
+LORA = weights_pb2.LoraConfig(rank=8, seed=1, train_attention=True, train_mlp=True)
+
+
+class Cramped:
+    """A trainer on two ranks whose memory a test may make scarce."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        model_dir = tinyvlm.ensure("qwen3")
+        self.images = ImageService(model_dir, None)
+        self.process = TrainerProcess(model_dir, folder / "trainer.log", "--max-lora-rank", "4096", *arguments)
+        self.client: TrainerClient
+
+    def datums(self, *lengths: int) -> list[trainer_pb2.Datum]:
+        return [datum(self.images.render([text(length, seed)]), seed) for seed, length in enumerate(lengths)]
+
+    async def add(self, model_id: str, *lengths: int) -> list[float]:
+        """forward_backward; the first log-probability of each datum."""
+        result = await self.client.forward_backward(header(model_id, len(lengths)), self.datums(*lengths))
+        return [float(logprobs_of(output).flatten()[0]) for output in result.outputs]
+
+    async def step(self, model_id: str) -> tuple[float, int]:
+        """optim_step; the norm of its gradient and the count of steps."""
+        response = await self.client.optim_step(model_id, adam())
+        return response.metrics.values["grad_norm:mean"], response.step
+
+    @contextmanager
+    def left(self, room_bytes: int) -> Iterator[None]:
+        """Leaves every rank so much address space beside what it has now: the kernel refuses more."""
+        pids = self.process.rank_pids()
+        before = [resource.prlimit(pid, resource.RLIMIT_AS) for pid in pids]
+        for pid in pids:
+            size_bytes = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.prlimit(pid, resource.RLIMIT_AS, (size_bytes + room_bytes, resource.RLIM_INFINITY))
+        try:
+            yield
+        finally:
+            for pid, limits in zip(pids, before, strict=True):
+                resource.prlimit(pid, resource.RLIMIT_AS, limits)
+
+
+@pytest.fixture
+async def cramped(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Cramped]:
+    started = Cramped(tmp_path, *getattr(request, "param", ()))
+    try:
+        started.client = await started.process.ready()
+        yield started
+        await started.client.close()
+        assert started.process.stop() == 0, started.process.log.read_text()
+    finally:
+        started.images.close()
+        started.process.process.kill()
+        started.process.process.wait()
+
+
+async def test_running_out_of_memory_costs_one_call_and_nobody_a_model(cramped: Cramped) -> None:
+    """The neighbour and the model itself go on, with the gradients that earlier calls had added."""
+    for name in ("neighbour", "m", "alike"):
+        await cramped.client.create_model(name, LORA)
+    for name in ("m", "alike"):
+        await cramped.add(name, 40, 12, 30)
+    await cramped.add("neighbour", 20, 30)
+    with cramped.left(96 * MIB), pytest.raises(ResourceExhausted, match=r"ran out of memory.*shorter datums"):
+        await cramped.add("m", *[8000] * 4)
+    for name in ("m", "alike"):
+        await cramped.add(name, 25, 16)
+    assert await cramped.step("m") == pytest.approx(await cramped.step("alike"), rel=1e-5)
+    assert (await cramped.step("neighbour"))[1] == 1
+    assert await cramped.add("m", 9, 20) == await cramped.add("alike", 9, 20)
+
+
+async def test_a_call_that_fits_in_smaller_pieces_is_computed_in_them(cramped: Cramped) -> None:
+    """The second time with one datum a micro-batch, activations computed again: the same log-probabilities."""
+    lengths = [700] * 20
+    for name in ("m", "alike"):
+        await cramped.client.create_model(name, LORA)
+    with cramped.left(160 * MIB):
+        found = await cramped.add("m", *lengths)
+    assert "in the smallest micro-batches" in cramped.process.log.read_text()
+    assert found == pytest.approx(await cramped.add("alike", *lengths), abs=1e-5)
+    assert (await cramped.step("m")) == pytest.approx(await cramped.step("alike"), rel=1e-4)
+
+
+@pytest.mark.parametrize("cramped", [("--memory-limit-mib", "1500")], indirect=True)
+async def test_models_and_snapshots_that_do_not_fit_are_refused_by_name(cramped: Cramped) -> None:
+    """Creates until it is full; what is there trains; snapshots until there is no room; models less make room."""
+    large = weights_pb2.LoraConfig(rank=1024, train_attention=True, train_mlp=True)
+
+    async def create(name: str) -> None:
+        await cramped.client.create_model(name, large)
+
+    async def freeze(name: str) -> None:
+        await cramped.client.take_snapshot(name, f"{name}@1")
+
+    names, refused = await _until_refused(create)
+    assert len(names) >= 2
+    found = re.fullmatch(
+        r"an adapter of rank 1024 needs ([\d,]+) MiB on each of .* devices, ([\d,]+) MiB are free beside [\d,]+ MiB "
+        r"kept for computing: delete a model, or take a lower rank",
+        refused.message,
+    )
+    assert found
+    assert int(found[1].replace(",", "")) > int(found[2].replace(",", ""))
+    for name in names:
+        await cramped.add(name, 100, 200)
+        assert (await cramped.step(name))[1] == 1
+    frozen, refused = await _until_refused(freeze)
+    assert len(frozen) < len(names)
+    assert refused.message.startswith(f"a snapshot of model 'm{len(frozen)}' needs 28 MiB of the trainer's memory")
+    for _ in range(2):  # snapshots took of the room since
+        await cramped.client.delete_model(names.pop())
+    await create("again")
+    for name in [*names, "again"]:
+        await cramped.add(name, 100, 200)
+        await cramped.step(name)
+
+
+async def _until_refused(call: Callable[[str], Awaitable[None]]) -> tuple[list[str], ResourceExhausted]:
+    names: list[str] = []
+    while True:
+        try:
+            await call(f"m{len(names)}")
+        except ResourceExhausted as error:
+            return names, error
+        names.append(f"m{len(names)}")
