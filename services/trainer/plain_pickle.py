@@ -82,7 +82,8 @@ class MessageUnpickler(MetadataUnpickler):
         return super()._is_plain(module, name) or (ours and "." not in name)
 
     def _is_data(self, found: type) -> bool:
-        return super()._is_data(found) or issubclass(found, Message | Exception)
+        is_named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
+        return super()._is_data(found) or is_named_tuple or issubclass(found, Message | Exception)
 
 
 class MessagePickler(pickle.Pickler):

@@ -26,6 +26,7 @@ from services.trainer import commands, plain_pickle
 from services.trainer.dcp import PlainReader, TensorPlanner
 from services.trainer.lora import LoraSettings
 from services.trainer.packing import DatumSize
+from services.trainer.peers import Peer
 from services.trainer.plain_pickle import MessagePickler, MessageUnpickler, MetadataUnpickler, NotPlain
 
 
@@ -106,6 +107,7 @@ def test_torchs_collectives_of_objects_refuse_it_too(tmp_path: Path, install: No
         commands.CreateModel("m", LoraSettings(4, 8.0, 1, True, False, True, False)),
         commands.ForwardBackward("m", b"header", True, False, [b"datum"], [DatumSize(3, 4)]),
         commands.LoadState("m", "/uri", True),
+        Peer(1, 0),
         weights_pb2.Snapshot(snapshot_id="s", size_bytes=3),
         {"a.safetensors": bytes(1000)},
         [{3: np.arange(6, dtype=np.float32).reshape(2, 3)}, {"loss:sum": np.float64(2.5)}, None, {1, 2}],
