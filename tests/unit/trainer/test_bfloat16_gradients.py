@@ -33,6 +33,8 @@ BANDS = {
 }
 """By how much the logit of the target is raised."""
 BOUND = 0.008
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+"""A GPU has fused kernels of its own for it, and products that give float32."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,16 @@ class Trainers:
     pair: LoraPair
 
     @classmethod
-    def of(cls, head: Head) -> "Trainers":
-        hidden, weight = (values.bfloat16().requires_grad_() for values in (head.hidden_TD, head.weight_VD))
-        a, b = (values.float().requires_grad_() for values in (head.a_RD, head.b_VR))
+    def of(cls, head: Head, device: str = "cpu") -> "Trainers":
+        hidden, weight, a, b = (
+            values.to(device, dtype).requires_grad_()
+            for values, dtype in (
+                (head.hidden_TD, torch.bfloat16),
+                (head.weight_VD, torch.bfloat16),
+                (head.a_RD, torch.float32),
+                (head.b_VR, torch.float32),
+            )
+        )
         pair = LoraPair(
             a, b, a.detach().bfloat16(), b.detach().bfloat16(), torch.zeros_like(a), torch.zeros_like(b), SCALE
         )
@@ -114,7 +123,7 @@ def worst_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str,
     for name, values in found.items():
         dims = (1,) if name == "hidden" else (0, 1)
         norms = exact[name].norm(dim=dims)
-        differences = (values.double() - exact[name]).norm(dim=dims)
+        differences = (values.cpu().double() - exact[name]).norm(dim=dims)
         errors[name] = float((differences / norms)[norms > 0].max())
     return errors
 
@@ -147,22 +156,23 @@ def loss_gradient(name: str, logits: Tensor, targets: Tensor, given: Arrays) -> 
     return torch.from_numpy(gradient)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "adapter"])
 @pytest.mark.parametrize("head_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_gradients_of_every_loss_at_every_probability(
-    name: str, head_dtype: torch.dtype, with_adapter: bool, seed: int, band: str
+    name: str, head_dtype: torch.dtype, with_adapter: bool, seed: int, band: str, device: str
 ) -> None:
     head = Head.drawn(seed, band)
     logits, targets = head.logits(with_adapter), head.targets_TK[:, 0]
     given = given_for(name, logits, targets, seed)
     exact = head.exact_gradients(loss_gradient(name, logits, targets, given), with_adapter)
-    own = Trainers.of(head)
+    own = Trainers.of(head, device)
     trained = own.pair if with_adapter else own.master
-    logprobs = target_logprobs(own.hidden, own.weight, trained, head.targets_TK, 16, head_dtype)
-    torch.autograd.backward([compute(make_loss(name), logprobs[:, 0], given).loss])
+    logprobs = target_logprobs(own.hidden, own.weight, trained, head.targets_TK.to(device), 16, head_dtype)
+    torch.autograd.backward([compute(make_loss(name), logprobs[:, 0].cpu(), given).loss])
     for tensor, error in worst_error(own.gradients(with_adapter), exact).items():
         assert error < BOUND, tensor
 
