@@ -121,7 +121,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dense([1.5, 2.5], [2, 1]), "whole numbers"),
     (dense([1, 1000], [2, 1]), "token id 1000; ids lie in 0 .. 999"),
     (dense([-1, -1], [2, 1]), "names no token id"),
-    (dense([], [2, 0]), "names no token id"),
+    (dense([], [2, 0]), "shape is [2, 0]; it must be [prompt tokens - 1, K], K from 1"),
     (dense([1, 2], [-2, -1]), "shape is [-2, -1]"),
     (dense([1], [2, 2], sparse_crow_indices=[0, 1, 1]), "go together"),
     (dense([1], [2, 2], sparse_crow_indices=[0, 1], sparse_col_indices=[0]), "sparse_crow_indices"),
