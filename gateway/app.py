@@ -288,6 +288,7 @@ class Gateway:
             await asyncio.sleep(min(_SWEEP_S, self.settings.session_ttl_s / 4))
             try:
                 await self.sessions.sweep()
+                await self.database.look_for_room()
                 await self.board.sweep()
                 await self.checkpoints.sweep()
                 await self.sampling.sweep()

@@ -44,8 +44,9 @@ class Sessions:
     ) -> Session:
         """Opens a session, or answers the one that the same request key opened before.
 
-        Raises ResourceExhausted above the owner's share.
+        Raises ResourceExhausted above the owner's share, Unavailable while the disk is full.
         """
+        self._database.check_room()
         self._shares.check(caller.owner)
         session = Session(new_session_id(), caller.owner, request_key, tags, user_metadata, display_name)
         if not await self._database.write(lambda connection: rows.insert_session(connection, session)):

@@ -74,7 +74,8 @@ class FutureBoard:
         Args:
             others_wait_for_it: Whether accepted work of the owner cannot run before this: then it is never refused.
 
-        Raises ResourceExhausted above the owner's share, after which clients send the same again.
+        Raises ResourceExhausted above the owner's share, and Unavailable while the disk is full, after which clients
+        send the same again.
         """
         known = self._pending.get(pending.future_id)
         if known is not None:
@@ -82,6 +83,7 @@ class FutureBoard:
             if known.refusal is not None:
                 raise known.refusal
             return False
+        self._database.check_room()
         if not others_wait_for_it:
             self._shares.check(pending.owner)
         self._add(pending)

@@ -89,6 +89,17 @@ class Database:
         self._reader_threads.shutdown()
         self._engine.dispose()
 
+    def check_room(self) -> None:
+        """Raises Unavailable while the disk is so full that nothing new should be accepted."""
+        if self._writer.reserve.is_spent:
+            raise Unavailable(
+                "the disk of the gateway's state is full: end sessions, delete checkpoints, and send this again later"
+            )
+
+    async def look_for_room(self) -> None:
+        """Accepts again once a full disk has room. To be called now and then."""
+        await asyncio.get_running_loop().run_in_executor(self._writer_thread, self._writer.reserve.take)
+
     async def write(self, job: Job[Result]) -> Result:
         """Runs a job in a transaction; returns once it is committed.
 

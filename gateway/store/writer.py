@@ -15,6 +15,7 @@ from fovea.wire.errors import Internal, Unavailable
 from gateway.store import migrations, schema
 from gateway.store.claim import Superseded, make_claim
 from gateway.store.engine import describe, is_lost
+from gateway.store.reserve import Reserve, is_full
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Writer:
     def __init__(self, engine: sa.Engine, patience_s: float, stopped: threading.Event) -> None:
         self._engine, self._patience_s = engine, patience_s
         self._claim = make_claim(engine.url)
+        self.reserve = Reserve(engine.url.database or "" if engine.dialect.name == "sqlite" else "")
         self._connection: sa.Connection | None = None
         self._last_mark = 0
         self._stopped = stopped
@@ -73,6 +75,7 @@ class Writer:
                 self._claim.begin(connection)
         except sa.exc.DBAPIError as error:
             raise Unavailable(f"{self._name} does not take our tables: {str(error.orig).strip()}") from None
+        self.reserve.take()
 
     def commit(self, jobs: list[Job[Any]]) -> list[Any]:
         """Results of the jobs, or the exception of each that failed. Raises Superseded, Stopped."""
@@ -103,6 +106,8 @@ class Writer:
                     results = _run(connection, jobs)
                 break
             except sa.exc.DBAPIError as error:
+                if is_full(error) and self.reserve.give_up():
+                    continue
                 if not is_lost(error):
                     raise
                 logger.warning("%s is gone while %d writes wait: %s", self._name, len(jobs), error.orig)
