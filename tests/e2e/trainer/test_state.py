@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,21 +151,30 @@ async def test_a_checkpoint_that_would_run_code_is_refused(qwen3: Bench) -> None
     await _train(qwen3, model_id, 1)
 
 
-@pytest.mark.parametrize("uri", ["http://127.0.0.1:1/state", "/etc", "{scratch}/../../../etc/fovea", "{scratch}/out/x"])
+@pytest.mark.parametrize(
+    "uri", ["http://127.0.0.1:1/state", "{outside}/a", "{scratch}/../../{name}/a", "{scratch}/out/a"]
+)
 async def test_places_outside_of_the_roots_are_refused(qwen3: Bench, uri: str) -> None:
-    """By every call that takes a place; the trainer goes on."""
-    if not (link := qwen3.scratch / "out").exists():
-        link.symlink_to("/var")
-    place = uri.format(scratch=qwen3.scratch)
-    model_id = await qwen3.adapter()
-    for call in (
-        qwen3.client.save_state(model_id, place),
-        qwen3.client.load_state(model_id, place, optimizer=True),
-        qwen3.client.take_snapshot(model_id, f"{model_id}@1", place),
-        qwen3.client.push_snapshot(f"{model_id}@2", ["127.0.0.1:1"], uri=place),
-    ):
-        with pytest.raises(InvalidInput, match="--checkpoints"):
-            await call
+    """By every call that takes a place; the trainer goes on.
+
+    The places are empty folders made for this: a trainer that is wrong replaces what it finds there.
+    """
+    roots = qwen3.scratch.parent  # see TrainerProcess
+    with tempfile.TemporaryDirectory(prefix="fovea-outside-", dir=roots.parent) as outside:
+        link = qwen3.scratch / "out"
+        link.unlink(missing_ok=True)
+        link.symlink_to(outside)
+        place = uri.format(scratch=qwen3.scratch, outside=outside, name=Path(outside).name)
+        model_id = await qwen3.adapter()
+        for call in (
+            qwen3.client.save_state(model_id, place),
+            qwen3.client.load_state(model_id, place, optimizer=True),
+            qwen3.client.take_snapshot(model_id, f"{model_id}@1", place),
+            qwen3.client.push_snapshot(f"{model_id}@2", ["127.0.0.1:1"], uri=place),
+        ):
+            with pytest.raises(InvalidInput, match="--checkpoints"):
+                await call
+        assert not os.listdir(outside)
     await _train(qwen3, model_id, 1)
 
 
