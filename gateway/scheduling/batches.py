@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, trainer_pb2
@@ -69,21 +70,31 @@ class Batches:
             custom_loss=await self._custom_losses.get(pending.session_id, first.header),
         )
         with stage("render", pending.kind.value):
-            rendered = await self._render(pending.owner, [record.datum.input for record in rest])
+            rendered = await self._render(pending.owner, {i: record.datum.input for i, record in enumerate(rest)})
         return Batch(header, [_datum(index, rendered[index], record.datum) for index, record in enumerate(rest)])
 
+    async def render_again(self, pending: Pending, batch: Batch, indexes: Sequence[int]) -> Batch:
+        """The same batch, after some of its datums were rendered once more."""
+        _, *rest = records.split(gateway_pb2.SubmitForwardBackwardRequest, await self._board.request_of(pending))
+        with stage("render", pending.kind.value):
+            rendered = await self._render(pending.owner, {i: rest[i].datum.input for i in indexes})
+        datums = list(batch.datums)
+        for index, one in rendered.items():
+            datums[index] = _datum(index, one, rest[index].datum)
+        return Batch(batch.header, datums)
+
     async def _render(
-        self, owner: str, inputs: list[model_input_pb2.ModelInput]
-    ) -> list[model_input_pb2.RenderedInput]:
+        self, owner: str, inputs: Mapping[int, model_input_pb2.ModelInput]
+    ) -> dict[int, model_input_pb2.RenderedInput]:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._renderers.render(owner, model_input, f"data[{index}].model_input"))
-                    for index, model_input in enumerate(inputs)
-                ]
+                tasks = {
+                    index: group.create_task(self._renderers.render(owner, model_input, f"data[{index}].model_input"))
+                    for index, model_input in inputs.items()
+                }
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return {index: task.result() for index, task in tasks.items()}
 
 
 def _look_at(task: asyncio.Task[Batch]) -> None:

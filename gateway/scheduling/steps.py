@@ -18,13 +18,31 @@ async def forward_backward(context: Context, model: Model, pending: Pending, blo
     """Renders the datums and has their loss computed, with gradients or without."""
     pending.wait_on("rendering")
     batch = await context.batches.take(pending)
-    try:
-        answer = await _compute(context, model, batch, pending)
-    except FeatureEvicted:  # the trainer fetches before it computes: nothing was added yet
-        answer = await _compute(context, model, await context.batches.prepare(pending), pending)
+    again: list[int] = []
+    portion = len(batch.datums)
+    while True:
+        try:
+            answer = await _compute(context, model, batch, pending)
+            break
+        except FeatureEvicted as error:  # the trainer fetches before it computes: nothing was added yet
+            missing = _missing(error, len(batch.datums))
+            came = len(set(again).difference(missing))
+            if again and not came and portion == 1:
+                raise
+            # As many as came the last time: more than renderers hold at once would push each other out.
+            portion = max(1, came or portion // 4) if again else portion
+            again = missing[:portion]
+            pending.wait_on("rendering again what the renderers no longer hold")
+            batch = await context.batches.render_again(pending, batch, again)
     outputs = [gateway_pb2.WaitFutureResponse(output=output) for output in answer.outputs]
     metrics = trainer_pb2.Metrics(values=answer.metrics)
     return Done([*outputs, gateway_pb2.WaitFutureResponse(metrics=metrics)])
+
+
+def _missing(error: FeatureEvicted, count: int) -> list[int]:
+    """The datums that must be rendered again; all, if the trainer does not say."""
+    named = error.metadata.get("datums", "")
+    return [int(index) for index in named.split(",") if int(index) < count] if named else list(range(count))
 
 
 async def _compute(context: Context, model: Model, batch: Batch, pending: Pending) -> ForwardBackwardResult:

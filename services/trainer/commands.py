@@ -122,7 +122,14 @@ class BroadcastFull:
 
 @dataclass(frozen=True)
 class DescribeFull:
-    """Identity and tensors of a snapshot of full parameters; the empty name is the base."""
+    """Identity and tensors of a snapshot of full parameters, kept until `UnpinFull`; the empty name is the base."""
+
+    snapshot_id: str
+
+
+@dataclass(frozen=True)
+class UnpinFull:
+    """The push of a snapshot that was described is over."""
 
     snapshot_id: str
 
@@ -142,4 +149,5 @@ Command = (
     | ForgetSnapshot
     | BroadcastFull
     | DescribeFull
+    | UnpinFull
 )

@@ -171,7 +171,11 @@ class Engine:
                 self.adapters.drop(command.snapshot_id)
                 return self.full.drop(command.snapshot_id)
             case commands.DescribeFull():
-                return self._snapshots.describe_full(command.snapshot_id, self._live_full())
+                found = self._snapshots.describe_full(command.snapshot_id, self._live_full())
+                self.full.pin(command.snapshot_id)
+                return found
+            case commands.UnpinFull():
+                return self.full.unpin(command.snapshot_id)
             case commands.BroadcastFull():
                 return self._broadcast_full(command)
             case commands.Heartbeat():
@@ -235,6 +239,7 @@ class Engine:
         if isinstance(model, FullModel):
             model.restore_base()
         self._injector.activate(None)
+        self._losses.forget(command.model_id)
         self.adapters.release_model(command.model_id)
         self.full.release_model(command.model_id)
 
@@ -268,7 +273,7 @@ class Engine:
             if not error:
                 try:
                     self._groups.get(command.group_id).send(data, command.timeout_s)
-                except (RuntimeError, KeyError) as failure:
+                except RuntimeError as failure:
                     logger.warning("broadcast over %s failed: %s", command.group_id, failure)
                     error = f"the broadcast failed: {failure}"
         return error

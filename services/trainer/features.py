@@ -1,7 +1,8 @@
 """Vision tensors of this rank's datums: fetched from renderers by digest, checked, and kept for the next epoch."""
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,11 +10,14 @@ import numpy as np
 from fovea.api.v1 import model_input_pb2
 from fovea.client import FeatureFetcher
 from fovea.runtime.byte_lru import ByteLru
-from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, InvalidInput, NotFound, Unavailable
+from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, FoveaError, InvalidInput, NotFound, Unavailable
 from fovea.wire.features import FeatureTensors
 from services.trainer import telemetry
 from services.trainer.batch import Patches
 from services.trainer.datums import Datum, Span
+
+_MOST_NAMED = 512
+"""Datums that an error names: it travels in the trailing metadata of a call, which has a limit."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,15 @@ class FeatureCache:
         self._default_source = default_source
         self._fetcher = FeatureFetcher()
         self._kept: ByteLru[RenderedImage] = ByteLru(max_bytes)
+        self._staged: dict[str, dict[str, RenderedImage]] = {}
 
-    def patches_of(self, datums: Iterable[Datum], spare: Container[str]) -> dict[str, Patches]:
+    def patches_of(self, model_id: str, datums: Sequence[Datum], spare: Container[str]) -> dict[str, Patches]:
         """uint8 [P, W] by digest for all images of the datums but those in `spare`.
 
         Raises FeatureEvicted if a renderer no longer holds one or does not answer, InvalidInput naming
-        `datum[i]...feature` for tensors that do not fit their grid.
+        `datum[i]...feature` for tensors that do not fit their grid. The metadata of FeatureEvicted names the datums to
+        render again; what came of the others waits here for the model's next call, so that a batch which is more than
+        renderers hold at once comes in portions.
         """
         places = [
             (span, f"datum[{datum.index}].input.spans[{number}].feature")
@@ -54,23 +61,42 @@ class FeatureCache:
             if span.feature.digest not in spare
         ]
         wanted = {span.feature.digest: (span, field) for span, field in places}
-        held = {digest: image for digest in wanted if (image := self._kept.get(digest)) is not None}
+        staged = self._staged.pop(model_id, {})
+        held = {digest: image for digest in wanted if (image := staged.get(digest) or self._kept.get(digest))}
         telemetry.FEATURES.labels("hit").inc(len(held))
         telemetry.FEATURES.labels("miss").inc(len(wanted) - len(held))
         if missing := {digest: place for digest, place in wanted.items() if digest not in held}:
-            held |= self._fetch(missing)
+            found, error = self._fetch(missing)
+            held |= found
+            if error is not None:
+                self._staged[model_id] = held
+                raise _evicted(datums, missing.keys() - found.keys(), error)
         for span, field in places:
             # A digest names one grid; a datum that says another would be computed wrongly.
             _check_grid(held[span.feature.digest], span, field)
         return {digest: image.patches for digest, image in held.items()}
 
-    def _fetch(self, missing: dict[str, tuple[Span, str]]) -> dict[str, RenderedImage]:
-        wanted = [self._sourced(span.feature, field) for span, field in missing.values()]
+    def forget(self, model_id: str) -> None:
+        """Drops what waits for a model's next call."""
+        self._staged.pop(model_id, None)
+
+    def _fetch(self, missing: dict[str, tuple[Span, str]]) -> tuple[dict[str, RenderedImage], FoveaError | None]:
+        """What the renderers hold, all at once or else one by one, and why something is not there."""
         try:
-            fetched = self._fetcher.fetch(wanted, self._timeout_s)
-        except (NotFound, Unavailable, DeadlineExceeded) as error:
-            # A renderer that is gone has lost its images too.
-            raise FeatureEvicted(f"{error.message}: render the image again", error.field, **error.metadata) from None
+            return self._fetch_all(missing), None
+        except NotFound as error:
+            found: dict[str, RenderedImage] = {}
+            for digest, place in missing.items() if len(missing) > 1 else ():
+                with suppress(NotFound):
+                    found |= self._fetch_all({digest: place})
+            return found, error
+        except (Unavailable, DeadlineExceeded) as error:  # a renderer that is gone has lost its images too
+            return {}, error
+
+    def _fetch_all(self, missing: dict[str, tuple[Span, str]]) -> dict[str, RenderedImage]:
+        fetched = self._fetcher.fetch(
+            [self._sourced(span.feature, field) for span, field in missing.values()], self._timeout_s
+        )
         images = {}
         for digest, (_, field) in missing.items():
             image = images[digest] = _image(fetched[digest], self._patch_bytes, field)
@@ -87,6 +113,14 @@ class FeatureCache:
         named.CopyFrom(feature)
         named.source = self._default_source
         return named
+
+
+def _evicted(datums: Sequence[Datum], lost: Set[str], error: FoveaError) -> FeatureEvicted:
+    indexes = [datum.index for datum in datums if any(span.feature.digest in lost for span in datum.spans)]
+    named = ",".join(map(str, indexes[:_MOST_NAMED]))
+    return FeatureEvicted(
+        f"{error.message}: render the image again", error.field, **{**error.metadata, "datums": named}
+    )
 
 
 def _image(tensors: FeatureTensors, patch_bytes: int, field: str) -> RenderedImage:

@@ -190,6 +190,10 @@ class LossComputer:
         metrics |= {"tokens:sum": float(sum(size.token_count for size in command.sizes))}
         return Outcome(logprobs, metrics, schedule.efficiency)
 
+    def forget(self, model_id: str) -> None:
+        """Drops what waits for a model's next call."""
+        self._features.forget(model_id)
+
     def _plan(self, command: ForwardBackward, budgets: Budgets) -> Plan:
         """Which rank has which datum does not depend on the budgets."""
         return plan(command.sizes, self._control.world_size, budgets.tokens, budgets.patches)
@@ -230,7 +234,9 @@ class LossComputer:
         if not model.trains_vision:
             grids = {span.feature.digest: span.grid_thw for datum in datums.values() for span in datum.spans}
             seen = self._vision.recall(grids)
-        return Prepared(loss, datums, self._features.patches_of(datums.values(), seen or {}), seen)
+        return Prepared(
+            loss, datums, self._features.patches_of(command.model_id, list(datums.values()), seen or {}), seen
+        )
 
     def _tokens_of(self, command: ForwardBackward, step: Step) -> int:
         return sum(command.sizes[index].token_count for index in step.datums[self._control.rank])

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -26,10 +27,13 @@ from services.trainer.command_queue import CommandQueue
 from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots import PACKED, HeldSnapshot, SnapshotMemory
 from services.trainer.transfer import TransferGroups
+from services.trainer.turns import Turns
 
 logger = logging.getLogger(__name__)
 
 INFO_TIMEOUT_S = 5.0
+IDLE_S = 600.0
+"""A group that nobody was sent anything over for so long is left: its members may be gone for good."""
 MIB = 2**20
 
 
@@ -39,6 +43,11 @@ class Payload:
 
     manifest: weights_pb2.SnapshotManifest
     send: Callable[[str, float], Awaitable[None]]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all ranks send, and take part."""
+        return self.manifest.snapshot.kind == weights_pb2.SNAPSHOT_KIND_FULL
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,21 @@ class Member:
     holds: bool
 
 
+Answers = dict[str, sampler_pb2.ReceiveSnapshotResponse]
+"""What samplers said of a phase, by address."""
+
+Members = frozenset[tuple[str, str]]
+"""Address and instance of each sampler of a group."""
+
+
+@dataclass
+class OpenGroup:
+    """A group that has met, and when it was used last, of `time.monotonic`."""
+
+    group_id: str
+    used_at: float
+
+
 @dataclass
 class Tally:
     """How it went with each sampler: seconds of pause, or what went wrong."""
@@ -61,7 +85,10 @@ class Tally:
 
 
 class Pusher:
-    """Pushes snapshots, one push at a time, on rank 0's event loop."""
+    """Pushes snapshots, on rank 0's event loop: adapters side by side, full parameters alone.
+
+    A sampler that is slow or dead keeps nobody waiting but those that push to the very same samplers.
+    """
 
     def __init__(
         self,
@@ -75,9 +102,10 @@ class Pusher:
         self._groups = groups
         self._adapters = adapters
         self._clients: dict[str, SamplerClient] = {}
-        self._open: dict[frozenset[tuple[str, str]], str] = {}
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="push")
-        self._lock = asyncio.Lock()
+        self._open: dict[Members, OpenGroup] = {}
+        # Most of them wait: for members to meet, or for a broadcast to leave.
+        self._threads = ThreadPoolExecutor(64, thread_name_prefix="push")
+        self._turns = Turns()
 
     async def push(self, request: trainer_pb2.PushSnapshotRequest) -> trainer_pb2.PushSnapshotResponse:
         """Pushes to all samplers of the request.
@@ -89,9 +117,20 @@ class Pusher:
             raise InvalidInput("samplers must name at least one sampler, each once", field="samplers")
         started = time.monotonic()
         deadline = started + (request.timeout_s if request.timeout_s > 0 else self._settings.transfer_timeout_s)
-        async with self._lock:
-            payload = await self._resolve(request)
-            tally = await self._deliver(payload, addresses, deadline)
+        payload = await self._resolve(request)
+        try:
+            async with AsyncExitStack() as turn:
+                try:
+                    async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                        turns = self._turns.alone() if payload.is_full else self._turns.shared()
+                        await turn.enter_async_context(turns)
+                except TimeoutError:
+                    raise Unavailable("other pushes took all the time that this one had") from None
+                tally = await self._deliver(payload, addresses, deadline)
+                await self._leave_idle()
+        finally:
+            if payload.is_full:
+                await asyncio.shield(self._queue.submit(commands.UnpinFull(payload.manifest.snapshot.snapshot_id)))
         total_s = time.monotonic() - started
         telemetry.PUSHES.labels("loaded").inc(len(tally.loaded))
         telemetry.PUSHES.labels("failed").inc(len(tally.failed))
@@ -111,8 +150,8 @@ class Pusher:
 
     async def close(self) -> None:
         """Leaves all groups and closes all channels."""
-        for group_id in self._open.values():
-            self._groups.close(group_id)
+        for group in self._open.values():
+            self._groups.close(group.group_id)
         self._open.clear()
         for client in self._clients.values():
             await client.close()
@@ -173,6 +212,9 @@ class Pusher:
         tally = Tally()
         snapshot_id = payload.manifest.snapshot.snapshot_id
         found = await asyncio.gather(*(self._present(address, snapshot_id) for address in addresses))
+        present = {(member.address, member.instance_id) for member in found if isinstance(member, Member)}
+        for key in [key for key in self._open if any(one[0] in addresses and one not in present for one in key)]:
+            self._close(key)  # a member of it is gone
         for address, member in zip(addresses, found, strict=True):
             if isinstance(member, str):
                 tally.failed[address] = member
@@ -221,21 +263,30 @@ class Pusher:
     async def _attempt(self, payload: Payload, members: list[Member], deadline: float, tally: Tally) -> str | None:
         """One try with all of `members`: puts those whose fate is known into `tally`, returns what went wrong."""
         key = frozenset((member.address, member.instance_id) for member in members)
+        lock = self._turns.of_group(key)
         try:
-            group_id = self._open.get(key) or await self._meet(key, members, deadline)
+            await asyncio.wait_for(lock.acquire(), max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            return "another push to the same samplers took all the time"
+        try:
+            group_id = await self._meet(key, members, deadline)
             await self._transfer(payload, group_id, members, deadline, tally)
+            if any(member.address in tally.failed for member in members):
+                await self._abandon(key)
         except (FoveaError, RuntimeError, TimeoutError) as error:
-            await self._abandon(key, members)
+            await self._abandon(key)
             return error.message if isinstance(error, FoveaError) else str(error) or type(error).__name__
         except asyncio.CancelledError:
-            # The broadcast may be half done: nobody can use the group again.
-            self._groups.close(self._open.pop(key, ""))
+            self._close(key)  # the broadcast may be half done: nobody can use the group again
             raise
-        if any(member.address in tally.failed for member in members):
-            await self._abandon(key, members)
+        finally:
+            lock.release()
         return None
 
-    async def _meet(self, key: frozenset[tuple[str, str]], members: list[Member], deadline: float) -> str:
+    async def _meet(self, key: Members, members: list[Member], deadline: float) -> str:
+        if (group := self._open.get(key)) is not None:
+            group.used_at = time.monotonic()
+            return group.group_id
         group_id = f"push-{uuid.uuid4().hex[:12]}"
         timeout_s = min(self._settings.join_timeout_s, max(1.0, deadline - time.monotonic()))
         world_size = 1 + sum(member.worker_count for member in members)
@@ -262,7 +313,7 @@ class Pusher:
             )
             joins.append(asyncio.ensure_future(self._client(member.address).join_transfer_group(request)))
             offset += member.worker_count
-        self._open[key] = group_id
+        self._open[key] = OpenGroup(group_id, time.monotonic())
         try:
             await asyncio.gather(opening, *joins)
         finally:
@@ -277,14 +328,20 @@ class Pusher:
         request = sampler_pb2.ReceiveSnapshotRequest(group_id=group_id, manifest=payload.manifest, timeout_s=timeout_s)
         streams = {member.address: self._client(member.address).receive_snapshot(request) for member in members}
         marks = [time.monotonic()]
+        loaded: Answers = {}
+        watching: asyncio.Future[Answers] | None = None
         try:
-            ready = await self._phase(streams, "ready", deadline, tally)
+            ready = await self._phase(streams, "ready", deadline, tally, {})
             if len(ready) < len(streams):
                 return
             marks.append(time.monotonic())
+            # One that breaks off while tensors leave is noticed at once: a broadcast over nccl would wait for it.
+            watching = asyncio.ensure_future(
+                self._phase(streams, "loaded", deadline, tally, loaded, lambda: self._groups.close(group_id))
+            )
             await asyncio.wait_for(payload.send(group_id, timeout_s), timeout_s + 5.0)
             marks.append(time.monotonic())
-            loaded = await self._phase(streams, "loaded", deadline, tally)
+            await watching
             marks.append(time.monotonic())
             self._settle(loaded, payload.manifest.snapshot, tally)
             snapshot = payload.manifest.snapshot
@@ -295,10 +352,14 @@ class Pusher:
             )
         except (RuntimeError, TimeoutError):
             # Whoever has broken off says so on its stream; the others are innocent and are tried again.
-            loaded = await self._phase(streams, "loaded", time.monotonic() + 1.0, tally, report_waiting=False)
+            if watching is not None:
+                await asyncio.wait([watching], timeout=1.0)
             self._settle(loaded, payload.manifest.snapshot, tally)
             raise
         finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.wait([watching])
             await asyncio.gather(*(stream.aclose() for stream in streams.values()), return_exceptions=True)  # type: ignore[attr-defined]
 
     async def _phase(
@@ -307,32 +368,46 @@ class Pusher:
         phase: str,
         deadline: float,
         tally: Tally,
-        report_waiting: bool = True,
-    ) -> dict[str, sampler_pb2.ReceiveSnapshotResponse]:
-        """Waits until every stream has said `phase`; those that fail go into `tally`."""
+        answers: Answers,
+        on_failure: Callable[[], None] | None = None,
+    ) -> Answers:
+        """Waits until all streams have said `phase`; what they say goes into `answers`, who fails into `tally`.
 
-        async def one(address: str) -> sampler_pb2.ReceiveSnapshotResponse | None:
+        Args:
+            on_failure: Called at the first failure, for which those that fail after it are not to blame.
+        """
+        broken = False
+
+        def fail(address: str, error: str) -> None:
+            nonlocal broken
+            if broken:
+                return
+            tally.failed[address] = error
+            if on_failure is not None:
+                broken = True
+                on_failure()
+
+        async def one(address: str) -> None:
             try:
                 response = await asyncio.wait_for(anext(streams[address]), max(0.1, deadline - time.monotonic()))
             except StopAsyncIteration:
-                tally.failed[address] = f"it ended the transfer before it was {phase}"
+                fail(address, f"it ended the transfer before it was {phase}")
             except TimeoutError:
-                if report_waiting:
-                    tally.failed[address] = f"it was not {phase} in time"
+                fail(address, f"it was not {phase} in time")
             except FoveaError as error:
-                tally.failed[address] = error.message
+                fail(address, error.message)
             else:
                 if response.WhichOneof("phase") == phase:
-                    return response
-                tally.failed[address] = f"it said {response.WhichOneof('phase')} instead of {phase}"
-            return None
+                    answers[address] = response
+                else:
+                    fail(address, f"it said {response.WhichOneof('phase')} instead of {phase}")
 
-        answers = await asyncio.gather(*(one(address) for address in streams))
-        return {address: answer for address, answer in zip(streams, answers, strict=True) if answer is not None}
+        await asyncio.gather(*(one(address) for address in streams))
+        return answers
 
     def _settle(
         self,
-        responses: dict[str, sampler_pb2.ReceiveSnapshotResponse],
+        responses: Answers,
         snapshot: weights_pb2.Snapshot,
         tally: Tally,
     ) -> None:
@@ -343,15 +418,26 @@ class Pusher:
             else:
                 tally.failed[address] = f"it received digest {response.loaded.digest}, sent was {snapshot.digest}"
 
-    async def _abandon(self, key: frozenset[tuple[str, str]], members: list[Member]) -> None:
-        group_id = self._open.pop(key, None)
-        if group_id is None:
+    async def _abandon(self, key: Members) -> None:
+        """Leaves a group, and has its members leave."""
+        if (group_id := self._close(key)) is None:
             return
-        self._groups.close(group_id)
-        leaving = (self._client(member.address).leave_transfer_group(group_id, 2.0) for member in members)
+        leaving = (self._client(address).leave_transfer_group(group_id, 2.0) for address, _ in key)
         for outcome in await asyncio.gather(*leaving, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 logger.debug("leaving %s: %s", group_id, outcome)
+
+    async def _leave_idle(self) -> None:
+        before = time.monotonic() - IDLE_S
+        for key in [key for key, group in self._open.items() if group.used_at < before]:
+            await self._abandon(key)
+
+    def _close(self, key: Members) -> str | None:
+        group = self._open.pop(key, None)
+        if group is None:
+            return None
+        self._groups.close(group.group_id)
+        return group.group_id
 
     def _client(self, address: str) -> SamplerClient:
         if address not in self._clients:

@@ -5,7 +5,7 @@ room to spare, else on the host.
 """
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,6 +56,7 @@ class SnapshotMemory:
         self._max_bytes = max_bytes
         self._held: OrderedDict[str, HeldSnapshot] = OrderedDict()
         self._newest: dict[str, str] = {}
+        self._pins: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def make_room(self, identity: weights_pb2.Snapshot, size_bytes: int) -> None:
@@ -73,7 +74,7 @@ class SnapshotMemory:
 
     def _shrink(self, max_bytes: int, kept: set[str]) -> None:
         total = sum(_global_bytes(held) for held in self._held.values())
-        for name in [name for name in self._held if name not in kept]:
+        for name in [name for name in self._held if name not in kept and not self._pins[name]]:
             if total <= max_bytes:
                 break
             total -= _global_bytes(self._held.pop(name))
@@ -102,6 +103,18 @@ class SnapshotMemory:
                 if self._held.get(held.identity.snapshot_id) is held:
                     self._held[held.identity.snapshot_id] = moved
         return bool(away)
+
+    def pin(self, snapshot_id: str) -> None:
+        """Keeps a snapshot, once more, whatever room is made meanwhile: it is being sent."""
+        with self._lock:
+            self._pins[snapshot_id] += 1
+
+    def unpin(self, snapshot_id: str) -> None:
+        """Ends one `pin`."""
+        with self._lock:
+            self._pins[snapshot_id] -= 1
+            self._pins += Counter()  # without those at zero
+            self._shrink(self._max_bytes, set(self._newest.values()))
 
     def drop(self, snapshot_id: str) -> None:
         """Forgets a snapshot; unknown ones are no error."""

@@ -131,6 +131,8 @@ class TransferGroups:
             self._own, port, None, True, timedelta(minutes=5), wait_for_workers=False, master_listen_fd=descriptor
         )
         self._open: dict[str, TransferGroup] = {}
+        self._meeting: set[str] = set()
+        self._unwanted: set[str] = set()
         self._lock = threading.Lock()
 
     @property
@@ -142,24 +144,40 @@ class TransferGroups:
         self, group_id: str, world_size: int, backend: str, join_timeout_s: float, broadcast_timeout_s: float
     ) -> TransferGroup:
         """Meets the other members; blocks. Raises RuntimeError if they do not come in time."""
-        # A client of its own: one that waits holds its connection, and other groups would wait with it.
-        timeout = timedelta(seconds=join_timeout_s)
-        store = TCPStore(self._own, self.port, None, False, timeout, wait_for_workers=False)
-        group = TransferGroup(
-            group_id, store, world_size, backend, join_timeout_s, broadcast_timeout_s, self._gloo_host
-        )
+        with self._lock:
+            self._meeting.add(group_id)
+        try:
+            # A client of its own: one that waits holds its connection, and other groups would wait with it.
+            timeout = timedelta(seconds=join_timeout_s)
+            store = TCPStore(self._own, self.port, None, False, timeout, wait_for_workers=False)
+            group = TransferGroup(
+                group_id, store, world_size, backend, join_timeout_s, broadcast_timeout_s, self._gloo_host
+            )
+        finally:
+            with self._lock:
+                self._meeting.discard(group_id)
+                wanted = group_id not in self._unwanted
+                self._unwanted.discard(group_id)
+        if not wanted:
+            group.close()
+            raise RuntimeError(f"transfer group {group_id} was given up before all had met")
         with self._lock:
             self._open[group_id] = group
         return group
 
     def get(self, group_id: str) -> TransferGroup:
-        """An open group. Raises KeyError."""
+        """An open group. Raises RuntimeError if it was closed meanwhile."""
         with self._lock:
-            return self._open[group_id]
+            group = self._open.get(group_id)
+        if group is None:
+            raise RuntimeError(f"transfer group {group_id} is closed: a member broke off")
+        return group
 
     def close(self, group_id: str) -> None:
-        """Closes a group; unknown ones are no error."""
+        """Closes a group, also one that still meets; unknown ones are no error."""
         with self._lock:
             group = self._open.pop(group_id, None)
+            if group_id in self._meeting:
+                self._unwanted.add(group_id)
         if group is not None:
             group.close()

@@ -129,8 +129,11 @@ class TrainerServiceServicer(object):
 
     def ForwardBackward(self, request_iterator, context):
         """Computes a loss; with `backward`, adds its gradients to the model's. Request: one header, then the datums.
-        Response: one output a datum in input order, then the metrics. A loss or gradient that is not finite, and a traced
-        loss that fails, is an error that, with `backward`, drops the gradients accumulated since the last step.
+        Response: one output a datum in input order, then the metrics. A loss or gradient that is not finite, a traced loss
+        that fails, and memory that runs out (RESOURCE_EXHAUSTED), is an error after which an adapter's gradients are those
+        of before the call; with all parameters trained, those accumulated since the last step are dropped. Of tensors that
+        a renderer no longer holds, FEATURE_EVICTED names in `datums` which to render again, by index, split by commas:
+        what came of the others is kept for the model's next call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -133,6 +133,20 @@ async def test_evicted_features_are_rendered_again_once(stand: Stand, rest: Rest
     assert bad["category"] == "server"
 
 
+async def test_a_batch_that_is_more_than_renderers_hold_comes_in_portions(stand: Stand, rest: Rest) -> None:
+    """The trainer keeps what it got and names what it lacks: that alone is rendered again, as many as came before."""
+    model_id = await rest.create_model()
+    lacking = ["0,1,2,3,4,5", "0,1,2,3", "2,3"]
+    stand.trainer.failures["ForwardBackward"] += [FeatureEvicted("gone", datums=named) for named in lacking]
+    data = [image_datum() for _ in range(7)]
+    good = await rest.result((await rest.forward_backward(model_id, 1, data=data)).json()["request_id"])
+    assert "error" not in good
+    assert len(stand.renderer.of("Render")) == 7 + 6 + 2 + 2
+    stand.trainer.failures["ForwardBackward"] += [FeatureEvicted("gone", datums="3")] * 3
+    bad = await rest.result((await rest.forward_backward(model_id, 2, data=data)).json()["request_id"])
+    assert bad["category"] == "server"
+
+
 async def test_renderer_that_is_away_for_a_moment_is_waited_for(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     await stand.renderer.stop()

@@ -26,7 +26,8 @@ ARGUMENTS = {
         *("--keep-gathered", "never", "--recompute", "always"),
         *("--token-budget", "160", "--logit-chunk-mib", "1"),
     ],
-    "qwen3": ["--token-budget", "48", "--join-timeout-s", "4"],
+    # No room for a second snapshot of all parameters.
+    "qwen3": ["--token-budget", "48", "--join-timeout-s", "8", "--snapshot-memory-mib", "2"],
     # One rank, which adds full gradients up by itself; several micro-batches.
     "one_rank": ["--ranks", "1", "--token-budget", "160"],
 }

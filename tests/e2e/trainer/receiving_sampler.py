@@ -32,6 +32,9 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
         self.refuse_manifest = False
         self.break_off = False
         self.lie_about_digest = False
+        self.may_join = asyncio.Event()
+        self.may_join.set()
+        self.asked_to_join = asyncio.Event()
         self._groups: dict[str, dist.ProcessGroupGloo] = {}
         self._stores: list[dist.Store] = []
 
@@ -41,6 +44,13 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
         sampler_pb2_grpc.add_SamplerServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
+
+    def restart(self) -> None:
+        """Is another instance, which knows nothing of what was before."""
+        self.instance_id = uuid.uuid4().hex
+        self.manifests.clear()
+        self._groups.clear()
+        self._stores.clear()
 
     async def stop(self) -> None:
         """Stops at once."""
@@ -59,6 +69,8 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
     ) -> sampler_pb2.JoinTransferGroupResponse:
         if self.refuse_join:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no route to the store")
+        self.asked_to_join.set()
+        await self.may_join.wait()
         self._groups[request.group_id] = await asyncio.to_thread(self._join, request)
         self.joined.append(request.group_id)
         return sampler_pb2.JoinTransferGroupResponse(instance_id=self.instance_id)

@@ -1,9 +1,11 @@
 """Snapshots arrive in samplers over gloo, whole and identical; samplers that fail do not take the others with them."""
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -160,6 +162,51 @@ async def test_sampler_that_was_restarted_joins_anew(qwen3: Bench, sampler: Rece
     sampler.manifests.clear()
     await qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address])
     assert len(sampler.joined) == 2
+
+
+async def test_a_sampler_that_does_not_come_keeps_nobody_elses_push_waiting(
+    qwen3: Bench, sampler: ReceivingSampler, second_sampler: ReceivingSampler
+) -> None:
+    model_id = await qwen3.adapter()
+    await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
+    second_sampler.may_join.clear()
+    slow = asyncio.create_task(qwen3.client.push_snapshot(f"{model_id}@1", [second_sampler.address]))
+    await second_sampler.asked_to_join.wait()
+    await qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address])
+    assert f"{model_id}@1" in sampler.received
+    assert not slow.done()
+    second_sampler.may_join.set()
+    await slow
+    assert f"{model_id}@1" in second_sampler.received
+
+
+async def test_a_full_snapshot_stays_until_its_push_is_over(qwen3: Bench, sampler: ReceivingSampler) -> None:
+    """Another is taken after the first was described and before it is broadcast, and there is room for one."""
+    model_id = await qwen3.create(None)
+    await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
+    sampler.may_join.clear()
+    pushing = asyncio.create_task(qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address]))
+    await sampler.asked_to_join.wait()
+    await _train(qwen3, model_id)
+    await qwen3.client.take_snapshot(model_id, f"{model_id}@2")
+    sampler.may_join.set()
+    response = await pushing
+    assert response.results[0].error == ""
+    with pytest.raises(NotFound, match="no longer in memory"):
+        await qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address])
+    await qwen3.client.push_snapshot(f"{model_id}@2", [sampler.address])
+
+
+async def test_groups_with_samplers_that_are_gone_are_closed(qwen3: Bench, sampler: ReceivingSampler) -> None:
+    model_id = await qwen3.adapter()
+    await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
+    rank = psutil.Process(qwen3.process.rank_pids()[0])
+    counts = []
+    for _ in range(3):
+        await qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address])
+        counts.append(len([one for one in rank.net_connections() if one.status != psutil.CONN_LISTEN]))
+        sampler.restart()
+    assert counts[2] == counts[1] == counts[0]
 
 
 async def test_snapshot_id_never_names_other_weights(qwen3: Bench) -> None:

@@ -81,3 +81,15 @@ def test_room_is_made_of_the_models_own_last_snapshot_but_not_of_others() -> Non
         memory.put(_held(name))
     memory.make_room(weights_pb2.Snapshot(snapshot_id="a@2", model_id="a"), 10)
     assert _names(memory, "a@1", "b@1") == ["b@1"]
+
+
+def test_what_is_being_sent_stays_until_it_is() -> None:
+    memory = SnapshotMemory(15)
+    memory.put(_held("a@1"))
+    memory.pin("a@1")
+    memory.make_room(weights_pb2.Snapshot(snapshot_id="a@2", model_id="a"), 10)
+    memory.put(_held("a@2"))
+    assert not memory.drop_older()
+    assert _names(memory, "a@1", "a@2") == ["a@1", "a@2"]
+    memory.unpin("a@1")
+    assert _names(memory, "a@1", "a@2") == ["a@2"]
