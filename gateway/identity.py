@@ -8,9 +8,11 @@ snapshot           <model>@<n>, never reused
 checkpoint         tinker://<model>/<segment>/<name>
 """
 
+import json
 import re
 import secrets
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from fovea.wire.errors import InvalidInput
 
@@ -19,6 +21,7 @@ SCHEME = "tinker://"
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 _SEGMENTS = (TRAINING, SAMPLER, EXTERNAL)
 INT64_MAX = 2**63 - 1
+_MOST_METADATA_BYTES = 64 * 2**10
 
 
 class Caller(NamedTuple):
@@ -104,6 +107,13 @@ def parse_path(path: str, field: str) -> CheckpointPath:
             field=field,
         )
     return CheckpointPath(*parts)
+
+
+def check_metadata(metadata: Mapping[str, Any], field: str = "user_metadata") -> None:
+    """Raises InvalidInput for more of it than is kept in memory with each thing that has some."""
+    size_bytes = len(json.dumps(metadata))
+    if size_bytes > _MOST_METADATA_BYTES:
+        raise InvalidInput(f"{field} has {size_bytes} bytes as JSON; at most {_MOST_METADATA_BYTES}", field=field)
 
 
 def check_seq_id(seq_id: int, field: str, least: int) -> int:

@@ -53,6 +53,11 @@ class Sampling:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_draining = False
 
+    @property
+    def max_context_length(self) -> int:
+        """Positions that the samplers take; 0 before one was seen."""
+        return self._samplers.info.max_context_length if self._samplers.info else 0
+
     async def open(
         self, caller: Caller, session_id: str, request_seq_id: int, base_model: str, model_path: str
     ) -> SamplingSession:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fovea.wire.errors import NotFound, SessionEnded
-from gateway.identity import Caller, new_session_id
+from gateway.identity import Caller, check_metadata, new_session_id
 from gateway.shares import Shares
 from gateway.store import models as model_rows
 from gateway.store import sessions as rows
@@ -48,6 +48,7 @@ class Sessions:
         """
         self._database.check_room()
         self._shares.check(caller.owner)
+        check_metadata({"tags": tags, "user_metadata": user_metadata}, "user_metadata with tags")
         session = Session(new_session_id(), caller.owner, request_key, tags, user_metadata, display_name)
         if not await self._database.write(lambda connection: rows.insert_session(connection, session)):
             known = await self._database.read(

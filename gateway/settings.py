@@ -47,7 +47,20 @@ class GatewaySettings(ServiceSettings):
     )
     api_key_file: Path | None = Field(None, description="A file of further such keys, one a line.")
 
-    max_body_bytes: int = Field(128 * 2**20, gt=0, description="The largest request body, before and after zstd.")
+    max_body_bytes: int = Field(
+        128 * 2**20, gt=0, description="The largest body of samples and losses, before and after zstd."
+    )
+    max_request_memory_bytes: int = Field(
+        2**30,
+        gt=0,
+        description="Memory for the bodies of all requests in progress. One owner may have as much as is free, so half"
+        " if it is alone; above that its further requests are told to wait.",
+    )
+    request_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds in which the head of a request must come, and its body begin; the body then at 16 KiB/s.",
+    )
     poll_hold_s: float = Field(
         30.0, gt=0, le=35, description="Seconds that a poll of an unfinished future is held, give or take a fifth."
     )

@@ -1,6 +1,7 @@
 """What all owners draw on, and how much of it each may have."""
 
 from collections import Counter
+from types import TracebackType
 
 from fovea.wire.errors import ResourceExhausted
 
@@ -22,24 +23,49 @@ class Shares:
         self._held: Counter[str] = Counter()
         self._total = 0
 
-    def check(self, owner: str) -> None:
-        """Raises ResourceExhausted if an owner may not take one more."""
-        free = self._capacity - self._total
-        if self._held[owner] + 1 > free:
+    def check(self, owner: str, count: int = 1) -> None:
+        """Raises ResourceExhausted if an owner may not take so many more."""
+        free = self._capacity - self._total - (count - 1)
+        if self._held[owner] + count > free:
             raise ResourceExhausted(
                 f"this owner has {self._held[owner]} {self._what}, and all have {self._total} of {self._setting} "
                 f"{self._capacity}: an owner may have as many as are free; send this again later",
                 limit=self._setting,
             )
 
-    def take(self, owner: str) -> None:
-        """Notes one more, whether it may be or not."""
-        self._held[owner] += 1
-        self._total += 1
+    def take(self, owner: str, count: int = 1) -> None:
+        """Notes so many more, whether they may be or not."""
+        self._held[owner] += count
+        self._total += count
 
-    def give(self, owner: str) -> None:
-        """Notes one less."""
-        self._held[owner] -= 1
-        self._total -= 1
+    def give(self, owner: str, count: int = 1) -> None:
+        """Notes so many less."""
+        self._held[owner] -= count
+        self._total -= count
         if not self._held[owner]:
             del self._held[owner]
+
+    def holding(self, owner: str) -> "Holding":
+        """A context that gives back at its end what was taken within it."""
+        return Holding(self, owner)
+
+
+class Holding:
+    """What one piece of an owner's work has."""
+
+    def __init__(self, shares: Shares, owner: str) -> None:
+        self._shares, self._owner, self._count = shares, owner, 0
+
+    def take(self, count: int) -> None:
+        """Takes so many more. Raises ResourceExhausted if the owner may not."""
+        self._shares.check(self._owner, count)
+        self._shares.take(self._owner, count)
+        self._count += count
+
+    def __enter__(self) -> "Holding":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._shares.give(self._owner, self._count)

@@ -70,9 +70,11 @@ class Training:
     ) -> tuple[str, str]:
         """Accepts the creation of a model; returns the future's id and the model's.
 
-        Raises NotFound, SessionEnded for the session, ResourceExhausted above the owner's share.
+        Raises NotFound, SessionEnded for the session, InvalidInput for too much metadata, ResourceExhausted above the
+        owner's share.
         """
         session = await self._sessions.require(caller, request.session_id)
+        identity.check_metadata(dict(request.user_metadata))
         self._board.check_room(caller.owner)
         number = identity.check_seq_id(request.model_seq_id, "model_seq_id", 0)
         model_id = identity.model_id(session.session_id, number)

@@ -17,6 +17,7 @@
         Unimplemented            UNIMPLEMENTED        400  user     a field or call that Fovea does not have
         Cancelled                CANCELLED            400  user     given up by the caller
         DeadlineExceeded         DEADLINE_EXCEEDED    504  server   it took too long
+            RequestTimeout       DEADLINE_EXCEEDED    408  user     the request's own bytes did not come
         Unavailable              UNAVAILABLE          503  server   a service is down; harmless calls may be repeated
             BrokenOff            UNAVAILABLE          503  server   no answer came: nobody knows what was done
             ModelLost            UNAVAILABLE          503  server   the trainer that held the model is gone
@@ -188,6 +189,13 @@ class DeadlineExceeded(FoveaError):
     reason = "DEADLINE_EXCEEDED"
     http_status = 504
     category: ClassVar[Category] = "server"
+
+
+class RequestTimeout(DeadlineExceeded):
+    """The request's own bytes did not come."""
+
+    reason, http_status = "REQUEST_TIMEOUT", 408
+    category: ClassVar[Category] = "user"
 
 
 class Unavailable(FoveaError):

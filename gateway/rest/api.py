@@ -30,6 +30,7 @@ from gateway.rest.turnstile import BulkMiddleware, Turnstile
 from gateway.sampling import Sampling
 from gateway.sessions import Sessions
 from gateway.settings import GatewaySettings
+from gateway.shares import Shares
 from gateway.training import Training
 
 
@@ -48,18 +49,18 @@ def build_api(
     custom_losses: CustomLosses,
 ) -> Starlette:
     """All routes over the use cases."""
-    endpoints = Endpoints(keys, settings.base_path.rstrip("/"))
-    limit = settings.max_body_bytes
+    memory = Shares("max_request_memory_bytes", settings.max_request_memory_bytes, "bytes of requests in progress")
+    endpoints = Endpoints(keys, settings.base_path.rstrip("/"), memory, settings.request_timeout_s)
     turnstile = Turnstile()
     # Routes are tried in order, so those that are asked thousands of times come first.
     groups: list[Routes] = [
         FutureRoutes(board, sampling, turnstile, settings),
-        SamplingRoutes(sampling, limit),
+        SamplingRoutes(sampling, settings.max_body_bytes),
         HostedRoutes(),
-        SessionRoutes(sessions, capabilities, settings.sdk_flags, limit),
+        SessionRoutes(sessions, capabilities, settings.sdk_flags),
         TrainingRoutes(training, models, sampling, settings),
-        CheckpointRoutes(checkpoints, copies, limit),
-        CustomLossRoutes(custom_losses, limit),
+        CheckpointRoutes(checkpoints, copies),
+        CustomLossRoutes(custom_losses),
         ExportRoutes(exports, settings.base_path.rstrip("/")),
     ]
     routes = [route for group in groups for route in group.routes(endpoints)]

@@ -1,7 +1,8 @@
-"""Reading request bodies: bounded, decompressed within the bound, decoded once."""
+"""Reading request bodies: bounded in bytes, time and elements before anything is built out of them, decoded once."""
 
 import asyncio
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple, TypeVar
 
 import zstandard
 from google.protobuf.message import DecodeError
@@ -10,12 +11,31 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from fovea.tinker.v1 import tinker_pb2
-from fovea.wire.errors import InvalidInput, PayloadTooLarge
+from fovea.wire.errors import InvalidInput, PayloadTooLarge, RequestTimeout
+from gateway.rest import elements
+from gateway.shares import Holding
 
 B = TypeVar("B", bound=BaseModel)
 
 PREFIX_BYTES = 4096
-_OFF_LOOP_BYTES = 2**20
+SMALL_BYTES = 256 * 2**10
+"""The limit of bodies without prompts, datums or graphs."""
+SMALL_ELEMENTS = 2**14
+_ELEMENT_BYTES = 64
+_FORWARD_BACKWARD_ELEMENTS = 2**18
+_OFF_LOOP_BYTES = 2**18
+_PIECE_BYTES = 2**20
+_WINDOW_BYTES = 2**23
+"""What RFC 8878 asks a decoder to support; a frame may name terabytes."""
+_LEAST_RATE = 16 * 2**10
+"""Bytes in a second, once a body has had its first seconds."""
+
+
+class Incoming(NamedTuple):
+    """What the body of a request may take; `request.state.incoming`."""
+
+    memory: Holding
+    patience_s: float
 
 
 class BodyTooLarge(PayloadTooLarge):
@@ -28,27 +48,59 @@ class BodyTooLarge(PayloadTooLarge):
         self.prefix = prefix
 
 
-async def read(request: Request, limit: int) -> bytes:
-    """The body's bytes. Raises BodyTooLarge as soon as it is known, InvalidInput for an encoding we do not read.
+async def read(request: Request, limit: int = SMALL_BYTES) -> bytes:
+    """The body's bytes, decompressed.
 
     What the client still sends is discarded by the server, so that the client comes to read the answer.
+
+    Raises:
+        BodyTooLarge: It has more than `limit` bytes, before or after decompression; as soon as it is known.
+        InvalidInput: It has an encoding that we do not read.
+        RequestTimeout: It does not arrive.
+        ResourceExhausted: Others fill the memory.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding not in ("identity", "zstd"):
         raise InvalidInput(f"Content-Encoding {encoding!r} is not supported; use zstd or none")
+    incoming: Incoming = request.state.incoming
     declared = int(request.headers.get("content-length") or 0)
     pieces, size = [], 0
-    async for piece in request.stream():
+    async for piece in _arriving(request, incoming.patience_s):
+        incoming.memory.take(len(piece))
         pieces.append(piece)
         size += len(piece)
         if max(size, declared) > limit:
             raise BodyTooLarge(limit, _plain_prefix(b"".join(pieces), encoding))
     body = b"".join(pieces)
-    return await _off_loop(_unzstd, body, limit) if encoding == "zstd" else body
+    return await _unzstd(body, limit, incoming.memory) if encoding == "zstd" else body
 
 
-async def parse_json(kind: type[B], body: bytes) -> B:
-    """Decodes a JSON body. Raises InvalidInput that names the first wrong fields."""
+async def _arriving(request: Request, patience_s: float) -> AsyncIterator[bytes]:
+    """The pieces of a body as they come. Raises RequestTimeout for a client that sends next to nothing."""
+    loop = asyncio.get_running_loop()
+    stream, size, began = aiter(request.stream()), 0, loop.time()
+    while True:
+        try:
+            async with asyncio.timeout_at(began + patience_s + size / _LEAST_RATE):
+                piece = await anext(stream, None)
+        except TimeoutError:
+            seen = f"{size} bytes of the body came in {loop.time() - began:.0f} s"
+            raise RequestTimeout(f"{seen}: send the request again, faster") from None
+        if piece is None:
+            return
+        size += len(piece)
+        yield piece
+
+
+async def parse_json(request: Request, kind: type[B], body: bytes, most_elements: int = SMALL_ELEMENTS) -> B:
+    """Decodes a JSON body.
+
+    Raises InvalidInput that names the first wrong fields, PayloadTooLarge for too many elements, ResourceExhausted.
+    """
+    count = elements.check_json(body, most_elements)
+    # Text with a wide character has four bytes for each of its characters.
+    width = 4 if b"\\u" in body or not body.isascii() else 1
+    request.state.incoming.memory.take(len(body) * width + count * _ELEMENT_BYTES)
     try:
         decoded: B = await _off_loop(kind.model_validate_json, body)
         return decoded
@@ -62,8 +114,9 @@ def describe(error: ValidationError) -> str:
     return "; ".join(parts)
 
 
-def parse_loosely(body: bytes) -> dict[str, Any]:
-    """The object of a JSON body whatever is in it. Raises InvalidInput if it is none."""
+def parse_loosely(body: bytes, most_elements: int = SMALL_ELEMENTS) -> dict[str, Any]:
+    """The object of a JSON body whatever is in it. Raises InvalidInput if it is none, PayloadTooLarge."""
+    elements.check_json(body, most_elements)
     try:
         # Not Python's json, which fails on deep nesting and takes lone surrogates, which nothing behind us can encode.
         value = from_json(body)
@@ -74,10 +127,13 @@ def parse_loosely(body: bytes) -> dict[str, Any]:
     return value
 
 
-async def parse_forward_backward(body: bytes) -> tinker_pb2.ForwardBackwardRequest:
-    """Decodes a protobuf body. Raises InvalidInput."""
+async def parse_forward_backward(request: Request, body: bytes) -> tinker_pb2.ForwardBackwardRequest:
+    """Decodes a protobuf body. Raises InvalidInput, PayloadTooLarge, ResourceExhausted."""
+    kind = tinker_pb2.ForwardBackwardRequest
+    count = await _off_loop(elements.check_protobuf, body, kind.DESCRIPTOR, _FORWARD_BACKWARD_ELEMENTS)
+    request.state.incoming.memory.take(len(body) + count * _ELEMENT_BYTES)
     try:
-        decoded: tinker_pb2.ForwardBackwardRequest = await _off_loop(tinker_pb2.ForwardBackwardRequest.FromString, body)
+        decoded: tinker_pb2.ForwardBackwardRequest = await _off_loop(kind.FromString, body)
         return decoded
     except DecodeError as error:
         raise InvalidInput(f"the body is not a ForwardBackwardRequest: {error}") from None
@@ -88,13 +144,13 @@ def peek_address(prefix: bytes) -> tuple[str, int] | None:
     model_id, seq_id, position = "", 0, 0
     try:
         while position < len(prefix) and not (model_id and seq_id):
-            key, position = _varint(prefix, position)
+            key, position = elements.read_varint(prefix, position)
             if key == 0x0A:
-                length, position = _varint(prefix, position)
+                length, position = elements.read_varint(prefix, position)
                 model_id = prefix[position : position + length].decode()
                 position += length
             elif key == 0x10:
-                seq_id, position = _varint(prefix, position)
+                seq_id, position = elements.read_varint(prefix, position)
             else:
                 return None
     except (IndexError, UnicodeDecodeError):
@@ -102,33 +158,28 @@ def peek_address(prefix: bytes) -> tuple[str, int] | None:
     return (model_id, seq_id) if model_id and seq_id else None
 
 
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        value |= (byte & 0x7F) << shift
-        position, shift = position + 1, shift + 7
-        if not byte & 0x80:
-            return value, position
-
-
-def _unzstd(body: bytes, limit: int) -> bytes:
+async def _unzstd(body: bytes, limit: int, memory: Holding) -> bytes:
     """Decompresses, stopping at the limit whatever the frame claims."""
+    pieces, size = [], 0
     try:
-        with zstandard.ZstdDecompressor().stream_reader(body, read_across_frames=True) as reader:
-            plain: bytes = reader.read(limit + 1)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
+        with decompressor.stream_reader(body, read_across_frames=True) as reader:
+            while piece := await asyncio.to_thread(reader.read, min(_PIECE_BYTES, limit + 1 - size)):
+                memory.take(len(piece))
+                pieces.append(piece)
+                size += len(piece)
+                if size > limit:
+                    raise BodyTooLarge(limit, pieces[0][:PREFIX_BYTES])
     except zstandard.ZstdError as error:
-        raise InvalidInput(f"the body is not zstd: {error}") from None
-    if len(plain) > limit:
-        raise BodyTooLarge(limit, plain[:PREFIX_BYTES])
-    return plain
+        raise InvalidInput(f"the body is not zstd with a window of at most {_WINDOW_BYTES} bytes: {error}") from None
+    return b"".join(pieces)
 
 
 def _plain_prefix(start: bytes, encoding: str) -> bytes:
     if encoding != "zstd":
         return start[:PREFIX_BYTES]
     try:
-        with zstandard.ZstdDecompressor().stream_reader(start) as reader:
+        with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(start) as reader:
             plain: bytes = reader.read(PREFIX_BYTES)
     except zstandard.ZstdError:
         return b""

@@ -27,8 +27,8 @@ _ACCESS_TOKEN = "x-tinker-weights-access-token"
 class CheckpointRoutes:
     """Handlers of training runs and checkpoints."""
 
-    def __init__(self, checkpoints: Checkpoints, copies: Copies, max_body_bytes: int) -> None:
-        self._checkpoints, self._copies, self._max_body_bytes = checkpoints, copies, max_body_bytes
+    def __init__(self, checkpoints: Checkpoints, copies: Copies) -> None:
+        self._checkpoints, self._copies = checkpoints, copies
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         """All of them."""
@@ -53,7 +53,7 @@ class CheckpointRoutes:
 
     async def weights_info(self, request: Request, caller: Caller) -> Response:
         """Describes the weights of a checkpoint of any kind that the caller may read."""
-        body = await parse_json(bodies.WeightsInfo, await read(request, self._max_body_bytes))
+        body = await parse_json(request, bodies.WeightsInfo, await read(request))
         checkpoint = await self._checkpoints.find(caller, body.tinker_path, "tinker_path")
         lora = checkpoint.lora
         answer: dict[str, Any] = {
@@ -112,7 +112,7 @@ class CheckpointRoutes:
 
     async def set_ttl(self, request: Request, caller: Caller) -> Response:
         """Sets or removes a checkpoint's expiry."""
-        body = await parse_json(bodies.SetTtl, await read(request, self._max_body_bytes))
+        body = await parse_json(request, bodies.SetTtl, await read(request))
         await self._checkpoints.set_ttl(caller, _path(request), body.ttl_seconds)
         return Json({"status": "updated"})
 
@@ -128,7 +128,7 @@ class CheckpointRoutes:
 
     async def copy(self, request: Request, caller: Caller) -> Response:
         """Copies a checkpoint into a training run of its own, once for each X-Idempotency-Key and place."""
-        body = await parse_json(bodies.CopyWeights, await read(request, self._max_body_bytes))
+        body = await parse_json(request, bodies.CopyWeights, await read(request))
         if body.destination_project_id is not None:
             raise Unimplemented(
                 "there are no projects here: send session_id and model_seq_id, not destination_project_id",

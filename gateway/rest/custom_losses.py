@@ -7,18 +7,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fovea.api.v1 import gateway_pb2, trainer_pb2
+from fovea.wire.custom_loss import MAX_GRAPH_BYTES
 from gateway.custom_losses import CustomLosses
 from gateway.identity import Caller
 from gateway.rest import bodies
 from gateway.rest.body import parse_json, read
 from gateway.rest.endpoint import Endpoints, Json
 
+_MOST_BYTES = 2 * MAX_GRAPH_BYTES
+"""A graph as it is kept, with whatever white space a client puts in."""
+
 
 class CustomLossRoutes:
     """Handlers of traced losses."""
 
-    def __init__(self, losses: CustomLosses, max_body_bytes: int) -> None:
-        self._losses, self._max_body_bytes = losses, max_body_bytes
+    def __init__(self, losses: CustomLosses) -> None:
+        self._losses = losses
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         """All of them."""
@@ -26,7 +30,7 @@ class CustomLossRoutes:
 
     async def create(self, request: Request, caller: Caller) -> Response:
         """Submits a loss. What it may not do fails the future."""
-        body = await parse_json(bodies.CreateCustomLoss, await read(request, self._max_body_bytes))
+        body = await parse_json(request, bodies.CreateCustomLoss, await read(request, _MOST_BYTES))
         loss = trainer_pb2.CustomLoss(
             name=body.name,
             inputs=[trainer_pb2.CustomLossInput(name=given.name, rank=given.rank) for given in body.inputs],

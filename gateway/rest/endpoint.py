@@ -18,6 +18,8 @@ from fovea.wire.errors import FoveaError, Internal
 from gateway import metrics
 from gateway.identity import Caller
 from gateway.keyring import KeyRing
+from gateway.rest.body import Incoming
+from gateway.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +59,24 @@ class Endpoints:
     Args:
         keys: Who is let in.
         prefix: In front of every path.
+        memory: Bytes for what bodies bring, while their requests are answered.
+        patience_s: Seconds that a body may take to begin.
     """
 
-    def __init__(self, keys: KeyRing, prefix: str) -> None:
+    def __init__(self, keys: KeyRing, prefix: str, memory: Shares, patience_s: float) -> None:
         self._keys = keys
         self._prefix = prefix
+        self._memory, self._patience_s = memory, patience_s
 
     def route(self, method: str, path: str, handler: Handler) -> Route:
         """A route whose caller must have a key."""
 
         async def handle(request: Request) -> Response:
-            return await handler(request, self._keys.identify(request.headers.get("x-api-key")))
+            # Before the first byte of the body is read.
+            caller = self._keys.identify(request.headers.get("x-api-key"))
+            with self._memory.holding(caller.owner) as memory:
+                request.state.incoming = Incoming(memory, self._patience_s)
+                return await handler(request, caller)
 
         return self.keyless_route(method, path, handle)
 

@@ -26,6 +26,8 @@ T = TypeVar("T")
 _PROTOBUF = "application/x-protobuf"
 _OFF_LOOP_BYTES = 2**20
 _SPREAD = 0.2
+_ACKNOWLEDGED, _ACKNOWLEDGED_BYTES = 2**16, 4 * 2**20
+"""Results that one poll says it has: as many as a client may have had unfinished."""
 _MOST_WAIT_S = 40.0
 """Clients give up at 45."""
 
@@ -49,7 +51,7 @@ class FutureRoutes:
 
         A result above the inline limit is announced by its size, to clients that take that.
         """
-        body = await parse_json(bodies.RetrieveFuture, await read(request, self._settings.max_body_bytes))
+        body = await parse_json(request, bodies.RetrieveFuture, await read(request))
         outcome = await self._board.wait(body.request_id, caller.owner, self._hold_s())
         await self._turnstile.enter()
         if isinstance(outcome, Pending):
@@ -66,7 +68,9 @@ class FutureRoutes:
 
     async def retrieve_many(self, request: Request, caller: Caller) -> Response:
         """What one client of a sampling session has finished since its cursor; held while there is nothing."""
-        body = await parse_json(bodies.RetrieveFutures, await read(request, self._settings.max_body_bytes))
+        body = await parse_json(
+            request, bodies.RetrieveFutures, await read(request, _ACKNOWLEDGED_BYTES), _ACKNOWLEDGED
+        )
         target = Target(body.target.sampling_session_id, body.target.cloned_sampler_id)
         await self._sampling.get(caller, target.sampling_session_id)
         await self._board.acknowledge(target, body.retrieved_request_ids)
@@ -77,7 +81,7 @@ class FutureRoutes:
 
     async def cancel(self, request: Request, caller: Caller) -> Response:
         """Stops a sample that nobody waits for; harmless for anything else."""
-        body = await parse_json(bodies.CancelFuture, await read(request, self._settings.max_body_bytes))
+        body = await parse_json(request, bodies.CancelFuture, await read(request))
         await self._board.cancel(body.request_id, caller.owner)
         return Json({"status": "cancelled"})
 

@@ -2,6 +2,7 @@
 
 import base64
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -9,13 +10,15 @@ import numpy.typing as npt
 from fovea.api.v1 import gateway_pb2, model_input_pb2, tensor_pb2
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire import tensors
-from fovea.wire.errors import InvalidInput, Unimplemented
+from fovea.wire.errors import InvalidInput, PayloadTooLarge, Unimplemented
 from fovea.wire.limits import MESSAGE_BYTES
 from gateway.rest import bodies
 from gateway.rest.provenance import check_spans
 
 _FORMATS = {"png": model_input_pb2.IMAGE_FORMAT_PNG, "jpeg": model_input_pb2.IMAGE_FORMAT_JPEG}
 _DTYPES: dict[int, np.dtype] = {tinker_pb2.DTYPE_FLOAT32: np.dtype("<f4"), tinker_pb2.DTYPE_INT64: np.dtype("<i8")}
+
+_WIDEST_BYTES = 8
 
 
 def image_format(name: str, field: str) -> "model_input_pb2.ImageFormat":
@@ -65,6 +68,14 @@ def _count(expected_tokens: int, field: str) -> int:
     if not 0 < expected_tokens < 2**31:
         raise InvalidInput(f"{field}.expected_tokens is {expected_tokens}", field=f"{field}.expected_tokens")
     return expected_tokens
+
+
+def check_dense_size(data: Sequence[tinker_pb2.Datum], most_bytes: int) -> None:
+    """Raises PayloadTooLarge for sparse tensors of a few bytes each that are more than `most_bytes` once dense."""
+    sparse = (t for datum in data for t in datum.loss_fn_inputs.values() if t.WhichOneof("encoding") == "sparse_csr")
+    size_bytes = sum(abs(math.prod(tensor.shape)) * _WIDEST_BYTES for tensor in sparse)
+    if size_bytes > most_bytes:
+        raise PayloadTooLarge(f"the sparse tensors of data have {size_bytes} bytes when dense; at most {most_bytes}")
 
 
 def datum_from_proto(datum: tinker_pb2.Datum, field: str) -> gateway_pb2.InputDatum:

@@ -1,5 +1,7 @@
 """Routes of sampling."""
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -13,6 +15,11 @@ from gateway.rest.endpoint import Endpoints, Json
 from gateway.sampling import Sampling
 
 _INT32_MAX = 2**31 - 1
+_ELEMENTS_PER_POSITION = 4
+"""Its token, and some of a target table, which has half a million cells at most."""
+_LEAST_POSITIONS = 2**18
+_MOST_SAMPLES = 2**16
+"""Far above what samplers take, who are asked later: the sequences are named at once."""
 
 
 class SamplingRoutes:
@@ -32,7 +39,7 @@ class SamplingRoutes:
 
     async def open(self, request: Request, caller: Caller) -> Response:
         """Opens a sampling session."""
-        body = await parse_json(bodies.CreateSamplingSession, await read(request, self._max_body_bytes))
+        body = await parse_json(request, bodies.CreateSamplingSession, await read(request))
         sampling = await self._sampling.open(
             caller, body.session_id, body.sampling_session_seq_id, body.base_model or "", body.model_path or ""
         )
@@ -40,7 +47,7 @@ class SamplingRoutes:
 
     async def join(self, request: Request, caller: Caller) -> Response:
         """Numbers a copy of a sampling client, so that its samples never have the ids of another copy's."""
-        body = await parse_json(bodies.JoinSamplingSession, await read(request, self._max_body_bytes))
+        body = await parse_json(request, bodies.JoinSamplingSession, await read(request))
         number = await self._sampling.join(caller, body.sampling_session_id)
         return Json({"type": "join_sampling_session", "client_counter": number})
 
@@ -53,21 +60,21 @@ class SamplingRoutes:
     async def sample(self, request: Request, caller: Caller) -> Response:
         """Submits a sample."""
         blob = await read(request, self._max_body_bytes)
+        most_elements = _ELEMENTS_PER_POSITION * max(self._sampling.max_context_length, _LEAST_POSITIONS)
         rejection: FoveaError | None = None
         message = gateway_pb2.SampleTokensRequest()
         try:
-            body = await parse_json(bodies.Sample, blob)
+            body = await parse_json(request, bodies.Sample, blob, most_elements)
             session_id, seq_id = body.sampling_session_id, body.seq_id
             _fill(body, message)
         except (InvalidInput, Unimplemented) as error:
-            session_id, seq_id = _address(blob, error)
+            session_id, seq_id = _address(parse_loosely(blob, most_elements), error)
             rejection = error
         future_id, sequence_ids = await self._sampling.submit(caller, session_id, seq_id, message, rejection)
         return Json({"request_id": future_id, "sample_sequence_ids": sequence_ids})
 
 
-def _address(blob: bytes, error: FoveaError) -> tuple[str, int]:
-    body = parse_loosely(blob)
+def _address(body: dict[str, Any], error: FoveaError) -> tuple[str, int]:
     session_id, seq_id = body.get("sampling_session_id"), body.get("seq_id")
     if not isinstance(session_id, str) or isinstance(seq_id, bool) or not isinstance(seq_id, int):
         raise error
@@ -81,6 +88,8 @@ def _fill(body: bodies.Sample, message: gateway_pb2.SampleTokensRequest) -> None
     if body.record_stability_info:
         raise Unimplemented("record_stability_info is not supported", field="record_stability_info")
     message.sampling_session_id = body.sampling_session_id
+    if body.num_samples > _MOST_SAMPLES:
+        raise InvalidInput(f"num_samples is {body.num_samples}; {_MOST_SAMPLES} is the most", field="num_samples")
     message.sample_count = _int32(body.num_samples, "num_samples")
     message.prompt_logprobs = bool(body.prompt_logprobs)
     message.top_prompt_logprobs = _int32(body.topk_prompt_logprobs, "topk_prompt_logprobs")

@@ -31,11 +31,8 @@ _FLAGS = {
 class SessionRoutes:
     """Handlers of sessions."""
 
-    def __init__(
-        self, sessions: Sessions, capabilities: Capabilities, flags: dict[str, Any], max_body_bytes: int
-    ) -> None:
-        self._sessions, self._capabilities = sessions, capabilities
-        self._flags, self._max_body_bytes = flags, max_body_bytes
+    def __init__(self, sessions: Sessions, capabilities: Capabilities, flags: dict[str, Any]) -> None:
+        self._sessions, self._capabilities, self._flags = sessions, capabilities, flags
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         """All of them."""
@@ -54,17 +51,17 @@ class SessionRoutes:
 
     async def client_config(self, request: Request, caller: Caller) -> Response:
         """Flags of the client; those not named keep the SDK's defaults."""
-        await read(request, self._max_body_bytes)
+        await read(request)
         return Json(_FLAGS | self._flags)
 
     async def dynamic_config(self, request: Request, caller: Caller) -> Response:
         """Flags that are read again and again: cancel_future works here."""
-        await read(request, self._max_body_bytes)
+        await read(request)
         return Json({"sample_cancel_enabled": True})
 
     async def create(self, request: Request, caller: Caller) -> Response:
         """Opens a session, once for each X-Idempotency-Key."""
-        body = await parse_json(bodies.CreateSession, await read(request, self._max_body_bytes))
+        body = await parse_json(request, bodies.CreateSession, await read(request))
         key = request.headers.get("x-idempotency-key")
         if body.project_id is not None:
             raise Unimplemented("project_id: Fovea has no projects; leave it out", field="project_id")
@@ -73,13 +70,13 @@ class SessionRoutes:
 
     async def heartbeat(self, request: Request, caller: Caller) -> Response:
         """Keeps a session alive; 410 once it is over."""
-        body = await parse_json(bodies.Heartbeat, await read(request, self._max_body_bytes))
+        body = await parse_json(request, bodies.Heartbeat, await read(request))
         await self._sessions.require(caller, body.session_id)
         return Json({"type": "session_heartbeat"})
 
     async def finish(self, request: Request, caller: Caller) -> Response:
         """Ends a session."""
-        body = await parse_json(bodies.FinishSession, await read(request, self._max_body_bytes))
+        body = await parse_json(request, bodies.FinishSession, await read(request))
         session_id = request.path_params["session_id"]
         await self._sessions.finish(caller, session_id, body.reason.type, body.detail)
         return Json({"status": "finished"})
@@ -109,8 +106,7 @@ class SessionRoutes:
         return Json({"supported_models": [model]})
 
     async def telemetry(self, request: Request, caller: Caller) -> Response:
-        """Accepts what clients report, and keeps none of it."""
-        await read(request, self._max_body_bytes)
+        """Accepts what clients report, and reads none of it: the server discards it."""
         return Json({"status": "accepted"})
 
 

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from fovea.api.v1 import gateway_pb2, trainer_pb2, weights_pb2
 from fovea.tinker.v1 import tinker_pb2
-from fovea.wire.errors import FoveaError, InvalidInput, NotFound, SessionEnded, Unimplemented
+from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, SessionEnded, Unimplemented
 from gateway.identity import Caller
 from gateway.models import Models
 from gateway.rest import bodies, inputs
@@ -58,7 +58,7 @@ class TrainingRoutes:
 
     async def create_model(self, request: Request, caller: Caller) -> Response:
         """Submits a fresh model."""
-        body = await parse_json(bodies.CreateModel, await self._read(request))
+        body = await parse_json(request, bodies.CreateModel, await read(request))
         self._sampling.check_base_model(body.base_model)
         message = gateway_pb2.SubmitCreateModelRequest(
             session_id=body.session_id,
@@ -77,7 +77,7 @@ class TrainingRoutes:
 
     async def get_info(self, request: Request, caller: Caller) -> Response:
         """Describes a model."""
-        body = await parse_json(bodies.GetInfo, await self._read(request))
+        body = await parse_json(request, bodies.GetInfo, await read(request))
         model = await self._models.get(caller, body.model_id)
         data = {
             "arch": "vision-language model",
@@ -99,13 +99,13 @@ class TrainingRoutes:
     async def forward_backward(self, request: Request, caller: Caller) -> Response:
         """Submits a loss. A refused body still uses up its seq_id: later requests must not wait for it."""
         try:
-            blob = await self._read(request)
+            blob = await read(request, self._settings.max_body_bytes)
         except BodyTooLarge as error:
             await self._use_up(caller, error.prefix, error)
             raise
         try:
-            body = await parse_forward_backward(blob)
-        except InvalidInput as error:
+            body = await parse_forward_backward(request, blob)
+        except (InvalidInput, PayloadTooLarge) as error:
             await self._use_up(caller, blob[:PREFIX_BYTES], error)
             raise
         header = gateway_pb2.SubmitForwardBackwardHeader(
@@ -122,10 +122,10 @@ class TrainingRoutes:
             with suppress(NotFound, InvalidInput, SessionEnded):
                 await self._training.submit_forward_backward(caller, header, [], error)
 
-    @staticmethod
     def _content(
-        body: tinker_pb2.ForwardBackwardRequest, header: gateway_pb2.SubmitForwardBackwardHeader
+        self, body: tinker_pb2.ForwardBackwardRequest, header: gateway_pb2.SubmitForwardBackwardHeader
     ) -> list[gateway_pb2.InputDatum]:
+        inputs.check_dense_size(body.data, self._settings.max_body_bytes)
         config, header.custom_loss_id = inputs.loss_config_from_proto(body)
         header.loss_config.update(config)
         return [inputs.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
@@ -148,12 +148,12 @@ class TrainingRoutes:
 
     async def load_weights(self, request: Request, caller: Caller) -> Response:
         """Submits a load: into a model that it makes (form A), or into one that exists (form B)."""
-        blob = await self._read(request)
+        blob = await read(request)
         if parse_loosely(blob).get("session_id") is None:
             return await self._submit(
                 request, caller, bodies.LoadWeights, gateway_pb2.SubmitLoadStateRequest, _load_weights, blob
             )
-        body = await parse_json(bodies.LoadWeights, blob)
+        body = await parse_json(request, bodies.LoadWeights, blob)
         if body.model_seq_id is None or body.model_id is not None or body.seq_id is not None:
             raise InvalidInput("send session_id with model_seq_id, or model_id with seq_id", field="model_seq_id")
         self._sampling.check_base_model(body.base_model or self._settings.model_name)
@@ -185,12 +185,12 @@ class TrainingRoutes:
         blob: bytes | None = None,
     ) -> Response:
         """Decodes as far as model and seq_id; whatever is wrong beyond them fails the future instead."""
-        blob = await self._read(request) if blob is None else blob
+        blob = await read(request) if blob is None else blob
         model_id, seq_id = _address(parse_loosely(blob))
         message = message_kind(model_id=model_id, seq_id=seq_id)
         rejection: FoveaError | None = None
         try:
-            fill(await parse_json(kind, blob), message)
+            fill(await parse_json(request, kind, blob), message)
         except (InvalidInput, Unimplemented) as error:
             rejection = error
         return Json({"request_id": await self._training.submit(caller, message, rejection), "model_id": model_id})
@@ -207,9 +207,6 @@ class TrainingRoutes:
             train_unembedding=config.train_unembed,
             train_vision=self._settings.train_vision,
         )
-
-    async def _read(self, request: Request) -> bytes:
-        return await read(request, self._settings.max_body_bytes)
 
 
 def _address(body: dict[str, Any]) -> tuple[str, int]:

@@ -1,0 +1,143 @@
+"""Small bodies that would need much memory: refused before it is spent, at the expense of nobody else."""
+
+import asyncio
+import resource
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import zstandard
+
+from fovea.tinker.v1 import tinker_pb2
+from tests.contract.gateway.conftest import Stand, eventually
+from tests.contract.gateway.requests import PROTOBUF, Rest
+from tests.contract.gateway.valid_bodies import Bodies
+
+ZSTD = {"Content-Type": "application/json", "Content-Encoding": "zstd"}
+_MIB = 2**20
+
+
+def zstd(*pieces: tuple[bytes, int]) -> bytes:
+    """A frame of each piece repeated so many times."""
+    compressor = zstandard.ZstdCompressor(level=9).compressobj()
+    out = []
+    for piece, count in pieces:
+        many, rest = divmod(count, 10_000)
+        out += [compressor.compress(piece * 10_000) for _ in range(many)]
+        out.append(compressor.compress(piece * rest))
+    return b"".join([*out, compressor.flush()])
+
+
+def peak_mib() -> int:
+    """The most memory that this process, the gateway's too, ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+async def test_a_bomb_of_tokens_costs_its_bytes_and_no_more(rest: Rest, made: Bodies) -> None:
+    start = b'{"sampling_session_id":"%b","seq_id":1,"sampling_params":{},' % made.sampling_id.encode()
+    prompt = b'"prompt":{"chunks":[{"type":"encoded_text","tokens":['
+    body = zstd((start + prompt, 1), (b"1,", 60_000_000), (b"1]}]}}", 1))
+    assert len(body) < 20_000
+    before = peak_mib()
+    response = await rest.http.post("asample", content=body, headers=ZSTD)
+    assert response.status_code == 413
+    assert "elements; at most" in response.json()["detail"]
+    assert peak_mib() - before < 600, "120 MB of text, twice over while its pieces are put together"
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("create_session", b'"user_metadata":{"a":[%b0]}'),
+        ("create_session", b'"tags":[%b"a"]'),
+        ("create_model", b'"session_id":"a","model_seq_id":0,"base_model":"b","user_metadata":{"a":[%b0]}'),
+        ("save_weights", b'"model_id":"a","seq_id":1,"path":[%b0]'),
+        ("optim_step", b'"model_id":"a","seq_id":1,"optimizer_params":{"a":[%b0]}'),
+        ("retrieve_futures", b'"target":{"sampling_session_id":"a"},"retrieved_request_ids":[%b"a"]'),
+        ("create_custom_loss", b'"session_id":"a","custom_loss_seq_id":0,"name":"n","inputs":[],"graph":{"a":[%b0]}'),
+    ],
+)
+async def test_every_route_has_a_limit_of_its_own(rest: Rest, route: str, fields: bytes) -> None:
+    for count in 100_000, 8_000_000:
+        head, _, tail = fields.partition(b"%b")
+        filling = b'"a",' if tail.startswith(b'"a"') else b"[],"
+        body = zstd((b"{" + head, 1), (filling, count), (tail + b"}", 1))
+        response = await rest.http.post(route, content=body, headers=ZSTD)
+        assert response.status_code == 413, response.text
+
+
+async def test_a_window_of_terabytes_is_not_allocated(rest: Rest) -> None:
+    # Frame header: magic, no content size and no single segment, window descriptor of 2^41 bytes; an empty last block.
+    frame = b"\x28\xb5\x2f\xfd\x00" + bytes([31 << 3]) + b"\x01\x00\x00"
+    response = await rest.http.post("create_session", content=frame, headers=ZSTD)
+    assert response.status_code == 400
+    assert "window" in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "filling",
+    [b"\x1a\x00", b"\x1a\x02\x0a\x00", b"\x1a\x04\x1a\x02\x0a\x00", b"\x3a\x00"],
+    ids=["datums", "chunks", "spans", "settings"],
+)
+async def test_a_loss_is_counted_before_it_is_built(rest: Rest, made: Bodies, filling: bytes) -> None:
+    head = tinker_pb2.ForwardBackwardRequest(model_id=made.model_id, seq_id=1).SerializeToString()
+    body = zstd((head, 1), (filling, 2_000_000))
+    headers = {"Content-Type": PROTOBUF, "Content-Encoding": "zstd"}
+    response = await rest.http.post("forward_backward", content=body, headers=headers)
+    assert response.status_code == 413
+    assert "fields" in response.json()["detail"]
+    failed = await rest.result(f"{made.model_id}:1")
+    assert failed["reason"] == "PAYLOAD_TOO_LARGE", "the number is used up: later commands do not wait for it"
+
+
+async def test_sparse_tensors_are_counted_as_they_will_be(rest: Rest, made: Bodies) -> None:
+    request = tinker_pb2.ForwardBackwardRequest(model_id=made.model_id, seq_id=1, loss_fn="cross_entropy")
+    for _ in range(64):
+        tensor = request.data.add().loss_fn_inputs["weights"]
+        tensor.dtype = tinker_pb2.DTYPE_INT64
+        tensor.shape.extend([1, 4 * _MIB // 8])
+        tensor.sparse_csr.crow_indices = bytes(16)
+    response = await rest.send(request.SerializeToString())
+    failed = await rest.result(response.json()["request_id"])
+    assert (failed["reason"], failed["category"]) == ("PAYLOAD_TOO_LARGE", "user")
+
+
+async def _trickle(count: int, closing: asyncio.Event) -> AsyncIterator[bytes]:
+    for _ in range(count):
+        yield b" " * 65536
+    await closing.wait()
+
+
+async def test_one_owner_does_not_fill_the_memory_of_all(stand: Stand) -> None:
+    await stand.stop()
+    await stand.start(max_request_memory_bytes=8 * _MIB, api_key=["tml-one", "tml-two"])
+    closing = asyncio.Event()
+    async with stand.http("tml-one") as one, stand.http("tml-two") as two:
+
+        async def status(http: httpx.AsyncClient, size_bytes: int) -> int:
+            return (await http.post("asample", content=b" " * size_bytes)).status_code
+
+        async def is_refused() -> bool:
+            return await status(one, 3 * _MIB // 2) == 429
+
+        held = asyncio.create_task(one.post("asample", content=_trickle(24, closing)))
+        await eventually(is_refused)
+        assert await status(two, _MIB // 2) == 400, "somebody else's request is read"
+        closing.set()
+        assert (await held).status_code == 400
+        assert await status(one, 3 * _MIB // 2) == 400, "all was given back"
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(stand: Stand) -> None:
+    await stand.stop()
+    await stand.start(request_timeout_s=0.3)
+    async with stand.http() as http:
+        response = await http.post("create_session", content=_trickle(0, asyncio.Event()))
+    assert response.status_code == 408
+    assert response.json()["reason"] == "REQUEST_TIMEOUT"
+
+
+async def test_metadata_that_is_kept_in_memory_is_small(stand: Stand, rest: Rest) -> None:
+    response = await rest.post("create_session", tags=[], user_metadata={"a": "b" * 70_000})
+    assert response.status_code == 400
+    assert "user_metadata" in response.json()["detail"]
