@@ -2,14 +2,14 @@
 
 import asyncio
 import resource
-from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 import zstandard
 
 from fovea.tinker.v1 import tinker_pb2
-from tests.contract.gateway.conftest import KEY, Stand, eventually
+from fovea.wire.errors import ResourceExhausted
+from gateway.shares import Shares
+from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.requests import PROTOBUF, Rest
 from tests.contract.gateway.valid_bodies import Bodies
 
@@ -102,30 +102,26 @@ async def test_sparse_tensors_are_counted_as_they_will_be(rest: Rest, made: Bodi
     assert (failed["reason"], failed["category"]) == ("PAYLOAD_TOO_LARGE", "user")
 
 
-async def _trickle(count: int, closing: asyncio.Event) -> AsyncIterator[bytes]:
-    for _ in range(count):
-        yield b" " * 65536
-    await closing.wait()
-
-
 async def test_one_owner_does_not_fill_the_memory_of_all(stand: Stand) -> None:
     await stand.stop()
-    await stand.start(max_request_memory_bytes=8 * _MIB, api_key=["tml-one", "tml-two"])
-    closing = asyncio.Event()
-    async with stand.http("tml-one") as one, stand.http("tml-two") as two:
+    await stand.start(max_request_memory_bytes=8 * _MIB)
+    async with stand.http() as http:
+        response = await http.post("asample", content=b" " * 5 * _MIB)
+        assert response.status_code == 429
+        assert "max_request_memory_bytes" in response.json()["detail"]
+        for _ in range(8):  # what a request took is given back, whether it was answered or refused
+            assert (await http.post("asample", content=b" " * _MIB)).status_code == 400
 
-        async def status(http: httpx.AsyncClient, size_bytes: int) -> int:
-            return (await http.post("asample", content=b" " * size_bytes)).status_code
 
-        async def is_refused() -> bool:
-            return await status(one, 3 * _MIB // 2) == 429
-
-        held = asyncio.create_task(one.post("asample", content=_trickle(24, closing)))
-        await eventually(is_refused)
-        assert await status(two, _MIB // 2) == 400, "somebody else's request is read"
-        closing.set()
-        assert (await held).status_code == 400
-        assert await status(one, 3 * _MIB // 2) == 400, "all was given back"
+def test_bytes_are_shared_as_everything_is() -> None:
+    shares = Shares("memory", 100, "bytes")
+    with shares.holding("one") as first, shares.holding("two") as second:
+        first.take(40)
+        with pytest.raises(ResourceExhausted, match="memory 100"):
+            first.take(20)
+        second.take(25)
+    with shares.holding("one") as again:
+        again.take(50)
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for(stand: Stand) -> None:
