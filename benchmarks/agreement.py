@@ -30,8 +30,8 @@ _FEW_TOKENS = 16
 """Of a sample at another temperature than 1, and twice as many of its prompt; its picture has _SMALL_SIDE pixels."""
 _FEW_SAMPLES = 2
 _SMALL_SIDE = 64
-_SLICE = 16384
-"""Token ids that the trainer is asked for at once."""
+_DATUM_BYTES = 3 * 2**20
+"""Of the targets and weights of one datum: a gateway takes 4 MiB, all else included."""
 Logprobs = npt.NDArray[np.float64]
 
 
@@ -116,12 +116,13 @@ def score(
 def tempered_logprobs(training: tinker.TrainingClient, one: Drawn, vocabulary_size: int) -> Logprobs:
     """The trainer's log softmax(z / T) of sampled tokens, from its log-probabilities of all tokens at temperature 1."""
     pending = []
-    for start in range(0, vocabulary_size, _SLICE):
-        ids = np.arange(start, min(start + _SLICE, vocabulary_size))
+    rows = one.prompt.length + len(one.tokens) - 1
+    slice_size = max(1, _DATUM_BYTES // (rows * (np.int64().itemsize + np.float32().itemsize)))
+    for start in range(0, vocabulary_size, slice_size):
+        ids = np.arange(start, min(start + slice_size, vocabulary_size))
         pending.append(training.forward([_with_targets(one, ids)], "cross_entropy"))
     count = len(one.tokens)
     parts = [np.asarray(future.result(600).loss_fn_outputs[0]["logprobs"].data, np.float64) for future in pending]
-    rows = one.prompt.length + count - 1
     scaled = np.concatenate([part.reshape(rows, -1)[-count:] for part in parts], axis=1) / one.temperature
     peaks = scaled.max(axis=1, keepdims=True)
     normalizers = peaks + np.log(np.exp(scaled - peaks).sum(axis=1, keepdims=True))
