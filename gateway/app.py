@@ -5,9 +5,11 @@ import contextlib
 import itertools
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -31,6 +33,7 @@ from gateway.keyring import KeyRing
 from gateway.leftovers import Leftovers
 from gateway.models import Models
 from gateway.rest.api import build_api
+from gateway.rest.connections import Connection, Connections
 from gateway.routing.renderers import Renderers
 from gateway.routing.samplers import Samplers
 from gateway.routing.snapshots import Snapshots
@@ -314,8 +317,10 @@ class Gateway:
             self.settings, self.keys, self.sessions, self.capabilities, self.models, self.training, self.sampling,
             self.board, self.checkpoints, self.copies, self.exports, self.custom_losses,
         )  # fmt: skip
+        connections = Connections(self._most_connections(), self.settings.request_timeout_s)
         return uvicorn.Config(
             self._door.guard(api),
+            http=partial(Connection, connections=connections),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -323,6 +328,10 @@ class Gateway:
             timeout_graceful_shutdown=int(self.settings.drain_s) + 1,
             backlog=4096,
         )
+
+    def _most_connections(self) -> int:
+        """Half of the files that this process may open at most: the rest is for services, database and storage."""
+        return min(self.settings.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class _RestServer(uvicorn.Server):

@@ -61,6 +61,12 @@ class GatewaySettings(ServiceSettings):
         gt=0,
         description="Seconds in which the head of a request must come, and its body begin; the body then at 16 KiB/s.",
     )
+    max_connections: int = Field(
+        16_384,
+        gt=0,
+        description="REST connections at once, and at most half of the files that the process may open. Above that, a"
+        " new one takes the place of the one that has been idle for longest.",
+    )
     poll_hold_s: float = Field(
         30.0, gt=0, le=35, description="Seconds that a poll of an unfinished future is held, give or take a fifth."
     )

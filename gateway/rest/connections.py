@@ -1,0 +1,164 @@
+"""The connections of REST clients, before any of them is known: how many, how long and how much they may keep us.
+
+uvicorn's protocol with what it leaves out. A connection counts as idle while it has no request in progress: requests
+are let in by their key before a byte of their body is read, so whoever is not idle is a caller of ours.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import service_unavailable
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+logger = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 * 2**10
+"""Of a request's line and headers together, of a chunk's extension, of trailers."""
+MAX_HEADERS = 128
+MAX_PIPELINED = 16
+RESERVE = 64
+"""Connections above the limit, so that whoever asks for our health is answered while all others are at work."""
+_ALIVE = b"/healthz"
+_SAY_EVERY_S = 1.0
+
+
+class Connections:
+    """All connections of one server.
+
+    Above `most`, each new one takes the place of the one that has been idle for longest; if none is idle, it may only
+    ask for our health.
+
+    Args:
+        most: How many may be open at once.
+        timeout_s: Seconds in which a request's head must be complete, and what follows an answer read.
+    """
+
+    def __init__(self, most: int, timeout_s: float) -> None:
+        self.most, self.timeout_s = most, timeout_s
+        self.open: set[Connection] = set()
+        self.idle: OrderedDict[Connection, None] = OrderedDict()
+        self._closed = 0
+        self._said_at = -_SAY_EVERY_S
+
+    def admit(self, connection: "Connection") -> None:
+        """Counts a new connection, and makes room for it."""
+        self.open.add(connection)
+        if len(self.open) > self.most and self.idle:
+            oldest, _ = self.idle.popitem(last=False)
+            oldest.drop(f"{self.most} connections are open")
+        connection.is_in_reserve = len(self.open) > self.most
+        if len(self.open) > self.most + RESERVE:
+            connection.drop(f"{self.most} connections are at work")
+        else:
+            self.idle[connection] = None
+
+    def leave(self, connection: "Connection") -> None:
+        """Forgets a connection."""
+        self.open.discard(connection)
+        self.idle.pop(connection, None)
+
+    def note_drop(self, reason: str) -> None:
+        """Says once a second what was closed, however many there are."""
+        self._closed += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._said_at >= _SAY_EVERY_S:
+            logger.warning("closed %d connections, the last one because %s", self._closed, reason)
+            self._closed, self._said_at = 0, now
+
+
+class Connection(HttpToolsProtocol):
+    """One connection, with limits."""
+
+    def __init__(self, *args: Any, connections: Connections, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._all = connections
+        self._unread_bytes = 0  # since something of a body came, which the application bounds
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_whole = True
+        self.is_in_reserve = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to wait for the first request."""
+        super().connection_made(transport)
+        self._wait("no request came")
+        self._all.admit(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends."""
+        self._stop_waiting()
+        self._all.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads on, unless what came is the endless head of a request, or its endless tail."""
+        if self.transport.is_closing():
+            return
+        self._unread_bytes += len(data)
+        super().data_received(data)
+        if self._unread_bytes > MAX_HEAD_BYTES:
+            self.drop(f"a head had more than {MAX_HEAD_BYTES} bytes")
+        elif self in self._all.idle and self._timer is None:
+            self._wait("the head of a request did not come")
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._is_whole = False
+        if self._timer is None:
+            self._wait("the head of a request did not come")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keeps a header; what it raises ends the connection with a 400. Trailers are headers too."""
+        if len(self.headers) >= MAX_HEADERS:
+            raise ValueError("too many headers")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Hands a request to the application."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many requests at once")
+        self._stop_waiting()
+        self._unread_bytes = 0
+        self._all.idle.pop(self, None)
+        is_refused = self.is_in_reserve and not self.url.partition(b"?")[0].endswith(_ALIVE)
+        self.app = service_unavailable if is_refused else self.config.loaded_app
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Hands on a piece of a body."""
+        self._unread_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        self._unread_bytes = 0
+        self._is_whole = True
+        if self.cycle.response_complete:
+            self._stop_waiting()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request, or for the rest of a body that was refused."""
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._all.idle[self] = None
+            if not self._is_whole:
+                self._wait("the rest of a refused body did not come")
+
+    def drop(self, reason: str) -> None:
+        """Closes at once: whoever is here has been told nothing yet, or does not read."""
+        self._all.leave(self)
+        self._all.note_drop(reason)
+        self.transport.abort()
+
+    def _wait(self, what: str) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(self._all.timeout_s, partial(self.drop, what))
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

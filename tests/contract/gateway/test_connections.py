@@ -1,0 +1,73 @@
+"""Connections of strangers: closed when they send nothing, too much, or are too many; health is answered meanwhile."""
+
+import asyncio
+
+import pytest
+
+from gateway.rest.connections import MAX_HEAD_BYTES, MAX_HEADERS
+from tests.contract.gateway.conftest import Stand
+
+Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+async def connect(stand: Stand, data: bytes = b"") -> Pair:
+    """A bare connection that has sent something."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stand.port)
+    writer.write(data)
+    return reader, writer
+
+
+async def ending(pair: Pair) -> bytes:
+    """What comes until the server closes."""
+    received = b""
+    try:
+        async with asyncio.timeout(20):
+            while piece := await pair[0].read(65536):
+                received += piece
+    except ConnectionError:
+        pass
+    pair[1].close()
+    return received
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\r\n",
+        b"GET /api/v1/healthz HTTP/1.1\r\nHost:",
+        HEALTH + b"GET /",
+        b"POST /api/v1/create_session HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{",
+    ],
+    ids=["nothing", "lines", "half a head", "half of a second head", "half a body"],
+)
+async def test_who_sends_half_is_not_kept(stand: Stand, data: bytes) -> None:
+    await stand.stop()
+    await stand.start(request_timeout_s=0.3)
+    await ending(await connect(stand, data))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: a\r\nA: " + b"a" * 4 * MAX_HEAD_BYTES,
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 4 * MAX_HEADERS,
+        b"GET /" + b"a" * 4 * MAX_HEAD_BYTES,
+    ],
+    ids=["a long header", "many headers", "a long path"],
+)
+async def test_a_head_has_an_end(stand: Stand, data: bytes) -> None:
+    assert b"200 OK" not in await ending(await connect(stand, data))
+
+
+async def test_health_is_answered_while_idle_connections_take_all_places(stand: Stand) -> None:
+    await stand.stop()
+    await stand.start(max_connections=20)
+    idle = [await connect(stand) for _ in range(60)]
+    reader, writer = await connect(stand, HEALTH)
+    assert b"200 OK" in await asyncio.wait_for(reader.readline(), 20)
+    for pair in idle[:40]:
+        assert await ending(pair) == b"", "those that came first made room"
+    for _, other in (*idle, (reader, writer)):
+        other.close()
