@@ -43,8 +43,11 @@ class Reserve:
                 logger.error("the disk of %s is full: nothing new is accepted", self._path.parent)
             self.is_spent = True
             return
-        with self._path.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
+        finally:
+            os.close(descriptor)
         if self.is_spent:
             logger.info("there is room again on the disk of %s", self._path.parent)
         self.is_spent = False
