@@ -153,7 +153,7 @@ async def test_what_lies_on_the_disk_is_its_users_alone(tmp_path: Path) -> None:
         await open_session(stand, KEY)
         modes = {path.name: stat.filemode(path.stat().st_mode) for path in state_dir.iterdir()}
     kept = [mode for name, mode in modes.items() if name.startswith("gateway.db") and not name.endswith(".lock")]
-    assert kept == ["-rw-------"] * 3, modes  # with -wal and -shm
+    assert kept == ["-rw-------"] * 4, modes  # with -wal, -shm and .reserve
     assert modes["checkpoints"] == "drwx------"
 
 
