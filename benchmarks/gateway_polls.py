@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from multiprocessing.connection import Connection as Pipe
@@ -245,12 +245,11 @@ async def gateway(pipe: Pipe, profile: str) -> AsyncIterator[tuple[int, psutil.P
 
 async def _until_up(port: int) -> None:
     for _ in range(600):
-        try:
-            status, _ = await Connection(port).post("healthz", {})
-            if status:
+        with suppress(OSError):
+            status, _ = await Connection(port).post("session_heartbeat", {})
+            if status != 503:  # the door is open: whatever it thinks of that body
                 return
-        except OSError:
-            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
     raise RuntimeError("the gateway does not start")
 
 

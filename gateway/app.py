@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import logging
 import os
-import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import uvicorn
 
 from fovea.api.v1 import gateway_pb2_grpc
-from fovea.runtime.server import ServiceServer
+from fovea.runtime.server import ServiceServer, open_files
 from fovea.wire.errors import FoveaError, SessionEnded
 from gateway.capabilities import Capabilities
 from gateway.checkpoints import Checkpoints
@@ -27,6 +26,7 @@ from gateway.exports import Exports
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending
 from gateway.grpc_front.fields import named
+from gateway.grpc_front.limits import channel_limits
 from gateway.grpc_front.servicer import GatewayServicer
 from gateway.images import ImageShelf
 from gateway.keyring import KeyRing
@@ -123,13 +123,17 @@ class Gateway:
         self._stopping = asyncio.Event()
         self.rest_port = 0
         self.grpc = ServiceServer(
-            settings.model_copy(update={"port": settings.grpc_port}), [SERVICE], begins_traces=True, as_told=named
+            settings.model_copy(update={"port": settings.grpc_port}), [SERVICE], begins_traces=True, as_told=named,
+            options=channel_limits(settings),
+        )  # fmt: skip
+        self._door = Door(SERVICE, self.keys)
+        self._memory = Shares(
+            "max_request_memory_bytes", settings.max_request_memory_bytes, "bytes of requests in progress"
         )
-        self._door = Door(SERVICE)
         self.grpc.grpc.add_generic_rpc_handlers((self._door,))
         servicer = GatewayServicer(
             self.keys, self.sessions, self.models, self.training, self.sampling, self.board, self.capabilities,
-            self.custom_losses, ImageShelf(), settings,
+            self.custom_losses, ImageShelf(), settings, self._memory,
         )  # fmt: skip
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, self.grpc.grpc)
         self._rest = _RestServer(self._rest_config())
@@ -315,9 +319,11 @@ class Gateway:
     def _rest_config(self) -> uvicorn.Config:
         api = build_api(
             self.settings, self.keys, self.sessions, self.capabilities, self.models, self.training, self.sampling,
-            self.board, self.checkpoints, self.copies, self.exports, self.custom_losses,
+            self.board, self.checkpoints, self.copies, self.exports, self.custom_losses, self._memory,
         )  # fmt: skip
-        connections = Connections(self._most_connections(), self.settings.request_timeout_s)
+        # The other half is for gRPC, services, database and storage.
+        most = min(self.settings.max_connections, open_files() // 2)
+        connections = Connections(most, self.settings.request_timeout_s)
         return uvicorn.Config(
             self._door.guard(api),
             http=partial(Connection, connections=connections),  # type: ignore[arg-type]
@@ -328,10 +334,6 @@ class Gateway:
             timeout_graceful_shutdown=int(self.settings.drain_s) + 1,
             backlog=4096,
         )
-
-    def _most_connections(self) -> int:
-        """Half of the files that this process may open at most: the rest is for services, database and storage."""
-        return min(self.settings.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class _RestServer(uvicorn.Server):

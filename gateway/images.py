@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Callable
 
 from fovea.api.v1 import model_input_pb2
 from fovea.runtime.byte_lru import ByteLru
@@ -31,8 +32,20 @@ class ImageShelf:
         while sum(held.used_bytes for held in self._images.values()) > self._capacity_bytes:
             max(self._images.values(), key=lambda held: held.used_bytes).drop_oldest()
 
-    def inline(self, owner: str, model_input: model_input_pb2.ModelInput, field: str) -> model_input_pb2.ModelInput:
+    def inline(
+        self,
+        owner: str,
+        model_input: model_input_pb2.ModelInput,
+        field: str,
+        count: Callable[[int], None] = lambda size_bytes: None,
+    ) -> model_input_pb2.ModelInput:
         """The input with the owner's uploaded images in place of their digests, so that what is kept needs no shelf.
+
+        Args:
+            owner: Who uploaded them.
+            model_input: It is not changed.
+            field: Its name, for errors.
+            count: Told the bytes of each image before it is copied; what it raises ends this.
 
         Raises NotFound for an image that the owner did not upload or that was dropped.
         """
@@ -48,6 +61,7 @@ class ImageShelf:
             if data is None:
                 name = f"{field}.chunks[{index}].image_reference.sha256"
                 raise NotFound(f"{name} {reference.sha256} is not held: call UploadImage (again)", field=name)
+            count(len(data))
             image = model_input_pb2.ImageChunk(data=data, format=reference.format)
             if reference.HasField("expected_token_count"):
                 image.expected_token_count = reference.expected_token_count

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fovea.runtime.hosts import is_loopback
 from fovea.wire.errors import InvalidInput, Unauthenticated
@@ -110,6 +110,10 @@ class KeyRing:
         if problem := known.problem(time.time()):
             raise Unauthenticated(f"this API key {problem}")
         return Caller(known.owner)
+
+    def identify_call(self, metadata: Any) -> Caller:
+        """Who sent a gRPC call with this metadata, pairs of name and value. Raises Unauthenticated."""
+        return self.identify(dict(metadata or ()).get("x-api-key"))
 
     async def _read(self) -> None:
         self._keys = {key.key_hash: key for key in await self._database.read(rows.every)}

@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import resource
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,11 +22,21 @@ from fovea.wire.limits import MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
+
+def open_files() -> int:
+    """How many files, connections among them, this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Of one connection: a client of gRPC keeps further calls until earlier ones have ended.
+    ("grpc.max_concurrent_streams", 4096),
+    ("grpc.max_allowed_incoming_connections", open_files() // 4),
+    ("grpc.server_handshake_timeout_ms", 30_000),
 ]
 
 
@@ -36,6 +48,7 @@ class ServiceServer:
         service_names: Full names, such as `fovea.api.v1.SamplerService`; health and reflection answer for each.
         begins_traces: Whether calls that bring no trace begin one: at the door of the platform, nowhere behind it.
         as_told: Makes of each error what the caller is told.
+        options: Of gRPC's core, over `SERVER_OPTIONS`.
 
     Add servicers to `grpc` before `start`. Health is NOT_SERVING until `set_serving(True)`.
     """
@@ -46,6 +59,7 @@ class ServiceServer:
         service_names: Sequence[str],
         begins_traces: bool = False,
         as_told: Callable[[FoveaError], FoveaError] = lambda error: error,
+        options: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._settings = settings
         self._names = ["", *service_names]
@@ -55,7 +69,9 @@ class ServiceServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(begins_traces, as_told)]
         if settings.internal and (secret := service_secret()):
             interceptors.insert(0, SecretInterceptor(secret))
-        self.grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        self.grpc = grpc.aio.server(
+            interceptors=interceptors, options=list({**dict(SERVER_OPTIONS), **options}.items())
+        )
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if settings.reflection:

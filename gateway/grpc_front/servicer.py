@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
+from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc, model_input_pb2
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
 from fovea.wire.limits import MAX_IMAGE_BYTES
 from gateway.capabilities import Capabilities
@@ -16,6 +16,7 @@ from gateway.futures import records
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Pending
 from gateway.grpc_front.fields import named
+from gateway.grpc_front.limits import Weight
 from gateway.identity import Caller
 from gateway.images import ImageShelf
 from gateway.keyring import KeyRing
@@ -23,6 +24,7 @@ from gateway.models import Models
 from gateway.sampling import Sampling
 from gateway.sessions import Sessions
 from gateway.settings import GatewaySettings
+from gateway.shares import Shares
 from gateway.training import Training
 
 Context = grpc.aio.ServicerContext
@@ -46,11 +48,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         custom_losses: CustomLosses,
         images: ImageShelf,
         settings: GatewaySettings,
+        memory: Shares,
     ) -> None:
         self._keys, self._sessions, self._models, self._training = keys, sessions, models, training
         self._sampling, self._board, self._capabilities = sampling, board, capabilities
         self._custom_losses = custom_losses
-        self._images, self._settings = images, settings
+        self._images, self._settings, self._memory = images, settings, memory
 
     async def GetCapabilities(self, request: Any, context: Context) -> pb.GetCapabilitiesResponse:
         """The served model."""
@@ -93,12 +96,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         """Holds an image for later inputs."""
         caller = self._caller(context)
         sha256, data = "", bytearray()
-        async for piece in request_iterator:
-            sha256 = sha256 or piece.sha256
-            data += piece.data
-            if len(data) > MAX_IMAGE_BYTES:
-                raise PayloadTooLarge(f"an image may have {MAX_IMAGE_BYTES} bytes", field="data")
-        self._images.put(caller.owner, sha256, bytes(data))
+        with self._memory.holding(caller.owner) as memory:
+            async for piece in request_iterator:
+                sha256 = sha256 or piece.sha256
+                if len(data) + len(piece.data) > MAX_IMAGE_BYTES:
+                    raise PayloadTooLarge(f"an image may have {MAX_IMAGE_BYTES} bytes", field="data")
+                memory.take(len(piece.data))
+                data += piece.data
+            self._images.put(caller.owner, sha256, bytes(data))
         return pb.UploadImageResponse(size_bytes=len(data))
 
     async def SubmitForwardBackward(
@@ -108,22 +113,20 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         caller = self._caller(context)
         header: pb.SubmitForwardBackwardHeader | None = None
         data: list[pb.InputDatum] = []
-        size_bytes = 0
-        async for record in request_iterator:
-            size_bytes += record.ByteSize()
-            if size_bytes > self._settings.max_body_bytes:
-                raise PayloadTooLarge(f"the datums are above {self._settings.max_body_bytes} bytes in all")
-            if (record.WhichOneof("record") == "header") != (header is None):
-                raise InvalidInput("send one header, first, then the datums", field="record")
+        with self._memory.holding(caller.owner) as memory:
+            weight = Weight(self._settings.max_body_bytes, memory)
+            async for record in request_iterator:
+                weight.add(record.ByteSize())
+                if (record.WhichOneof("record") == "header") != (header is None):
+                    raise InvalidInput("send one header, first, then the datums", field="record")
+                if header is None:
+                    header = record.header
+                else:
+                    self._inline(caller, record.datum.input, f"data[{len(data)}].input", weight)
+                    data.append(record.datum)
             if header is None:
-                header = record.header
-            else:
-                field = f"data[{len(data)}].input"
-                record.datum.input.CopyFrom(self._images.inline(caller.owner, record.datum.input, field))
-                data.append(record.datum)
-        if header is None:
-            raise InvalidInput("the stream is empty; send a header first", field="header")
-        future_id = await self._training.submit_forward_backward(caller, header, data)
+                raise InvalidInput("the stream is empty; send a header first", field="header")
+            future_id = await self._training.submit_forward_backward(caller, header, data)
         return pb.SubmitForwardBackwardResponse(future_id=future_id)
 
     async def CreateCustomLoss(
@@ -181,7 +184,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> AsyncIterator[pb.SampleTokensResponse]:
         """Streams samples."""
         caller = self._caller(context)
-        request.prompt.CopyFrom(self._images.inline(caller.owner, request.prompt, "prompt"))
+        with self._memory.holding(caller.owner) as memory:
+            self._inline(caller, request.prompt, "prompt", Weight(self._settings.max_body_bytes, memory))
         async for event in self._sampling.stream(caller, request):
             yield event
 
@@ -197,6 +201,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         for record in records.split(pb.WaitFutureResponse, outcome.result):
             yield record
 
+    def _inline(self, caller: Caller, model_input: model_input_pb2.ModelInput, field: str, weight: Weight) -> None:
+        """Puts uploaded images in place of their digests."""
+        model_input.CopyFrom(self._images.inline(caller.owner, model_input, field, weight.add))
+
     def _caller(self, context: Context) -> Caller:
-        metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
-        return self._keys.identify(metadata.get("x-api-key"))
+        return self._keys.identify_call(context.invocation_metadata())

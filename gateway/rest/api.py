@@ -47,9 +47,9 @@ def build_api(
     copies: Copies,
     exports: Exports,
     custom_losses: CustomLosses,
+    memory: Shares,
 ) -> Starlette:
     """All routes over the use cases."""
-    memory = Shares("max_request_memory_bytes", settings.max_request_memory_bytes, "bytes of requests in progress")
     endpoints = Endpoints(keys, settings.base_path.rstrip("/"), memory, settings.request_timeout_s)
     turnstile = Turnstile()
     # Routes are tried in order, so those that are asked thousands of times come first.

@@ -127,6 +127,16 @@ def parse_loosely(body: bytes, most_elements: int = SMALL_ELEMENTS) -> dict[str,
     return value
 
 
+def parse_start(prefix: bytes) -> dict[str, Any]:
+    """The fields that the start of a JSON body has whole; none of what is no JSON."""
+    try:
+        # Up to a comma: a number at the very end may go on.
+        value = from_json(prefix[: prefix.rfind(b",") + 1], allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 async def parse_forward_backward(request: Request, body: bytes) -> tinker_pb2.ForwardBackwardRequest:
     """Decodes a protobuf body. Raises InvalidInput, PayloadTooLarge, ResourceExhausted."""
     kind = tinker_pb2.ForwardBackwardRequest

@@ -6,14 +6,12 @@ are let in by their key before a byte of their body is read, so whoever is not i
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Of a request's line and headers together, of a chunk's extension, of trailers."""
@@ -23,6 +21,32 @@ RESERVE = 64
 """Connections above the limit, so that whoever asks for our health is answered while all others are at work."""
 _ALIVE = b"/healthz"
 _SAY_EVERY_S = 1.0
+
+
+class Seldom(logging.Filter):
+    """Lets one warning of a kind through each second, with the number of those before it: strangers cause them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said_at: defaultdict[str, float] = defaultdict(float)
+        self._kept_back: defaultdict[str, int] = defaultdict(int)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is written. Kinds are texts before anything is filled in, so they are few."""
+        kind = record.msg
+        if record.levelno != logging.WARNING:
+            return True
+        if 0 <= record.created - self._said_at[kind] < _SAY_EVERY_S:
+            self._kept_back[kind] += 1
+            return False
+        self._said_at[kind] = record.created
+        if kept_back := self._kept_back.pop(kind, 0):
+            record.msg = f"{kind} ({kept_back} more since the last time)"
+        return True
+
+
+logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
 
 
 class Connections:
@@ -40,8 +64,6 @@ class Connections:
         self.most, self.timeout_s = most, timeout_s
         self.open: set[Connection] = set()
         self.idle: OrderedDict[Connection, None] = OrderedDict()
-        self._closed = 0
-        self._said_at = -_SAY_EVERY_S
 
     def admit(self, connection: "Connection") -> None:
         """Counts a new connection, and makes room for it."""
@@ -60,20 +82,13 @@ class Connections:
         self.open.discard(connection)
         self.idle.pop(connection, None)
 
-    def note_drop(self, reason: str) -> None:
-        """Says once a second what was closed, however many there are."""
-        self._closed += 1
-        now = asyncio.get_running_loop().time()
-        if now - self._said_at >= _SAY_EVERY_S:
-            logger.warning("closed %d connections, the last one because %s", self._closed, reason)
-            self._closed, self._said_at = 0, now
-
 
 class Connection(HttpToolsProtocol):
     """One connection, with limits."""
 
     def __init__(self, *args: Any, connections: Connections, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
+        self.logger = logger  # uvicorn's own says each bad request
         self._all = connections
         self._unread_bytes = 0  # since something of a body came, which the application bounds
         self._timer: asyncio.TimerHandle | None = None
@@ -151,7 +166,7 @@ class Connection(HttpToolsProtocol):
     def drop(self, reason: str) -> None:
         """Closes at once: whoever is here has been told nothing yet, or does not read."""
         self._all.leave(self)
-        self._all.note_drop(reason)
+        logger.warning("closed a connection because %s", reason)
         self.transport.abort()
 
     def _wait(self, what: str) -> None:

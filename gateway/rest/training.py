@@ -21,6 +21,7 @@ from gateway.rest.body import (
     parse_forward_backward,
     parse_json,
     parse_loosely,
+    parse_start,
     peek_address,
     read,
 )
@@ -148,16 +149,16 @@ class TrainingRoutes:
 
     async def load_weights(self, request: Request, caller: Caller) -> Response:
         """Submits a load: into a model that it makes (form A), or into one that exists (form B)."""
-        blob = await read(request)
-        if parse_loosely(blob).get("session_id") is None:
-            return await self._submit(
-                request, caller, bodies.LoadWeights, gateway_pb2.SubmitLoadStateRequest, _load_weights, blob
-            )
+        kind = gateway_pb2.SubmitLoadStateRequest
+        blob, fields = await self._read(request, caller, kind)
+        if fields.get("session_id") is None:
+            message = kind(**_address(fields))
+            return await self._accept(request, caller, bodies.LoadWeights, message, _load_weights, blob)
         body = await parse_json(request, bodies.LoadWeights, blob)
         if body.model_seq_id is None or body.model_id is not None or body.seq_id is not None:
             raise InvalidInput("send session_id with model_seq_id, or model_id with seq_id", field="model_seq_id")
         self._sampling.check_base_model(body.base_model or self._settings.model_name)
-        message = gateway_pb2.SubmitCreateModelRequest(
+        creation = gateway_pb2.SubmitCreateModelRequest(
             session_id=body.session_id,
             model_seq_id=body.model_seq_id,
             base_model=self._settings.model_name,
@@ -166,7 +167,7 @@ class TrainingRoutes:
             optimizer=body.optimizer,
         )
         rejection = _unsupported_load(body)
-        future_id, model_id = await self._training.submit_create(caller, message, rejection)
+        future_id, model_id = await self._training.submit_create(caller, creation, rejection)
         return Json({"request_id": future_id, "model_id": model_id})
 
     async def save_weights_external(self, request: Request, caller: Caller) -> Response:
@@ -182,18 +183,42 @@ class TrainingRoutes:
         kind: type[B],
         message_kind: Callable[..., C],
         fill: Callable[[B, C], None],
-        blob: bytes | None = None,
     ) -> Response:
         """Decodes as far as model and seq_id; whatever is wrong beyond them fails the future instead."""
-        blob = await read(request) if blob is None else blob
-        model_id, seq_id = _address(parse_loosely(blob))
-        message = message_kind(model_id=model_id, seq_id=seq_id)
+        blob, fields = await self._read(request, caller, message_kind)
+        return await self._accept(request, caller, kind, message_kind(**_address(fields)), fill, blob)
+
+    async def _read(
+        self, request: Request, caller: Caller, kind: Callable[..., Command]
+    ) -> tuple[bytes, dict[str, Any]]:
+        """A command's body and its fields. One that is too large still uses up its seq_id, if its start tells that."""
+        prefix = b""
+        try:
+            blob = await read(request)
+            prefix = blob[:PREFIX_BYTES]
+            return blob, parse_loosely(blob)
+        except PayloadTooLarge as error:
+            start = parse_start(error.prefix if isinstance(error, BodyTooLarge) else prefix)
+            with suppress(NotFound, InvalidInput, SessionEnded):
+                await self._training.submit(caller, kind(**_address(start)), error)
+            raise
+
+    async def _accept(
+        self,
+        request: Request,
+        caller: Caller,
+        kind: type[B],
+        message: C,
+        fill: Callable[[B, C], None],
+        blob: bytes,
+    ) -> Response:
         rejection: FoveaError | None = None
         try:
             fill(await parse_json(request, kind, blob), message)
         except (InvalidInput, Unimplemented) as error:
             rejection = error
-        return Json({"request_id": await self._training.submit(caller, message, rejection), "model_id": model_id})
+        future_id = await self._training.submit(caller, message, rejection)
+        return Json({"request_id": future_id, "model_id": message.model_id})
 
     def _lora(self, config: bodies.LoraConfig) -> weights_pb2.LoraConfig:
         if not -(2**31) <= config.rank < 2**31 or (config.seed is not None and not -(2**63) <= config.seed < 2**63):
@@ -209,13 +234,14 @@ class TrainingRoutes:
         )
 
 
-def _address(body: dict[str, Any]) -> tuple[str, int]:
+def _address(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields model_id and seq_id. Raises InvalidInput."""
     model_id, seq_id = body.get("model_id"), body.get("seq_id")
     if not isinstance(model_id, str) or isinstance(seq_id, bool) or not isinstance(seq_id, int):
         raise InvalidInput("model_id (text) and seq_id (whole number) are required", field="model_id")
     if not 0 <= seq_id < 2**63:
         raise InvalidInput(f"seq_id is {seq_id}", field="seq_id")
-    return model_id, seq_id
+    return {"model_id": model_id, "seq_id": seq_id}
 
 
 def _accepted(decode: Callable[[], M]) -> tuple[M | None, FoveaError | None]:

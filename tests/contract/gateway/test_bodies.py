@@ -8,6 +8,7 @@ import zstandard
 
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.errors import ResourceExhausted
+from gateway.rest.body import SMALL_BYTES, parse_start
 from gateway.shares import Shares
 from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.requests import PROTOBUF, Rest
@@ -88,6 +89,42 @@ async def test_a_loss_is_counted_before_it_is_built(rest: Rest, made: Bodies, fi
     assert "fields" in response.json()["detail"]
     failed = await rest.result(f"{made.model_id}:1")
     assert failed["reason"] == "PAYLOAD_TOO_LARGE", "the number is used up: later commands do not wait for it"
+
+
+@pytest.mark.parametrize(
+    ("route", "filling"),
+    [
+        ("optim_step", b'"adam_params":{"a":"%b"}'),
+        ("save_weights", b'"path":"%b"'),
+        ("save_weights_for_sampler", b'"user_metadata":{"a":"%b"}'),
+        ("load_weights", b'"optimizer":true,"path":"%b"'),
+        ("save_weights_external", b'"path":"%b"'),
+        ("optim_step", b'"adam_params":{"a":[%b]}'),
+    ],
+)
+async def test_a_command_that_is_too_large_is_not_waited_for(
+    rest: Rest, made: Bodies, route: str, filling: bytes
+) -> None:
+    long = b"[],[]," * 20_000 + b"[]" if b"[" in filling else b"a" * SMALL_BYTES
+    body = b'{"model_id":"%b","seq_id":1,%b}' % (made.model_id.encode(), filling % long)
+    response = await rest.http.post(route, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 413
+    failed = await rest.result(f"{made.model_id}:1")
+    assert failed["reason"] == "PAYLOAD_TOO_LARGE", "the number is used up: later commands do not wait for it"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "fields"),
+    [
+        (b'{"model_id":"a:1","seq_id":12,"path":"aaa', {"model_id": "a:1", "seq_id": 12}),
+        (b'{"model_id":"a:1","seq_id":12', {"model_id": "a:1"}),
+        (b'{"path":"a,\xff,', {}),
+        (b"[1,", {}),
+        (b"", {}),
+    ],
+)
+def test_only_what_is_whole_is_read_of_a_start(prefix: bytes, fields: dict[str, object]) -> None:
+    assert parse_start(prefix) == fields
 
 
 async def test_sparse_tensors_are_counted_as_they_will_be(rest: Rest, made: Bodies) -> None:

@@ -1,10 +1,11 @@
 """Connections of strangers: closed when they send nothing, too much, or are too many; health is answered meanwhile."""
 
 import asyncio
+import logging
 
 import pytest
 
-from gateway.rest.connections import MAX_HEAD_BYTES, MAX_HEADERS
+from gateway.rest.connections import MAX_HEAD_BYTES, MAX_HEADERS, Seldom
 from tests.contract.gateway.conftest import Stand
 
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -59,6 +60,49 @@ async def test_who_sends_half_is_not_kept(stand: Stand, data: bytes) -> None:
 )
 async def test_a_head_has_an_end(stand: Stand, data: bytes) -> None:
     assert b"200 OK" not in await ending(await connect(stand, data))
+
+
+def test_what_strangers_cause_is_said_once_a_second_each() -> None:
+    seldom, said = Seldom(), []
+    for created, level, text in [
+        (7.0, logging.WARNING, "closed because %s"),
+        (7.1, logging.WARNING, "closed because %s"),
+        (7.2, logging.WARNING, "closed because %s"),
+        (7.3, logging.WARNING, "invalid"),
+        (7.4, logging.ERROR, "failed"),
+        (7.5, logging.ERROR, "failed"),
+        (8.1, logging.WARNING, "closed because %s"),
+        (2.0, logging.WARNING, "closed because %s"),  # somebody set the clock back
+    ]:
+        record = logging.LogRecord("a", level, "", 0, text, ("b",) if "%" in text else (), None)
+        record.created = created
+        if seldom.filter(record):
+            said.append(record.getMessage())
+    assert said == [
+        "closed because b",
+        "invalid",
+        "failed",
+        "failed",
+        "closed because b (2 more since the last time)",
+        "closed because b",
+    ]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x16\x03\x01\r\n\r\n", HEALTH.replace(b"Host: a", b"Connection: upgrade\r\nUpgrade: websocket")],
+    ids=["no request", "an upgrade"],
+)
+async def test_no_bad_request_has_a_line_of_its_own(
+    stand: Stand, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    for _ in range(50):
+        reader, writer = await connect(stand, data)
+        assert await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+    own = [record for record in caplog.records if record.name.startswith("uvicorn") and record.levelno > logging.INFO]
+    assert own == []
+    assert [record for record in caplog.records if record.name == "gateway.rest.connections"]
 
 
 async def test_health_is_answered_while_idle_connections_take_all_places(stand: Stand) -> None:

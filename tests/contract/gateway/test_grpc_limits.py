@@ -1,0 +1,139 @@
+"""Limits of the gRPC API: of connections, of streams, of what comes without a key, of the memory of calls."""
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from fovea.api.v1 import gateway_pb2 as pb
+from fovea.api.v1 import gateway_pb2_grpc, model_input_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import FoveaError, PayloadTooLarge, ResourceExhausted, Unauthenticated, from_rpc_error
+from tests.contract.gateway.conftest import Stand
+from tests.contract.gateway.fakes import MODEL
+from tests.contract.gateway.test_connections import Pair, ending
+from tests.contract.gateway.test_grpc_front import KEYED, create
+
+_MIB = 2**20
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""An empty SETTINGS frame: with it a client has shaken hands."""
+_MAX_CONCURRENT_STREAMS = 3
+"""The setting's number in RFC 9113, section 6.5.2."""
+
+
+@contextlib.asynccontextmanager
+async def limited(stand: Stand, **overrides: Any) -> AsyncIterator[Any]:
+    """A stub on a gateway with other settings."""
+    await stand.stop()
+    await stand.start(**overrides)
+    assert stand.gateway is not None
+    async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:
+        yield gateway_pb2_grpc.GatewayServiceStub(channel)
+
+
+async def connect(stand: Stand, data: bytes) -> Pair:
+    """A bare connection to the gRPC port."""
+    assert stand.gateway is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", stand.gateway.grpc.port)
+    writer.write(data)
+    return reader, writer
+
+
+async def raised(call: Any) -> FoveaError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"", PREFACE], ids=["nothing", "half a handshake"])
+async def test_who_does_not_shake_hands_is_not_kept(stand: Stand, data: bytes) -> None:
+    async with limited(stand, request_timeout_s=0.3):
+        await ending(await connect(stand, data))
+
+
+async def test_connections_are_counted(stand: Stand) -> None:
+    async with limited(stand, max_connections=20) as stub:
+        await stub.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=KEYED)
+        others = [await connect(stand, PREFACE + SETTINGS) for _ in range(19)]
+        for reader, _ in others:
+            assert await asyncio.wait_for(reader.readexactly(1), 20) == b"\0", "the server's own handshake"
+        assert await ending(await connect(stand, PREFACE + SETTINGS)) == b""
+        await stub.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=KEYED)
+        for _, writer in others:
+            writer.close()
+
+
+async def test_streams_of_a_connection_are_bounded_above_what_clients_need(stand: Stand) -> None:
+    reader, writer = await connect(stand, PREFACE + SETTINGS)
+    head = await asyncio.wait_for(reader.readexactly(9), 20)
+    assert head[3] == 4, "the first frame has the server's settings"
+    body = await reader.readexactly(int.from_bytes(head[:3]))
+    pairs = [body[start : start + 6] for start in range(0, len(body), 6)]
+    settings = {int.from_bytes(pair[:2]): int.from_bytes(pair[2:]) for pair in pairs}
+    assert 2_000 < settings[_MAX_CONCURRENT_STREAMS] < 10_000
+    writer.close()
+
+
+async def test_nothing_is_waited_for_without_a_key(stand: Stand) -> None:
+    assert stand.gateway is not None
+
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:
+        for method in "CreateSession", "SubmitForwardBackward":
+            call = channel.stream_unary(f"/fovea.api.v1.GatewayService/{method}")
+            for metadata in (), (("x-api-key", "tml-wrong"),):
+                error = await raised(call(never(), timeout=20, metadata=metadata))
+                assert isinstance(error, Unauthenticated)
+
+
+def loss(model_id: str, seq_id: int, *chunks: model_input_pb2.Chunk) -> AsyncIterator[pb.SubmitForwardBackwardRequest]:
+    """A stream with a datum for each chunk."""
+
+    async def stream() -> AsyncIterator[pb.SubmitForwardBackwardRequest]:
+        header = pb.SubmitForwardBackwardHeader(model_id=model_id, seq_id=seq_id, backward=True)
+        yield pb.SubmitForwardBackwardRequest(header=header)
+        for chunk in chunks:
+            datum = pb.InputDatum(input=model_input_pb2.ModelInput(chunks=[chunk]))
+            yield pb.SubmitForwardBackwardRequest(datum=datum)
+
+    return stream()
+
+
+async def test_one_owner_does_not_fill_the_memory_of_all(stand: Stand) -> None:
+    async with limited(stand, max_request_memory_bytes=8 * _MIB) as stub:
+        _, model_id = await create(stub)
+        mib = model_input_pb2.Chunk(tokens=model_input_pb2.TokenChunk(tokens=tensors.encode_tokens([1] * (_MIB // 4))))
+        error = await raised(stub.SubmitForwardBackward(loss(model_id, 1, *[mib] * 6), metadata=KEYED))
+        assert isinstance(error, ResourceExhausted)
+        assert "max_request_memory_bytes" in error.message
+        for seq_id in 1, 2, 3:  # what a call took is given back, whether it was taken or refused
+            await stub.SubmitForwardBackward(loss(model_id, seq_id, *[mib] * 3), metadata=KEYED)
+
+
+async def test_an_uploaded_image_counts_wherever_it_is_named(stand: Stand) -> None:
+    async with limited(stand, max_body_bytes=8 * _MIB) as stub:
+        session_id, model_id = await create(stub)
+        data = bytes(_MIB)
+        sha256 = hashlib.sha256(data).hexdigest()
+
+        async def pieces() -> AsyncIterator[pb.UploadImageRequest]:
+            yield pb.UploadImageRequest(sha256=sha256, data=data)
+
+        await stub.UploadImage(pieces(), metadata=KEYED)
+        image = model_input_pb2.Chunk(image_reference=model_input_pb2.ImageReference(sha256=sha256))
+        error = await raised(stub.SubmitForwardBackward(loss(model_id, 1, *[image] * 20), metadata=KEYED))
+        assert isinstance(error, PayloadTooLarge)
+        opened = await stub.CreateSamplingSession(
+            pb.CreateSamplingSessionRequest(session_id=session_id, base_model=MODEL), metadata=KEYED
+        )
+        prompt = model_input_pb2.ModelInput(chunks=[image] * 20)
+        request = pb.SampleTokensRequest(sampling_session_id=opened.sampling_session_id, prompt=prompt)
+        assert isinstance(await raised(stub.SampleTokens(request, metadata=KEYED).read()), PayloadTooLarge)
