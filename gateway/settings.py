@@ -64,8 +64,9 @@ class GatewaySettings(ServiceSettings):
     max_connections: int = Field(
         16_384,
         gt=0,
-        description="REST connections at once, and at most half of the files that the process may open. Above that, a"
-        " new one takes the place of the one that has been idle for longest.",
+        description="REST connections at once, and at most half of the files that the process may open: above that, a"
+        " new one takes the place of the one that has been idle for longest. Also gRPC connections at once, at most a"
+        " quarter of those files: above that, new ones are closed.",
     )
     poll_hold_s: float = Field(
         30.0, gt=0, le=35, description="Seconds that a poll of an unfinished future is held, give or take a fifth."
