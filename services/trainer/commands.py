@@ -35,6 +35,11 @@ class DeleteModel:
 
 
 @dataclass(frozen=True)
+class PrepareLosses:
+    """Start what traced losses are computed with, without waiting for it; says whether all ranks have it ready."""
+
+
+@dataclass(frozen=True)
 class ForwardBackward:
     """Compute a loss. `header` and `datums` are serialized messages that were checked on rank 0; `sizes` are theirs.
 
@@ -139,6 +144,7 @@ Command = (
     | Shutdown
     | CreateModel
     | DeleteModel
+    | PrepareLosses
     | ForwardBackward
     | ClearGradients
     | OptimStep

@@ -152,6 +152,8 @@ class Engine:
                 return self._create(command)
             case commands.DeleteModel():
                 return self._delete(command)
+            case commands.PrepareLosses():
+                return self._losses.prepare()
             case commands.ForwardBackward():
                 return self._forward_backward(command)
             case commands.ClearGradients():

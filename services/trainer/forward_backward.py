@@ -152,6 +152,13 @@ class LossComputer:
         self._account = account
         self._sandbox = sandbox
 
+    def prepare(self) -> bool:
+        """Whether all ranks can compute traced losses at once; starts what is not ready. Collective.
+
+        Raises what `Sandbox.prepare` raises, on all ranks.
+        """
+        return self._control.least(int(self._control.agree(self._sandbox.prepare))) == 1
+
     def run(self, command: ForwardBackward, model: TrainedModel) -> Outcome:
         """Computes; adds to the model's gradients if `backward`. Collective.
 

@@ -22,6 +22,7 @@ from services.trainer.journal import Journal
 from services.trainer.logprob_gap import mean_gap
 from services.trainer.lora import DEFAULT_ALPHA, LoraSettings
 from services.trainer.losses import LOSS_NAMES, loss_of
+from services.trainer.losses.custom import Custom
 from services.trainer.optimizer import Adam
 from services.trainer.push import Pusher
 from services.trainer.rank import Rank
@@ -30,6 +31,9 @@ from services.trainer.sharding import dtype_name
 
 SERVICE = "fovea.api.v1.TrainerService"
 Context = grpc.aio.ServicerContext
+
+PREPARE_S = 0.1
+"""How often ranks are asked whether they can compute traced losses, until they can."""
 
 REFUSED_STREAM_S = 10.0
 """How long a client may go on sending a stream that was refused."""
@@ -44,6 +48,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._rank = rank
         self._pusher = pusher
         self._journal = Journal()
+        self._losses_prepared = False
+        self._preparing = asyncio.Lock()
         self._instance_id = uuid.uuid4().hex
 
     async def GetTrainerInfo(
@@ -89,7 +95,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         command = await asyncio.to_thread(self._checked, header, datums)
         seq_id = header.seq_id if header.backward else 0
         outcome = await self._journal.once(
-            header.model_id, seq_id, lambda: self._computed(command), lambda outcome: outcome.size_bytes
+            header.model_id, seq_id, lambda: self._computed(header, command), lambda outcome: outcome.size_bytes
         )
         for index in range(len(datums)):
             output = trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(outcome.logprobs[index])})
@@ -135,7 +141,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self._queue.submit(commands.ForgetSnapshot(request.snapshot_id))
         return trainer_pb2.ForgetSnapshotResponse()
 
-    async def _computed(self, command: commands.ForwardBackward) -> Outcome:
+    async def _computed(self, header: trainer_pb2.ForwardBackwardHeader, command: commands.ForwardBackward) -> Outcome:
+        if header.loss_function == Custom.name:
+            await self._prepare_losses()
         outcome: Outcome = await self._queue.submit(command)
         backward = str(command.backward).lower()
         telemetry.TOKENS.labels(backward).inc(sum(size.token_count for size in command.sizes))
@@ -145,6 +153,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if gap is not None and command.model_id in self._engine().models:
             telemetry.LOGPROB_GAP.labels(command.model_id).set(gap)
         return outcome
+
+    async def _prepare_losses(self) -> None:
+        """Waits for seconds before the first traced loss of all, while the ranks compute what others ask for."""
+        async with self._preparing:
+            while not self._losses_prepared:
+                self._losses_prepared = await self._queue.submit(commands.PrepareLosses())
+                if not self._losses_prepared:
+                    await asyncio.sleep(PREPARE_S)
 
     def _engine(self) -> Engine:
         self._queue.check()

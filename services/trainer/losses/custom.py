@@ -34,8 +34,6 @@ class Custom(Loss):
         self._message = message
         self._graph = custom_loss.parse(message)
         self._sandbox = sandbox
-        if sandbox:
-            sandbox.start()
         self.seconds_left = sandbox.timeout_s if sandbox else None
         first, *others = self._graph.inputs
         self.target_ranks = (first.rank,)

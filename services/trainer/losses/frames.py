@@ -8,7 +8,9 @@ Shapes: D datums, I inputs of each, M metrics, L log-probabilities of all datums
 """
 
 import math
+import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +89,32 @@ class Failure:
 
     place: int
     message: str
+
+
+def reader(link: socket.socket, deadline: float | None = None) -> Read:
+    """Reads from a link until a deadline of `time.monotonic`, or for ever.
+
+    Raises TimeoutError after the deadline, EOFError if the other side is gone, OSError.
+    """
+
+    def read(size: int) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            link.settimeout(None if deadline is None else time_left(deadline))
+            if not (count := link.recv_into(view)):
+                raise EOFError
+            view = view[count:]
+        return data
+
+    return read
+
+
+def time_left(deadline: float) -> float:
+    """Seconds until a deadline of `time.monotonic`. Raises TimeoutError after it."""
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return left
 
 
 def write_request(request: Request) -> list[bytes | memoryview]:

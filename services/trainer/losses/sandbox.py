@@ -19,16 +19,17 @@ from services.trainer.losses.frames import (
     Answer,
     Failure,
     FrameError,
-    Read,
     Request,
     read_answer,
+    reader,
+    time_left,
     write_request,
 )
 
 logger = logging.getLogger(__name__)
 
 START_S = 60.0
-"""How long torch may take to load. Nobody's graph runs meanwhile."""
+"""How long torch may take to load."""
 
 _VARIABLES = ("PATH", "LANG", "LD_LIBRARY_PATH", "TZ")
 _PREFIXES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_")
@@ -47,6 +48,8 @@ class Stopped:
 class Sandbox:
     """The process that evaluates traced losses for this rank: started when first used, new after every failure.
 
+    It ends with the thread that started it.
+
     Args:
         timeout_s: What the losses of one command may take in all.
         memory_mib: What a worker may take beyond what it starts with.
@@ -60,39 +63,46 @@ class Sandbox:
         os.ftruncate(self._progress_fd, PROGRESS.size)
         self._progress = mmap.mmap(self._progress_fd, PROGRESS.size)
         self._link: socket.socket | None = None
-        self._worker_fd = -1
+        self._deadline = 0.0
+        self._worker_fd: int | None = None  # with a link; None until the worker has told its pid
 
-    def start(self) -> None:
-        """Starts the process unless it runs; does not wait until it is ready."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        self._end_worker()
-        if self._process is not None:
-            self._control.close()
-        self._control, theirs = socket.socketpair()
-        arguments = [str(theirs.fileno()), str(os.getpid()), str(self.memory_mib), str(self.timeout_s)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "services.trainer.losses.worker", *arguments],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env=_environment(),
-        )
-        theirs.close()
+    def prepare(self, seconds: float = 0.0) -> bool:
+        """Whether a worker is ready. Starts one unless it runs, and waits for it so many seconds at most.
+
+        Raises Internal if it did not start; the next call tries again.
+        """
+        if self._worker_fd is not None and (not self._runs() or select.select([self._worker_fd], [], [], 0)[0]):
+            logger.warning("the process that evaluates custom losses was ended by somebody else")
+            self._end_worker()
+        if self._worker_fd is None:
+            try:
+                link = self._link or self._begin_worker()
+                if select.select([link], [], [], seconds)[0]:
+                    self._worker_fd = os.pidfd_open(_pid_of(link))
+                elif time.monotonic() >= self._deadline:
+                    raise TimeoutError(f"not within {START_S:g} s")
+            except (OSError, EOFError) as error:
+                self.close()
+                raise Internal(f"the process that evaluates custom losses did not start: {error}") from error
+        return self._worker_fd is not None
 
     def evaluate(self, request: Request, seconds: float) -> tuple[Answer | Failure | Stopped, float]:
         """What comes of a request within so many seconds, and how many it took.
 
-        Raises Internal if there is no process to do it; waiting for that one to start is not counted.
+        Raises what `prepare` raises; waiting for it is not counted.
         """
-        link = self._ready()
+        while not self.prepare(START_S):
+            pass
+        assert self._link is not None
+        link = self._link
         PROGRESS.pack_into(self._progress, 0, 0, 0)
         started = time.monotonic()
         deadline = started + seconds
         try:
             for part in write_request(request):
-                link.settimeout(_left(deadline))
+                link.settimeout(time_left(deadline))
                 link.sendall(part)
-            answer = read_answer(_reader(link, deadline), request)
+            answer = read_answer(reader(link, deadline), request)
         except TimeoutError:  # before OSError, of which it is one
             reason = f"was stopped: the losses of a call may take {self.timeout_s:g} s in all on this server"
         except (OSError, EOFError) as error:
@@ -118,58 +128,50 @@ class Sandbox:
             self._process.wait()
             self._process = None
 
-    def _ready(self) -> socket.socket:
-        """A link to a living worker."""
-        if self._link is not None and select.select([self._worker_fd], [], [], 0)[0]:
-            logger.warning("the process that evaluates custom losses was ended by somebody else")
-            self._end_worker()
-        if self._link is None:
-            try:
-                self._link = self._new_worker()
-            except (OSError, EOFError) as error:
-                self.close()
-                raise Internal(f"the process that evaluates custom losses did not start: {error!r}") from error
-        return self._link
-
-    def _new_worker(self) -> socket.socket:
-        self.start()
-        ours, theirs = socket.socketpair()
+    def _begin_worker(self) -> socket.socket:
+        """Asks for a worker; returns the link to it, over which it tells its pid when it is ready."""
+        if not self._runs():
+            self._start()
+        self._link, theirs = socket.socketpair()
+        self._deadline = time.monotonic() + START_S
         with theirs:
             socket.send_fds(self._control, [b"w"], [theirs.fileno(), self._progress_fd])
-        deadline = time.monotonic() + START_S
-        (pid,) = HELLO.unpack(_reader(ours, deadline)(HELLO.size))
-        self._worker_fd = os.pidfd_open(pid)
-        return ours
+        return self._link
+
+    def _runs(self) -> bool:
+        """Whether there is a process that forks workers; they end with it, if not at once."""
+        return self._process is not None and self._process.poll() is None
+
+    def _start(self) -> None:
+        """Starts the process that loads torch and forks workers; does not wait for it."""
+        if self._process is not None:
+            self._control.close()
+        self._control, theirs = socket.socketpair()
+        arguments = [str(theirs.fileno()), str(os.getpid()), str(self.memory_mib), str(self.timeout_s)]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "services.trainer.losses.worker", *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+            )
 
     def _end_worker(self) -> None:
         if self._link is not None:
             self._link.close()
+            self._link = None
+        if self._worker_fd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._worker_fd, signal.SIGKILL)
             os.close(self._worker_fd)
-            self._link = None
+            self._worker_fd = None
 
 
-def _reader(link: socket.socket, deadline: float) -> Read:
-    """Reads exactly so many bytes. Raises TimeoutError after the deadline, EOFError if the other side is gone."""
-
-    def read(size: int) -> bytearray:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            link.settimeout(_left(deadline))
-            if not (count := link.recv_into(view)):
-                raise EOFError
-            view = view[count:]
-        return data
-
-    return read
-
-
-def _left(deadline: float) -> float:
-    if (left := deadline - time.monotonic()) <= 0:
-        raise TimeoutError
-    return left
+def _pid_of(link: socket.socket) -> int:
+    """What a worker says first: few bytes, which come at once. Raises EOFError if there is none."""
+    if not (hello := link.recv(HELLO.size)):
+        raise EOFError("it ended, the trainer's log says why")
+    return int(HELLO.unpack(hello)[0])
 
 
 def _environment() -> dict[str, str]:

@@ -24,7 +24,7 @@ from fovea.wire.errors import InvalidInput
 from services.trainer.losses import operations
 from services.trainer.losses.costs import Meter
 from services.trainer.losses.evaluation import evaluate
-from services.trainer.losses.frames import HELLO, PROGRESS, Answer, Failure, Request, read_request, write_answer
+from services.trainer.losses.frames import HELLO, PROGRESS, Answer, Failure, Request, read_request, reader, write_answer
 
 _MIB = 2**20
 _PR_SET_PDEATHSIG = 1
@@ -69,7 +69,7 @@ class _Worker:
         try:
             self._link.sendall(HELLO.pack(os.getpid()))
             while True:
-                request = read_request(self._read)
+                request = read_request(reader(self._link))
                 self._limit_time()
                 for part in write_answer(self._answer(request)):
                     self._link.sendall(part)
@@ -98,15 +98,6 @@ class _Worker:
         except InvalidInput as error:
             return Failure(place, error.message)
         return Answer(losses, metrics, gradients)
-
-    def _read(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            if not (count := self._link.recv_into(view)):
-                raise EOFError
-            view = view[count:]
-        return data
 
     def _limit_time(self) -> None:
         """The rank is quicker to kill, if it lives."""

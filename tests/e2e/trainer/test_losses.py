@@ -1,20 +1,23 @@
 """Every loss through the real trainer: two ranks, several micro-batches, packing, accumulation, and what fails."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from peft import PeftModel
 
-from fovea.api.v1 import trainer_pb2
+from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.client import ForwardBackwardResult
 from fovea.wire import tensors
-from fovea.wire.errors import InvalidInput
+from fovea.wire.errors import Internal, InvalidInput
 from tests.e2e.trainer import reference
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import chunk_lists, datum, header, logprobs_of
+from tests.e2e.trainer.trainer_process import TrainerProcess
 from tests.unit.trainer import loss_references
 from tests.unit.trainer.traced import graph, node, ref, square_loss, traced
 
@@ -217,6 +220,53 @@ async def test_a_traced_loss_that_takes_too_much_costs_its_own_call(qwen3: Bench
     good = await qwen3.client.forward_backward(asked, datums * 12)
     expected = sum(float((logprobs_of(output).astype(np.float64) ** 2).sum()) for output in good.outputs)
     assert good.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+
+
+async def test_nobody_waits_for_the_first_traced_loss(qwen3: Bench) -> None:
+    """Of a trainer's life, for which torch is loaded: not while rank 1 is not ready, and not if that fails."""
+    datums = await _policy_datums(qwen3, await qwen3.adapter())
+    process = TrainerProcess(qwen3.model_dir, qwen3.scratch / "first-traced.log")
+    try:
+        client = await process.ready()
+        for model_id in ("traced", "neighbour"):
+            await client.create_model(model_id, weights_pb2.LoraConfig(rank=4, train_mlp=True))
+        asked = header("traced", len(datums), "custom")
+        asked.custom_loss.CopyFrom(square_loss())
+
+        first = asyncio.create_task(client.forward_backward(asked, datums))
+        (await _sandbox_of(process, 1)).kill()
+        with pytest.raises(Internal, match="evaluates custom losses did not start"):
+            await first
+        second = asyncio.create_task(client.forward_backward(asked, datums))
+        slow = await _sandbox_of(process, 1)
+        slow.suspend()
+        await client.forward_backward(header("neighbour", 5), _plain(datums))
+        await _child_of((await _sandbox_of(process, 0)).pid)  # rank 0 is ready
+        await client.forward_backward(header("neighbour", 5), _plain(datums))
+        await client.optim_step("neighbour", adam())
+        assert not second.done()
+        slow.resume()
+        good = await second
+        expected = sum(float((logprobs_of(output).astype(np.float64) ** 2).sum()) for output in good.outputs)
+        assert good.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+        await client.close()
+    finally:
+        process.stop()
+
+
+async def _sandbox_of(process: TrainerProcess, rank: int) -> psutil.Process:
+    """What evaluates traced losses for a rank, once it has begun to start."""
+    return await _child_of(process.rank_pids()[rank])
+
+
+async def _child_of(pid: int) -> psutil.Process:
+    """The process that another one starts to evaluate traced losses."""
+    while True:
+        for child in psutil.Process(pid).children():
+            with suppress(psutil.Error):
+                if "services.trainer.losses.worker" in child.cmdline():
+                    return child
+        await asyncio.sleep(0.01)
 
 
 def _plain(datums: list[trainer_pb2.Datum]) -> list[trainer_pb2.Datum]:
