@@ -11,7 +11,9 @@ from services.trainer.snapshots import digest_of, packed, specs_of
 def test_the_digest_is_that_of_the_tensors_one_by_one(shape: tuple[int, int]) -> None:
     tensors = {name: torch.randn(shape) for name in ("a", "b", "c")}
     specs = specs_of(tensors)
-    assert packed_digest(specs, packed(specs, tensors.values())) == digest_of(specs, tensors.values())
+    assert packed_digest(specs, packed(specs, tensors.values()), torch.device("cpu")) == digest_of(
+        specs, tensors.values()
+    )
 
 
 def test_a_flat_buffer_of_even_parts_is_packed_as_it_is() -> None:
