@@ -218,7 +218,8 @@ class LossComputer:
         towers = self._tower_steps(prepared, schedule)
         self._module.recompute_above = recompute_above
         model.activate()
-        self._sharded.gather()
+        if alone:
+            self._sharded.gather()
         share = Share()
         self._compute(command, model, schedule, towers, prepared, alone, share)
         if alone and any(self._control.any_of_each([share.ran_out])):

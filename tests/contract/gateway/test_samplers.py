@@ -52,7 +52,8 @@ async def test_bad_samples_fail_by_name_and_the_next_one_works(stand: Stand, res
     sampling_id = await base_session(rest)
     text = {"type": "encoded_text", "tokens": [1]}
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"num_samples": 1_000_000}, "num_samples is 1000000; it must be 1 .. 128"),
+        ({"num_samples": 1_000_000}, "num_samples is 1000000; 65536 is the most"),
+        ({"num_samples": 129}, "num_samples is 129; it must be 1 .. 128"),
         ({"num_samples": 0}, "num_samples"),
         ({"num_samples": 10**30}, "num_samples"),
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 1000]}]}}, "1000 at position 1"),

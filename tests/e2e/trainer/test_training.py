@@ -245,7 +245,7 @@ async def test_unknown_models_are_not_found(qwen3: Bench) -> None:
         qwen3.client.optim_step("nobody", adam()),
         qwen3.client.forward_backward(header("nobody", len(datums)), datums),
         qwen3.client.take_snapshot("nobody", "nobody@1"),
-        qwen3.client.save_state("nobody", "/tmp/nobody"),
+        qwen3.client.save_state("nobody", str(qwen3.scratch / "nobody")),
     ):
         with pytest.raises(NotFound, match="nobody"):
             await call
