@@ -63,6 +63,7 @@ def links_of(model_id: str, name: str = "out") -> str:
 def stored(stand: Stand) -> list[str]:
     """Every file below the checkpoint root."""
     files, path = fsspec.core.url_to_fs(stand.overrides["checkpoint_dir"])
+    files.invalidate_cache()  # the gateway of the test lists too, with the same file system
     return [name.removeprefix(path) for name in files.find(path)]
 
 
