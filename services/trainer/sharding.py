@@ -52,7 +52,10 @@ class ShardedModel:
         return self.mesh.size() == 1 or (self._keeps_gathered and not trains_base)
 
     def gather(self) -> None:
-        """Gathers from other ranks what stays gathered, if it is not. Collective."""
+        """Gathers from other ranks what stays gathered, if it is not. Collective.
+
+        For frozen parameters alone: of trained ones `unshard` would forget that their gradients are float32.
+        """
         if self._keeps_gathered and self.mesh.size() > 1:
             for part in self._parts:
                 part.unshard()
