@@ -20,6 +20,7 @@ from gateway.capabilities import Capabilities
 from gateway.checkpoints import Checkpoints
 from gateway.copies import Copies
 from gateway.custom_losses import CustomLosses
+from gateway.database.database import Database
 from gateway.discovery.choice import choose
 from gateway.door import Door
 from gateway.exports import Exports
@@ -48,7 +49,6 @@ from gateway.sessions import Sessions
 from gateway.settings import GatewaySettings
 from gateway.shares import Shares
 from gateway.storage import Storage
-from gateway.store.database import Database
 from gateway.store.sessions import Session
 from gateway.training import Training
 from gateway.vitals import Vitals

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
 from gateway import identity
+from gateway.database.database import Database
 from gateway.identity import EXTERNAL, SAMPLER, TRAINING, Caller, CheckpointPath, check_name, parse_path
 from gateway.storage import Storage
 from gateway.store import checkpoints as rows
 from gateway.store import models as model_rows
 from gateway.store.checkpoints import Checkpoint
-from gateway.store.database import Database
 from gateway.store.models import Model
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import AlreadyExists
 from gateway import identity
 from gateway.checkpoints import Checkpoints, check_ttl_or_none
+from gateway.database.database import Database
 from gateway.identity import Caller, CheckpointPath
 from gateway.sessions import Sessions
 from gateway.store import checkpoints as rows
@@ -18,7 +19,6 @@ from gateway.store import copies as copy_rows
 from gateway.store import models as model_rows
 from gateway.store.checkpoints import Checkpoint, KeptSnapshot
 from gateway.store.copies import Copy
-from gateway.store.database import Database
 from gateway.store.models import Model, ModelState
 
 _IDENTITY = "fovea_snapshot.json"

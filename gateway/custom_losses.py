@@ -7,13 +7,13 @@ from fovea.api.v1 import gateway_pb2, trainer_pb2
 from fovea.wire import custom_loss
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound
 from gateway import identity
+from gateway.database.database import Database
 from gateway.futures import records
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending, unforeseen
 from gateway.identity import Caller
 from gateway.sessions import Sessions
 from gateway.store import custom_losses as rows
-from gateway.store.database import Database
 
 logger = logging.getLogger(__name__)
 

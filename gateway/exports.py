@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from fovea.wire.errors import Internal, InvalidInput, PermissionDenied
 from gateway.checkpoints import Checkpoints
+from gateway.database import secrets
+from gateway.database.database import Database
 from gateway.encryption import Recipient, encrypt_folder
 from gateway.identity import EXTERNAL, Caller, CheckpointPath
 from gateway.storage import Storage
 from gateway.store import checkpoints as rows
-from gateway.store import secrets
 from gateway.store.checkpoints import Checkpoint
-from gateway.store.database import Database
 
 _SECRET = "export links"
 _LINK_TTL_S = 3600

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from fovea.runtime.hosts import is_loopback
 from fovea.wire.errors import InvalidInput, Unauthenticated
+from gateway.database.database import Database
 from gateway.identity import Caller
 from gateway.store import keys as rows
-from gateway.store.database import Database
 from gateway.store.keys import Key, Source
 
 logger = logging.getLogger(__name__)

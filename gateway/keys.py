@@ -14,11 +14,11 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
+from gateway.database.schema import SCHEMA_VERSION, keys, schema_version
+from gateway.database.sql_engine import describe, make_engine, parse_url
+from gateway.database.writer import Job, Result
 from gateway.keyring import PREFIX, check_owner, hash_key
 from gateway.store import keys as rows
-from gateway.store.engine import describe, make_engine, parse_url
-from gateway.store.schema import SCHEMA_VERSION, keys, schema_version
-from gateway.store.writer import Job, Result
 
 _DAY_S = 24 * 3600
 _BYTES = 32

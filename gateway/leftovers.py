@@ -10,12 +10,12 @@ from fovea.wire.drafts import DRAFT, PLAIN, REPLACED
 from fovea.wire.errors import FoveaError
 from gateway import identity
 from gateway.checkpoints import Checkpoints
+from gateway.database.database import Database
 from gateway.routing.samplers import Samplers
 from gateway.routing.snapshots import Snapshots
 from gateway.routing.trainer import TrainerLink
 from gateway.store import checkpoints as checkpoint_rows
 from gateway.store import models as model_rows
-from gateway.store.database import Database
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ import time
 from typing import Any
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, ModelLost, NotFound, ResourceExhausted
+from gateway.database.database import Database, Job
 from gateway.identity import TRAINING, Caller
 from gateway.store import checkpoints as checkpoint_rows
 from gateway.store import models as rows
-from gateway.store.database import Database, Job
 from gateway.store.models import Model, ModelState
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from fovea.runtime import tracing
 from fovea.wire.errors import ContextOverflow, FoveaError, Internal, InvalidInput, NotFound
 from gateway import identity
 from gateway.checkpoints import Checkpoints
+from gateway.database.database import Database, Job
 from gateway.futures import records
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending
@@ -23,7 +24,6 @@ from gateway.sessions import Sessions
 from gateway.shares import Shares
 from gateway.store import sessions as rows
 from gateway.store.checkpoints import KeptSnapshot
-from gateway.store.database import Database, Job
 from gateway.store.models import Model
 from gateway.store.sessions import SamplingSession
 

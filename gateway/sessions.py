@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fovea.wire.errors import NotFound, SessionEnded
+from gateway.database.database import Database
 from gateway.identity import Caller, check_metadata, new_session_id
 from gateway.shares import Shares
 from gateway.store import models as model_rows
 from gateway.store import sessions as rows
-from gateway.store.database import Database
 from gateway.store.sessions import Session
 
 logger = logging.getLogger(__name__)

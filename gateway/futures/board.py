@@ -14,11 +14,11 @@ from typing import Any
 
 from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
 from gateway import metrics
+from gateway.database.database import Batched, Database, Job
 from gateway.futures.completions import Completion, CompletionLogs, Target
 from gateway.futures.future import Kind, Outcome, Pending, State
 from gateway.shares import Shares
 from gateway.store import futures as rows
-from gateway.store.database import Database, Each, Job
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class FutureBoard:
         if pending.rejection is not None:
             pending.state, blob = State.REJECTED, to_status(pending.rejection).SerializeToString()
         try:
-            is_new = await self._database.write(Each(rows.insert, rows.Submission(pending, blob)))
+            is_new = await self._database.write(Batched(rows.insert, rows.Submission(pending, blob)))
         except BaseException as error:
             pending.refusal = error
             self._remove(pending)
@@ -262,7 +262,7 @@ class FutureBoard:
         finished_at = time.time()
         # Rises in order of the writes, also after a restart whose predecessor's rows have been dropped.
         number = self._last_number = max(self._last_number + 1, time.time_ns() // 1000)
-        keep = Each(rows.finish, rows.Finished(pending.future_id, outcome, finished_at, number))
+        keep = Batched(rows.finish, rows.Finished(pending.future_id, outcome, finished_at, number))
 
         def job(connection: Any) -> None:
             for effect in effects:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from gateway.store.database import Database
+from gateway.database.database import Database
 
 CLIENT_SPAN = 1_000_000_000
 """Each client of a sampling session numbers its samples within a span of its own: tinker-contract.md, section 3."""

@@ -15,13 +15,13 @@ from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.runtime import tracing
 from fovea.wire.errors import DeadlineExceeded, FoveaError, ModelLost, NotFound, Unavailable
 from gateway import metrics
+from gateway.database.database import Database
 from gateway.routing.residency import BASE
 from gateway.routing.samplers import Sampler
 from gateway.routing.trainer import TrainerLink
 from gateway.store import checkpoints as rows
 from gateway.store import snapshots as snapshot_rows
 from gateway.store.checkpoints import KeptSnapshot
-from gateway.store.database import Database
 
 logger = logging.getLogger(__name__)
 

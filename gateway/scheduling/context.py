@@ -7,12 +7,12 @@ from typing import Any
 from google.protobuf.message import Message
 
 from gateway.checkpoints import Checkpoints
+from gateway.database.database import Job
 from gateway.futures.future import Pending
 from gateway.models import Models
 from gateway.routing.trainer import TrainerLink
 from gateway.sampling import Sampling
 from gateway.scheduling.batches import Batches
-from gateway.store.database import Job
 from gateway.store.models import Model
 
 

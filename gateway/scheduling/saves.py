@@ -8,12 +8,12 @@ from fovea.api.v1 import gateway_pb2, weights_pb2
 from fovea.wire.errors import InvalidInput
 from gateway import identity
 from gateway.checkpoints import check_ttl
+from gateway.database.database import Job
 from gateway.futures.future import Pending
 from gateway.identity import SAMPLER, TRAINING
 from gateway.scheduling.context import Context, Done
 from gateway.store import checkpoints as rows
 from gateway.store.checkpoints import Checkpoint, KeptSnapshot
-from gateway.store.database import Job
 from gateway.store.models import Model
 
 

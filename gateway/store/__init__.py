@@ -1,1 +1,1 @@
-"""What survives a restart: SQLAlchemy tables, one writer, typed access by noun."""
+"""What survives a restart: typed access to the rows, by noun."""

@@ -5,8 +5,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from gateway.store.database import insert_new
-from gateway.store.schema import copies
+from gateway.database.database import insert_new
+from gateway.database.schema import copies
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field
 
 import sqlalchemy as sa
 
-from gateway.store.database import insert_new
-from gateway.store.schema import custom_losses
+from gateway.database.database import insert_new
+from gateway.database.schema import custom_losses
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.sql.dml import ReturningInsert
 
+from gateway.database.database import insertion
+from gateway.database.schema import future_requests, future_results, futures
 from gateway.futures.completions import Completion, Target
 from gateway.futures.future import UNFINISHED, Kind, Outcome, Pending, State, error_from_blob
-from gateway.store.database import insertion
-from gateway.store.schema import future_requests, future_results, futures
 
 _IDS_PER_STATEMENT = 500
 _ROWS_PER_DROP = 5000

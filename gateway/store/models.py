@@ -8,9 +8,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.api.v1 import weights_pb2
+from gateway.database.database import insert_new
+from gateway.database.schema import models, sessions
 from gateway.store.checkpoints import public_models
-from gateway.store.database import insert_new
-from gateway.store.schema import models, sessions
 
 _UPDATE = sa.update(models).where(models.c.model_id == sa.bindparam("key"))
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from gateway.store.database import insert_new
-from gateway.store.schema import sampling_sessions, sessions
+from gateway.database.database import insert_new
+from gateway.database.schema import sampling_sessions, sessions
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 
 import sqlalchemy as sa
 
-from gateway.store.schema import sampling_sessions, snapshots
+from gateway.database.schema import sampling_sessions, snapshots
 
 
 def unreachable(connection: sa.Connection) -> list[str]:

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
-from gateway.store.database import Database
+from gateway.database.database import Database
 from tests.contract.gateway.conftest import KEY, Stand, eventually, running
 
 OTHER_KEY = "tml-other"

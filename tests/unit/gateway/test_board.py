@@ -9,11 +9,11 @@ import pytest
 import sqlalchemy as sa
 
 from fovea.wire.errors import Cancelled, Expired, InvalidInput, NotFound
+from gateway.database.database import Database
 from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending, State
 from gateway.shares import Shares
 from gateway.store import futures as rows
-from gateway.store.database import Database
 
 
 def pending(seq_id: int = 1, kind: Kind = Kind.OPTIM_STEP, **more: object) -> Pending:

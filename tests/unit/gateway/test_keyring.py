@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from fovea.wire.errors import InvalidInput
+from gateway.database.database import Database
 from gateway.keyring import GivenKey, KeyRing, parse_given
 from gateway.settings import GatewaySettings
-from gateway.store.database import Database
 
 OTHERS = {"model_name": "n", "model": "/m", "renderer": ["r:1"], "sampler": ["s:1"], "trainer": "t:1"}
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
+from gateway.database import schema
+from gateway.database.database import Batched, Database
+from gateway.database.sql_engine import make_engine, parse_url
 from gateway.futures.future import Kind, Outcome, Pending
 from gateway.store import futures as rows
-from gateway.store import schema
-from gateway.store.database import Database, Each
-from gateway.store.engine import make_engine, parse_url
 
 
 def submission(number: int) -> rows.Submission:
@@ -23,12 +23,12 @@ def finished(number: int) -> rows.Finished:
     return rows.Finished(f"s:{number}", Outcome(Kind.SAMPLE, f"result {number}".encode()), 1.0, number)
 
 
-def submitting(number: int) -> Each[rows.Submission, bool]:
-    return Each(rows.insert, submission(number))
+def submitting(number: int) -> Batched[rows.Submission, bool]:
+    return Batched(rows.insert, submission(number))
 
 
-def finishing(number: int) -> Each[rows.Finished, None]:
-    return Each(rows.finish, finished(number))
+def finishing(number: int) -> Batched[rows.Finished, None]:
+    return Batched(rows.finish, finished(number))
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ async def test_an_outcome_behind_its_submission_in_one_group_counts(database: Da
 async def test_a_bad_one_among_many_fails_alone(database: Database) -> None:
     bad = submission(5)
     bad = bad._replace(pending=replace(bad.pending, owner=None))  # type: ignore[arg-type]
-    jobs = [submitting(number) if number != 5 else Each(rows.insert, bad) for number in range(50)]
+    jobs = [submitting(number) if number != 5 else Batched(rows.insert, bad) for number in range(50)]
     results = await asyncio.gather(*map(database.write, jobs), return_exceptions=True)
     assert [isinstance(result, sa.exc.IntegrityError) for result in results] == [number == 5 for number in range(50)]
     assert len(await database.read(rows.unfinished)) == 49

@@ -1,5 +1,5 @@
-"""One database, one writer. Writes are committed in groups, and those that are alike (`Each`) share statements, so that
-a thousand submissions cost a few of either.
+"""One database, one writer. Writes are committed in groups, and those that are alike (`Batched`) share statements: a
+thousand submissions cost a few commits and a few statements.
 
 Every write goes through a queue to the one thread that holds the write connection; SQLite therefore never sees two
 writers and never answers "database is locked". Reads have threads and connections of their own and see committed state.
@@ -20,11 +20,11 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.wire.errors import InvalidInput, Unavailable
-from gateway.store.claim import Superseded
-from gateway.store.engine import describe, is_lost, make_engine, parse_url
-from gateway.store.writer import Each as Each
-from gateway.store.writer import Job as Job
-from gateway.store.writer import Result, Stopped, Writer
+from gateway.database.ownership import Superseded
+from gateway.database.sql_engine import describe, is_lost, make_engine, parse_url
+from gateway.database.writer import Batched as Batched
+from gateway.database.writer import Job as Job
+from gateway.database.writer import Result, Stopped, Writer
 
 logger = logging.getLogger(__name__)
 

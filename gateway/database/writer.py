@@ -1,4 +1,4 @@
-"""The one connection that writes, and the claim that it is the only one. Everything here runs in one thread."""
+"""The one connection that writes, while this gateway owns the state. Everything here runs in one thread."""
 
 import logging
 import math
@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 import sqlalchemy as sa
 
 from fovea.wire.errors import Internal, Unavailable
-from gateway.store import migrations, schema
-from gateway.store.claim import Superseded, make_claim
-from gateway.store.engine import describe, is_lost
-from gateway.store.reserve import Reserve, is_full
+from gateway.database import migrations, schema
+from gateway.database.disk_reserve import DiskReserve, is_full
+from gateway.database.ownership import Superseded, make_ownership
+from gateway.database.sql_engine import describe, is_lost
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Each(Generic[Item, Result]):
+class Batched(Generic[Item, Result]):
     """A job on one item. Those that follow one another in a group run as one: a few statements for all of them.
 
     Args:
@@ -55,8 +55,8 @@ class Writer:
 
     def __init__(self, engine: sa.Engine, patience_s: float, stopped: threading.Event) -> None:
         self._engine, self._patience_s = engine, patience_s
-        self._claim = make_claim(engine.url)
-        self.reserve = Reserve(engine.url.database or "" if engine.dialect.name == "sqlite" else "")
+        self._ownership = make_ownership(engine.url)
+        self.reserve = DiskReserve(engine.url.database or "" if engine.dialect.name == "sqlite" else "")
         self._connection: sa.Connection | None = None
         self._last_mark = 0
         self._stopped = stopped
@@ -72,7 +72,7 @@ class Writer:
         try:
             with connection.begin():
                 _prepare(connection)
-                self._claim.begin(connection)
+                self._ownership.begin(connection)
         except sa.exc.DBAPIError as error:
             raise Unavailable(f"{self._name} does not take our tables: {str(error.orig).strip()}") from None
         self.reserve.take()
@@ -92,7 +92,7 @@ class Writer:
     def close(self) -> None:
         """Gives the state free."""
         self._drop()
-        self._claim.release()
+        self._ownership.release()
 
     def _transact(self, jobs: list[Job[Any]]) -> list[Any]:
         number, results, is_repeated = self._last_mark + 1, [], False
@@ -102,7 +102,7 @@ class Writer:
                 if is_repeated and self._is_committed(connection, number):
                     break
                 with connection.begin():
-                    self._claim.mark(connection, number)
+                    self._ownership.mark(connection, number)
                     results = _run(connection, jobs)
                 break
             except sa.exc.DBAPIError as error:
@@ -119,7 +119,7 @@ class Writer:
     def _is_committed(self, connection: sa.Connection, number: int) -> bool:
         """Whether the commit took place whose answer never came."""
         with connection.begin():
-            return self._claim.last_mark(connection) == number
+            return self._ownership.last_mark(connection) == number
 
     def _connect(self, give_up_at: float = math.inf) -> sa.Connection:
         """Connects and takes the state, however long it takes while somebody else has it."""
@@ -129,7 +129,7 @@ class Writer:
                 connection = self._connection = self._connection or self._engine.connect()
                 give_up_at = math.inf
                 with connection.begin():
-                    is_taken = self._claim.take(connection)
+                    is_taken = self._ownership.take(connection)
                 if is_taken:
                     if said:
                         logger.info("%s is ours", self._name)
@@ -160,11 +160,11 @@ class Writer:
 def _run(connection: sa.Connection, jobs: list[Job[Any]]) -> list[Any]:
     """In their order: an outcome may stand behind its own submission."""
     results: list[Any] = []
-    for run, alike in groupby(jobs, lambda job: job.run if isinstance(job, Each) else None):
+    for run, alike in groupby(jobs, lambda job: job.run if isinstance(job, Batched) else None):
         if run is None:
             results += [job(connection) for job in alike]
         else:
-            results += run(connection, [job.item for job in alike if isinstance(job, Each)])
+            results += run(connection, [job.item for job in alike if isinstance(job, Batched)])
     return results
 
 

@@ -22,7 +22,7 @@ def is_full(error: sa.exc.DBAPIError) -> bool:
     return getattr(error.orig, "sqlite_errorcode", None) == _SQLITE_FULL
 
 
-class Reserve:
+class DiskReserve:
     """A file beside the database. Any thread may ask; one thread at a time gives up or takes.
 
     Args:

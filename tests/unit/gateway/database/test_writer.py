@@ -8,8 +8,8 @@ import pytest
 import sqlalchemy as sa
 
 from fovea.wire.errors import Internal, InvalidInput, Unavailable
-from gateway.store import schema
-from gateway.store.database import Database, insert_new
+from gateway.database import schema
+from gateway.database.database import Database, insert_new
 from tests.postgresql import Server
 
 COUNT = sa.select(sa.func.count()).select_from(schema.published)

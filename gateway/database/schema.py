@@ -13,7 +13,7 @@ metadata = sa.MetaData()
 
 schema_version = sa.Table("schema_version", metadata, sa.Column("version", sa.Integer, primary_key=True))
 
-# Who has the state, and the last transaction that it committed: see `claim`. Empty in SQLite.
+# Who has the state, and the last transaction that it committed: see `ownership`. Empty in SQLite.
 owner = sa.Table(
     "state_owner",
     metadata,

@@ -13,7 +13,7 @@ _SCHEMES = {"postgres": "postgresql+psycopg", "postgresql": "postgresql+psycopg"
 _FORM = "it must be postgresql://USER:PASSWORD@HOST:PORT/DATABASE or sqlite:////PATH"
 _CONNECT_TIMEOUT_S = 5
 _POSTGRESQL_SESSION = {
-    # A gateway whose machine is gone must not keep its claim for the two hours that TCP takes by default.
+    # A gateway whose machine is gone must not own the state for the two hours that TCP takes by default.
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",

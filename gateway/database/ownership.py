@@ -1,4 +1,4 @@
-"""The claim of one gateway on its state: two that run what is queued would run it twice.
+"""One gateway owns the state: two that run what is queued would run it twice.
 
 SQLite: a lock on a file beside the database; a second gateway is refused. PostgreSQL: an advisory lock of the session
 that writes; a second gateway waits, which is how one takes over from another.
@@ -13,7 +13,7 @@ from typing import IO, Protocol
 import sqlalchemy as sa
 
 from fovea.wire.errors import Internal
-from gateway.store.schema import owner
+from gateway.database.schema import owner
 
 _LOCK = zlib.crc32(b"fovea gateway") - 2**31
 _TAKE = sa.text("SELECT pg_try_advisory_lock(:lock, hashtext(coalesce(current_schema(), '')))")
@@ -23,7 +23,7 @@ class Superseded(Exception):
     """Another gateway has taken over the state: what this one has in memory is no longer true."""
 
 
-class Claim(Protocol):
+class Ownership(Protocol):
     """What makes one gateway the only one. Called by the one thread that writes."""
 
     def take(self, connection: sa.Connection) -> bool:
@@ -47,7 +47,7 @@ class Claim(Protocol):
         ...
 
 
-class FileClaim:
+class FileOwnership:
     """A lock on a file. The connection to a file is never lost, so that nothing needs a mark."""
 
     def __init__(self, database: str) -> None:
@@ -84,7 +84,7 @@ class FileClaim:
             self._file = None
 
 
-class SessionClaim:
+class SessionOwnership:
     """An advisory lock, and a row that every transaction of its holder writes.
 
     The lock ends with the session, so that the next gateway can begin. The row fences off one that lost its session and
@@ -127,8 +127,8 @@ class SessionClaim:
         """Nothing: the lock ends with its session."""
 
 
-def make_claim(url: sa.URL) -> Claim:
-    """The claim that fits a database."""
+def make_ownership(url: sa.URL) -> Ownership:
+    """The ownership that fits a database."""
     if url.get_backend_name() != "sqlite":
-        return SessionClaim()
-    return FileClaim(url.database or "")
+        return SessionOwnership()
+    return FileOwnership(url.database or "")

@@ -4,8 +4,8 @@ import secrets as random
 
 import sqlalchemy as sa
 
-from gateway.store.database import insert_new
-from gateway.store.schema import secrets
+from gateway.database.database import insert_new
+from gateway.database.schema import secrets
 
 _BYTES = 32
 
