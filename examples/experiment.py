@@ -15,18 +15,18 @@ import numpy as np
 import tinker
 
 from examples.random_player import RandomPlayer
-from fovea.rollout.batch import run_batch
-from fovea.rollout.datums import training_datums
-from fovea.rollout.environment import Environment
-from fovea.rollout.evaluation import evaluate
-from fovea.rollout.loop import LoopSettings, train
-from fovea.rollout.policy import Policy, SamplingSettings
-from fovea.rollout.rollout import RolloutSettings
-from fovea.rollout.step_report import StepReport, reward_mean
-from fovea.rollout.template import ChatTemplate
-from fovea.rollout.tinker_policy import TinkerPolicy
-from fovea.rollout.trajectory import Trajectory
-from fovea.rollout.viewer import write_viewer
+from fovea_rollout.batch import run_batch
+from fovea_rollout.datums import training_datums
+from fovea_rollout.environment import Environment
+from fovea_rollout.evaluation import evaluate
+from fovea_rollout.loop import LoopSettings, train
+from fovea_rollout.policy import Policy, SamplingSettings
+from fovea_rollout.rollout import RolloutSettings
+from fovea_rollout.step_report import StepReport, reward_mean
+from fovea_rollout.template import ChatTemplate
+from fovea_rollout.tinker_policy import TinkerPolicy
+from fovea_rollout.trajectory import Trajectory
+from fovea_rollout.viewer import write_viewer
 
 Sources = Sequence[Callable[[], Environment]]
 WARM_UP_EPISODES = 400

@@ -10,11 +10,11 @@ import numpy as np
 
 from demo.digits import QUESTION, Scan, load_scans
 from examples.experiment import Experiment, read_arguments
-from fovea.rollout.environment import Answer, Step
-from fovea.rollout.loop import LoopSettings
-from fovea.rollout.messages import Message, Picture
-from fovea.rollout.policy import SamplingSettings
-from fovea.rollout.rollout import RolloutSettings
+from fovea_rollout.environment import Answer, Step
+from fovea_rollout.loop import LoopSettings
+from fovea_rollout.messages import Message, Picture
+from fovea_rollout.policy import SamplingSettings
+from fovea_rollout.rollout import RolloutSettings
 
 
 class DigitEnvironment:

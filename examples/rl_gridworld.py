@@ -17,10 +17,10 @@ import minigrid  # noqa: F401  (registers its environments)
 import numpy as np
 
 from examples.experiment import Experiment, read_arguments
-from fovea.rollout.gymnasium_environment import GymnasiumEnvironment, Rules
-from fovea.rollout.loop import LoopSettings
-from fovea.rollout.policy import SamplingSettings
-from fovea.rollout.rollout import RolloutSettings
+from fovea_rollout.gymnasium_environment import GymnasiumEnvironment, Rules
+from fovea_rollout.loop import LoopSettings
+from fovea_rollout.policy import SamplingSettings
+from fovea_rollout.rollout import RolloutSettings
 
 MAX_STEPS = 6
 """The longest of the shortest ways: two turns and four steps."""

@@ -23,7 +23,10 @@ from tests.unit.deploy.chart import ROOT
 DOCKER = ROOT / "deploy/docker"
 BASE = ROOT / "deploy/images/base.Dockerfile"
 COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
-FIRST_PARTY = {"fovea", "gateway", "services", "tinyvlm", "demo", "conformance", "cookbook", "benchmarks", "examples"}
+FIRST_PARTY = {
+    *("fovea", "fovea_rollout", "gateway", "services", "tinyvlm", "demo", "conformance"),
+    *("cookbook", "benchmarks", "examples"),
+}
 SERVICES = sorted(SETTINGS)
 
 

@@ -4,9 +4,9 @@ import itertools
 from typing import Any
 
 from examples.random_player import RandomPlayer
-from fovea.rollout.messages import Picture
-from fovea.rollout.policy import SamplingSettings
-from tests.unit.fovea.rollout.scripted import END, PICTURE_TOKENS, ScriptedPolicy, ids_of
+from fovea_rollout.messages import Picture
+from fovea_rollout.policy import SamplingSettings
+from tests.unit.fovea_rollout.scripted import END, PICTURE_TOKENS, ScriptedPolicy, ids_of
 
 
 class Letters:

@@ -1,7 +1,7 @@
 """The room: starts differ, and rewards by steps lead to the goal on a shortest way."""
 
 from examples.rl_gridworld import MAX_STEPS, make_environment
-from fovea.rollout.environment import Answer
+from fovea_rollout.environment import Answer
 
 
 def play(seed: int, words: tuple[str, ...], *, by_steps: bool = False) -> tuple[float, float]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-ROLLOUT = ["fovea.rollout.batch", "fovea.rollout.template", "fovea.rollout.grpc_policy"]
+ROLLOUT = ["fovea_rollout.batch", "fovea_rollout.template", "fovea_rollout.grpc_policy"]
 HEAVY = {"torch", "vllm", "transformers", "torchvision", "peft", "matplotlib", "sklearn"}
 
 

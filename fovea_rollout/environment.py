@@ -1,0 +1,105 @@
+"""Environments: what a model talks to. And the registry that names them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fovea.wire.errors import InvalidInput
+from fovea_rollout.messages import MessageLike
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model wrote: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said in one turn.
+
+    Attributes:
+        text: Without the end of turn, thinking left out.
+        thinking: What it thought before, empty if nothing.
+        tool_calls: Those that could be read.
+        malformed: Why a tool call could not be read; empty if all could.
+        is_cut: Whether max_tokens ended it.
+    """
+
+    text: str
+    thinking: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    malformed: str = ""
+    is_cut: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment answers.
+
+    Attributes:
+        messages: What the model reads next; ignored if `is_done`.
+        reward: Of this step.
+        metrics: Numbers to be averaged over rollouts.
+    """
+
+    messages: Sequence[MessageLike] = ()
+    reward: float = 0.0
+    is_done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode. Methods are async or plain: plain ones are run in a thread."""
+
+    def reset(self) -> Awaitable[Sequence[MessageLike]] | Sequence[MessageLike]:
+        """Begins the episode; returns what the model reads first."""
+        ...
+
+    def step(self, answer: Answer) -> Awaitable[Step] | Step:
+        """Takes what the model said."""
+        ...
+
+    def close(self) -> Awaitable[None] | None:
+        """Frees what the episode holds; called once, whatever happened."""
+        ...
+
+
+EnvironmentFactory = Callable[[Mapping[str, Any]], Environment]
+"""Makes an environment from a dataset's record."""
+
+_FACTORIES: dict[str, EnvironmentFactory] = {}
+
+
+def register(name: str, factory: EnvironmentFactory) -> None:
+    """Names a kind of environment. Raises InvalidInput if the name is taken by another one."""
+    if _FACTORIES.setdefault(name, factory) is not factory:
+        raise InvalidInput(f"env_class {name!r} is registered already: unregister it first", field="env_class")
+
+
+def unregister(name: str) -> None:
+    """Forgets a name. Raises InvalidInput if it is unknown."""
+    if _FACTORIES.pop(name, None) is None:
+        raise InvalidInput(f"env_class {name!r} is not registered", field="env_class")
+
+
+def make(name: str, record: Mapping[str, Any]) -> Environment:
+    """An environment of a registered kind, or of `module:factory`. Raises InvalidInput if there is none."""
+    if name in _FACTORIES:
+        return _FACTORIES[name](record)
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        known = sorted(_FACTORIES)
+        raise InvalidInput(
+            f"env_class {name!r} is not registered; known are {known}, or module:Class", field="env_class"
+        )
+    try:
+        factory: EnvironmentFactory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InvalidInput(f"env_class {name!r} cannot be imported: {error}", field="env_class") from error
+    return factory(record)

@@ -1,0 +1,102 @@
+"""One environment of whatever kind, called as if all of its methods were async."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from fovea.wire.errors import InvalidInput
+from fovea_rollout.environment import Answer, Environment, Step
+from fovea_rollout.messages import Message, parse_messages
+
+Outcome = tuple[Any, BaseException | None]
+Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Outcome]", Callable[..., Any], tuple[Any, ...]]
+
+
+class EnvironmentHost:
+    """Makes an environment and calls it, one call after the other.
+
+    Plain functions run in a thread that is this environment's alone: graphics contexts belong to a thread, and one that
+    hangs keeps nobody else from a place in a pool. The thread is a daemon, so that a hanging one ends with the program.
+
+    Args:
+        factory: Makes the environment, in its thread too.
+    """
+
+    def __init__(self, factory: Callable[[], Environment]) -> None:
+        self._factory = factory
+        self._environment: Environment | None = None
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name="environment", daemon=True)
+        self._thread.start()
+
+    async def make(self) -> None:
+        """Makes the environment. Raises what its factory raises."""
+        await self._call(self._make)
+
+    async def reset(self) -> tuple[Message, ...]:
+        """Begins the episode. Raises what the environment raises, InvalidInput for messages of another shape."""
+        return parse_messages(await self._call(self._method("reset")), "reset()")
+
+    async def step(self, answer: Answer) -> tuple[Step, tuple[Message, ...]]:
+        """Takes an answer; returns what the environment says, and its messages, read.
+
+        Raises what the environment raises, InvalidInput if it returned something else than a `Step` should be.
+        """
+        step = await self._call(self._method("step"), answer)
+        if not isinstance(step, Step):
+            raise InvalidInput(f"step() returned {type(step).__name__}; return a Step", field="step()")
+        for name, value in (("reward", step.reward), *((f"metrics[{key!r}]", m) for key, m in step.metrics.items())):
+            if not math.isfinite(value):
+                raise InvalidInput(f"step().{name} is {value}; it must be a finite number", field=f"step().{name}")
+        return step, () if step.is_done else parse_messages(step.messages, "step().messages")
+
+    async def close(self) -> None:
+        """Closes the environment, if there is one, behind whatever still runs in it; call it once."""
+        try:
+            await self._call(self._close)
+        finally:
+            self._jobs.put(None)
+
+    def _make(self) -> None:
+        self._environment = self._factory()
+
+    def _close(self) -> Any:
+        return None if self._environment is None else self._environment.close()
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        return getattr(self._environment, name)  # type: ignore[no-any-return]
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Outcome] = loop.create_future()
+        self._jobs.put((loop, outcome, function, arguments))
+        value, error = await outcome
+        if error is not None:
+            raise error
+        return await value if inspect.isawaitable(value) else value
+
+
+def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        loop, outcome, function, arguments = job
+        result: Outcome
+        try:
+            result = function(*arguments), None
+        except BaseException as error:  # a library that calls sys.exit() must not end the thread in silence
+            result = None, error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_settle, outcome, result)
+
+
+def _settle(outcome: asyncio.Future[Outcome], result: Outcome) -> None:
+    if not outcome.done():
+        outcome.set_result(result)
+    elif inspect.iscoroutine(result[0]):
+        result[0].close()  # whoever wanted it was cancelled meanwhile

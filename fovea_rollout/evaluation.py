@@ -1,0 +1,71 @@
+"""How good a policy is on environments that it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fovea_rollout.batch import run_batch
+from fovea_rollout.environment import Environment
+from fovea_rollout.policy import Policy
+from fovea_rollout.records import Record, environment_of
+from fovea_rollout.rollout import RolloutSettings
+from fovea_rollout.step_report import failures_of, mean_metrics, reward_mean
+from fovea_rollout.template import ChatTemplate
+from fovea_rollout.trajectory import Failure, Trajectory
+
+Source = Record | Callable[[], Environment]
+"""Where a rollout's environment comes from."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was seen.
+
+    Attributes:
+        reward_mean: Of rollouts that did not fail; NaN if all did.
+        metrics: The environments' own, averaged over rollouts.
+        failures: (conversation, what went wrong).
+        trajectories: One a source, in the same order.
+    """
+
+    reward_mean: float
+    metrics: Mapping[str, float]
+    failures: tuple[tuple[str, Failure], ...]
+    trajectories: tuple[Trajectory, ...]
+
+
+async def evaluate(
+    policy: Policy,
+    template: ChatTemplate,
+    sources: Sequence[Source],
+    settings: RolloutSettings,
+    *,
+    concurrency: int = 256,
+    progress: bool | None = False,
+    name: str = "evaluation",
+) -> Evaluation:
+    """Plays one episode a source; pass settings with temperature 0 for the greedy policy.
+
+    Args:
+        progress: As `run_batch` has it; leave it off within `train`, whose own lines are on the terminal then.
+        name: Begins the conversations' ids.
+    """
+    trajectories = await run_batch(
+        policy,
+        template,
+        [factory_of(source) for source in sources],
+        settings,
+        concurrency=concurrency,
+        progress=progress,
+        name=name,
+    )
+    return Evaluation(
+        reward_mean(trajectories), mean_metrics(trajectories), failures_of(trajectories), tuple(trajectories)
+    )
+
+
+def factory_of(source: Source) -> Callable[[], Environment]:
+    """Makes the source's environments."""
+    return partial(environment_of, source) if isinstance(source, Record) else source

@@ -1,0 +1,75 @@
+"""Groups of rollouts that run while others are trained on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fovea_rollout.policy import Policy
+from fovea_rollout.trajectory import Trajectory
+
+Play = Callable[[Policy, int], Coroutine[Any, Any, Sequence[Trajectory]]]
+"""Plays the group of an index, with a policy."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    index: int
+    version: int
+
+
+class GroupPool:
+    """Keeps groups running.
+
+    Args:
+        play: Plays one group.
+        total: How many groups there are in all.
+    """
+
+    def __init__(self, play: Play, total: int) -> None:
+        self._play = play
+        self._total = total
+        self._count = 0
+        # In the order in which they began.
+        self._tasks: dict[asyncio.Task[Sequence[Trajectory]], _Begun] = {}
+
+    def fill(self, policy: Policy, version: int, count: int) -> None:
+        """Begins groups until `count` have begun that nobody took, or none is left."""
+        while len(self._tasks) < count and self._count < self._total:
+            begun = _Begun(self._count, version)
+            self._tasks[asyncio.create_task(self._play(policy, begun.index), name=f"group {begun.index}")] = begun
+            self._count += 1
+
+    async def take(self, count: int, overdue: int) -> list[Sequence[Trajectory]]:
+        """Waits for `count` groups, and for all that began with weights of version `overdue` or before.
+
+        With at most twice `count` groups running, of which `count` began with each version but the first, no more than
+        `count` are ever overdue: so none that is taken is older.
+
+        Returns:
+            The groups that began first of those that are done.
+
+        Raises:
+            Exception: Whatever playing a group raised.
+        """
+        while True:
+            done = [task for task in self._tasks if task.done()]
+            for task in done:
+                task.result()
+            running = {task: begun for task, begun in self._tasks.items() if not task.done()}
+            if len(done) >= count and all(begun.version > overdue for begun in running.values()):
+                break
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        taken = done[:count]
+        for task in taken:
+            del self._tasks[task]
+        return [task.result() for task in taken]
+
+    async def close(self) -> None:
+        """Cancels what runs, and waits until it has ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()

@@ -1,0 +1,243 @@
+"""Reinforcement learning over the Tinker API: groups of rollouts, advantages, a step, new weights, and again."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import tinker
+
+from fovea.wire.errors import InvalidInput
+from fovea_rollout.advantages import Estimator
+from fovea_rollout.evaluation import Source, factory_of
+from fovea_rollout.group_pool import GroupPool
+from fovea_rollout.loop_progress import LoopProgress
+from fovea_rollout.policy import Policy
+from fovea_rollout.publisher import Publisher
+from fovea_rollout.rollout import RolloutSettings, run_rollout
+from fovea_rollout.step_report import StepReport, step_report
+from fovea_rollout.template import ChatTemplate
+from fovea_rollout.training_batch import TrainingBatch, training_batch
+from fovea_rollout.trajectory import Trajectory
+
+Mode = Literal["on_policy", "one_step_off", "inflight"]
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How to train.
+
+    Attributes:
+        groups_per_step: Groups that a step trains on, each from one source (record or environment factory).
+        group_size: Rollouts of one group.
+        learning_rate: Of each step; or of a step, counted from 0.
+        mode: When rollouts run.
+            `on_policy`: before each step, with the very weights that the step trains.
+            `one_step_off`: those of the next step while a step trains, with weights one step older.
+            `inflight`: always; those that run while weights change go on with the new ones. Each datum's `versions`
+            are the bounds of what sampled it.
+        max_lag: For `inflight`: the most steps by which weights that sampled may be older than those trained.
+        discount: Of later rewards, 0 to 1: each turn is then judged by what came of it, among the rollouts of its group
+            at that turn (they differ in how they got there; rewards for each step tell more). None: all turns of a
+            rollout are judged by its total reward.
+        substeps: Optimizer steps of one step: its datums are split into that many parts. More than one is off-policy
+            after the first: use a loss that clips, as `ppo` does.
+        loss: Of the server: `importance_sampling`, `ppo` or `cispo`; `loss_config` goes with it.
+        filter_groups: Leave out groups in which all rewards are the same. With a KL penalty these teach too: one that
+            is sure and wrong is brought back by nothing else.
+        kl_coefficient: Of the penalty for leaving the base model, which `train` needs then; temperature must be 1.
+        adam: Other fields of `tinker.AdamParams`, as in `{"grad_clip_norm": 1.0}`.
+        concurrency: Rollouts at once.
+        seed: Of the order of sources, which are gone through again and again.
+    """
+
+    steps: int
+    groups_per_step: int
+    group_size: int
+    learning_rate: float | Callable[[int], float] = 1e-4
+    mode: Mode = "on_policy"
+    max_lag: int = 2
+    estimator: Estimator = "grpo"
+    discount: float | None = None
+    substeps: int = 1
+    loss: Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"] = "importance_sampling"
+    loss_config: Mapping[str, float] = field(default_factory=dict)
+    filter_groups: bool = True
+    kl_coefficient: float = 0.0
+    adam: Mapping[str, float] = field(default_factory=dict)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    concurrency: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "groups_per_step", "max_lag", "substeps", "concurrency"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 1 or more", field=name)
+        if self.group_size < 2:
+            raise InvalidInput(
+                f"group_size is {self.group_size}; advantages compare rollouts of a group: use 2 or more",
+                field="group_size",
+            )
+        if self.discount is not None and not 0.0 <= self.discount <= 1.0:
+            raise InvalidInput(f"discount is {self.discount:g}; it must be from 0 to 1", field="discount")
+        if self.kl_coefficient and self.rollout.sampling.temperature != 1.0:
+            raise InvalidInput(
+                f"kl_coefficient needs temperature 1, at which the base is scored; temperature is "
+                f"{self.rollout.sampling.temperature:g}",
+                field="kl_coefficient",
+            )
+
+    @property
+    def allowed_lag(self) -> int:
+        """The most steps between sampling and training."""
+        return {"on_policy": 0, "one_step_off": 1, "inflight": self.max_lag}[self.mode]
+
+    def adam_params(self, step: int) -> tinker.AdamParams:
+        """Of one step."""
+        rate = self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
+        return tinker.AdamParams(learning_rate=rate, **self.adam)
+
+
+async def train(
+    training_client: tinker.TrainingClient,
+    template: ChatTemplate,
+    sources: Sequence[Source],
+    settings: LoopSettings,
+    on_step: Callable[[StepReport], Awaitable[None] | None],
+    *,
+    base: tinker.SamplingClient | None = None,
+    progress: bool | None = None,
+) -> Policy:
+    """Trains.
+
+    Rollouts that fail are reported and left out. Being cancelled (Ctrl-C in `asyncio.run`) cancels what runs, on the
+    server too, and closes the environments before it is raised.
+
+    Args:
+        on_step: Gets each step's report as soon as there is one; may be async. The next step waits for it.
+        base: The model that a KL penalty is measured from.
+        progress: Whether two lines show how far it is; None shows them on a terminal only.
+
+    Returns:
+        What samples with the last weights.
+
+    Raises:
+        InvalidInput: Of the settings.
+        tinker.TinkerError: What the server refuses.
+    """
+    if not sources:
+        raise InvalidInput("sources is empty: give at least one record or factory", field="sources")
+    if settings.kl_coefficient and base is None:
+        raise InvalidInput(
+            f"kl_coefficient is {settings.kl_coefficient:g}: pass the base model's sampling client as base",
+            field="base",
+        )
+    with LoopProgress(settings.steps, settings.groups_per_step * settings.group_size, progress) as shown:
+        loop = _Loop(training_client, template, sources, settings, base, shown)
+        try:
+            for step in range(settings.steps):
+                report = await loop.step(step)
+                shown.count_step(report)
+                done = on_step(report)
+                if inspect.isawaitable(done):
+                    await done
+        finally:
+            await loop.pool.close()
+        return loop.policy
+
+
+class _Loop:
+    """What steps share."""
+
+    policy: Policy
+
+    def __init__(
+        self,
+        training_client: tinker.TrainingClient,
+        template: ChatTemplate,
+        sources: Sequence[Source],
+        settings: LoopSettings,
+        base: tinker.SamplingClient | None,
+        shown: LoopProgress,
+    ) -> None:
+        self._client, self._template, self._sources = training_client, template, sources
+        self._settings, self._base, self._shown = settings, base, shown
+        self._publisher = Publisher(training_client, is_inflight=settings.mode == "inflight")
+        self._places = asyncio.Semaphore(settings.concurrency)
+        self._seconds: dict[str, float] = {}
+        self.pool = GroupPool(self._play, settings.steps * settings.groups_per_step)
+
+    async def step(self, step: int) -> StepReport:
+        """Takes groups, trains on them, publishes the new weights."""
+        settings, self._seconds = self._settings, {}
+        if step == 0:
+            self.policy = await self._publisher.publish(0)
+        with self._timed("rollout"):
+            ahead = 0 if settings.mode == "on_policy" else settings.groups_per_step
+            self.pool.fill(self.policy, step, settings.groups_per_step + ahead)
+            groups = await self.pool.take(settings.groups_per_step, step - settings.allowed_lag)
+        with self._timed("batch"):
+            batch = await training_batch(
+                groups,
+                settings.estimator,
+                filter_groups=settings.filter_groups,
+                policy=self.policy,
+                discount=settings.discount,
+            )
+            if settings.kl_coefficient and self._base is not None and batch.data:
+                batch = await batch.penalised(self._base, settings.kl_coefficient)
+        with self._timed("train"):
+            outputs = await self._train(batch, step) if batch.data else []
+        with self._timed("publish"):
+            self.policy = await self._publisher.publish(step + 1)
+        return step_report(step, groups, batch, outputs, self._seconds, self.policy)
+
+    async def _train(self, batch: TrainingBatch, step: int) -> list[tuple[TrainingBatch, tinker.ForwardBackwardOutput]]:
+        settings = self._settings
+        parts = batch.split(settings.substeps, (settings.seed, step))
+        backwards, steps = [], []
+        # All are submitted before the first is waited for: the server need not wait for us in between.
+        for part in parts:
+            data = [datum.datum for datum in part.data]
+            backwards.append(self._client.forward_backward(data, settings.loss, dict(settings.loss_config) or None))
+            steps.append(self._client.optim_step(settings.adam_params(step)))
+        results = await asyncio.gather(*backwards, *steps)
+        return list(zip(parts, results[: len(parts)], strict=True))
+
+    async def _play(self, policy: Policy, index: int) -> list[Trajectory]:
+        factory = factory_of(self._source(index))
+
+        async def play_one(member: int) -> Trajectory:
+            async with self._places:
+                trajectory = await run_rollout(
+                    policy, self._template, factory, self._settings.rollout, f"group-{index}/{member}"
+                )
+            self._shown.count_rollout(trajectory)
+            return trajectory
+
+        async with asyncio.TaskGroup() as tasks:
+            members = [tasks.create_task(play_one(member)) for member in range(self._settings.group_size)]
+        return [member.result() for member in members]
+
+    def _source(self, index: int) -> Source:
+        """Each epoch goes through all sources, in an order of its own."""
+        epoch, place = divmod(index, len(self._sources))
+        return self._sources[_order(self._settings.seed, epoch, len(self._sources))[place]]
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self._seconds[part] = time.monotonic() - start
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, count: int) -> list[int]:
+    return [int(place) for place in np.random.default_rng([seed, epoch]).permutation(count)]

@@ -1,0 +1,134 @@
+"""Datasets of prompts: JSON lines or parquet, a record a row.
+
+    {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}},
+                                             {"type": "text", "text": "How many?"}]}],
+     "env_class": "count", "reward_spec": {"method": "rule", "ground_truth": 7}}
+
+Further columns are kept: they are the environment's business.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
+from fovea_rollout.environment import Environment, make
+from fovea_rollout.messages import Message, parse_messages
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt and what becomes of it.
+
+    Attributes:
+        prompt: What the model reads first. Every rollout shares its pictures.
+        env_class: Name of a registered kind of environment, or `module:factory`.
+        reward_spec: `{"method": "rule", "ground_truth": ...}`, for the environment.
+        extra: All other columns.
+    """
+
+    prompt: tuple[Message, ...]
+    env_class: str
+    reward_spec: Mapping[str, Any]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """As an environment's factory gets it; `prompt` has been read already."""
+        return {
+            **self.extra,
+            "prompt": self.prompt,
+            "env_class": self.env_class,
+            "reward_spec": self.reward_spec,
+        }
+
+
+def load_records(path: pathlib.Path) -> list[Record]:
+    """Reads a `.jsonl` or `.parquet` file.
+
+    Raises:
+        NotFound: There is no such file.
+        InvalidInput: Naming file, line (parquet: row, from 1) and field.
+        FailedPrecondition: Parquet without pyarrow.
+    """
+    readers = {".jsonl": _read_json_lines, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise InvalidInput(f"{path} is neither .jsonl nor .parquet: convert it to one of the two", field="path")
+    if not path.is_file():
+        raise NotFound(f"there is no file {path}", field="path")
+    return [parse_record(row, where) for where, row in readers[path.suffix](path)]
+
+
+def parse_record(row: Any, where: str = "record") -> Record:
+    """Checks one record. Raises InvalidInput naming `where` and the field."""
+    if not isinstance(row, Mapping):
+        raise InvalidInput(f"{where}: a record must be an object, not {type(row).__name__}", field=where)
+    for name, kind in (("prompt", Sequence), ("env_class", str), ("reward_spec", Mapping)):
+        if name not in row:
+            raise InvalidInput(f"{where}: {name} is missing", field=f"{where}.{name}")
+        if not isinstance(row[name], kind) or not row[name] or (kind is Sequence and isinstance(row[name], str)):
+            wanted = {Sequence: "a list of messages", str: "a name", Mapping: "an object"}[kind]
+            raise InvalidInput(f"{where}: {name} is {row[name]!r}; it must be {wanted}", field=f"{where}.{name}")
+    spec = row["reward_spec"]
+    if spec.get("method") != "rule" or "ground_truth" not in spec:
+        raise InvalidInput(
+            f"{where}: reward_spec is {dict(spec)!r}; write {{'method': 'rule', 'ground_truth': ...}}",
+            field=f"{where}.reward_spec",
+        )
+    prompt = parse_messages(row["prompt"], f"{where}: prompt")
+    extra = {name: value for name, value in row.items() if name not in ("prompt", "env_class", "reward_spec")}
+    return Record(prompt, row["env_class"], spec, extra)
+
+
+def environment_of(record: Record) -> Environment:
+    """A fresh environment for one rollout of a record. Raises InvalidInput if its class is unknown."""
+    return make(record.env_class, record.columns)
+
+
+def shuffled(records: Sequence[Record], seed: int) -> list[Record]:
+    """The same records in an order that the seed decides."""
+    return [records[index] for index in np.random.default_rng(seed).permutation(len(records))]
+
+
+def _read_json_lines(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                yield where, json.loads(line)
+            except ValueError as error:
+                raise InvalidInput(f"{where}: this is not JSON: {error}", field=where) from None
+
+
+def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow  # type: ignore[import-not-found, import-untyped]
+        import pyarrow.parquet  # type: ignore[import-not-found, import-untyped]
+    except ImportError:
+        raise FailedPrecondition(f"{path} needs pyarrow: install it, or convert the file to .jsonl") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", {**row, "prompt": _without_nulls(row.get("prompt"))}
+    except pyarrow.ArrowInvalid as error:
+        raise InvalidInput(f"{path} is not a parquet file: {error}", field="path") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives all structs of a column the same fields, null where one has none."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value

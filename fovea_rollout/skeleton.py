@@ -1,0 +1,223 @@
+"""What a chat template makes of a conversation, with marks where sampled turns belong."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fovea.wire.errors import InvalidInput
+from fovea_rollout.answers import THINK_CLOSE, THINK_OPEN
+from fovea_rollout.messages import Role
+
+_MARK = "⟦fovea:"
+MARK = re.compile(r"(⟦fovea:(?:thinking|answer):\d+⟧)")
+"""As a group, so that `split` keeps the marks."""
+_PART = re.compile(r"""["']type["']""")
+_OPENING = re.compile(re.escape(THINK_OPEN) + r"\s*\Z")
+
+
+class Turn(NamedTuple):
+    """All that a template's output depends on, of a sampled turn.
+
+    Attributes:
+        is_thinking: Whether it has a `</think>`.
+        is_ended: Whether its last token ends a turn.
+    """
+
+    is_thinking: bool
+    is_ended: bool
+
+
+class Said(NamedTuple):
+    """A message as the template sees it: a picture is None."""
+
+    role: Role
+    parts: tuple[str | None, ...]
+
+
+Entry = Turn | Said
+
+_QUESTION = Said("user", ("question",))
+
+
+class Skeleton:
+    """A chat template applied to texts, and what probes of it tell.
+
+    Attributes:
+        placeholder: The token that stands for a picture, as text; empty if the template takes none.
+        opening: What the generation prompt gives the model of its thinking: `<think>` and newlines, or nothing.
+        end: What the template writes after an answer, up to the token that ends the turn.
+        end_id: That token; None if there is none.
+    """
+
+    def __init__(
+        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], placeholder: str, arguments: Mapping[str, Any]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._arguments = {**arguments, "tools": [dict(tool) for tool in tools] or None}
+        self._controls = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+        self._kept_roles: set[Role] = {"user"}
+        self._takes_texts = self._keeps_texts()
+        self.placeholder = placeholder
+        self.opening = ""
+        prompt, told = self._apply([_QUESTION]), self._apply([_QUESTION], is_prompt=False)
+        if prompt.startswith(told) and (opening := _OPENING.search(prompt, len(told))):
+            self.opening = opening[0]
+        answered = self._apply([_QUESTION, Turn(is_thinking=False, is_ended=False)], is_prompt=False)
+        self.end, self.end_id = self._first_control(answered.partition(mark("answer", 1))[2])
+        self.placeholder = placeholder or self._find_placeholder()
+
+    def render(self, entries: Sequence[Entry]) -> str:
+        """The prompt, generation prompt included, with marks and placeholders in it.
+
+        Raises:
+            InvalidInput: Naming the entry of the history that the template refuses, leaves out or would confuse.
+        """
+        self._refuse_marks(entries)
+        text = self._apply(entries)
+        self._refuse_lost_pictures(entries, text)
+        self._refuse_lost_messages(entries)
+        return text
+
+    def _apply(self, entries: Sequence[Entry], is_prompt: bool = True) -> str:
+        try:
+            return self._run(entries, is_prompt)
+        except Exception as error:  # A template is a program: whatever it raises is how it refuses.
+            index = self._first_refused(entries, is_prompt)
+            role = _role(entries[index])
+            raise InvalidInput(
+                f"history[{index}].role {role!r} is refused by the chat template at this place: {error}",
+                field=f"history[{index}].role",
+            ) from error
+
+    def _run(self, entries: Sequence[Entry], is_prompt: bool) -> str:
+        messages = [
+            {"role": _role(entry), "content": self._content(index, entry)} for index, entry in enumerate(entries)
+        ]
+        rendered = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=is_prompt, **self._arguments
+        )
+        return str(rendered)
+
+    def _content(self, index: int, entry: Entry) -> str | list[dict[str, str]]:
+        if isinstance(entry, Turn):
+            answer = mark("answer", index)
+            thinking = f"{THINK_OPEN}\n{mark('thinking', index)}\n{THINK_CLOSE}\n\n"
+            parts: tuple[str | None, ...] = ((thinking if entry.is_thinking else self.opening) + answer,)
+        else:
+            parts = entry.parts
+        if self._takes_texts and None not in parts:
+            return "".join(part for part in parts if part is not None)
+        return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
+
+    def _first_refused(self, entries: Sequence[Entry], is_prompt: bool) -> int:
+        """The entry behind the longest history that the template takes."""
+        for count in range(len(entries) - 1, 0, -1):
+            try:
+                self._run(entries[:count], is_prompt)
+            except Exception:  # Whatever a template raises; the caller has the error of the whole history.
+                continue
+            return count
+        return 0
+
+    def _keeps_texts(self) -> bool:
+        """Whether a content may be a text: some templates only go through parts, and lose it or fail."""
+        self._takes_texts = True
+        try:
+            return "question" in self._run([_QUESTION], True)
+        except Exception:  # A template for parts; if parts fail too, that is raised.
+            return False
+
+    def _first_control(self, text: str) -> tuple[str, int | None]:
+        """The first added token of a text, and the text up to its end."""
+        for token in self._tokenizer.encode(text, add_special_tokens=False):
+            if token in self._controls:
+                name = self._tokenizer.convert_ids_to_tokens(token)
+                return text[: text.index(name) + len(name)], token
+        return "", self._tokenizer.eos_token_id
+
+    def _find_placeholder(self) -> str:
+        """The middle one of the added tokens that a picture brings along: between its start and its end."""
+        try:
+            pictured = self._run([Said("user", ("question", None))], True)
+        except Exception:  # A template for texts.
+            return ""
+        plain = self._run([_QUESTION], True)
+        if len(_PART.findall(pictured)) > len(_PART.findall(plain)):  # For texts too: it writes the part itself out.
+            return ""
+        if (named := getattr(self._tokenizer, "image_token", None)) and named in pictured:
+            return str(named)
+        added = Counter(self._added_tokens(pictured)) - Counter(self._added_tokens(plain))
+        brought = [token for token in self._added_tokens(pictured) if token in added]
+        if not brought:
+            return ""
+        if len(brought) % 2 == 0:
+            raise InvalidInput(
+                f"a picture is written as {brought}: say which of these is its placeholder=", field="placeholder"
+            )
+        return brought[len(brought) // 2]
+
+    def _added_tokens(self, text: str) -> list[str]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return [self._tokenizer.convert_ids_to_tokens(token) for token in ids if token in self._controls]
+
+    def _refuse_marks(self, entries: Sequence[Entry]) -> None:
+        reserved = [text for text in (_MARK, self.placeholder) if text]
+        for index, entry in enumerate(entries):
+            for place, part in enumerate(entry.parts if isinstance(entry, Said) else ()):
+                if part is not None and (found := next((text for text in reserved if text in part), None)):
+                    where = f"history[{index}].parts[{place}]"
+                    raise InvalidInput(f"{where} contains {found!r}, which is reserved: take it out", field=where)
+
+    def _refuse_lost_pictures(self, entries: Sequence[Entry], text: str) -> None:
+        # Without a placeholder nothing is written: no text contains a mark of this name.
+        placeholder = self.placeholder or f"{_MARK}picture"
+        if text.count(placeholder) == _picture_count(entries):
+            return
+        for count in range(1, len(entries) + 1):
+            told = self._apply(entries[:count], is_prompt=False)
+            if told.count(placeholder) != _picture_count(entries[:count]):
+                break
+        where = f"history[{count - 1}]"
+        raise InvalidInput(
+            f"{where}: the chat template writes no picture in a {_role(entries[count - 1])!r} message", field=where
+        )
+
+    def _refuse_lost_messages(self, entries: Sequence[Entry]) -> None:
+        """Some templates leave out roles that they do not expect, such as a second system message."""
+        for index, entry in enumerate(entries):
+            if index == 0 or isinstance(entry, Turn) or entry.role in self._kept_roles:
+                continue
+            before, after = (self._apply(entries[:count], is_prompt=False) for count in (index, index + 1))
+            if before == after:
+                where = f"history[{index}].role"
+                raise InvalidInput(f"{where} {entry.role!r} is left out by the chat template here", field=where)
+            self._kept_roles.add(entry.role)
+
+
+def mark(kind: str, index: int) -> str:
+    """What stands for the thinking or the answer of the sampled turn at `index`."""
+    return f"{_MARK}{kind}:{index}⟧"
+
+
+def read_mark(text: str) -> tuple[str, int] | None:
+    """`mark`, reversed; None for other texts."""
+    if not text.startswith(_MARK):
+        return None
+    _, kind, index = text[:-1].split(":")
+    return kind, int(index)
+
+
+def without_opening(text: str) -> str:
+    """A text without the `<think>` and the newlines that it ends with."""
+    return _OPENING.sub("", text)
+
+
+def _role(entry: Entry) -> Role:
+    return "assistant" if isinstance(entry, Turn) else entry.role
+
+
+def _picture_count(entries: Sequence[Entry]) -> int:
+    return sum(entry.parts.count(None) for entry in entries if isinstance(entry, Said))

@@ -1,0 +1,134 @@
+"""What one training step did."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tinker
+
+from fovea_rollout.advantages import groups_with_signal
+from fovea_rollout.datums import TrainingDatum
+from fovea_rollout.policy import Policy
+from fovea_rollout.training_batch import Groups, TrainingBatch, rewards_of
+from fovea_rollout.trajectory import Failure, Trajectory
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the sampler's log-probabilities of the sampled tokens are from the trainer's, before weights change.
+
+    Attributes:
+        kl: mean(r - 1 - log r), r = p_trainer / p_sampler: an estimate of KL(sampler || trainer) that is never
+            negative (http://joschu.net/blog/kl-approx.html), in nats a token. On-policy it is rounding alone.
+        largest_log_ratio: max |log r|; on-policy every r is 1.
+    """
+
+    kl: float
+    largest_log_ratio: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step of a loop.
+
+    Attributes:
+        step: From 0.
+        reward_mean: Of rollouts that did not fail; NaN if all did.
+        signal_share: Of groups, those in which rewards differ.
+        lag: step - version of the oldest weights that sampled what was trained on; 0 is on-policy.
+        sampled_tokens: Of all rollouts.
+        trained_tokens: Of those that were trained on.
+        agreement: Of the first substep. None if nothing was trained on, since no group had signal; the weights stay.
+        base_kl: Nats a token between sampler and base model, if there is a KL penalty.
+        metrics: The environments' own, averaged over rollouts; the trainer's, over substeps, as `trainer/...`.
+        seconds: By part: `rollout` (waiting for groups), `batch` (with the base's scores), `train`, `publish`.
+        failures: (conversation, what went wrong); those rollouts are left out.
+        trajectories: All of the step, by group.
+        data: What was trained on; each datum says which weights sampled it.
+        policy: Samples with the weights after the step, for an evaluation.
+    """
+
+    step: int
+    reward_mean: float
+    signal_share: float
+    lag: int
+    sampled_tokens: int
+    trained_tokens: int
+    agreement: Agreement | None
+    base_kl: float | None
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+    failures: tuple[tuple[str, Failure], ...]
+    trajectories: tuple[tuple[Trajectory, ...], ...]
+    data: tuple[TrainingDatum, ...]
+    policy: Policy
+
+
+def step_report(
+    step: int,
+    groups: Groups,
+    batch: TrainingBatch,
+    outputs: Sequence[tuple[TrainingBatch, tinker.ForwardBackwardOutput]],
+    seconds: Mapping[str, float],
+    policy: Policy,
+) -> StepReport:
+    """Puts a report together.
+
+    Args:
+        outputs: Of each substep, what it trained on and what forward_backward returned.
+    """
+    rewards = rewards_of(groups)
+    trajectories = [trajectory for group in groups for trajectory in group]
+    metrics = mean_metrics(trajectories)
+    for name in outputs[0][1].metrics if outputs else ():
+        metrics[f"trainer/{name}"] = float(np.mean([output.metrics[name] for _, output in outputs]))
+    return StepReport(
+        step=step,
+        reward_mean=reward_mean(trajectories),
+        signal_share=float(groups_with_signal(rewards).mean()),
+        lag=max((step - datum.versions.oldest for datum in batch.data), default=0),
+        sampled_tokens=sum(len(turn.sampled.ids) for one in trajectories for turn in one.turns),
+        trained_tokens=sum(int(mask.sum()) for mask in batch.masks),
+        agreement=_agreement(*outputs[0]) if outputs else None,
+        base_kl=batch.base_kl,
+        metrics=metrics,
+        seconds=dict(seconds),
+        failures=failures_of(trajectories),
+        trajectories=tuple(tuple(group) for group in groups),
+        data=tuple(batch.data),
+        policy=policy,
+    )
+
+
+def reward_mean(trajectories: Sequence[Trajectory]) -> float:
+    """Over rollouts that did not fail; NaN if there is none."""
+    rewards = rewards_of([trajectories])
+    found = rewards[~np.isnan(rewards)]
+    return float(found.mean()) if found.size else float("nan")
+
+
+def failures_of(trajectories: Sequence[Trajectory]) -> tuple[tuple[str, Failure], ...]:
+    """Each failure with its conversation, environments that only failed to close included."""
+    return tuple((one.conversation, one.failure) for one in trajectories if one.failure is not None)
+
+
+def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The environments' numbers: of each rollout the last one that it named, averaged over those that named one."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        last = {name: value for turn in trajectory.turns for name, value in turn.metrics.items()}
+        for name, value in last.items():
+            found[name].append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(found.items())}
+
+
+def _agreement(batch: TrainingBatch, output: tinker.ForwardBackwardOutput) -> Agreement:
+    differences = [
+        (row["logprobs"].to_numpy().astype(np.float64) - ours)[mask]
+        for row, ours, mask in zip(output.loss_fn_outputs, batch.logprobs(), batch.masks, strict=True)
+    ]
+    log_ratio = np.concatenate(differences)
+    return Agreement(float(np.mean(np.expm1(log_ratio) - log_ratio)), float(np.abs(log_ratio).max()))

@@ -1,0 +1,161 @@
+"""Conversations as prompts: the model's own chat template, around the very tokens that were sampled."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from fovea_rollout.answers import THINK_CLOSE, THINK_OPEN, read_answer
+from fovea_rollout.environment import Answer
+from fovea_rollout.messages import Message, Picture
+from fovea_rollout.plan import Planner
+from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
+from fovea_rollout.skeleton import Entry, Said, Skeleton, Turn
+
+
+class _Known(NamedTuple):
+    """An entry of a history, read once.
+
+    Attributes:
+        entry: As the template sees it.
+        text: What a sampled turn says, without its end.
+        whole: A sampled turn's tokens.
+        answer: Those behind its thinking.
+        pictures: Of a message.
+    """
+
+    entry: Entry
+    text: str = ""
+    whole: tuple[Tokens, ...] = ()
+    answer: tuple[Tokens, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+
+
+class ChatTemplate:
+    """Renders histories by a tokenizer's chat template.
+
+    Marks stand for the sampled turns while the template runs; then the sampled ids take their places. So nothing
+    sampled is tokenized again, and what the template does to earlier turns (stripping their thinking) is done.
+
+    Attributes:
+        stop_ids: Tokens that end a turn.
+    """
+
+    def __init__(
+        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = (), *, placeholder: str = "", **arguments: Any
+    ) -> None:
+        """
+        Args:
+            tokenizer: A Hugging Face tokenizer with a chat template.
+            tools: In OpenAI's shape, as `apply_chat_template` takes them.
+            placeholder: The token that stands for a picture, where rendering one does not tell.
+            arguments: For `apply_chat_template`, as in `enable_thinking=False`.
+
+        Raises:
+            InvalidInput: The template cannot render a question and its answer.
+        """
+        self._tokenizer = tokenizer
+        self._skeleton = Skeleton(tokenizer, tools, placeholder, arguments)
+        named = tokenizer.special_tokens_map.values()
+        ends = [self._skeleton.end_id, tokenizer.eos_token_id]
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(token for token in ends if token is not None))
+        # Servers also stop at the checkpoint's own ends, which tokenizers know as padding at best.
+        self._ends = {
+            *self.stop_ids,
+            *(tokenizer.convert_tokens_to_ids(name) for name in named if isinstance(name, str)),
+        }
+        self._encode = lru_cache(maxsize=8192)(self._encode_run)
+        self._planner = Planner(self._skeleton, self._encode)
+        self._known: dict[int, tuple[weakref.ref[Message | Sampled], _Known]] = {}
+
+    @cached_property
+    def is_append_only(self) -> bool:
+        """Whether a later prompt begins with the earlier one and what was sampled, thinking and all."""
+        question = Message("user", ("question",))
+        opening = "" if self._skeleton.opening else f"{THINK_OPEN}\n"
+        for text in (f"{opening}thinking\n{THINK_CLOSE}\n\nanswer", "answer"):
+            ids = self._encode(text + self._skeleton.end).ids
+            sampled = Sampled(ids, (0.0,) * len(ids), "stop", WeightVersions(0, 0))
+            before = (*_flat(self.render([question])), *ids)
+            if _flat(self.render([question, sampled, question]))[: len(before)] != before:
+                return False
+        return True
+
+    def render(self, history: Sequence[Message | Sampled]) -> tuple[Chunk, ...]:
+        """What the model reads next: the history and the beginning of its turn.
+
+        Chunks are shared between calls: those of the turns that were there before are the same objects.
+
+        Raises:
+            InvalidInput: Naming the entry of the history that the template refuses, leaves out or would confuse.
+        """
+        known = [self._read_once(one) for one in history]
+        pictures = (picture for one in known for picture in one.pictures)
+        chunks: list[Chunk] = []
+        for piece in self._planner.plan(tuple(one.entry for one in known)):
+            if piece is None:
+                chunks.append(next(pictures))
+            elif isinstance(piece, Tokens):
+                chunks.append(piece)
+            else:
+                turn = known[piece.entry]
+                chunks += turn.answer if piece.is_stripped else turn.whole
+        return tuple(chunks)
+
+    def read(self, sampled: Sampled) -> Answer:
+        """What was said in a sampled turn."""
+        text = self._skeleton.opening + self._read_once(sampled).text
+        return read_answer(text, is_cut=sampled.stop_reason == "length")
+
+    def _read_once(self, one: Message | Sampled) -> _Known:
+        # By identity: to hash thousands of numbers again and again would cost more than all the rest.
+        key = id(one)
+        found = self._known.get(key)
+        if found is not None and found[0]() is one:
+            return found[1]
+        known = self._read_turn(one.ids) if isinstance(one, Sampled) else _read_message(one)
+        self._known[key] = (weakref.ref(one, lambda _: self._known.pop(key, None)), known)
+        return known
+
+    def _read_turn(self, ids: tuple[int, ...]) -> _Known:
+        is_ended = bool(ids) and ids[-1] in self._ends
+        text = self._decode(ids[:-1] if is_ended else ids)
+        is_thinking = THINK_CLOSE in text
+        whole = _tokens(ids)
+        return _Known(Turn(is_thinking, is_ended), text, whole, self._answer(ids) if is_thinking else whole)
+
+    def _answer(self, ids: tuple[int, ...]) -> tuple[Tokens, ...]:
+        """The ids behind the last `</think>` and the newlines that follow it.
+
+        A token with both newlines and other text in it is kept whole. Only where one token holds the end of the tag
+        and the beginning of the answer is that beginning tokenized anew.
+        """
+        total = self._decode(ids).count(THINK_CLOSE)
+        border = bisect_left(range(len(ids)), total, key=lambda count: self._decode(ids[:count]).count(THINK_CLOSE))
+        clipped = self._decode(ids[:border]).rpartition(THINK_CLOSE)[2].lstrip("\n")
+        while not clipped and border < len(ids) and not self._decode(ids[border : border + 1]).strip("\n"):
+            border += 1
+        return (*_tokens(self._encode(clipped).ids), *_tokens(ids[border:]))
+
+    def _encode_run(self, text: str) -> Tokens:
+        return Tokens(tuple(self._tokenizer.encode(text, add_special_tokens=False)))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        decoded = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(decoded)
+
+
+def _read_message(message: Message) -> _Known:
+    parts = tuple(None if isinstance(part, Picture) else part for part in message.parts)
+    return _Known(Said(message.role, parts), pictures=message.pictures)
+
+
+def _tokens(ids: tuple[int, ...]) -> tuple[Tokens, ...]:
+    return (Tokens(ids),) if ids else ()
+
+
+def _flat(chunks: Sequence[Chunk]) -> tuple[int, ...]:
+    return tuple(token for chunk in chunks if isinstance(chunk, Tokens) for token in chunk.ids)

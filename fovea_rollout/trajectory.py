@@ -1,0 +1,159 @@
+"""What happened in a rollout, as the tokens that the model read and wrote."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fovea_rollout.environment import Answer
+from fovea_rollout.messages import Message, Picture
+from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the model.
+
+    Attributes:
+        prompt: All that it read.
+        new_messages: Those that were not in the prompt of the turn before.
+        sampled: What it wrote.
+        answer: The same, read.
+        reward: What the environment gave for it; 0 if it crashed over it.
+        metrics: As the environment named them.
+    """
+
+    prompt: tuple[Chunk, ...]
+    new_messages: tuple[Message, ...]
+    sampled: Sampled
+    answer: Answer
+    reward: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rollout ended before its time.
+
+    Attributes:
+        stage: `make`, `reset`, `render`, `sample`, `step`, `close` or `deadline`.
+        error: Type and message of what was raised.
+        traceback: Of it.
+    """
+
+    stage: str
+    error: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens that grew by appending only: becomes one datum.
+
+    Attributes:
+        chunks: Tokens and pictures, in order.
+        sampled: For each `Tokens` chunk that was sampled, by its place in `chunks`: its log-probabilities.
+        turns: Index of the turn that sampled each of them, in the same order.
+    """
+
+    chunks: tuple[Chunk, ...]
+    sampled: Mapping[int, tuple[float, ...]]
+    turns: tuple[int, ...]
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """Its pictures, in order."""
+        return tuple(chunk for chunk in self.chunks if isinstance(chunk, Picture))
+
+    def grown(self, appended: Sequence[Chunk], sampled: Sampled, turn: int) -> Segment:
+        """With what a turn read in addition, and what it wrote."""
+        if not sampled.ids:
+            return Segment((*self.chunks, *appended), self.sampled, self.turns)
+        chunks = (*self.chunks, *appended, Tokens(sampled.ids))
+        return Segment(chunks, {**self.sampled, len(chunks) - 1: sampled.logprobs}, (*self.turns, turn))
+
+
+@dataclass
+class Trajectory:
+    """One rollout.
+
+    Attributes:
+        conversation: Its id.
+        end: `done`, `max_turns`, `context` (the next prompt would not fit), or `failed`.
+        failure: What went wrong. An environment that only failed to close leaves `end` as it was.
+        prefix_breaks: Turns whose prompt did not begin with all that came before though the template only appends: 0.
+        rewrites: Turns before which the template rewrote the history (stripped thinking): each began a segment.
+    """
+
+    conversation: str
+    turns: list[Turn] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    end: str = ""
+    failure: Failure | None = None
+    prefix_breaks: int = 0
+    rewrites: int = 0
+    seconds: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        """Sum over its turns."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def versions(self) -> WeightVersions | None:
+        """Of all weights that sampled it."""
+        return joined_versions(self.turns) if self.turns else None
+
+    def append(self, turn: Turn, is_append_only: bool) -> None:
+        """Takes a turn: the last segment grows if the prompt begins with all of it, else a new one begins.
+
+        Args:
+            is_append_only: Whether the template only ever appends: then a new segment is a break of the prefix.
+        """
+        last = self.segments[-1] if self.segments else None
+        added = None if last is None else after_prefix(turn.prompt, last.chunks)
+        index = len(self.turns)
+        if last is not None and added is not None:
+            self.segments[-1] = last.grown(added, turn.sampled, index)
+        else:
+            self.segments.append(Segment((), {}, ()).grown(turn.prompt, turn.sampled, index))
+            if last is not None:
+                self.prefix_breaks += is_append_only
+                self.rewrites += not is_append_only
+        self.turns.append(turn)
+
+
+def joined_versions(turns: Sequence[Turn]) -> WeightVersions:
+    """The bounds of all weights that sampled at least one turn."""
+    versions = [turn.sampled.versions for turn in turns]
+    return WeightVersions(min(one.oldest for one in versions), max(one.newest for one in versions))
+
+
+def after_prefix(prompt: Sequence[Chunk], prefix: Sequence[Chunk]) -> tuple[Chunk, ...] | None:
+    """What a prompt has after a prefix; None if it does not begin with it, token by token and picture by picture.
+
+    How tokens are cut into chunks does not matter.
+    """
+    remaining = deque(chunk for chunk in prompt if isinstance(chunk, Picture) or chunk.ids)
+    for chunk in prefix:
+        if isinstance(chunk, Picture):
+            if not remaining or not _is_same(remaining.popleft(), chunk):
+                return None
+            continue
+        ids = chunk.ids
+        while ids:
+            head = remaining.popleft() if remaining else None
+            if not isinstance(head, Tokens):
+                return None
+            count = min(len(ids), len(head.ids))
+            if head.ids[:count] != ids[:count]:
+                return None
+            ids = ids[count:]
+            if count < len(head.ids):
+                remaining.appendleft(Tokens(head.ids[count:]))
+    return tuple(remaining)
+
+
+def _is_same(chunk: Chunk, picture: Picture) -> bool:
+    return chunk is picture or (isinstance(chunk, Picture) and chunk.digest == picture.digest)

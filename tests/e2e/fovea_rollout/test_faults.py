@@ -1,0 +1,132 @@
+"""256 rollouts at once while environments crash and one of two samplers is killed: each one is accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import httpx
+import pytest
+import tinker
+from transformers import PreTrainedTokenizerBase
+
+from fovea_rollout.batch import run_batch
+from fovea_rollout.environment import Answer, Environment, Step
+from fovea_rollout.messages import Message
+from fovea_rollout.policy import SamplingSettings
+from fovea_rollout.rollout import RolloutSettings
+from fovea_rollout.template import ChatTemplate
+from fovea_rollout.tinker_policy import TinkerPolicy
+from fovea_rollout.trajectory import Trajectory
+from tests.e2e.fovea_rollout.environments import Walking
+from tests.e2e.fovea_rollout.two_samplers import TwoSamplers, running_beside
+from tests.e2e.stack import API_KEY, Stack
+
+ROLLOUTS = 256
+TURNS = 3
+DEADLINE_S = 90.0
+FAULTS = ("make", "reset", "step", "hang")
+STAGES = {"make": "make", "reset": "reset", "step": "step", "hang": "deadline"}
+
+
+def fault_of(number: int) -> str | None:
+    """One rollout in twenty has a fault, each kind in turn."""
+    return FAULTS[number // 20 % len(FAULTS)] if number % 20 == 7 else None
+
+
+class Fragile(Walking):
+    """Crashes or hangs in its second turn, or before, as its number says; counts the steps of all."""
+
+    def __init__(self, number: int, count: Callable[[], None]) -> None:
+        super().__init__(number, TURNS)
+        self._fault, self._count, self._number = fault_of(number), count, number
+        self._crash("make")
+
+    async def reset(self) -> Sequence[Message]:
+        """Crashes, or as ever."""
+        self._crash("reset")
+        return await super().reset()
+
+    async def step(self, answer: Answer) -> Step:
+        """Crashes or hangs, or as ever."""
+        self._count()
+        if self._left < TURNS:
+            self._crash("step")
+            if self._fault == "hang":
+                await asyncio.Event().wait()
+        return await super().step(answer)
+
+    def _crash(self, stage: str) -> None:
+        if self._fault == stage:
+            raise RuntimeError(f"environment {self._number} crashed in {stage}")
+
+
+@pytest.fixture
+def two(stack: Stack, tmp_path: pathlib.Path) -> Iterator[TwoSamplers]:
+    """Two samplers behind one gateway."""
+    with running_beside(stack, tmp_path) as two:
+        yield two
+
+
+@pytest.fixture
+def sampling(stack: Stack, two: TwoSamplers) -> Iterator[tinker.SamplingClient]:
+    """Samples from an adapter that both hold."""
+    with tinker.ServiceClient(base_url=two.base_url, api_key=API_KEY) as service:
+        training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
+        yield training.save_weights_and_get_sampling_client().result()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_batch_outlives_environments_and_a_sampler(
+    two: TwoSamplers, sampling: tinker.SamplingClient, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    steps = 0
+    is_killed = threading.Event()
+    served = 0.0
+
+    def count() -> None:
+        nonlocal steps, served
+        steps += 1
+        if steps == ROLLOUTS:
+            served = finished_requests(two)
+            two.second.kill()
+            is_killed.set()
+
+    def factory(number: int) -> Callable[[], Environment]:
+        return lambda: Fragile(number, count)
+
+    settings = RolloutSettings(SamplingSettings(max_tokens=12, seed=2), max_turns=TURNS, deadline_s=DEADLINE_S)
+    factories = [factory(number) for number in range(ROLLOUTS)]
+    trajectories = await run_batch(TinkerPolicy(sampling), ChatTemplate(tokenizer), factories, settings)
+    assert is_killed.is_set()
+    assert served > 0, "the second sampler had work when it was killed"
+    assert [t.conversation for t in trajectories] == [f"rollout/{number}" for number in range(ROLLOUTS)]
+    for number, trajectory in enumerate(trajectories):
+        check(trajectory, fault_of(number))
+    print(Counter((t.end, t.failure.stage if t.failure else "") for t in trajectories), "of the second:", served)
+
+
+def check(trajectory: Trajectory, fault: str | None) -> None:
+    """What happened is what was to happen, and the record says so."""
+    turns = {None: TURNS, "make": 0, "reset": 0, "step": 2, "hang": 2}[fault]
+    assert len(trajectory.turns) == turns, (trajectory.conversation, trajectory.failure)
+    assert (trajectory.end, trajectory.prefix_breaks) == ("done" if fault is None else "failed", 0)
+    if fault is None:
+        assert trajectory.failure is None
+        assert len(trajectory.segments) == 1
+        return
+    assert trajectory.failure is not None
+    assert trajectory.failure.stage == STAGES[fault]
+    words = f"not done after {DEADLINE_S:g} s, in stage 'step' of turn 1" if fault == "hang" else f"crashed in {fault}"
+    assert words in trajectory.failure.error
+    assert bool(trajectory.failure.traceback) == (fault != "hang")
+
+
+def finished_requests(two: TwoSamplers) -> float:
+    """Of the second sampler's engine."""
+    lines = httpx.get(two.metrics, timeout=60.0).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total"))

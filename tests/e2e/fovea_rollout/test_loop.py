@@ -1,0 +1,197 @@
+"""The three loops on a running Fovea, over the SDK: which weights sampled what, and that on-policy is on-policy."""
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from transformers import PreTrainedTokenizerBase
+
+from fovea_rollout.environment import Answer, Step
+from fovea_rollout.evaluation import Evaluation, evaluate
+from fovea_rollout.loop import LoopSettings, train
+from fovea_rollout.messages import Message, Picture
+from fovea_rollout.policy import SamplingSettings, WeightVersions
+from fovea_rollout.records import Record
+from fovea_rollout.rollout import RolloutSettings
+from fovea_rollout.step_report import StepReport
+from fovea_rollout.template import ChatTemplate
+from tests.e2e.prompts import picture
+from tests.e2e.stack import Stack
+
+RATE = 1e-3
+ROLLOUT = RolloutSettings(sampling=SamplingSettings(max_tokens=4, seed=1), max_turns=2)
+RANDOM = random.Random(0)
+SETTINGS: dict[str, Any] = {"groups_per_step": 2, "group_size": 4, "learning_rate": RATE, "rollout": ROLLOUT}
+
+
+@dataclass
+class Watched:
+    """Two turns, a picture in each; the reward tells answers apart.
+
+    Attributes:
+        bonus: On top of the last reward.
+        gate: What the first step waits for.
+        crashes: Whether the second step does.
+        waiting: Released when the gate is reached.
+        closed: Counts closings, of all environments that share it.
+    """
+
+    bonus: float = 0.0
+    gate: asyncio.Event | None = None
+    crashes: bool = False
+    waiting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    closed: list[int] = field(default_factory=list)
+    steps: int = 0
+
+    async def reset(self) -> list[Message]:
+        return [Message("user", (Picture.of_bytes(picture(224, 224, 1)), "What is this?"))]
+
+    async def step(self, answer: Answer) -> Step:
+        self.steps += 1
+        if self.gate is not None and self.steps == 1:
+            self.waiting.release()
+            await self.gate.wait()
+        if self.crashes:
+            raise OSError("the simulator is gone")
+        news = [Message("user", (Picture.of_bytes(picture(150, 224, self.steps)), "And this?"))]
+        letters = sum(map(ord, answer.text))
+        return Step(news, float(letters % 7) + self.bonus, self.steps == 2, {"letters": float(len(answer.text))})
+
+    async def close(self) -> None:
+        self.closed.append(1)
+
+
+def lucky(**arguments: Any) -> Watched:
+    """Rewards differ even where answers do not, so that every group has signal."""
+    return Watched(bonus=RANDOM.random(), **arguments)
+
+
+@pytest.fixture
+async def training(stack: Stack, service: tinker.ServiceClient) -> tinker.TrainingClient:
+    return await service.create_lora_training_client(base_model=stack.model_name, rank=8, seed=1)
+
+
+@pytest.fixture(scope="session")
+def template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    return ChatTemplate(tokenizer)
+
+
+def versions(report: StepReport) -> set[tuple[int, int]]:
+    return {(datum.versions.oldest, datum.versions.newest) for datum in report.data}
+
+
+async def test_on_policy(
+    training: tinker.TrainingClient, template: ChatTemplate, base_sampler: tinker.SamplingClient
+) -> None:
+    members = iter(range(100))
+    sources: list[Callable[[], Watched]] = [lucky, lambda: lucky(crashes=next(members) == 1)]
+    reports: list[StepReport] = []
+    settings = LoopSettings(steps=3, kl_coefficient=0.05, **SETTINGS)
+    greedy = RolloutSettings(sampling=SamplingSettings(max_tokens=4, temperature=0.0), max_turns=2)
+    held_out: list[Evaluation] = []
+
+    async def note(report: StepReport) -> None:
+        reports.append(report)
+        held_out.append(await evaluate(report.policy, template, [Watched] * 3, greedy))
+
+    policy = await train(training, template, sources, settings, note, base=base_sampler)
+    assert policy is reports[-1].policy
+    assert [report.step for report in reports] == [0, 1, 2]
+    for report in reports:
+        assert versions(report) == {(report.step, report.step)}
+        assert report.lag == 0
+        assert report.agreement is not None
+        assert report.agreement.largest_log_ratio < 1e-3, "on-policy, every ratio is 1"
+        assert 0 <= report.agreement.kl < 1e-6
+        assert report.base_kl is not None
+        assert report.metrics["trainer/ratio:max"] == pytest.approx(1.0, abs=1e-3)
+        assert report.sampled_tokens >= report.trained_tokens > 0
+        assert set(report.seconds) == {"rollout", "batch", "train", "publish"}
+        assert all(one.prefix_breaks == 0 for group in report.trajectories for one in group)
+    assert abs(reports[0].base_kl or 0.0) < 1e-3, "a fresh adapter is the base"
+    assert abs(reports[2].base_kl or 0.0) > 1e-3
+    (failure,) = reports[0].failures
+    assert failure[1].error == "OSError: the simulator is gone"
+    assert failure[0] not in {datum.conversation for datum in reports[0].data}
+    for step, seen in enumerate(held_out):
+        assert len({one.reward for one in seen.trajectories}) == 1, "greedy answers are the same"
+        assert seen.reward_mean == seen.trajectories[0].reward
+        assert {one.versions for one in seen.trajectories} == {WeightVersions(step + 1, step + 1)}
+
+
+async def test_one_step_off(training: tinker.TrainingClient, template: ChatTemplate) -> None:
+    reports: list[StepReport] = []
+    settings = LoopSettings(steps=3, mode="one_step_off", loss="ppo", substeps=2, **SETTINGS)
+    await train(training, template, [lucky], settings, reports.append)
+    assert [versions(report) for report in reports] == [{(0, 0)}, {(0, 0)}, {(1, 1)}]
+    assert [report.lag for report in reports] == [0, 1, 1]
+    ratios = [report.agreement.largest_log_ratio for report in reports if report.agreement]
+    assert ratios[0] < 1e-3 < min(ratios[1:]), "weights have moved since they sampled"
+
+
+async def test_inflight(training: tinker.TrainingClient, template: ChatTemplate) -> None:
+    moved = asyncio.Event()
+    reports: list[StepReport] = []
+
+    def note(report: StepReport) -> None:
+        reports.append(report)
+        moved.set()
+
+    # All four groups begin with version 0; the gated one ends only after the first step.
+    sources: list[Callable[[], Watched]] = [lucky, lucky, lucky, lambda: lucky(gate=moved)]
+    settings = LoopSettings(steps=4, mode="inflight", max_lag=2, **SETTINGS)
+    await train(training, template, sources, settings, note)
+    for report in reports:
+        assert all(oldest <= newest <= report.step for oldest, newest in versions(report))
+        assert report.lag <= 2
+    assert versions(reports[0]) == {(0, 0)}
+    straddling = [pair for report in reports for pair in versions(report) if pair[0] < pair[1]]
+    assert straddling, "a rollout that ran while the weights changed says so"
+
+
+async def test_records_and_steps_without_signal(training: tinker.TrainingClient, template: ChatTemplate) -> None:
+    prompt = (Message("user", ("Name a digit.",)),)
+    record = Record(prompt, "tests.e2e.fovea_rollout.test_loop:SameReward", {"method": "rule", "ground_truth": "1"})
+    reports: list[StepReport] = []
+    settings = LoopSettings(steps=2, **SETTINGS)
+    await train(training, template, [record], settings, reports.append)
+    assert [report.agreement for report in reports] == [None, None]
+    assert [(report.reward_mean, report.signal_share, report.data) for report in reports] == [(1.0, 0.0, ())] * 2
+
+
+async def test_cancelling_closes_everything(training: tinker.TrainingClient, template: ChatTemplate) -> None:
+    waiting = asyncio.Semaphore(0)
+    closed: list[int] = []
+    settings = LoopSettings(steps=1, **SETTINGS)
+    hanging = [lambda: Watched(gate=asyncio.Event(), waiting=waiting, closed=closed)]
+    running = asyncio.create_task(train(training, template, hanging, settings, lambda report: None))
+    for _ in range(8):
+        await waiting.acquire()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(closed) == 8
+    reports: list[StepReport] = []
+    await train(training, template, [lucky], settings, reports.append)
+    assert np.isfinite(reports[0].reward_mean), "the next run is not disturbed"
+
+
+class SameReward:
+    """One turn; every answer is as good as any other."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self._prompt: tuple[Message, ...] = record["prompt"]
+
+    def reset(self) -> tuple[Message, ...]:
+        return self._prompt
+
+    def step(self, answer: Answer) -> Step:
+        return Step(reward=1.0, is_done=True)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,113 @@
+"""Which groups are taken when: by events, not by time."""
+
+import asyncio
+from collections import defaultdict
+
+import pytest
+
+from fovea_rollout.group_pool import GroupPool
+from fovea_rollout.trajectory import Trajectory
+from tests.unit.fovea_rollout.rollouts import FourTokenPictures
+
+
+class Stage:
+    """Groups that end when they are told to."""
+
+    def __init__(self, total: int, buggy: int | None = None) -> None:
+        self.buggy = buggy
+        self.begun: list[int] = []
+        self.cancelled: list[int] = []
+        self.ends: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self.pool = GroupPool(self.play, total)
+
+    async def play(self, policy: object, index: int) -> list[Trajectory]:
+        self.begun.append(index)
+        try:
+            await self.ends[index].wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(index)
+            raise
+        if index == self.buggy:
+            raise ValueError("a bug")
+        return [Trajectory(str(index))]
+
+    def end(self, *indices: int) -> None:
+        for index in indices:
+            self.ends[index].set()
+
+    def fill(self, version: int, count: int) -> None:
+        self.pool.fill(FourTokenPictures(), version, count)
+
+    async def take(self, count: int, overdue: int) -> list[int]:
+        return [int(group[0].conversation) for group in await self.pool.take(count, overdue)]
+
+    async def is_waiting(self, taking: "asyncio.Task[list[int]]") -> bool:
+        """After everybody had several turns."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return not taking.done()
+
+
+async def test_on_policy_waits_for_all() -> None:
+    stage = Stage(4)
+    stage.fill(0, 2)
+    taking = asyncio.create_task(stage.take(2, 0))
+    stage.end(1)
+    assert await stage.is_waiting(taking)
+    stage.end(0)
+    assert await taking == [0, 1]
+    assert stage.begun == [0, 1]
+
+
+async def test_one_step_off_leaves_the_next_batch_running() -> None:
+    stage = Stage(6)
+    stage.fill(0, 4)
+    stage.end(0, 1)
+    assert await stage.take(2, -1) == [0, 1]
+    stage.fill(1, 4)
+    stage.end(4, 5)
+    taking = asyncio.create_task(stage.take(2, 0))
+    assert await stage.is_waiting(taking), "2 and 3 began with version 0"
+    stage.end(2, 3)
+    assert await taking == [2, 3]
+    assert stage.begun == [0, 1, 2, 3, 4, 5]
+
+
+async def test_inflight_takes_what_is_done_first_but_nothing_gets_older_than_allowed() -> None:
+    stage = Stage(100)
+    max_lag, count = 2, 2
+    versions: dict[int, int] = {}
+    taken: list[int] = []
+    for step in range(8):
+        stage.fill(step, 2 * count)
+        for index in range(len(versions), stage.pool._count):
+            versions[index] = step
+            if index % 3:  # every third one is slow
+                stage.end(index)
+        taking = asyncio.create_task(stage.take(count, step - max_lag))
+        if await stage.is_waiting(taking):
+            stage.end(*versions)
+        groups = await taking
+        assert len(groups) == count
+        assert all(step - versions[index] <= max_lag for index in groups)
+        taken += groups
+    assert len(set(taken)) == len(taken)
+    assert taken != sorted(taken), "the fast ones overtake"
+    await stage.pool.close()
+
+
+async def test_closing_cancels_and_waits() -> None:
+    stage = Stage(3)
+    stage.fill(0, 3)
+    await asyncio.sleep(0)
+    await stage.pool.close()
+    assert stage.cancelled == [0, 1, 2]
+
+
+async def test_what_playing_raises_is_raised() -> None:
+    stage = Stage(20, buggy=13)
+    stage.fill(0, 15)
+    stage.end(13)
+    with pytest.raises(ValueError, match="a bug"):
+        await stage.take(2, -1)
+    await stage.pool.close()

@@ -1,0 +1,32 @@
+"""Settings of the loop; what it does is in tests/e2e/fovea_rollout/test_loop.py."""
+
+from typing import Any
+
+import pytest
+
+from fovea.wire.errors import InvalidInput
+from fovea_rollout.loop import LoopSettings
+from fovea_rollout.policy import SamplingSettings
+from fovea_rollout.rollout import RolloutSettings
+
+WARM = RolloutSettings(sampling=SamplingSettings(temperature=0.7))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steps": 0}, "steps is 0; it must be 1 or more"),
+        ({"group_size": 1}, "group_size is 1; advantages compare rollouts of a group: use 2 or more"),
+        ({"max_lag": 0}, "max_lag is 0"),
+        ({"kl_coefficient": 0.1, "rollout": WARM}, "needs temperature 1, .* temperature is 0.7"),
+    ],
+)
+def test_bad_settings_are_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        LoopSettings(**({"steps": 1, "groups_per_step": 1, "group_size": 2} | changes))
+
+
+def test_a_learning_rate_may_depend_on_the_step() -> None:
+    fixed = LoopSettings(1, 1, 2, learning_rate=0.5, adam={"grad_clip_norm": 1.0})
+    assert (fixed.adam_params(3).learning_rate, fixed.adam_params(3).grad_clip_norm) == (0.5, 1.0)
+    assert LoopSettings(1, 1, 2, learning_rate=lambda step: 1 / (1 + step)).adam_params(3).learning_rate == 0.25

@@ -1,0 +1,27 @@
+"""What the two lines say."""
+
+import pytest
+
+from fovea_rollout.loop_progress import LoopProgress
+from fovea_rollout.step_report import step_report
+from fovea_rollout.training_batch import TrainingBatch
+from fovea_rollout.trajectory import Failure
+from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
+
+
+def test_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    group = [rollout(turn([1], [2], [-1.0], 0.5)), rollout(failure=Failure("reset", "OSError: no"))]
+    with LoopProgress(2, 2, True) as shown:
+        for one in group:
+            shown.count_rollout(one)
+        shown.count_step(step_report(0, [group], TrainingBatch([]), [], {}, FourTokenPictures()))
+    said = capsys.readouterr().err
+    assert "1/2 reward 0.500, signal 0%, lag 0, nothing to train on" in said
+    assert "1 failed" in said
+
+
+def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    with LoopProgress(2, 2, None) as shown:
+        shown.count_rollout(rollout())
+    assert capsys.readouterr().err == ""

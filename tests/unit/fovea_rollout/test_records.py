@@ -1,0 +1,136 @@
+"""Datasets: what is read, and what a bad one says."""
+
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
+from fovea_rollout import environment
+from fovea_rollout.messages import Picture
+from fovea_rollout.records import Record, environment_of, load_records, parse_record, shuffled
+
+PICTURE = Picture.of_pixels(np.zeros((4, 4, 3), np.uint8))
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    content = [
+        {"type": "image_url", "image_url": {"url": PICTURE.data_uri}},
+        {"type": "text", "text": "How many?"},
+    ]
+    return {
+        "prompt": [{"role": "user", "content": content}],
+        "env_class": "count",
+        "reward_spec": {"method": "rule", "ground_truth": 7},
+        "level": 3,
+    } | changes
+
+
+def write(path: pathlib.Path, *rows: Any) -> pathlib.Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return path
+
+
+def test_json_lines(tmp_path: pathlib.Path) -> None:
+    path = write(tmp_path / "a.jsonl", row(), row(level=4))
+    path.write_text(path.read_text() + "\n")
+    first, second = load_records(path)
+    assert first.prompt[0].parts == (PICTURE, "How many?")
+    assert (first.env_class, first.reward_spec["ground_truth"]) == ("count", 7)
+    assert (first.extra, second.extra) == ({"level": 3}, {"level": 4})
+
+
+def test_parquet_fills_structs_with_nulls(tmp_path: pathlib.Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([row(), row(env_class=None)]), path)
+    with pytest.raises(InvalidInput, match=r"a\.parquet:2: env_class is None"):
+        load_records(path)
+    parquet.write_table(pyarrow.Table.from_pylist([row(), row(level=None)]), path)
+    write(tmp_path / "a.jsonl", row(), row(level=None))
+    assert load_records(path) == load_records(tmp_path / "a.jsonl")
+    path.write_bytes(b"not parquet at all")
+    with pytest.raises(InvalidInput, match="is not a parquet file"):
+        load_records(path)
+
+
+def test_parquet_without_pyarrow_says_what_to_do(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    path = tmp_path / "a.parquet"
+    path.touch()
+    with pytest.raises(FailedPrecondition, match="needs pyarrow: install it, or convert"):
+        load_records(path)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ([1], r"a\.jsonl:2: a record must be an object, not list"),
+        ({"env_class": "count"}, r"a\.jsonl:2: prompt is missing"),
+        (row(prompt=[]), r"a\.jsonl:2: prompt is \[\]; it must be a list of messages"),
+        (row(prompt="How many?"), r"a\.jsonl:2: prompt is 'How many\?'; it must be a list of messages"),
+        (row(env_class=3), r"a\.jsonl:2: env_class is 3; it must be a name"),
+        (row(reward_spec={"method": "model"}), r"a\.jsonl:2: reward_spec is .*write \{'method': 'rule'"),
+        (row(prompt=[{"role": "me", "content": "x"}]), r"a\.jsonl:2: prompt\[0\]\.role is 'me'"),
+        (
+            row(prompt=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}]),
+            r"a\.jsonl:2: prompt\[0\]\.content\[0\]\.image_url\.url must be a data URI",
+        ),
+    ],
+)
+def test_a_bad_record_is_named_by_file_line_and_field(tmp_path: pathlib.Path, bad: Any, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        load_records(write(tmp_path / "a.jsonl", row(), bad))
+
+
+def test_bad_files(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n{]\n")
+    with pytest.raises(InvalidInput, match=r"a\.jsonl:2: this is not JSON"):
+        load_records(tmp_path / "a.jsonl")
+    with pytest.raises(NotFound, match=r"there is no file .*b\.jsonl"):
+        load_records(tmp_path / "b.jsonl")
+    with pytest.raises(InvalidInput, match=r"a\.csv is neither \.jsonl nor \.parquet"):
+        load_records(tmp_path / "a.csv")
+
+
+class Count:
+    """Remembers the record that made it."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self.record = record
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    environment.register("count", Count)
+    yield
+    environment.unregister("count")
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_environment_gets_all_columns() -> None:
+    record = parse_record(row())
+    made = environment_of(record)
+    assert isinstance(made, Count)
+    assert made.record == {
+        "prompt": record.prompt,
+        "env_class": "count",
+        "reward_spec": {"method": "rule", "ground_truth": 7},
+        "level": 3,
+    }
+
+
+def test_an_unknown_environment_is_named() -> None:
+    with pytest.raises(InvalidInput, match="env_class 'nothing' is not registered"):
+        environment_of(parse_record(row(env_class="nothing")))
+
+
+def test_shuffling_follows_the_seed() -> None:
+    records = [Record((), str(number), {}) for number in range(20)]
+    assert shuffled(records, 1) == shuffled(records, 1)
+    assert shuffled(records, 1) != shuffled(records, 2)
+    assert sorted(shuffled(records, 1), key=lambda record: int(record.env_class)) == records

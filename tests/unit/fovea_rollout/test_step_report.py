@@ -1,0 +1,53 @@
+"""What a report says of a step."""
+
+import math
+
+import numpy as np
+import pytest
+import tinker
+
+from fovea_rollout.policy import WeightVersions
+from fovea_rollout.step_report import step_report
+from fovea_rollout.training_batch import training_batch
+from fovea_rollout.trajectory import Failure
+from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
+
+BROKEN = Failure("reset", "OSError: no display")
+
+
+async def test_report() -> None:
+    groups = [
+        [
+            rollout(turn([1], [2, 3], [-1.0, -2.0], 1.0, WeightVersions(2, 3), hits=1.0), conversation="a"),
+            rollout(turn([1], [4], [-3.0], 0.0, WeightVersions(3, 3), hits=0.0, late=5.0), conversation="b"),
+        ],
+        [rollout(turn([1], [5], [-1.0], 0.5)), rollout(conversation="d", failure=BROKEN)],
+    ]
+    batch = await training_batch(groups, "grpo", filter_groups=True, policy=FourTokenPictures())
+    of_trainer = [np.array([-1.0, -1.9], np.float32), np.array([-3.2], np.float32)]
+    output = tinker.ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord",
+        loss_fn_outputs=[{"logprobs": tinker.TensorData.from_numpy(row)} for row in of_trainer],
+        metrics={"loss:sum": 3.0},
+    )
+    later = tinker.ForwardBackwardOutput("ArrayRecord", [], {"loss:sum": 5.0})
+    report = step_report(4, groups, batch, [(batch, output), (batch, later)], {"train": 1.5}, FourTokenPictures())
+    log_ratio = np.array([0.0, 0.1, -0.2])
+    assert report.agreement is not None
+    assert report.agreement.kl == pytest.approx(np.mean(np.exp(log_ratio) - 1 - log_ratio), rel=1e-5)
+    assert report.agreement.largest_log_ratio == pytest.approx(0.2, rel=1e-5)
+    assert report.reward_mean == pytest.approx(0.5)
+    assert (report.step, report.lag, report.signal_share) == (4, 2, 0.5)
+    assert (report.sampled_tokens, report.trained_tokens) == (4, 3)
+    assert report.failures == (("d", BROKEN),)
+    assert report.metrics == {"hits": 0.5, "late": 5.0, "trainer/loss:sum": 4.0}
+    assert report.seconds == {"train": 1.5}
+    assert [datum.versions.oldest for datum in report.data] == [2, 3]
+
+
+async def test_a_step_without_signal() -> None:
+    groups = [[rollout(conversation="a", failure=BROKEN), rollout(conversation="b", failure=BROKEN)]]
+    batch = await training_batch(groups, "grpo", filter_groups=True, policy=FourTokenPictures())
+    report = step_report(0, groups, batch, [], {}, FourTokenPictures())
+    assert math.isnan(report.reward_mean)
+    assert (report.agreement, report.lag, report.signal_share, len(report.failures)) == (None, 0, 0.0, 2)

@@ -1,0 +1,83 @@
+"""Groups as datums: what is left out, and what advantages land where."""
+
+import numpy as np
+
+from fovea_rollout.messages import Picture
+from fovea_rollout.training_batch import returns_of, rewards_of, training_batch
+from fovea_rollout.trajectory import Failure
+from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
+
+PICTURE = Picture.of_pixels(np.zeros((4, 4, 3), np.uint8))
+BROKEN = Failure("step", "ValueError: no")
+
+
+def one(reward: float, *, is_broken: bool = False):
+    """Two turns: 1, picture -> 5 6; then 7 -> 8. A sampled 0 with probability 1 must not look like a prompt's."""
+    first = turn([1, PICTURE], [5, 0], [-0.5, 0.0])
+    second = turn([1, PICTURE, 5, 0, 7], [8], [-1.5], reward=reward)
+    return rollout(first, second, failure=BROKEN if is_broken else None)
+
+
+async def test_advantages_land_on_sampled_tokens_only() -> None:
+    batch = await training_batch([[one(1.0), one(0.0)]], "dr_grpo", filter_groups=True, policy=FourTokenPictures())
+    # Targets: 4 placeholders, 5, 0, 7, 8.
+    mask = [False] * 4 + [True, True, False, True]
+    assert [found.tolist() for found in batch.masks] == [mask, mask]
+    for datum, advantage in zip(batch.data, (0.5, -0.5), strict=True):
+        inputs = datum.datum.loss_fn_inputs
+        assert inputs["advantages"].tolist() == [advantage * counts for counts in mask]
+        assert inputs["target_tokens"].tolist() == [0, 0, 0, 0, 5, 0, 0, 8]
+        assert inputs["advantages"].dtype == inputs["logprobs"].dtype == "float32"
+    assert batch.logprobs()[0].tolist() == [0, 0, 0, 0, -0.5, 0, 0, -1.5]
+
+
+async def test_failures_and_groups_without_signal_are_left_out() -> None:
+    unstarted = rollout()
+    groups = [
+        [one(1.0), one(9.0, is_broken=True), one(0.0)],
+        [one(1.0), one(1.0), one(1.0)],
+        [one(1.0), one(0.0, is_broken=True), unstarted],
+    ]
+    np.testing.assert_array_equal(rewards_of(groups), [[1, np.nan, 0], [1, 1, 1], [1, np.nan, np.nan]])
+    batch = await training_batch(groups, "rloo", filter_groups=True, policy=FourTokenPictures())
+    assert [datum.datum.loss_fn_inputs["advantages"].tolist()[-1] for datum in batch.data] == [1.0, -1.0]
+    everything = await training_batch(groups, "rloo", filter_groups=False, policy=FourTokenPictures())
+    assert [datum.datum.loss_fn_inputs["advantages"].tolist()[-1] for datum in everything.data] == [1, -1, 0, 0, 0, 0]
+    assert all(mask.sum() == 3 for mask in everything.masks), "an advantage of 0 is no loss mask of 0"
+
+
+async def test_no_group_at_all() -> None:
+    batch = await training_batch([], "grpo", filter_groups=True, policy=FourTokenPictures())
+    assert batch.data == []
+
+
+async def test_parts_have_every_datum_once() -> None:
+    group = [one(float(reward)) for reward in range(5)]
+    batch = await training_batch([group], "rloo", filter_groups=True, policy=FourTokenPictures())
+    parts = batch.split(2, (0, 1))
+    assert [len(part.data) for part in parts] == [3, 2]
+    assert {id(datum) for part in parts for datum in part.data} == {id(datum) for datum in batch.data}
+    assert all(len(part.masks) == len(part.data) for part in parts)
+    assert len(batch.split(9, (0, 1))) == 5
+    assert batch.split(1, (0, 1))[0].data == batch.data
+
+
+async def test_turns_are_judged_by_what_came_of_them() -> None:
+    """Rewards 0.25 then 1, 0.75 then 0, and 0.5 at the only turn; a broken rollout does not count."""
+
+    def played(*rewards: float, is_broken: bool = False):
+        turns = [turn([1, *[5, 7] * index], [5], [-1.0], reward=reward) for index, reward in enumerate(rewards)]
+        return rollout(*turns, failure=BROKEN if is_broken else None)
+
+    group = [played(0.25, 1.0), played(0.75, 0.0), played(0.5), played(9.0, 9.0, is_broken=True)]
+    np.testing.assert_array_equal(returns_of(group, 0.5), [[0.75, 0.75, 0.5, np.nan], [1.0, 0.0, np.nan, np.nan]])
+    batch = await training_batch([group], "dr_grpo", filter_groups=True, policy=FourTokenPictures(), discount=0.0)
+    found = [datum.datum.loss_fn_inputs["advantages"].tolist() for datum in batch.data]
+    # At the first turn 0.25, 0.75, 0.5 around 0.5; at the second 1 and 0 around 0.5.
+    assert found == [[-0.25, 0.0, 0.5], [0.25, 0.0, -0.5], [0.0]]
+
+
+async def test_a_group_is_left_out_if_no_turn_has_a_signal() -> None:
+    same = [one(1.0), one(1.0)]
+    batch = await training_batch([same], "grpo", filter_groups=True, policy=FourTokenPictures(), discount=0.9)
+    assert batch.data == []
