@@ -70,8 +70,7 @@ class Gateway:
         kind, namespace = settings.discovery, settings.kubernetes_namespace
         renderers = choose(kind, "renderer", settings.renderer, namespace)
         samplers = choose(kind, "sampler", settings.sampler, namespace)
-        self.database = Database(settings.store_url)
-        self.database.on_superseded = _die
+        self.database = Database(settings.store_url, on_superseded=_die)
         self.trainer = TrainerLink(settings.trainer, settings.trainer_wait_s)
         self.renderers = Renderers(renderers, settings.renderer_concurrency, settings.retry_deadline_s)
         self.snapshots = Snapshots(self.database, self.trainer, settings.push_timeout_s)

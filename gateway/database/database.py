@@ -19,12 +19,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from fovea.wire.errors import InvalidInput, Unavailable
+from fovea.wire.errors import Unavailable
 from gateway.database.ownership import Superseded
-from gateway.database.sql_engine import describe, is_lost, make_engine, parse_url
+from gateway.database.sql_engine import is_lost, make_engine, parse_url, translate
 from gateway.database.writer import Batched as Batched
 from gateway.database.writer import Job as Job
-from gateway.database.writer import Result, Stopped, Writer
+from gateway.database.writer import Result, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +41,18 @@ class Database:
     While the database is away, everybody waits for it, however long: a write that was given up might take effect later,
     unknown to whoever gave it up, and work that was accepted must not fail for want of a read.
 
-    Set `on_superseded` to what must happen when another gateway has taken over the state.
-
     Args:
         url: As SQLAlchemy reads it; `postgresql://` means psycopg 3.
-        patience_s: How long the first connection may take.
+        on_superseded: Called once another gateway has taken over the state: what this process remembers is out of date.
+        patience_s: How long the first connection may take, in seconds.
 
     Raises:
         InvalidInput: For a URL that cannot be used.
     """
 
-    def __init__(self, url: str, patience_s: float = _START_PATIENCE_S) -> None:
+    def __init__(
+        self, url: str, on_superseded: Callable[[], None] = lambda: None, patience_s: float = _START_PATIENCE_S
+    ) -> None:
         self._engine = make_engine(parse_url(url), _READERS + 1)
         self._reading = self._engine
         if self._engine.dialect.name == "postgresql":  # spares each read two round trips
@@ -62,7 +63,7 @@ class Database:
         self._reader_threads = ThreadPoolExecutor(_READERS, "database-reader")
         self._queue: asyncio.Queue[tuple[Job[Any], asyncio.Future[Any]]] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
-        self.on_superseded: Callable[[], None] = _nothing
+        self._on_superseded = on_superseded
 
     async def open(self) -> None:
         """Waits until this gateway has the state for itself, makes or migrates the tables and starts the writer.
@@ -122,38 +123,24 @@ class Database:
                     return job(connection)
             except sa.exc.DBAPIError as error:
                 if not is_lost(error) or self._stopped.wait(_READ_RETRY_S):
-                    raise self._explained(error) from error
+                    raise translate(error, self._engine.url) from error
 
     async def _write_forever(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             group = [await self._queue.get()]
             while len(group) < _GROUP_SIZE and not self._queue.empty():
                 group.append(self._queue.get_nowait())
-            outcomes = await self._commit([job for job, _ in group])
+            jobs = [job for job, _ in group]
+            try:
+                outcomes = await loop.run_in_executor(self._writer_thread, self._writer.commit, jobs)
+            except Superseded:
+                logger.critical("another gateway has taken over the state: this one ends")
+                self._on_superseded()
+                outcomes = [Unavailable("another gateway has taken over: send this again")] * len(jobs)
             for (_, done), outcome in zip(group, outcomes, strict=True):
                 _settle(done, outcome)
                 self._queue.task_done()
-
-    async def _commit(self, jobs: list[Job[Any]]) -> list[Any]:
-        loop = asyncio.get_running_loop()
-        try:
-            outcomes = await loop.run_in_executor(self._writer_thread, self._writer.commit, jobs)
-        except Stopped:
-            return [Unavailable("the gateway stops, and its database is away: send this again later")] * len(jobs)
-        except Superseded:
-            logger.critical("another gateway has taken over the state: this one ends")
-            self.on_superseded()
-            return [Unavailable("another gateway has taken over: send this again")] * len(jobs)
-        return [self._explained(one) if isinstance(one, sa.exc.DBAPIError) else one for one in outcomes]
-
-    def _explained(self, error: sa.exc.DBAPIError) -> Exception:
-        """The same failure in the words of whoever asked, where it is theirs to know."""
-        if isinstance(error, sa.exc.DataError):
-            return InvalidInput(f"the database cannot keep this: {error.orig}")
-        if isinstance(error, sa.exc.OperationalError):
-            logger.warning("%s: %s", describe(self._engine.url), error.orig)
-            return Unavailable(f"the database could not do this now: {error.orig}")
-        return error
 
 
 def _settle(done: asyncio.Future[Any], outcome: Any) -> None:
@@ -164,10 +151,6 @@ def _settle(done: asyncio.Future[Any], outcome: Any) -> None:
         done.exception()  # a caller who went away is no reason for "exception was never retrieved"
     else:
         done.set_result(outcome)
-
-
-def _nothing() -> None:
-    pass
 
 
 def insert_new(connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> bool:

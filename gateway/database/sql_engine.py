@@ -1,5 +1,6 @@
 """SQLAlchemy engines: SQLite in a file, or PostgreSQL through psycopg 3."""
 
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from fovea.wire.errors import InvalidInput
+from fovea.wire.errors import InvalidInput, Unavailable
+
+logger = logging.getLogger(__name__)
 
 _SCHEMES = {"postgres": "postgresql+psycopg", "postgresql": "postgresql+psycopg"}
 _FORM = "it must be postgresql://USER:PASSWORD@HOST:PORT/DATABASE or sqlite:////PATH"
@@ -84,6 +87,21 @@ def is_lost(error: BaseException) -> bool:
         return isinstance(error, sa.exc.OperationalError)
     # 08: connection exceptions; 57P: the server goes down or comes up; 25006: it is no longer the primary.
     return state.startswith(("08", "57P")) or state == "25006"
+
+
+def translate(error: Exception, url: sa.URL) -> Exception:
+    """The same failure in the words of whoever asked, where it is theirs to know.
+
+    Returns:
+        InvalidInput for values that the database cannot keep, Unavailable for what it could not do (which is logged
+        too), anything else unchanged.
+    """
+    if isinstance(error, sa.exc.DataError):
+        return InvalidInput(f"the database cannot keep this: {error.orig}")
+    if isinstance(error, sa.exc.OperationalError):
+        logger.warning("%s: %s", describe(url), error.orig)
+        return Unavailable(f"the database could not do this now: {error.orig}")
+    return error
 
 
 def _make_private(file: Path) -> None:

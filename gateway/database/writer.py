@@ -15,7 +15,7 @@ from fovea.wire.errors import Internal, Unavailable
 from gateway.database import migrations, schema
 from gateway.database.disk_reserve import DiskReserve, is_full
 from gateway.database.ownership import Superseded, make_ownership
-from gateway.database.sql_engine import describe, is_lost
+from gateway.database.sql_engine import describe, is_lost, translate
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +78,16 @@ class Writer:
         self.reserve.take()
 
     def commit(self, jobs: list[Job[Any]]) -> list[Any]:
-        """Results of the jobs, or the exception of each that failed. Raises Superseded, Stopped."""
+        """Results of the jobs, or the exception of each that failed. Raises Superseded."""
         try:
             return self._transact(jobs)
-        except (Superseded, Stopped):
+        except Superseded:
             raise
+        except Stopped:
+            return [Unavailable("the gateway stops, and its database is away: send this again later")] * len(jobs)
         except Exception as error:
             if len(jobs) == 1:
-                return [error]
+                return [translate(error, self._engine.url)]
         # One bad job must not fail its neighbours.
         return [self.commit([job])[0] for job in jobs]
 

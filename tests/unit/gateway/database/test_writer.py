@@ -104,9 +104,9 @@ async def test_a_commit_whose_answer_is_lost_is_not_made_twice(postgresql: Serve
 
 async def test_whoever_was_superseded_writes_nothing(postgresql: Server) -> None:
     url = postgresql.new_url()
-    first, second = await opened(url), Database(url)
     gone = asyncio.Event()
-    first.on_superseded = gone.set
+    first, second = Database(url, on_superseded=gone.set), Database(url)
+    await first.open()
     taking_over = asyncio.create_task(second.open())
     await asyncio.sleep(0.5)
     # The first one's session ends unnoticed; the second one waits for just that.
