@@ -207,10 +207,10 @@ def main() -> None:
     if settings.max_sequences < max(options.in_flight):
         sys.exit(f"start Fovea with FOVEA_SAMPLER_MAX_SEQUENCES={max(options.in_flight)}; it has fewer")
     # As in services.sampler: the engine is forked off before torch, gRPC or the SDK have started threads.
-    from services.sampler.engine import launch
+    from services.sampler.engine import vllm_launch
 
-    launch.prepare_environment(settings)
-    llm = launch.launch(settings, launch.room_for_adapters(settings))
+    vllm_launch.prepare_environment(settings)
+    llm = vllm_launch.launch(settings, vllm_launch.room_for_adapters(settings))
     try:
         asyncio.run(run(llm, running, options))
     finally:

@@ -127,7 +127,7 @@ class Direct:
 
     def __init__(self, llm: "AsyncLLM", running: Running, new_tokens: int) -> None:
         from services.sampler.engine import prompts
-        from services.sampler.requests import Draw
+        from services.sampler.engine_api import Draw
 
         self._llm = llm
         os.environ[VARIABLE] = running.service_secret
@@ -161,7 +161,7 @@ class Direct:
         await self._renderer.close()
 
     async def _prompt(self, model_input: model_input_pb2.ModelInput) -> Any:
-        from services.sampler.requests import ImageSpan
+        from services.sampler.engine_api import ImageSpan
 
         rendered = await self._render(model_input)
         features, spans = [], []
@@ -186,7 +186,7 @@ class Direct:
         return rendered
 
     def _spec(self, tokens: "np.ndarray[Any, np.dtype[np.int32]]", spans: tuple[Any, ...]) -> Any:
-        from services.sampler.requests import SampleSpec
+        from services.sampler.engine_api import SampleSpec
 
         return SampleSpec("", "", tokens, spans, 1, self._draw)
 

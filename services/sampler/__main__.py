@@ -15,22 +15,22 @@ def main() -> int:
 
     configure("sampler", settings.log_level)
     # The order matters: the environment before torch is imported, the engine before gRPC starts threads.
-    from services.sampler.engine import launch
+    from services.sampler.engine import vllm_launch
     from services.sampler.families import family_of
 
-    launch.prepare_environment(settings)
+    vllm_launch.prepare_environment(settings)
     try:
-        family_of(launch.read_config(settings.model))
-        launch.context(settings)
+        family_of(vllm_launch.read_config(settings.model))
+        vllm_launch.context(settings)
     except (OSError, ValueError) as error:
         raise SystemExit(f"services.sampler: {error}") from None
-    room = launch.room_for_adapters(settings)
-    llm = launch.launch(settings, room)
+    room = vllm_launch.room_for_adapters(settings)
+    llm = vllm_launch.launch(settings, room)
     try:
-        from services.sampler.app import serve
-        from services.sampler.engine.engine import Engine
+        from services.sampler.engine.vllm_engine import Engine
+        from services.sampler.sampler_app import serve
 
-        engine = Engine(llm, settings, launch.checkpoint_directory(settings.model))
+        engine = Engine(llm, settings, vllm_launch.checkpoint_directory(settings.model))
         return asyncio.run(serve(settings, engine, room, started))
     finally:
         llm.shutdown()

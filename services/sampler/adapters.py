@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fovea.wire.errors import ResourceExhausted
-from services.sampler import metrics
-from services.sampler.requests import AdapterName
+from services.sampler import sampler_metrics
+from services.sampler.engine_api import AdapterName
 
 
 @dataclass(eq=False)
@@ -106,10 +106,10 @@ class AdapterShelf:
     def add(self, held: HeldAdapter) -> None:
         """Puts an adapter in, as the one used last."""
         self._held[held.snapshot_id] = held
-        metrics.ADAPTERS.set(len(self._held))
+        sampler_metrics.ADAPTERS.set(len(self._held))
 
     def take_out(self, snapshot_id: str) -> HeldAdapter | None:
         """Makes an adapter unknown to new requests; those that use it go on."""
         held = self._held.pop(snapshot_id, None)
-        metrics.ADAPTERS.set(len(self._held))
+        sampler_metrics.ADAPTERS.set(len(self._held))
         return held

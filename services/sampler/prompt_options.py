@@ -6,7 +6,7 @@ from fovea.api.v1 import sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
 from fovea.wire.limits import MESSAGE_BYTES
-from services.sampler.requests import TargetRows
+from services.sampler.engine_api import TargetRows
 
 _MESSAGE_MARGIN_BYTES = 4096
 

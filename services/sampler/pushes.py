@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire import manifest as wire_manifest
 from fovea.wire.errors import AlreadyExists, DeadlineExceeded, FailedPrecondition, Internal, InvalidInput
-from services.sampler import metrics
+from services.sampler import sampler_metrics
 from services.sampler.ports import WeightEngine
 from services.sampler.settled import settled
-from services.sampler.snapshots import BASE, Snapshots
+from services.sampler.weight_store import BASE, Snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class SnapshotPushes:
             finally:
                 lock.release()
         finally:
-            metrics.SNAPSHOTS.labels(kind, outcome).inc()
+            sampler_metrics.SNAPSHOTS.labels(kind, outcome).inc()
 
     async def _receive_alone(
         self, group_id: str, manifest: weights_pb2.SnapshotManifest, deadline: float
@@ -136,7 +136,7 @@ class SnapshotPushes:
         if snapshot.kind == _FULL:
             async with _within(deadline, "samples in flight kept the weights in place"):
                 pause_s = await self._snapshots.load_full(task_id, snapshot.snapshot_id)
-            metrics.PAUSE_SECONDS.observe(pause_s)
+            sampler_metrics.PAUSE_SECONDS.observe(pause_s)
         logger.info("loaded snapshot %r, %d bytes, pause %.3f s", snapshot.snapshot_id, _size_bytes(manifest), pause_s)
         return Loaded(digest, pause_s)
 

@@ -7,9 +7,9 @@ from contextlib import aclosing
 import numpy as np
 
 from fovea.api.v1 import model_input_pb2
+from services.sampler.engine_api import Draw, ImageSpan, Limits, SampleSpec
 from services.sampler.families.base import Family, FeatureTensors
 from services.sampler.ports import SampleEngine
-from services.sampler.requests import Draw, ImageSpan, Limits, SampleSpec
 
 logger = logging.getLogger(__name__)
 

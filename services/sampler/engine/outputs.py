@@ -8,8 +8,8 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 
 from fovea.wire.errors import Internal, Unavailable
-from services.sampler.engine.scoring import ScorePlan, Scores
-from services.sampler.requests import FILLER_LOGPROB, Delta, Finish, PromptFacts, SampleSpec, TopRows
+from services.sampler.engine_api import FILLER_LOGPROB, Delta, Finish, PromptFacts, SampleSpec, TopRows
+from services.sampler.vllm_patches.prompt_scores import ScorePlan, Scores
 
 
 def prompt_facts(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | None) -> PromptFacts:

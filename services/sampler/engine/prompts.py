@@ -13,9 +13,9 @@ from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, 
 from vllm.sampling_params import RequestOutputKind
 
 from fovea.wire.limits import MESSAGE_BYTES
-from services.sampler.engine.scoring import PLAN_KEY, ScorePlan
+from services.sampler.engine_api import SampleSpec
 from services.sampler.families.base import FeatureTensors
-from services.sampler.requests import SampleSpec
+from services.sampler.vllm_patches.prompt_scores import PLAN_KEY, ScorePlan
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -17,13 +17,13 @@ from fovea.wire import tensors
 from fovea.wire.errors import FeatureEvicted, InvalidInput, ResourceExhausted, SnapshotNotLoaded, Unavailable
 from fovea.wire.features import iter_pieces, size_bytes, tensors_sha256
 from services.sampler.adapters import AdapterShelf
+from services.sampler.engine_api import Limits
 from services.sampler.families import family_of
-from services.sampler.features import FeatureStore
+from services.sampler.feature_cache import FeatureStore
 from services.sampler.pushes import SnapshotPushes
-from services.sampler.requests import Limits
-from services.sampler.sampling import Sampling
-from services.sampler.service import EngineFacts, SamplerService
-from services.sampler.snapshots import Snapshots
+from services.sampler.sample_runner import Sampling
+from services.sampler.sampler_servicer import EngineFacts, SamplerService
+from services.sampler.weight_store import Snapshots
 from tests.otlp_collector import Collector, attributes
 from tests.unit.sampler.memory_engine import MemoryEngine, eventually
 from tests.unit.sampler.test_validation import CONFIG, IMAGE

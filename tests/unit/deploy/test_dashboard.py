@@ -15,7 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import gateway.metrics
 import services.renderer.metrics
-import services.sampler.metrics
+import services.sampler.sampler_metrics
 import services.trainer.telemetry
 from fovea.runtime import telemetry
 from fovea.runtime.gpu_memory import GpuMemory
@@ -26,7 +26,13 @@ FILES = ROOT / "deploy/helm/fovea/files"
 DASHBOARD = json.loads((FILES / "dashboard.json").read_text())
 ALERTS = yaml.safe_load((FILES / "alerts.yaml").read_text())
 PAGE = (ROOT / "docs/operations/metrics.md").read_text()
-MODULES = (gateway.metrics, services.renderer.metrics, services.sampler.metrics, services.trainer.telemetry, telemetry)
+MODULES = (
+    gateway.metrics,
+    services.renderer.metrics,
+    services.sampler.sampler_metrics,
+    services.trainer.telemetry,
+    telemetry,
+)
 
 SCRAPED = {"namespace", "pod", "job", "instance"}
 """Labels that Prometheus adds."""

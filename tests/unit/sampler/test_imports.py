@@ -5,14 +5,14 @@ import sys
 
 LIGHT = [
     "services.sampler.settings",
-    "services.sampler.service",
-    "services.sampler.validation",
+    "services.sampler.sampler_servicer",
+    "services.sampler.sample_validation",
     "services.sampler.pushes",
-    "services.sampler.sampling",
+    "services.sampler.sample_runner",
     "services.sampler.families",
     "services.sampler.warmup",
-    "services.sampler.engine.launch",
-    "services.sampler.engine.shapes",
+    "services.sampler.engine.vllm_launch",
+    "services.sampler.engine.manifest_check",
 ]
 
 

@@ -9,9 +9,9 @@ from fovea.api.v1 import sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
 from fovea.wire.limits import MESSAGE_BYTES
+from services.sampler.engine_api import Limits, SampleSpec
 from services.sampler.families import family_of
-from services.sampler.requests import Limits, SampleSpec
-from services.sampler.validation import read_request
+from services.sampler.sample_validation import read_request
 
 LIMITS = Limits(
     vocabulary_size=100, max_context=100_000, max_sample_count=1, max_top_logprobs=64, max_images=0, max_image_tokens=0

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.sampler.engine.scoring import PromptScores, ScorePlan, Scores
-from services.sampler.requests import Draw, SampleSpec, TargetRows
+from services.sampler.engine_api import Draw, SampleSpec, TargetRows
+from services.sampler.vllm_patches.prompt_scores import PromptScores, ScorePlan, Scores
 
 VOCABULARY = 11
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fovea.api.v1 import weights_pb2
-from services.sampler.engine.shapes import ManifestChecker, checkpoint_shapes
+from services.sampler.engine.manifest_check import ManifestChecker, checkpoint_shapes
 
 SHAPES = {"model.embed_tokens.weight": (10, 4), "model.up.weight": (6, 4), "model.norm.weight": (4,)}
 PREFIX = "base_model.model."

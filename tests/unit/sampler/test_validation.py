@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from fovea.api.v1 import sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
+from services.sampler.engine_api import Draw, Limits
 from services.sampler.families import family_of
-from services.sampler.requests import Draw, Limits
-from services.sampler.validation import read_request
+from services.sampler.sample_validation import read_request
 
 START, IMAGE, VIDEO = 89, 90, 91
 CONFIG = {

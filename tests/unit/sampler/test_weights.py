@@ -18,11 +18,11 @@ from fovea.wire.errors import (
     Unavailable,
 )
 from services.sampler.adapters import AdapterShelf, HeldAdapter
+from services.sampler.engine_api import AdapterName
 from services.sampler.gate import WeightGate
 from services.sampler.pushes import Loaded, Ready, SnapshotPushes
-from services.sampler.requests import AdapterName
 from services.sampler.settled import settled
-from services.sampler.snapshots import Snapshots
+from services.sampler.weight_store import Snapshots
 from tests.unit.sampler.memory_engine import MemoryEngine, eventually
 
 FULL, ADAPTER = weights_pb2.SNAPSHOT_KIND_FULL, weights_pb2.SNAPSHOT_KIND_ADAPTER

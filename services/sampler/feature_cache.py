@@ -11,9 +11,9 @@ from fovea.client.renderer import RendererClient
 from fovea.runtime.byte_lru import ByteLru
 from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, InvalidInput, NotFound, Unavailable
 from fovea.wire.features import FeatureTensors, size_bytes
-from services.sampler import metrics
+from services.sampler import sampler_metrics
+from services.sampler.engine_api import ImageSpan
 from services.sampler.families.base import Family
-from services.sampler.requests import ImageSpan
 
 VisionFeature = model_input_pb2.VisionFeature
 
@@ -56,9 +56,9 @@ class FeatureStore:
         key = (feature.digest, feature.tensors_sha256)
         kept = self._kept.get(key)
         if kept is not None:
-            metrics.FEATURES.labels("hit").inc()
+            sampler_metrics.FEATURES.labels("hit").inc()
         else:
-            metrics.FEATURES.labels("miss").inc()
+            sampler_metrics.FEATURES.labels("miss").inc()
             kept = await self._fetch_once(key, feature)
         # A hit is checked too: the grid is the request's own claim.
         if problem := self._family.tensors_problem(list(feature.grid_thw), kept):
@@ -96,7 +96,7 @@ class FeatureStore:
     def _keep(self, key: tuple[str, str], tensors: FeatureTensors) -> None:
         if size_bytes(tensors) <= self._kept.limit_bytes:
             self._kept.put(key, tensors, size_bytes(tensors))
-            metrics.FEATURE_BYTES.set(self._kept.used_bytes)
+            sampler_metrics.FEATURE_BYTES.set(self._kept.used_bytes)
 
     def _client(self, source: str) -> RendererClient:
         if source not in self._clients:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from services.sampler.engine.scoring import PLAN_KEY, PromptScores, ScorePlan
+from services.sampler.vllm_patches.prompt_scores import PLAN_KEY, PromptScores, ScorePlan
 
 _BLOCK_LOGITS = 32 * 2**20  # 128 MiB in float32
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from services.sampler.engine import norms
+from services.sampler.vllm_patches import rms_norm_cpu
 
-_PACKAGE = "services.sampler.engine"
+_PACKAGE = "services.sampler.vllm_patches"
 
 
 def adapt_platform() -> None:
@@ -14,13 +14,13 @@ def adapt_platform() -> None:
     from vllm.platforms import current_platform
 
     platform: Any = type(current_platform)
-    wrapper = f"{_PACKAGE}.punica_cuda.ScoringPunicaWrapper"
+    wrapper = f"{_PACKAGE}.punica_gpu.ScoringPunicaWrapper"
     if current_platform.is_cpu():
-        wrapper = f"{_PACKAGE}.punica.RunwisePunicaWrapper"
+        wrapper = f"{_PACKAGE}.punica_cpu.RunwisePunicaWrapper"
         # Compiling with inductor costs 10 s at the first request of each kind.
         platform.simple_compile_backend = "eager"
-        norms.register()
-        platform.get_default_ir_op_priority = classmethod(lambda _, config: norms.priority(config))
+        rms_norm_cpu.register()
+        platform.get_default_ir_op_priority = classmethod(lambda _, config: rms_norm_cpu.priority(config))
     platform.get_punica_wrapper = classmethod(lambda _: wrapper)
     _adapt_every_unembedding()
 

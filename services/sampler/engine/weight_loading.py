@@ -11,7 +11,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from services.sampler.engine.receiving import Arrival
+from services.sampler.engine.snapshot_receiver import Arrival
 
 BACKEND = "fovea"
 

@@ -18,9 +18,9 @@ from vllm.lora.request import LoRARequest
 from fovea.api.v1 import weights_pb2
 from fovea.wire.manifest import layout_of, padded_bytes
 from services.sampler.engine.host_copies import HostCopier
-from services.sampler.engine.lora_slots import WHOLE_MODEL, LoraSlots, Piece, PlannedAdapter, SlotPlan
-from services.sampler.engine.punica import RANKS
-from services.sampler.engine.receiving import Arrival
+from services.sampler.engine.snapshot_receiver import Arrival
+from services.sampler.vllm_patches.lora_slots import WHOLE_MODEL, LoraSlots, Piece, PlannedAdapter, SlotPlan
+from services.sampler.vllm_patches.punica_cpu import RANKS
 
 PATH_SCHEME = "memory://"
 

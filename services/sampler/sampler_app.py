@@ -10,17 +10,17 @@ from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
 from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.runtime.server import ServiceServer
 from services.sampler.adapters import AdapterShelf
-from services.sampler.engine.adapter_room import AdapterRoom
-from services.sampler.engine.engine import Engine
-from services.sampler.engine.launch import runs_on_cpu
+from services.sampler.engine.adapter_capacity import AdapterRoom
+from services.sampler.engine.vllm_engine import Engine
+from services.sampler.engine.vllm_launch import runs_on_cpu
 from services.sampler.families import family_of
-from services.sampler.features import FeatureStore
+from services.sampler.feature_cache import FeatureStore
 from services.sampler.pushes import SnapshotPushes
-from services.sampler.sampling import Sampling
-from services.sampler.service import EngineFacts, SamplerService
+from services.sampler.sample_runner import Sampling
+from services.sampler.sampler_servicer import EngineFacts, SamplerService
 from services.sampler.settings import SamplerSettings
-from services.sampler.snapshots import Snapshots
 from services.sampler.warmup import warm_up
+from services.sampler.weight_store import Snapshots
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ import grpc
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
 from fovea.wire import tensors
 from fovea.wire.errors import FoveaError, Unavailable
-from services.sampler import metrics
+from services.sampler import sampler_metrics
+from services.sampler.engine_api import AltRows, Delta, Event, Limits, PromptFacts, TopRows
 from services.sampler.families.base import Family
 from services.sampler.pushes import Loaded, Ready, SnapshotPushes
-from services.sampler.requests import AltRows, Delta, Event, Limits, PromptFacts, TopRows
-from services.sampler.sampling import Sampling
-from services.sampler.snapshots import Snapshots
-from services.sampler.validation import read_request
+from services.sampler.sample_runner import Sampling
+from services.sampler.sample_validation import read_request
+from services.sampler.weight_store import Snapshots
 
 Context = grpc.aio.ServicerContext
 _FINISH = {
@@ -99,7 +99,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             outcome = "internal"
             raise
         finally:
-            metrics.REQUESTS.labels(outcome).inc()
+            sampler_metrics.REQUESTS.labels(outcome).inc()
 
     async def JoinTransferGroup(  # noqa: N802
         self, request: sampler_pb2.JoinTransferGroupRequest, context: Context

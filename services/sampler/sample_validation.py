@@ -12,8 +12,8 @@ from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
 from fovea.wire.placeholders import find_lost_image
 from services.sampler import prompt_options
+from services.sampler.engine_api import Draw, ImageSpan, Limits, SampleSpec
 from services.sampler.families.base import Family
-from services.sampler.requests import Draw, ImageSpan, Limits, SampleSpec
 
 _MIN_TEMPERATURE = 0.01  # vLLM would silently raise a smaller one to this
 _MAX_TEMPERATURE = 2.0  # vLLM's own bound

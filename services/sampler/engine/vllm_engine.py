@@ -19,9 +19,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import DeadlineExceeded, Internal, InvalidInput, Unavailable
 from services.sampler.engine import outputs, prompts
-from services.sampler.engine.adapters import PATH_SCHEME
+from services.sampler.engine.adapter_bank import PATH_SCHEME
+from services.sampler.engine_api import AdapterName, Event, Limits, SampleSpec
 from services.sampler.families.base import FeatureTensors
-from services.sampler.requests import AdapterName, Event, Limits, SampleSpec
 from services.sampler.settings import SamplerSettings
 
 if TYPE_CHECKING:

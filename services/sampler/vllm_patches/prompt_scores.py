@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.sampler.requests import AltRows, SampleSpec, TopRows
+from services.sampler.engine_api import AltRows, SampleSpec, TopRows
 
 PLAN_KEY = "fovea_score_plan"
 """Where vLLM's `extra_args` of a request hold the plan."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.sampler.engine.shapes import Shape
+from services.sampler.engine.manifest_check import Shape
 from services.sampler.settings import SamplerSettings
 
 _SLOT_SHARE = 1 / 16

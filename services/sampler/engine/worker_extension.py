@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from services.sampler.engine import transfer
-from services.sampler.engine.adapters import AdapterBank
-from services.sampler.engine.logprobs import report_temperature_logprobs
+from services.sampler.engine import weight_loading
+from services.sampler.engine.adapter_bank import AdapterBank
+from services.sampler.engine.manifest_check import ManifestChecker, checkpoint_shapes
 from services.sampler.engine.parentage import die_with_parent
-from services.sampler.engine.platform import adapt_platform
-from services.sampler.engine.prompt_scorer import PromptScorer
-from services.sampler.engine.receiving import SnapshotReceiver
-from services.sampler.engine.seeding import rewind_draws_on_cpu
-from services.sampler.engine.shapes import ManifestChecker, checkpoint_shapes
+from services.sampler.engine.snapshot_receiver import SnapshotReceiver
+from services.sampler.vllm_patches.platform_hooks import adapt_platform
+from services.sampler.vllm_patches.prompt_scorer import PromptScorer
+from services.sampler.vllm_patches.seeded_generators import rewind_draws_on_cpu
+from services.sampler.vllm_patches.temperature_logprobs import report_temperature_logprobs
 
 die_with_parent()
-transfer.register()
+weight_loading.register()
 adapt_platform()
 
 

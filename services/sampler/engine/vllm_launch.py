@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from fovea.runtime import checkpoint
 from fovea.runtime.hosts import interface_of, is_loopback
-from services.sampler.engine.adapter_room import AdapterRoom, adapter_room, host_memory_bytes
+from services.sampler.engine.adapter_capacity import AdapterRoom, adapter_room, host_memory_bytes
+from services.sampler.engine.manifest_check import checkpoint_shapes
 from services.sampler.engine.parentage import PARENT_VARIABLE
-from services.sampler.engine.shapes import checkpoint_shapes
 from services.sampler.settings import SamplerSettings
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ def launch(settings: SamplerSettings, room: AdapterRoom) -> "AsyncLLM":
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from services.sampler.engine import transfer
-    from services.sampler.engine.platform import adapt_platform
+    from services.sampler.engine import weight_loading
+    from services.sampler.vllm_patches.platform_hooks import adapt_platform
 
     adapt_platform()
-    transfer.register()
+    weight_loading.register()
     arguments = _common_arguments(settings, room)
     if not runs_on_cpu(settings):
         arguments |= _gpu_arguments(settings)
@@ -104,7 +104,7 @@ def launch(settings: SamplerSettings, room: AdapterRoom) -> "AsyncLLM":
 def _common_arguments(settings: SamplerSettings, room: AdapterRoom) -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
-    from services.sampler.engine.transfer import BACKEND
+    from services.sampler.engine.weight_loading import BACKEND
 
     arguments: dict[str, Any] = {
         "model": settings.model,
@@ -119,13 +119,13 @@ def _common_arguments(settings: SamplerSettings, room: AdapterRoom) -> dict[str,
         "max_lora_rank": settings.max_lora_rank,
         "max_loras": room.batched,
         "max_cpu_loras": max(room.batched, settings.max_cpu_loras or 4 * room.batched),
-        "worker_extension_cls": "services.sampler.engine.worker.WorkerExtension",
+        "worker_extension_cls": "services.sampler.engine.worker_extension.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": settings.max_top_logprobs,
         "generation_config": "vllm",
         "stream_interval": settings.stream_interval,
-        "mm_processor_cache_gb": 0,  # requests carry their tensors; services.sampler.features caches them
+        "mm_processor_cache_gb": 0,  # requests carry their tensors; services.sampler.feature_cache caches them
         "disable_log_stats": False,
         "enable_log_requests": False,
         "use_tqdm_on_load": False,

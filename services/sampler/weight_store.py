@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 from fovea.wire.errors import SnapshotNotLoaded
 from services.sampler.adapters import AdapterShelf, HeldAdapter
+from services.sampler.engine_api import AdapterName
 from services.sampler.gate import WeightGate
 from services.sampler.ports import WeightEngine
-from services.sampler.requests import AdapterName
 from services.sampler.settled import settled
 
 BASE = ""

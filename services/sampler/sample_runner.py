@@ -7,12 +7,12 @@ from typing import Any
 
 from fovea.runtime import tracing
 from fovea.wire.errors import ResourceExhausted
-from services.sampler import metrics
-from services.sampler.features import FeatureStore
+from services.sampler import sampler_metrics
+from services.sampler.engine_api import AdapterName, Delta, Event, PromptFacts, SampleSpec
+from services.sampler.feature_cache import FeatureStore
 from services.sampler.ports import SampleEngine
-from services.sampler.requests import AdapterName, Delta, Event, PromptFacts, SampleSpec
 from services.sampler.settled import settled
-from services.sampler.snapshots import Snapshots
+from services.sampler.weight_store import Snapshots
 
 _DONE = None
 
@@ -42,7 +42,7 @@ class Sampling:
         if self._in_flight >= self._max_requests:
             raise ResourceExhausted(f"{self._max_requests} requests are in flight; try again later")
         self._in_flight += 1
-        metrics.IN_FLIGHT.inc()
+        sampler_metrics.IN_FLIGHT.inc()
         try:
             # Asked before the images are fetched, so that a push can begin at once; asked again when they are there.
             self._snapshots.require(spec.snapshot_id)
@@ -56,7 +56,7 @@ class Sampling:
                     yield event
         finally:
             self._in_flight -= 1
-            metrics.IN_FLIGHT.dec()
+            sampler_metrics.IN_FLIGHT.dec()
 
     async def _draw_all(self, spec: SampleSpec, prompt: Any, adapter: AdapterName | None) -> AsyncGenerator[Event]:
         """Merges the sequences; whatever comes before the prompt's facts waits for them."""
@@ -115,7 +115,7 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 def _count(spec: SampleSpec, event: Event) -> None:
     if isinstance(event, PromptFacts):
-        metrics.TOKENS.labels("prompt").inc(len(spec.tokens))
-        metrics.TOKENS.labels("prompt_cached").inc(event.cached_token_count)
+        sampler_metrics.TOKENS.labels("prompt").inc(len(spec.tokens))
+        sampler_metrics.TOKENS.labels("prompt_cached").inc(event.cached_token_count)
     else:
-        metrics.TOKENS.labels("sampled").inc(len(event.tokens))
+        sampler_metrics.TOKENS.labels("sampled").inc(len(event.tokens))
