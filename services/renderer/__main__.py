@@ -4,7 +4,7 @@ import asyncio
 
 from fovea.runtime import logs
 from fovea.wire.errors import FoveaError
-from services.renderer.app import serve
+from services.renderer.renderer_service import serve
 from services.renderer.settings import RendererSettings
 
 

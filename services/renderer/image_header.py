@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fovea.wire.limits import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
-from services.renderer.refusals import Refusal
+from services.renderer.chunk_errors import InvalidChunk
 
 ImageFormat = Literal["PNG", "JPEG"]
 
@@ -39,17 +39,18 @@ class ImageHeader:
 def read(data: bytes, declared: ImageFormat) -> ImageHeader:
     """Reads and checks the header of an encoded image.
 
-    Raises Refusal: too many bytes, not the declared format, a broken header, no pixels, too many, too long and thin.
+    Raises InvalidChunk: too many bytes, not the declared format, a broken header,
+    no pixels, too many, too long and thin.
     """
     if not data:
-        raise Refusal("empty_image", "the image has no bytes")
+        raise InvalidChunk("empty_image", "the image has no bytes")
     if len(data) > MAX_IMAGE_BYTES:
-        raise Refusal(
+        raise InvalidChunk(
             "size_bytes", f"the image has {len(data)} bytes, above the limit of {MAX_IMAGE_BYTES}; send a smaller one"
         )
     found = _format(data)
     if found != declared:
-        raise Refusal(
+        raise InvalidChunk(
             "format_mismatch", f"the image is declared {declared} but is {found}; declare it {found}, or re-encode it"
         )
     width, height = _png_size(data) if found == "PNG" else _jpeg_size(data)
@@ -68,12 +69,12 @@ def _format(data: bytes) -> ImageFormat:
     elif data[4:8] == b"ftyp":
         name = "AVIF, HEIC or a video"
     what = f"is {name}" if name else f"starts with the bytes {data[:8].hex(' ')}, which no supported format does"
-    raise Refusal("unknown_format", f"the image {what}; send PNG or JPEG")
+    raise InvalidChunk("unknown_format", f"the image {what}; send PNG or JPEG")
 
 
 def _png_size(data: bytes) -> tuple[int, int]:
     if len(data) < 24 or data[12:16] != b"IHDR":
-        raise Refusal("corrupt", "the PNG is truncated or corrupt: it has no complete IHDR header")
+        raise InvalidChunk("corrupt", "the PNG is truncated or corrupt: it has no complete IHDR header")
     width, height = struct.unpack(">II", data[16:24])
     return width, height
 
@@ -96,20 +97,20 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
             height, width = struct.unpack(">HH", data[offset + 5 : offset + 9])
             return width, height
         offset += 2 + struct.unpack(">H", data[offset + 2 : offset + 4])[0]
-    raise Refusal("corrupt", "the JPEG is truncated or corrupt: it has no complete frame header")
+    raise InvalidChunk("corrupt", "the JPEG is truncated or corrupt: it has no complete frame header")
 
 
 def _check_size(width: int, height: int) -> None:
     if width == 0 or height == 0:
-        raise Refusal("empty_image", f"the image is {width}x{height}; it needs at least one pixel")
+        raise InvalidChunk("empty_image", f"the image is {width}x{height}; it needs at least one pixel")
     if width * height > MAX_IMAGE_PIXELS:
-        raise Refusal(
+        raise InvalidChunk(
             "pixels",
             f"the image is {width}x{height}, {width * height} pixels, above the limit of {MAX_IMAGE_PIXELS};"
             " send a smaller one",
         )
     if max(width, height) > MAX_IMAGE_ASPECT_RATIO * min(width, height):
-        raise Refusal(
+        raise InvalidChunk(
             "aspect_ratio",
             f"the image is {width}x{height}; its sides may differ by a factor of {MAX_IMAGE_ASPECT_RATIO} at most;"
             " crop or pad it",

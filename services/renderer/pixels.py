@@ -20,8 +20,8 @@ import warnings
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
+from services.renderer.chunk_errors import InvalidChunk
 from services.renderer.image_header import ImageFormat
-from services.renderer.refusals import Refusal
 
 DECODER_VERSION = 1
 
@@ -41,14 +41,14 @@ def decode(data: bytes, declared: ImageFormat, width: int, height: int) -> Image
         width: Pixels a row as `image_header` read it; a decoder that sees another size is not trusted.
         height: Rows as `image_header` read it.
 
-    Raises Refusal if the bytes are corrupt, truncated or animated.
+    Raises InvalidChunk if the bytes are corrupt, truncated or animated.
     """
     try:
         image = _load(data, declared, width, height)
-    except (Refusal, MemoryError):
+    except (InvalidChunk, MemoryError):
         raise
     except Exception as error:  # Pillow's decoders raise nearly anything on hostile bytes, and all of it means this.
-        raise Refusal("corrupt", f"the {declared} is truncated or corrupt: {error}") from error
+        raise InvalidChunk("corrupt", f"the {declared} is truncated or corrupt: {error}") from error
     return _to_rgb(_upright(image))
 
 
@@ -58,9 +58,9 @@ def _load(data: bytes, declared: ImageFormat, width: int, height: int) -> Image.
         image = Image.open(io.BytesIO(data), formats=[declared])
         frame_count = getattr(image, "n_frames", 1)
         if declared == "PNG" and frame_count > 1:
-            raise Refusal("animated", f"the PNG is animated ({frame_count} frames); send one frame as one image")
+            raise InvalidChunk("animated", f"the PNG is animated ({frame_count} frames); send one frame as one image")
         if image.size != (width, height):
-            raise Refusal("corrupt", f"the {declared} says {width}x{height} first and {image.size} later")
+            raise InvalidChunk("corrupt", f"the {declared} says {width}x{height} first and {image.size} later")
         image.load()
     return image
 

@@ -13,15 +13,14 @@ import numpy as np
 
 from fovea.wire.errors import ContextOverflow, Internal, InvalidInput, ResourceExhausted
 from fovea.wire.placeholders import find_lost_image
-from services.renderer import image_header, metrics
-from services.renderer.chunks import Chunk, HeldImage, ImageChunk, PlacedImage, RemoteImage, Rendered
+from services.renderer import image_header, renderer_metrics
+from services.renderer.chunk_errors import InvalidChunk, chunk_field
 from services.renderer.families.base import Family, ImageSpan, TokenIds
-from services.renderer.feature_store import Feature, FeatureStore
+from services.renderer.image_caches import Feature, FeatureStore, ImageStore
 from services.renderer.image_fetch import ImageFetcher
 from services.renderer.image_header import ImageHeader
-from services.renderer.image_store import ImageStore
-from services.renderer.refusals import Refusal, chunk_field, invalid_input
-from services.renderer.worker_process import ProcessedImage
+from services.renderer.model_inputs import Chunk, HeldImage, ImageChunk, PlacedImage, RemoteImage, Rendered
+from services.renderer.worker_pool import ProcessedImage
 
 Result = TypeVar("Result")
 
@@ -105,32 +104,26 @@ class Renderer:
         highest = int(ids.max())
         if ids.min() < 0 or highest >= self.model.vocabulary_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self.model.vocabulary_size))[0])
-            raise invalid_input(
-                Refusal(
-                    "vocabulary",
-                    f"token {at} is {ids[at]}, outside the vocabulary; ids lie in 0..{self.model.vocabulary_size - 1}",
-                ),
-                index,
-            )
+            raise InvalidChunk(
+                "vocabulary",
+                f"token {at} is {ids[at]}, outside the vocabulary; ids lie in 0..{self.model.vocabulary_size - 1}",
+            ).at(index)
         if highest < self._first_reserved_id:
             return
         family = self.model.family
         lost = find_lost_image(ids, family.image_opener_id, family.reserved_ids, previous_id)
         if lost is not None:
             name = family.reserved_ids[int(ids[lost])]
-            raise invalid_input(
-                Refusal(
-                    "reserved_token",
-                    f"token {lost} is {ids[lost]} ({name}), which stands for an image that text does not carry;"
-                    " leave it out and send the image as a chunk of its own",
-                ),
-                index,
-            )
+            raise InvalidChunk(
+                "reserved_token",
+                f"token {lost} is {ids[lost]} ({name}), which stands for an image that text does not carry;"
+                " leave it out and send the image as a chunk of its own",
+            ).at(index)
 
     async def _check_image(self, index: int, chunk: ImageChunk) -> _CheckedImage:
         try:
             if not self.model.family.supports_images:
-                raise Refusal(
+                raise InvalidChunk(
                     "no_images",
                     f"{self.model.name} ({self.model.model_type}) is a text-only model and takes no images;"
                     " send text only or serve a vision-language model",
@@ -139,14 +132,14 @@ class Renderer:
             header = image_header.read(data, chunk.format)
             token_count = self.model.family.token_count(header.width, header.height)
             if chunk.expected_token_count not in (None, token_count):
-                raise Refusal(
+                raise InvalidChunk(
                     "expected_tokens",
                     f"expected_tokens is {chunk.expected_token_count} but the image takes {token_count} tokens"
                     f" ({header.width}x{header.height} pixels); send {token_count} or leave it out",
                 )
             return _CheckedImage(index, data, header, token_count)
-        except Refusal as refusal:
-            raise invalid_input(refusal, index) from refusal
+        except InvalidChunk as error:
+            raise error.at(index) from error
 
     async def _bytes(self, index: int, source: bytes | HeldImage | RemoteImage) -> bytes:
         if isinstance(source, HeldImage):
@@ -173,13 +166,13 @@ class Renderer:
         digest = await self._digest(image.data)
 
         def process() -> Awaitable[ProcessedImage]:
-            metrics.IMAGE_BYTES.inc(len(image.data))
+            renderer_metrics.IMAGE_BYTES.inc(len(image.data))
             return self._process(image.header, image.data)
 
         try:
             feature = await self.features.get(digest, process)
-        except Refusal as refusal:
-            raise invalid_input(refusal, image.index) from refusal
+        except InvalidChunk as error:
+            raise error.at(image.index) from error
         found = len(self.model.family.placeholder_ids(feature.grid))
         if found != image.token_count:
             raise Internal(

@@ -1,15 +1,163 @@
 """The image workers: as many processes as the setting says, each with one job at a time, none of them trusted."""
 
 import asyncio
+import logging
+import os
 import queue
+import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 from fovea.runtime import tracing
-from fovea.wire.errors import Internal, ResourceExhausted
-from services.renderer import metrics
+from fovea.wire.errors import DeadlineExceeded, FoveaError, Internal, ResourceExhausted, Unavailable
+from fovea.wire.features import FeatureTensors
+from services.renderer import renderer_metrics
+from services.renderer.chunk_errors import InvalidChunk
 from services.renderer.image_header import ImageHeader
-from services.renderer.worker_process import ProcessedImage, WorkerDied, WorkerProcess, WorkerSettings
-from services.renderer.worker_protocol import Ready
+from services.renderer.worker_protocol import Done, Failed, Invalid, Job, Ready, SharedMemory, send
+
+logger = logging.getLogger(__name__)
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class WorkerDied(Exception):
+    """The worker's process ended in the middle of a job."""
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """How workers run: the model directory, the memory of one in bytes (0 is no limit), and seconds to wait."""
+
+    model_directory: Path
+    memory_bytes: int
+    job_timeout_s: float
+    start_timeout_s: float
+    module: str = "services.renderer.image_worker"
+    """What is run; speaks `worker_protocol` over the descriptors that it is given."""
+
+
+@dataclass(frozen=True)
+class ProcessedImage:
+    """The tensors of one image, their identity, and the seconds that a worker spent on them."""
+
+    tensors: FeatureTensors
+    tensors_sha256: str
+    seconds: float
+
+
+class WorkerProcess:
+    """One worker. One thread at a time may use it."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._memory: SharedMemory | None = None
+
+    def start(self) -> Ready:
+        """Starts the process and waits until it processed a warm-up image.
+
+        Raises Unavailable if it ends first or takes too long; its standard error says why.
+        """
+        ours, theirs = socket.socketpair()
+        self._memory = memory = SharedMemory.create()
+        with theirs:
+            command = [sys.executable, "-m", self._settings.module, "--connection", str(theirs.fileno())]
+            command += ["--tensors", str(memory.descriptor), "--model", str(self._settings.model_directory)]
+            command += ["--memory-bytes", str(self._settings.memory_bytes)]
+            path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno(), memory.descriptor],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+            )
+        self._connection = Connection(ours.detach())
+        try:
+            if not self._connection.poll(self._settings.start_timeout_s):
+                raise Unavailable(f"an image worker was not ready within {self._settings.start_timeout_s:.0f} s")
+            ready: Ready = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise Unavailable(f"an image worker did not start: exit code {self.stop()}") from None
+        except Unavailable:
+            self.stop()
+            raise
+        logger.info("image worker %d is ready", self._process.pid)
+        return ready
+
+    def process(self, header: ImageHeader, data: bytes) -> ProcessedImage:
+        """Processes one image, starting the worker first if it is not running.
+
+        Raises:
+            InvalidChunk: the image cannot be rendered.
+            WorkerDied: the process ended meanwhile; the next call starts another.
+            DeadlineExceeded: the job took too long; the worker was ended.
+            ResourceExhausted: the image needs more memory than a worker has.
+            Internal: the processor failed; the log has the reason.
+            Unavailable: no worker could be started.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self.stop()
+            self.start()
+        assert self._connection is not None
+        assert self._memory is not None
+        try:
+            return self._exchange(self._connection, self._memory, header, data)
+        except (EOFError, ConnectionError):
+            exit_code = self.stop()
+            logger.error("an image worker ended with exit code %s in the middle of a job", exit_code)
+            raise WorkerDied(f"exit code {exit_code}") from None
+
+    def stop(self) -> int | None:
+        """Ends the process, whatever it does; returns its exit code."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if self._process is None:
+            return None
+        process, self._process = self._process, None
+        if process.poll() is None:
+            try:
+                process.wait(0.5)  # An idle worker ends by itself when the socket closes; a dying one has a moment.
+            except subprocess.TimeoutExpired:
+                process.kill()
+        return process.wait()
+
+    def _exchange(
+        self, connection: Connection, memory: SharedMemory, header: ImageHeader, data: bytes
+    ) -> ProcessedImage:
+        send(connection, Job(header, data))
+        if not connection.poll(self._settings.job_timeout_s):
+            self.stop()
+            raise DeadlineExceeded(f"processing the image took more than {self._settings.job_timeout_s:.0f} s")
+        answer = connection.recv()
+        if isinstance(answer, Done):
+            return ProcessedImage(memory.copy(answer.places), answer.tensors_sha256, answer.seconds)
+        if isinstance(answer, Invalid):
+            raise InvalidChunk(answer.cause, answer.message)
+        assert isinstance(answer, Failed)
+        raise self._failure(answer, header)
+
+    def _failure(self, answer: Failed, header: ImageHeader) -> FoveaError:
+        logger.error(
+            "an image worker failed on a %s of %dx%d: %s", header.format, header.width, header.height, answer.error
+        )
+        if answer.out_of_memory:
+            return ResourceExhausted(
+                f"an image of {header.width}x{header.height} needs more memory than an image worker has"
+                f" ({self._settings.memory_bytes} bytes, setting worker_memory_bytes)"
+            )
+        return Internal(f"the image processor failed on a {header.format} of {header.width}x{header.height}")
+
 
 ATTEMPTS = 2
 
@@ -58,7 +206,7 @@ class WorkerPool:
             raise ResourceExhausted(f"{self._pending} images wait for the renderer's workers; try again later")
         self._pending += 1
         try:
-            with metrics.IMAGES_PENDING.track_inprogress(), tracing.span("image", format=header.format):
+            with renderer_metrics.IMAGES_PENDING.track_inprogress(), tracing.span("image", format=header.format):
                 return await asyncio.wrap_future(self._threads.submit(self._run, header, data))
         finally:
             self._pending -= 1

@@ -1,10 +1,10 @@
 """The model families. To add one: a file with a class that answers `base.Family`, and its name in the list below."""
 
-from services.renderer.checkpoint import Checkpoint
 from services.renderer.families.base import Family
 from services.renderer.families.qwen2_5_vl import Qwen25VL
 from services.renderer.families.qwen3_vl import Qwen3VL
 from services.renderer.families.text import TextOnly
+from services.renderer.model_directory import Checkpoint
 
 VISION_FAMILIES: tuple[type[Family], ...] = (Qwen3VL, Qwen25VL)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from services.renderer.checkpoint import Checkpoint
+from services.renderer.model_directory import Checkpoint
 
 Grid = tuple[int, int, int]
 """Patches of one image before merging: time, height, width."""

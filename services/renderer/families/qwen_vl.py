@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from services.renderer.checkpoint import Checkpoint
 from services.renderer.families.base import Grid, ImageSpan, ProcessorSettings, TokenIds
+from services.renderer.model_directory import Checkpoint
 
 _PAD_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NoReturn
 
-from services.renderer.checkpoint import Checkpoint
 from services.renderer.families.base import Grid, ImageSpan, ProcessorSettings
+from services.renderer.model_directory import Checkpoint
 
 
 class TextOnly:

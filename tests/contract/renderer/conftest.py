@@ -12,9 +12,8 @@ import tinyvlm
 from fovea.api.v1 import renderer_pb2_grpc
 from fovea.client.renderer import RendererClient
 from fovea.runtime.server import ServiceServer
-from services.renderer.app import open_renderer
+from services.renderer.renderer_service import SERVICE_NAME, RendererServicer, open_renderer
 from services.renderer.rendering import Renderer
-from services.renderer.servicer import SERVICE_NAME, RendererServicer
 from services.renderer.settings import RendererSettings
 
 KINDS: tuple[tinyvlm.Kind, ...] = ("qwen3_vl", "qwen2_5_vl", "qwen3")
@@ -34,7 +33,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(kind: tinyvlm.Kind) -> AsyncIterator[Served]:
-    """Runs a renderer of one tiny checkpoint in this process, as `services.renderer.app.serve` does."""
+    """Runs a renderer of one tiny checkpoint in this process, as `services.renderer.renderer_service.serve` does."""
     directory = tinyvlm.ensure(kind)
     settings = RendererSettings(
         model=str(directory),

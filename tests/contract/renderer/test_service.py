@@ -13,7 +13,7 @@ from fovea.api.v1 import model_input_pb2, renderer_pb2_grpc
 from fovea.client.renderer import SERVICE, RendererClient
 from fovea.runtime.server import ServiceServer
 from fovea.wire.errors import InvalidInput, Unavailable
-from services.renderer.servicer import SERVICE_NAME, RendererServicer
+from services.renderer.renderer_service import SERVICE_NAME, RendererServicer
 from services.renderer.settings import RendererSettings
 from tests.contract.renderer.conftest import Served
 from tests.contract.renderer.inputs import image, model_input, reference, text
@@ -93,6 +93,6 @@ async def test_a_killed_worker_costs_no_request(all_served: dict[str, Served]) -
 def worker_ids(served: Served) -> list[int]:
     """Process ids of this process's image workers of one model."""
     children = {int(child) for file in Path("/proc/self/task").glob("*/children") for child in file.read_text().split()}
-    command = f"services.renderer.worker --connection.* --model {re.escape(str(served.directory))} "
+    command = f"services.renderer.image_worker --connection.* --model {re.escape(str(served.directory))} "
     lines = {child: Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ") for child in children}
     return [child for child, line in lines.items() if re.search(command, line)]

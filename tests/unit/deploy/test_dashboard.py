@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 
 import gateway.metrics
-import services.renderer.metrics
+import services.renderer.renderer_metrics
 import services.sampler.sampler_metrics
 import services.trainer.telemetry
 from fovea.runtime import telemetry
@@ -28,7 +28,7 @@ ALERTS = yaml.safe_load((FILES / "alerts.yaml").read_text())
 PAGE = (ROOT / "docs/operations/metrics.md").read_text()
 MODULES = (
     gateway.metrics,
-    services.renderer.metrics,
+    services.renderer.renderer_metrics,
     services.sampler.sampler_metrics,
     services.trainer.telemetry,
     telemetry,

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoProcessor
 import tinyvlm
 from fovea.runtime import checkpoint
 from fovea.runtime.checkpoint import context_length, read_image_processor
-from services.renderer import checkpoint as renderer_checkpoint
-from services.renderer.processor import ImagePatcher
+from services.renderer import model_directory as renderer_checkpoint
+from services.renderer.image_processor import ImagePatcher
 from services.trainer.families.base import PatchNormalizer
 
 YARN = {"rope_type": "yarn", "factor": 4.0}

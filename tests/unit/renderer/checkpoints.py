@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from services.renderer import checkpoint, families
-from services.renderer.checkpoint import Checkpoint
+from services.renderer import families, model_directory
 from services.renderer.families.base import Family
+from services.renderer.model_directory import Checkpoint
 
 IMAGE, VIDEO, VISION, START, END = 90, 91, 92, 93, 94
 VOCABULARY_SIZE = 100
@@ -28,7 +28,7 @@ def write(directory: Path, kind: str, **config: Any) -> Checkpoint:
     names = {"<|image_pad|>": IMAGE, "<|video_pad|>": VIDEO, "<|vision_pad|>": VISION, "<|vision_start|>": START}
     added = [{"id": token_id, "content": name} for name, token_id in names.items()]
     (directory / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
-    return checkpoint.read(directory)
+    return model_directory.read(directory)
 
 
 def family(directory: Path, model_type: str) -> Family:

@@ -8,8 +8,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from services.renderer.shared_memory import SharedMemory
-from services.renderer.worker_protocol import Done, Failed, Job, Ready, Refused, send
+from services.renderer.worker_protocol import Done, Failed, Invalid, Job, Ready, SharedMemory, send
 
 GOOD, DIES, HANGS, REFUSES, FAILS, RUNS_OUT_OF_MEMORY, DIES_ONCE = range(1, 8)
 
@@ -41,7 +40,7 @@ def _answer(connection: Connection, memory: SharedMemory, job: Job, directory: s
     if width == HANGS:
         time.sleep(600)
     if width == REFUSES:
-        send(connection, Refused("corrupt", "no picture"))
+        send(connection, Invalid("corrupt", "no picture"))
     elif width in (FAILS, RUNS_OUT_OF_MEMORY):
         send(connection, Failed("a traceback", width == RUNS_OUT_OF_MEMORY))
     else:

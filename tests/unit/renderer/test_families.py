@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from services.renderer import checkpoint, families
+from services.renderer import families, model_directory
 from services.renderer.families.base import Family, ImageSpan
 from services.renderer.families.qwen2_5_vl import Qwen25VL
 from services.renderer.families.qwen3_vl import Qwen3VL
@@ -52,18 +52,18 @@ def test_an_unknown_vision_model_is_refused_with_the_supported_ones(tmp_path: Pa
 def test_a_broken_configuration_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json is not"):
-        checkpoint.read(tmp_path)
+        model_directory.read(tmp_path)
 
 
 def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json; --model takes"):
-        checkpoint.read(tmp_path)
+        model_directory.read(tmp_path)
 
 
 def test_a_configuration_without_model_type_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config\.json has no model_type"):
-        families.choose(checkpoint.read(tmp_path))
+        families.choose(model_directory.read(tmp_path))
 
 
 def test_a_processor_that_does_not_fit_is_named(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from fovea.wire.limits import MAX_IMAGE_BYTES
+from services.renderer.chunk_errors import InvalidChunk
 from services.renderer.image_fetch import ImageFetcher
-from services.renderer.refusals import Refusal
 
 BODY = b"image bytes" * 1000
 ANSWERS = {
@@ -73,7 +73,7 @@ async def test_fetches_from_a_listed_host(fetcher: ImageFetcher, server: int, ho
     ],
 )
 async def test_says_what_went_wrong_and_goes_on(fetcher: ImageFetcher, server: int, path: str, message: str) -> None:
-    with pytest.raises(Refusal, match=message):
+    with pytest.raises(InvalidChunk, match=message):
         await fetcher.fetch(f"http://127.0.0.1:{server}{path}")
     assert await fetcher.fetch(f"http://127.0.0.1:{server}/image.png") == BODY
 
@@ -105,7 +105,7 @@ async def test_says_what_went_wrong_and_goes_on(fetcher: ImageFetcher, server: i
 )
 async def test_refuses_what_is_not_listed(hosts: list[str], uri: str, message: str) -> None:
     fetcher = ImageFetcher(hosts, timeout_s=5.0)
-    with pytest.raises(Refusal, match=message) as refused:
+    with pytest.raises(InvalidChunk, match=message) as refused:
         await fetcher.fetch(uri)
     assert refused.value.cause == "uri"
     assert "secret" not in refused.value.message

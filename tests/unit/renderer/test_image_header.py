@@ -10,8 +10,8 @@ from PIL import Image
 
 from fovea.wire.limits import MAX_IMAGE_BYTES
 from services.renderer import image_header
+from services.renderer.chunk_errors import InvalidChunk
 from services.renderer.image_header import ImageFormat, ImageHeader
-from services.renderer.refusals import Refusal
 from tests.unit.renderer.pictures import encoded, picture, png
 
 
@@ -54,7 +54,7 @@ def test_reads_png_sizes() -> None:
     ],
 )  # fmt: skip
 def test_refuses_what_cannot_be_an_image(data: bytes, declared: ImageFormat, cause: str, message: str) -> None:
-    with pytest.raises(Refusal, match=message) as refused:
+    with pytest.raises(InvalidChunk, match=message) as refused:
         image_header.read(data, declared)
     assert refused.value.cause == cause
 
@@ -77,7 +77,7 @@ def test_says_the_size_of_a_jpeg_as_stored_before_orientation() -> None:
 def test_any_bytes_are_a_header_or_a_refusal(signature: bytes, rest: bytes, declared: ImageFormat) -> None:
     try:
         header = image_header.read(signature + rest, declared)
-    except Refusal:
+    except InvalidChunk:
         return
     assert header.width > 0
     assert header.height > 0

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from services.renderer import pixels
+from services.renderer.chunk_errors import InvalidChunk
 from services.renderer.image_header import ImageFormat
-from services.renderer.refusals import Refusal
 from tests.unit.renderer.pictures import encoded, picture, pixels_of
 
 WIDTH, HEIGHT = 24, 16
@@ -131,7 +131,7 @@ def test_unreadable_exif_leaves_the_picture_as_stored() -> None:
 
 def test_animated_png_is_refused() -> None:
     animated = encoded(RGB, save_all=True, append_images=[GREY.convert("RGB"), RGB.rotate(180)])
-    with pytest.raises(Refusal, match=r"animated .3 frames.; send one frame"):
+    with pytest.raises(InvalidChunk, match=r"animated .3 frames.; send one frame"):
         decoded(animated)
 
 
@@ -141,7 +141,7 @@ def test_multi_picture_jpeg_shows_its_first() -> None:
 
 
 def test_a_size_other_than_the_header_said_is_refused() -> None:
-    with pytest.raises(Refusal, match="says 25x16 first"):
+    with pytest.raises(InvalidChunk, match="says 25x16 first"):
         decoded(encoded(RGB), width=WIDTH + 1)
 
 
@@ -149,7 +149,7 @@ def test_a_size_other_than_the_header_said_is_refused() -> None:
 @pytest.mark.parametrize("declared", ["PNG", "JPEG"])
 def test_truncated_files_are_refused(declared: ImageFormat, kept: float) -> None:
     data = encoded(picture(200, 100), declared)
-    with pytest.raises(Refusal, match=f"the {declared} is truncated or corrupt"):
+    with pytest.raises(InvalidChunk, match=f"the {declared} is truncated or corrupt"):
         decoded(data[: int(len(data) * kept)], declared, 200, 100)
 
 
@@ -161,7 +161,7 @@ def test_damaged_files_decode_or_are_refused(declared: ImageFormat, where: int, 
     data[where : where + len(damage)] = damage
     try:
         values = decoded(bytes(data), declared)
-    except Refusal:
+    except InvalidChunk:
         return
     assert values.size == WIDTH * HEIGHT * 3
 

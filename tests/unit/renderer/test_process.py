@@ -15,7 +15,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_service_process_loads_no_model_library() -> None:
-    code = "import json, sys, services.renderer.app; print(json.dumps([name.split('.')[0] for name in sys.modules]))"
+    code = (
+        "import json, sys, services.renderer.renderer_service\n"
+        "print(json.dumps([name.split('.')[0] for name in sys.modules]))"
+    )
     found = run("-c", code)
     assert found.returncode == 0, found.stderr
     assert HEAVY & set(json.loads(found.stdout)) == set()

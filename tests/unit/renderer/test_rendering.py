@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.wire.errors import ContextOverflow, InvalidInput, ResourceExhausted
-from services.renderer.chunks import Chunk, ImageChunk, Rendered
-from services.renderer.feature_store import FeatureStore
+from services.renderer.image_caches import FeatureStore, ImageStore
 from services.renderer.image_fetch import ImageFetcher
 from services.renderer.image_header import ImageHeader
-from services.renderer.image_store import ImageStore
+from services.renderer.model_inputs import Chunk, ImageChunk, Rendered
 from services.renderer.rendering import Renderer, ServedModel
-from services.renderer.worker_process import ProcessedImage
+from services.renderer.worker_pool import ProcessedImage
 from tests.unit.renderer.checkpoints import IMAGE, VOCABULARY_SIZE, family
 from tests.unit.renderer.pictures import png
 

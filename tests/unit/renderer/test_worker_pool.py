@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from fovea.wire.errors import DeadlineExceeded, Internal, ResourceExhausted, Unavailable
+from services.renderer.chunk_errors import InvalidChunk
 from services.renderer.image_header import ImageHeader
-from services.renderer.refusals import Refusal
-from services.renderer.worker_pool import WorkerPool
-from services.renderer.worker_process import WorkerSettings
+from services.renderer.worker_pool import WorkerPool, WorkerSettings
 from tests.unit.renderer import odd_worker
 
 
@@ -35,7 +34,7 @@ async def pool(tmp_path: Path) -> AsyncIterator[WorkerPool]:
     [
         (odd_worker.DIES, Internal, "died 2 times on a PNG of 2x1 .exit code 7"),
         (odd_worker.HANGS, DeadlineExceeded, "more than 1 s"),
-        (odd_worker.REFUSES, Refusal, "no picture"),
+        (odd_worker.REFUSES, InvalidChunk, "no picture"),
         (odd_worker.FAILS, Internal, "image processor failed"),
         (odd_worker.RUNS_OUT_OF_MEMORY, ResourceExhausted, "worker_memory_bytes"),
     ],

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from fovea.api.v1 import model_input_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
+from services.renderer.chunk_errors import chunk_field
 from services.renderer.families.base import TokenIds
-from services.renderer.feature_store import Feature
+from services.renderer.image_caches import Feature
 from services.renderer.image_header import ImageFormat
-from services.renderer.refusals import chunk_field
 
 _FORMATS: dict[int, ImageFormat] = {
     model_input_pb2.IMAGE_FORMAT_PNG: "PNG",

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from fovea.wire.errors import FeatureEvicted, ResourceExhausted
-from services.renderer.feature_store import FeatureStore
-from services.renderer.refusals import Refusal
-from services.renderer.worker_process import ProcessedImage
+from services.renderer.chunk_errors import InvalidChunk
+from services.renderer.image_caches import FeatureStore
+from services.renderer.worker_pool import ProcessedImage
 
 GRID = np.array([[1, 4, 6]], dtype=np.int64)
 
@@ -60,13 +60,13 @@ async def test_all_who_ask_at_once_share_one_processing() -> None:
 
 
 async def test_all_who_ask_at_once_share_one_refusal_and_the_next_tries_again() -> None:
-    store, work = FeatureStore(1000), Work(Refusal("corrupt", "broken"))
+    store, work = FeatureStore(1000), Work(InvalidChunk("corrupt", "broken"))
     asking = [asyncio.create_task(store.get("d", work)) for _ in range(3)]
     await asyncio.sleep(0)
     work.let_go.set()
     outcomes = await asyncio.gather(*asking, return_exceptions=True)
     assert work.started == 1
-    assert [type(outcome) for outcome in outcomes] == [Refusal] * 3
+    assert [type(outcome) for outcome in outcomes] == [InvalidChunk] * 3
     assert (await store.get("d", at_once(100))).digest == "d"
 
 

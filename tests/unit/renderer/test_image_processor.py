@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoImageProcessor
 
-from services.renderer import processor
-from services.renderer.patches import QwenPatches
-from services.renderer.processor import ImagePatcher, anywhere
+from services.renderer import image_processor
+from services.renderer.image_processor import ImagePatcher, QwenPatches, anywhere
 from tests.unit.renderer.pictures import picture
 
 QWEN3 = {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 1_000_000}}
@@ -74,6 +73,6 @@ def test_what_differs_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             tensors["pixel_values"][-1, -1] ^= 1
             return tensors
 
-    monkeypatch.setattr(processor, "QwenPatches", Wrong)
+    monkeypatch.setattr(image_processor, "QwenPatches", Wrong)
     found = ImagePatcher(directory).tensors(image, anywhere)
     assert all(np.array_equal(found[name], expected[name]) for name in expected)

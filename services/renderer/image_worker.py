@@ -1,4 +1,4 @@
-"""One image worker: `python -m services.renderer.worker`, started by `worker_pool` only.
+"""One image worker: `python -m services.renderer.image_worker`, started by `worker_pool` only.
 
 Decoders and the image processor run here, in a process of their own, so that neither a crash nor a leak nor a gigabyte
 of pixels touches the service, and no pixel work holds the interpreter lock of its event loop.
@@ -17,11 +17,10 @@ from PIL import Image
 
 from fovea.wire.features import tensors_sha256
 from services.renderer import pixels
+from services.renderer.chunk_errors import InvalidChunk
 from services.renderer.image_header import ImageHeader
-from services.renderer.processor import ImagePatcher
-from services.renderer.refusals import Refusal
-from services.renderer.shared_memory import SharedMemory
-from services.renderer.worker_protocol import Done, Failed, Job, Ready, Refused, send
+from services.renderer.image_processor import ImagePatcher
+from services.renderer.worker_protocol import Done, Failed, Invalid, Job, Ready, SharedMemory, send
 
 WARM_UP_SIZE = (320, 240)
 
@@ -60,8 +59,8 @@ def _serve_one(connection: Connection, memory: SharedMemory, patcher: ImagePatch
         image = pixels.decode(job.data, header.format, header.width, header.height)
         memory.clear()
         sha256 = tensors_sha256(patcher.tensors(image, memory.allocate))
-    except Refusal as refusal:
-        send(connection, Refused(refusal.cause, refusal.message))
+    except InvalidChunk as error:
+        send(connection, Invalid(error.cause, error.message))
         return
     except Exception as error:  # Whatever it is, the service must hear of it: it waits for an answer.
         out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)

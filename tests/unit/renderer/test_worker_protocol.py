@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from services.renderer.shared_memory import Place, SharedMemory
+from services.renderer.worker_protocol import Place, SharedMemory
 
 
 def put(memory: SharedMemory, tensors: dict[str, np.ndarray]) -> list[Place]:

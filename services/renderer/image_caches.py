@@ -1,0 +1,152 @@
+"""What the renderer holds: vision tensors by digest, each made once, and encoded images that clients uploaded."""
+
+import asyncio
+import hashlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from fovea.runtime.byte_lru import ByteLru
+from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound, ResourceExhausted
+from fovea.wire.features import FeatureTensors, size_bytes
+from fovea.wire.limits import MAX_IMAGE_BYTES
+from services.renderer import renderer_metrics
+from services.renderer.families.base import Grid
+from services.renderer.worker_pool import ProcessedImage
+
+
+@dataclass(frozen=True)
+class Feature:
+    """The rendered tensors of one image, under the digest of its bytes and of the processor's fingerprint."""
+
+    digest: str
+    tensors: FeatureTensors
+    tensors_sha256: str
+    size_bytes: int
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The patch grid before merging."""
+        time, height, width = (int(extent) for extent in self.tensors["image_grid_thw"].reshape(3))
+        return time, height, width
+
+
+@dataclass
+class _Flight:
+    """An image that is being processed, and how many wait for it."""
+
+    task: asyncio.Task[Feature]
+    waiter_count: int = 0
+
+
+class FeatureStore:
+    """Holds up to `limit_bytes` of tensors, the longest unused going first."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._held: ByteLru[Feature] = ByteLru(limit_bytes)
+        self._flights: dict[str, _Flight] = {}
+
+    @property
+    def limit_bytes(self) -> int:
+        """The most bytes of tensors that are held."""
+        return self._held.limit_bytes
+
+    def held(self, digest: str) -> Feature:
+        """The feature of a digest. Raises FeatureEvicted if it is not held (any more)."""
+        feature = self._held.get(digest)
+        if feature is None:
+            raise FeatureEvicted(f"the tensors of image {digest} are not held; render the image again", digest=digest)
+        return feature
+
+    async def get(self, digest: str, process: Callable[[], Awaitable[ProcessedImage]]) -> Feature:
+        """The feature of a digest; `process` is called unless it is held or being processed already.
+
+        Everybody who waits gets the same result or the same error. The work is dropped when the last one gives up.
+        """
+        feature = self._held.get(digest)
+        if feature is not None:
+            renderer_metrics.FEATURE_LOOKUPS.labels("hit").inc()
+            return feature
+        flight = self._flights.get(digest)
+        renderer_metrics.FEATURE_LOOKUPS.labels("joined" if flight else "miss").inc()
+        if flight is None:
+            flight = _Flight(asyncio.create_task(self._make(digest, process)))
+            self._flights[digest] = flight
+        flight.waiter_count += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiter_count -= 1
+            if flight.waiter_count == 0:
+                flight.task.cancel()
+                if self._flights.get(digest) is flight:
+                    del self._flights[digest]
+
+    async def _make(self, digest: str, process: Callable[[], Awaitable[ProcessedImage]]) -> Feature:
+        processed = await process()
+        feature = Feature(digest, processed.tensors, processed.tensors_sha256, size_bytes(processed.tensors))
+        try:
+            self._held.put(digest, feature, feature.size_bytes)
+        except ValueError:
+            raise ResourceExhausted(
+                f"the tensors of one image have {feature.size_bytes} bytes, above the {self.limit_bytes} bytes"
+                " that the renderer may hold (setting feature_cache_bytes)"
+            ) from None
+        renderer_metrics.IMAGES_RENDERED.inc()
+        renderer_metrics.IMAGE_SECONDS.observe(processed.seconds)
+        renderer_metrics.FEATURE_BYTES.inc(feature.size_bytes)
+        renderer_metrics.HELD_BYTES.labels("features").set(self._held.used_bytes)
+        return feature
+
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class ImageStore:
+    """Holds up to `limit_bytes` of encoded images, the longest unused going first."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._held: ByteLru[bytes] = ByteLru(limit_bytes)
+
+    def held(self, sha256: str, field: str) -> bytes:
+        """The bytes of an image. Raises NotFound, naming `field`, if it is not held."""
+        data = self._held.get(sha256)
+        renderer_metrics.IMAGE_LOOKUPS.labels("miss" if data is None else "hit").inc()
+        if data is None:
+            raise NotFound(f"{field}: no image with SHA-256 {sha256} is held; send it by PutImage", field=field)
+        return data
+
+    async def put(self, pieces: AsyncIterator[tuple[str, bytes]]) -> int:
+        """Takes an image in pieces of (sha256, bytes), the first of which says the SHA-256; returns its size in bytes.
+
+        Raises InvalidInput if the SHA-256 is no such or another than that of the bytes, the image is empty, or above
+        the limit; ResourceExhausted if the store is smaller than the image.
+        """
+        expected, data = "", bytearray()
+        async for sha256, piece in pieces:
+            if not expected:
+                if not _SHA256.fullmatch(sha256):
+                    raise InvalidInput(
+                        f"sha256 {sha256[:80]!r} is not 64 lower-case hexadecimal digits", field="sha256"
+                    )
+                expected = sha256
+            data += piece
+            if len(data) > MAX_IMAGE_BYTES:
+                raise InvalidInput(
+                    f"the image has more than {MAX_IMAGE_BYTES} bytes, the limit; send a smaller one", field="data"
+                )
+        if not data:
+            raise InvalidInput("the image has no bytes", field="data")
+        found = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
+        if found != expected:
+            raise InvalidInput(f"sha256 is {expected} but the bytes have {found}; send them again", field="sha256")
+        try:
+            self._held.put(expected, bytes(data), len(data))
+        except ValueError:
+            raise ResourceExhausted(
+                f"the image has {len(data)} bytes, above the {self._held.limit_bytes} bytes that the renderer may hold"
+                " (setting image_store_bytes)"
+            ) from None
+        renderer_metrics.HELD_BYTES.labels("images").set(self._held.used_bytes)
+        return len(data)
