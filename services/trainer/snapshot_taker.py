@@ -204,7 +204,7 @@ class _Layout:
 def packed_digest(specs: Sequence[weights_pb2.TensorSpec], data: Tensor, device: torch.device) -> str:
     """The digest of tensors that are packed already, uint8 [n], computed on a device part by part."""
     digest = SnapshotDigest(partial(torch.arange, device=device))
-    digest.add(specs, data[:0].view(torch.int64))
+    digest.add(specs, torch.empty(0, dtype=torch.int64, device=device))
     for part in torch.split(data, _DIGEST_BYTES):
         digest.add((), part.to(device).view(torch.int64))
     return digest.hexdigest()
