@@ -32,7 +32,8 @@ from benchmarks.figure import emit
 from benchmarks.running import cpu_seconds, metric_total
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
 from fovea.cli.ports import free_ports
-from fovea.client.renderer import SERVICE, RendererClient
+from fovea.client.renderer import RendererClient
+from fovea.wire.names import RENDERER_SERVICE
 from fovea.wire.tensors import encode_tokens
 
 # Less than the tensors of one cold pass, so that the next finds none of them held; more than those of `HELD` pictures.
@@ -106,7 +107,7 @@ async def renderer(model: str, workers: int) -> AsyncIterator[Service]:
     counted.cpu_affinity(cores_of(workers))  # Nothing is started yet: all threads and children will have it.
     try:
         async with RendererClient(f"127.0.0.1:{port}") as client:
-            while not await client.is_serving(SERVICE):
+            while not await client.is_serving(RENDERER_SERVICE):
                 if process.returncode is not None:
                     raise RuntimeError(f"the renderer ended with exit code {process.returncode}")
                 await asyncio.sleep(0.2)

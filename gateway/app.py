@@ -16,6 +16,7 @@ import uvicorn
 from fovea.api.v1 import gateway_pb2_grpc
 from fovea.runtime.server import ServiceServer, open_files
 from fovea.wire.errors import FoveaError, SessionEnded
+from fovea.wire.names import GATEWAY_SERVICE
 from gateway.capabilities import Capabilities
 from gateway.checkpoints import Checkpoints
 from gateway.copies import Copies
@@ -55,7 +56,6 @@ from gateway.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
-SERVICE = "fovea.api.v1.GatewayService"
 _SWEEP_S = 30.0
 _TIDY_S = 60.0
 _FOLDER_ROUNDS = 10
@@ -122,10 +122,10 @@ class Gateway:
         self._stopping = asyncio.Event()
         self.rest_port = 0
         self.grpc = ServiceServer(
-            settings.model_copy(update={"port": settings.grpc_port}), [SERVICE], begins_traces=True, as_told=named,
-            options=channel_limits(settings),
+            settings.model_copy(update={"port": settings.grpc_port}), [GATEWAY_SERVICE], begins_traces=True,
+            as_told=named, options=channel_limits(settings),
         )  # fmt: skip
-        self._door = Door(SERVICE, self.keys)
+        self._door = Door(GATEWAY_SERVICE, self.keys)
         self._memory = Shares(
             "max_request_memory_bytes", settings.max_request_memory_bytes, "bytes of requests in progress"
         )

@@ -9,6 +9,7 @@ from google.protobuf import json_format
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import AlreadyExists
+from fovea.wire.names import SNAPSHOT_FILE
 from gateway import identity
 from gateway.checkpoints import Checkpoints, check_ttl_or_none
 from gateway.database.database import Database
@@ -20,9 +21,6 @@ from gateway.store import models as model_rows
 from gateway.store.checkpoints import Checkpoint, KeptSnapshot
 from gateway.store.copies import Copy
 from gateway.store.models import Model, ModelState
-
-_IDENTITY = "fovea_snapshot.json"
-"""Where the trainer keeps whose weights a folder holds: a weights_pb2.Snapshot as JSON."""
 
 
 class Copies:
@@ -126,10 +124,10 @@ class Copies:
     async def _rename_snapshot(self, copied: Checkpoint) -> KeptSnapshot:
         """The same weights under a name of their own: the source's goes when the source is deleted."""
         storage = self._checkpoints.storage
-        snapshot = json_format.Parse(await storage.read(copied.uri, _IDENTITY), weights_pb2.Snapshot())
+        snapshot = json_format.Parse(await storage.read(copied.uri, SNAPSHOT_FILE), weights_pb2.Snapshot())
         copied.snapshot_id = snapshot.snapshot_id = identity.snapshot_id(copied.model_id, 1)
         snapshot.model_id = copied.model_id
-        await storage.write(copied.uri, _IDENTITY, json_format.MessageToJson(snapshot).encode())
+        await storage.write(copied.uri, SNAPSHOT_FILE, json_format.MessageToJson(snapshot).encode())
         return KeptSnapshot(snapshot, copied.uri, "")
 
     async def _of_key(self, caller: Caller, request_key: str) -> Copy | None:

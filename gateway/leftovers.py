@@ -6,8 +6,8 @@ trainer's machine, samplers or storage.
 
 import logging
 
-from fovea.wire.drafts import DRAFT, PLAIN, REPLACED
 from fovea.wire.errors import FoveaError
+from fovea.wire.names import DRAFT_SUFFIX, PLAIN_SUFFIX, REPLACED_SUFFIX
 from gateway import identity
 from gateway.checkpoints import Checkpoints
 from gateway.database.database import Database
@@ -97,4 +97,4 @@ class Leftovers:
 
 def _folder(uri: str) -> str:
     """The folder that a draft is to become, or was."""
-    return uri.split(DRAFT)[0].split(REPLACED)[0].removesuffix(PLAIN)
+    return uri.split(DRAFT_SUFFIX)[0].split(REPLACED_SUFFIX)[0].removesuffix(PLAIN_SUFFIX)

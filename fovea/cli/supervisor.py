@@ -20,6 +20,7 @@ from fovea.cli.state_folder import FolderTaken, StateFolder
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret
 from fovea.runtime.hosts import WILDCARDS, is_loopback
+from fovea.wire import names
 
 COLORS = {"renderer": "cyan", "sampler": "green", "trainer": "magenta", "gateway": "yellow", "fovea": "bold white"}
 STOP_ORDER = ("gateway", "trainer", "sampler", "renderer")
@@ -213,9 +214,9 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
         model = ("--model", options.model, "--log-level", options.log_level)
         command = ("-m", module, *model, *common, *arguments)
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices[name])} if devices.get(name) else {}
-        address, service_name = f"127.0.0.1:{port}", f"fovea.api.v1.{service}"
+        address = f"127.0.0.1:{port}"
         own = visible | (keys if name == "gateway" else {})
-        return ServiceSpec(name, command, address, service_name, int(common[3]), environment | own)
+        return ServiceSpec(name, command, address, service, int(common[3]), environment | own)
 
     to = "127.0.0.1:"
     key_file = ("--api-key-file", str(options.api_key_file)) if options.api_key_file else ()
@@ -223,17 +224,17 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
     checkpoints = os.environ.get("FOVEA_GATEWAY_CHECKPOINT_DIR") or str(options.state_dir / "checkpoints")
     transfer = ("--transfer", "gloo") if options.shares_gpu else ()
     return [
-        spec("renderer", "services.renderer", "RendererService", renderer, "--port"),
+        spec("renderer", "services.renderer", names.RENDERER_SERVICE, renderer, "--port"),
         spec(
-            "sampler", "services.sampler", "SamplerService", sampler, "--port",
+            "sampler", "services.sampler", names.SAMPLER_SERVICE, sampler, "--port",
             "--renderer", f"{to}{renderer}", *transfer,
         ),
         spec(
-            "trainer", "services.trainer", "TrainerService", trainer, "--port",
+            "trainer", "services.trainer", names.TRAINER_SERVICE, trainer, "--port",
             "--renderer", f"{to}{renderer}", "--ranks", str(options.ranks), "--checkpoints", checkpoints,
         ),
         spec(
-            "gateway", "gateway", "GatewayService", gateway, "--grpc-port",
+            "gateway", "gateway", names.GATEWAY_SERVICE, gateway, "--grpc-port",
             "--host", options.host, "--port", str(options.port), "--model-name", options.model_name,
             "--renderer", f"{to}{renderer}", "--sampler", f"{to}{sampler}", "--trainer", f"{to}{trainer}",
             "--state-dir", str(options.state_dir), *key_file,

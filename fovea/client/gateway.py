@@ -9,8 +9,8 @@ from fovea.client.channel import ServiceClient
 from fovea.client.trainer import ForwardBackwardResult
 from fovea.wire.errors import Internal
 from fovea.wire.limits import PIECE_BYTES
+from fovea.wire.names import GATEWAY_SERVICE
 
-SERVICE = "fovea.api.v1.GatewayService"
 SUBMIT_TIMEOUT_S = 120.0
 WAIT_S = 30.0
 
@@ -26,7 +26,7 @@ class GatewayClient(ServiceClient):
     def __init__(self, address: str, api_key: str) -> None:
         submits = ("CreateModel", "OptimStep", "SaveState", "LoadState", "SaveForSampler")
         names = [*(f"Submit{name}" for name in submits), "GetCapabilities", "GetModel", "Heartbeat", "CreateCustomLoss"]
-        super().__init__(address, [(SERVICE, name) for name in names], (("x-api-key", api_key),))
+        super().__init__(address, [(GATEWAY_SERVICE, name) for name in names], (("x-api-key", api_key),))
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self.channel)
 
     async def capabilities(self, timeout_s: float = 10.0) -> list[gateway_pb2.ServedModel]:

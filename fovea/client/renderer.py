@@ -8,8 +8,7 @@ from fovea.client.channel import ServiceClient
 from fovea.runtime import secret
 from fovea.wire.features import FeatureAssembler, FeatureTensors
 from fovea.wire.limits import INLINE_IMAGE_BYTES, PIECE_BYTES
-
-SERVICE = "fovea.api.v1.RendererService"
+from fovea.wire.names import RENDERER_SERVICE
 
 
 class RendererClient(ServiceClient):
@@ -18,7 +17,7 @@ class RendererClient(ServiceClient):
     def __init__(self, address: str) -> None:
         super().__init__(
             address,
-            retryable=[(SERVICE, name) for name in ("GetRendererInfo", "Render", "FetchFeatures")],
+            retryable=[(RENDERER_SERVICE, name) for name in ("GetRendererInfo", "Render", "FetchFeatures")],
             metadata=secret.metadata(),
         )
         self._stub = renderer_pb2_grpc.RendererServiceStub(self.channel)

@@ -5,15 +5,14 @@ from collections.abc import AsyncIterator
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret
-
-SERVICE = "fovea.api.v1.SamplerService"
+from fovea.wire.names import SAMPLER_SERVICE
 
 
 class SamplerClient(ServiceClient):
     """Typed calls to one sampler."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address, retryable=[(SERVICE, "GetSamplerInfo")], metadata=secret.metadata())
+        super().__init__(address, retryable=[(SAMPLER_SERVICE, "GetSamplerInfo")], metadata=secret.metadata())
         self._stub = sampler_pb2_grpc.SamplerServiceStub(self.channel)
 
     async def info(self, timeout_s: float = 10.0) -> sampler_pb2.GetSamplerInfoResponse:

@@ -7,8 +7,8 @@ from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret
 from fovea.wire.errors import Internal
+from fovea.wire.names import TRAINER_SERVICE
 
-SERVICE = "fovea.api.v1.TrainerService"
 COMMAND_TIMEOUT_S = 3600.0
 
 
@@ -23,7 +23,7 @@ class TrainerClient(ServiceClient):
     """Typed calls to one trainer. Never repeats a command by itself: one without `seq_id` could step twice."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address, retryable=[(SERVICE, "GetTrainerInfo")], metadata=secret.metadata())
+        super().__init__(address, retryable=[(TRAINER_SERVICE, "GetTrainerInfo")], metadata=secret.metadata())
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self.channel)
 
     async def info(self, timeout_s: float = 10.0) -> trainer_pb2.GetTrainerInfoResponse:

@@ -5,8 +5,8 @@ import time
 from typing import Any
 
 from fovea.api.v1 import gateway_pb2
-from fovea.wire.drafts import PLAIN
 from fovea.wire.errors import FoveaError
+from fovea.wire.names import PLAIN_SUFFIX
 from gateway import encryption, exports, identity
 from gateway.checkpoints import check_ttl
 from gateway.futures.future import Pending
@@ -24,7 +24,7 @@ async def save_external(context: Context, model: Model, pending: Pending, blob: 
     expires_at = check_ttl(request.ttl_s)
     recipients = encryption.parse_recipients(request.age_recipients)
     checkpoint, old = await context.checkpoints.plan(model, EXTERNAL, request.name, overwrite=False)
-    written = f"{checkpoint.uri}{PLAIN}" if recipients else checkpoint.uri
+    written = f"{checkpoint.uri}{PLAIN_SUFFIX}" if recipients else checkpoint.uri
     storage = context.checkpoints.storage
     async with context.checkpoints.writing(written, checkpoint.uri):
         checkpoint.step = await _write(context, model, pending.seq_id, written)

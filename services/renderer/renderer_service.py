@@ -14,6 +14,7 @@ from fovea.api.v1 import renderer_pb2, renderer_pb2_grpc
 from fovea.runtime.server import ServiceServer
 from fovea.wire.errors import Unavailable
 from fovea.wire.features import iter_pieces
+from fovea.wire.names import RENDERER_SERVICE
 from services.renderer import families, model_directory, model_inputs, renderer_metrics
 from services.renderer.families.base import Family
 from services.renderer.image_caches import FeatureStore, ImageStore
@@ -25,8 +26,6 @@ from services.renderer.settings import RendererSettings
 from services.renderer.worker_pool import WorkerPool, WorkerSettings
 
 logger = logging.getLogger(__name__)
-
-SERVICE_NAME = renderer_pb2.DESCRIPTOR.services_by_name["RendererService"].full_name
 
 
 class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
@@ -119,7 +118,7 @@ async def open_renderer(settings: RendererSettings) -> AsyncIterator[Renderer]:
 
 async def serve(settings: RendererSettings) -> None:
     """Serves until SIGTERM or SIGINT. Health is SERVING once all workers are warm. Errors as in `open_renderer`."""
-    server, servicer = ServiceServer(settings, [SERVICE_NAME]), RendererServicer()
+    server, servicer = ServiceServer(settings, [RENDERER_SERVICE]), RendererServicer()
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(servicer, server.grpc)
     await server.start()
     try:

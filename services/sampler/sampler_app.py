@@ -6,9 +6,10 @@ import time
 import uuid
 from contextlib import suppress
 
-from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
+from fovea.api.v1 import sampler_pb2_grpc
 from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.runtime.server import ServiceServer
+from fovea.wire.names import SAMPLER_SERVICE
 from services.sampler.adapters import AdapterShelf
 from services.sampler.engine.adapter_capacity import AdapterRoom
 from services.sampler.engine.vllm_engine import Engine
@@ -31,7 +32,7 @@ _WATCH_PERIOD_S = 0.2
 async def serve(settings: SamplerSettings, engine: Engine, room: AdapterRoom, started: float) -> int:
     """Serves until a signal (returns 0) or until the engine dies (returns 70). `started` is of `time.monotonic`."""
     logger.info("%s", room)
-    server = ServiceServer(settings, [sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name])
+    server = ServiceServer(settings, [SAMPLER_SERVICE])
     await engine.prepare()
     family = family_of(engine.config)
     features = FeatureStore(family, settings.feature_cache_mib << 20, settings.renderer)

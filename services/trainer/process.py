@@ -18,6 +18,7 @@ from fovea.runtime import tracing
 from fovea.runtime.hosts import WILDCARDS
 from fovea.runtime.server import ServiceServer
 from fovea.wire.errors import Unavailable
+from fovea.wire.names import TRAINER_SERVICE
 from services.trainer import telemetry
 from services.trainer.command_queue import CommandQueue
 from services.trainer.launch import LEAVE_S
@@ -25,7 +26,7 @@ from services.trainer.peers import Peer
 from services.trainer.place import Place
 from services.trainer.push import Pusher
 from services.trainer.rank import Rank
-from services.trainer.servicer import SERVICE, TrainerServicer
+from services.trainer.servicer import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfer import TransferGroups
 
@@ -127,7 +128,7 @@ class _Leader:
 
     async def run(self) -> int:
         self._loop = asyncio.get_running_loop()
-        self._server = ServiceServer(self._settings, [SERVICE])
+        self._server = ServiceServer(self._settings, [TRAINER_SERVICE])
         pusher = Pusher(self._settings, self._queue, self._groups, lambda: self._rank.engine.adapters)
         servicer = TrainerServicer(self._settings, self._queue, self._rank, pusher)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, self._server.grpc)

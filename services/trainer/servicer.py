@@ -29,7 +29,6 @@ from services.trainer.rank import Rank
 from services.trainer.settings import TrainerSettings
 from services.trainer.sharding import dtype_name
 
-SERVICE = "fovea.api.v1.TrainerService"
 Context = grpc.aio.ServicerContext
 
 PREPARE_S = 0.1

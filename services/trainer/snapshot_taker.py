@@ -14,6 +14,7 @@ from torch import Tensor
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
 from fovea.wire.manifest import SnapshotDigest, padded_bytes
+from fovea.wire.names import SNAPSHOT_FILE
 from services.trainer import full_weights, peft_format
 from services.trainer.account import MemoryAccount
 from services.trainer.commands import TakeSnapshot
@@ -32,7 +33,6 @@ from services.trainer.snapshots import (
 from services.trainer.storage import Folder, write_folder
 from services.trainer.trained import AdapterModel, FullModel, TrainedModel
 
-IDENTITY = "fovea_snapshot.json"
 LORA = "fovea_lora.json"
 
 _DIGEST_BYTES = 64 * 2**20
@@ -143,7 +143,7 @@ class SnapshotTaker:
             tensors = model.weights.named(flat)
             files = peft_format.peft_files(tensors, settings.rank, settings.alpha, self._base_model)
             lora = json_format.MessageToJson(model_lora(model)).encode()
-            write_folder(uri, {**files, LORA: lora, IDENTITY: _identity_json(identity)})
+            write_folder(uri, {**files, LORA: lora, SNAPSHOT_FILE: _identity_json(identity)})
         self._adapters.put(HeldSnapshot(identity, {PACKED: data}, layout.specs, model_lora(model)))
         return identity
 
@@ -181,7 +181,7 @@ class SnapshotTaker:
         full_weights.write_checkpoint(zip(copies, whole, strict=True), draft, self._model_dir, self._control)
 
         def finish() -> None:
-            draft.write(IDENTITY, _identity_json(identity))
+            draft.write(SNAPSHOT_FILE, _identity_json(identity))
             target.commit(draft)
 
         self._control.on_first(finish)
@@ -237,7 +237,7 @@ def _identity_json(identity: weights_pb2.Snapshot) -> bytes:
 
 
 def _read_identity(folder: Folder, snapshot_id: str) -> weights_pb2.Snapshot:
-    identity = json_format.Parse(folder.read(IDENTITY), weights_pb2.Snapshot())
+    identity = json_format.Parse(folder.read(SNAPSHOT_FILE), weights_pb2.Snapshot())
     if identity.snapshot_id != snapshot_id:
         raise InvalidInput(f"{folder.path} holds snapshot {identity.snapshot_id!r}, not {snapshot_id!r}", field="uri")
     return identity

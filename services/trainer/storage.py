@@ -8,8 +8,8 @@ from typing import Any
 import fsspec
 
 from fovea.runtime.durable import sync_folder, sync_place
-from fovea.wire.drafts import DRAFT, REPLACED
 from fovea.wire.errors import InvalidInput, NotFound
+from fovea.wire.names import DRAFT_SUFFIX, REPLACED_SUFFIX
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Folder:
 
         Raises NotFound for a bucket that does not exist.
         """
-        draft = Folder(self.files, f"{self.path}{DRAFT}{uuid.uuid4().hex[:8]}")
+        draft = Folder(self.files, f"{self.path}{DRAFT_SUFFIX}{uuid.uuid4().hex[:8]}")
         if not self.files.async_impl:
             self.files.makedirs(draft.path, exist_ok=True)
         elif not self.files.exists(bucket := self.path.partition("/")[0]):  # `makedirs` would make one
@@ -79,7 +79,7 @@ class Folder:
         """
         self.files.invalidate_cache()  # the gateway may have removed what was here
         sync_folder(self.files, draft.path)
-        old = Folder(self.files, f"{self.path}{REPLACED}{uuid.uuid4().hex[:8]}")
+        old = Folder(self.files, f"{self.path}{REPLACED_SUFFIX}{uuid.uuid4().hex[:8]}")
         replaced = self.files.exists(self.path)
         if replaced:
             self._move_to(old)

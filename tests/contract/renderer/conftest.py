@@ -12,7 +12,8 @@ import tinyvlm
 from fovea.api.v1 import renderer_pb2_grpc
 from fovea.client.renderer import RendererClient
 from fovea.runtime.server import ServiceServer
-from services.renderer.renderer_service import SERVICE_NAME, RendererServicer, open_renderer
+from fovea.wire.names import RENDERER_SERVICE
+from services.renderer.renderer_service import RendererServicer, open_renderer
 from services.renderer.rendering import Renderer
 from services.renderer.settings import RendererSettings
 
@@ -42,7 +43,7 @@ async def serving(kind: tinyvlm.Kind) -> AsyncIterator[Served]:
         image_store_bytes=IMAGE_STORE_BYTES,
         image_hosts=["127.0.0.1"],
     )
-    server, servicer = ServiceServer(settings, [SERVICE_NAME]), RendererServicer()
+    server, servicer = ServiceServer(settings, [RENDERER_SERVICE]), RendererServicer()
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(servicer, server.grpc)
     await server.start()
     async with open_renderer(settings) as renderer, RendererClient(server.address) as client:

@@ -10,10 +10,11 @@ import pytest
 from prometheus_client import REGISTRY
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2_grpc
-from fovea.client.renderer import SERVICE, RendererClient
+from fovea.client.renderer import RendererClient
 from fovea.runtime.server import ServiceServer
 from fovea.wire.errors import InvalidInput, Unavailable
-from services.renderer.renderer_service import SERVICE_NAME, RendererServicer
+from fovea.wire.names import RENDERER_SERVICE
+from services.renderer.renderer_service import RendererServicer
 from services.renderer.settings import RendererSettings
 from tests.contract.renderer.conftest import Served
 from tests.contract.renderer.inputs import image, model_input, reference, text
@@ -28,7 +29,7 @@ async def test_says_what_it_serves(all_served: dict[str, Served]) -> None:
         assert info.supports_images == (kind != "qwen3")
         assert len(info.processor_fingerprint) == (0 if kind == "qwen3" else 64)
         assert info.version
-        assert await served.client.is_serving(SERVICE)
+        assert await served.client.is_serving(RENDERER_SERVICE)
 
 
 async def test_fingerprints_tell_processors_apart(all_served: dict[str, Served]) -> None:
@@ -40,11 +41,12 @@ async def test_fingerprints_tell_processors_apart(all_served: dict[str, Served])
 
 
 async def test_until_workers_are_warm_calls_are_told_to_wait() -> None:
-    server, servicer = ServiceServer(RendererSettings(model="unused", drain_s=0), [SERVICE_NAME]), RendererServicer()
+    settings = RendererSettings(model="unused", drain_s=0)
+    server, servicer = ServiceServer(settings, [RENDERER_SERVICE]), RendererServicer()
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(servicer, server.grpc)
     await server.start()
     async with RendererClient(server.address) as client:
-        assert not await client.is_serving(SERVICE)
+        assert not await client.is_serving(RENDERER_SERVICE)
         with pytest.raises(Unavailable, match="warming up"):
             await client.render(model_input(text(1)))
     server.request_stop()

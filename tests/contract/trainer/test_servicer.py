@@ -15,6 +15,7 @@ from fovea.runtime import tracing
 from fovea.runtime.server import ServiceServer
 from fovea.wire import tensors
 from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
+from fovea.wire.names import TRAINER_SERVICE
 from services.trainer import commands, telemetry
 from services.trainer.command_queue import CommandQueue, settle
 from services.trainer.datums import InputLimits
@@ -23,7 +24,7 @@ from services.trainer.forward_backward import Outcome
 from services.trainer.lora import LoraSettings
 from services.trainer.optimizer import Adam
 from services.trainer.packing import DatumSize
-from services.trainer.servicer import SERVICE, TrainerServicer
+from services.trainer.servicer import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from tests.otlp_collector import Collector
 
@@ -76,7 +77,7 @@ async def trainer() -> AsyncIterator[Trainer]:
     queue = CommandQueue(60)
     queue.open()
     rank = RecordingRank(queue)
-    server = ServiceServer(settings, [SERVICE])
+    server = ServiceServer(settings, [TRAINER_SERVICE])
     servicer = TrainerServicer(settings, queue, rank, None)  # type: ignore[arg-type]
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
     await server.start()
@@ -141,7 +142,7 @@ async def test_a_command_goes_on_in_its_callers_trace(trainer: Trainer) -> None:
         with tracing.span("caller"):
             await trainer.asked(trainer.client.clear_gradients("m"))
         await asyncio.to_thread(tracing.shutdown)
-    call = collector.one(f"{SERVICE}/ClearGradients")
+    call = collector.one(f"{TRAINER_SERVICE}/ClearGradients")
     command = collector.one("command ClearGradients")
     assert call.trace_id == command.trace_id == collector.one("caller").trace_id
     assert command.parent_span_id == call.span_id

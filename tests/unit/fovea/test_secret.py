@@ -11,11 +11,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from fovea.client import FeatureFetcher, RendererClient, TrainerClient
-from fovea.client.renderer import SERVICE
 from fovea.runtime.secret import FILE_VARIABLE, VARIABLE, service_secret
 from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.errors import FeatureEvicted, Internal, Unauthenticated
+from fovea.wire.names import RENDERER_SERVICE
 from gateway.settings import GatewaySettings
 from services.renderer.settings import RendererSettings
 from services.trainer.settings import TrainerSettings
@@ -67,7 +67,7 @@ async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     """A service that knows the secret; who calls it does not yet."""
     ENTERED.clear()
     monkeypatch.setenv(VARIABLE, SECRET)
-    server = ServiceServer(ServiceSettings(drain_s=0), [SERVICE])
+    server = ServiceServer(ServiceSettings(drain_s=0), [RENDERER_SERVICE])
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(OpenRenderer(), server.grpc)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(OpenTrainer(), server.grpc)
     await server.start()
@@ -118,7 +118,7 @@ async def test_calls_of_every_kind_need_the_secret(
 
 async def test_health_needs_none_and_reflection_does(address: str) -> None:
     async with RendererClient(address) as client:
-        assert await client.is_serving(SERVICE)
+        assert await client.is_serving(RENDERER_SERVICE)
         stub = reflection_pb2_grpc.ServerReflectionStub(client.channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest()]))))

@@ -9,10 +9,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fovea.api.v1 import renderer_pb2, renderer_pb2_grpc
 from fovea.client import RendererClient
-from fovea.client.renderer import SERVICE
 from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.errors import FeatureEvicted, Internal, InvalidInput, Unavailable
+from fovea.wire.names import RENDERER_SERVICE
 
 
 class FailingRenderer(renderer_pb2_grpc.RendererServiceServicer):
@@ -40,7 +40,7 @@ class FailingRenderer(renderer_pb2_grpc.RendererServiceServicer):
 
 @pytest.fixture
 async def server() -> AsyncIterator[ServiceServer]:
-    server = ServiceServer(ServiceSettings(drain_s=5, metrics_port=0), [SERVICE])
+    server = ServiceServer(ServiceSettings(drain_s=5, metrics_port=0), [RENDERER_SERVICE])
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(FailingRenderer(), server.grpc)
     await server.start()
     yield server
@@ -71,13 +71,13 @@ async def test_an_unmapped_error_shows_no_secret(server: ServiceServer) -> None:
 
 async def test_health_follows_and_reflection_answers(server: ServiceServer) -> None:
     async with RendererClient(server.address) as client:
-        assert not await client.is_serving(SERVICE)
+        assert not await client.is_serving(RENDERER_SERVICE)
         await server.set_serving(True)
-        assert await client.is_serving(SERVICE)
+        assert await client.is_serving(RENDERER_SERVICE)
         stub = reflection_pb2_grpc.ServerReflectionStub(client.channel)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
-        assert SERVICE in {service.name for service in answers[0].list_services_response.service}
+        assert RENDERER_SERVICE in {service.name for service in answers[0].list_services_response.service}
 
 
 async def test_a_server_that_stops_too_early_is_unavailable(server: ServiceServer) -> None:
@@ -97,4 +97,4 @@ async def test_a_stop_lets_calls_in_flight_end(server: ServiceServer) -> None:
         server.request_stop()
         await server.run_until_stopped()
         assert (await running).model == "m"
-        assert not await client.is_serving(SERVICE)
+        assert not await client.is_serving(RENDERER_SERVICE)

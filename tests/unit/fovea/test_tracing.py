@@ -11,11 +11,11 @@ import pytest
 
 from fovea.api.v1 import renderer_pb2, renderer_pb2_grpc
 from fovea.client import RendererClient
-from fovea.client.renderer import SERVICE
 from fovea.runtime import logs, tracing
 from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.errors import NotFound
+from fovea.wire.names import RENDERER_SERVICE
 from tests.otlp_collector import Collector, attributes
 
 
@@ -133,7 +133,7 @@ class AnsweringRenderer(renderer_pb2_grpc.RendererServiceServicer):
 async def test_a_call_is_part_of_its_callers_trace(begins_traces: bool) -> None:
     with Collector() as collector:
         settings = ServiceSettings(trace_endpoint=collector.url)
-        server = ServiceServer(settings, [SERVICE], begins_traces)
+        server = ServiceServer(settings, [RENDERER_SERVICE], begins_traces)
         renderer_pb2_grpc.add_RendererServiceServicer_to_server(AnsweringRenderer(), server.grpc)
         await server.start()
         try:
@@ -149,7 +149,7 @@ async def test_a_call_is_part_of_its_callers_trace(begins_traces: bool) -> None:
         caller = collector.one("caller")
         assert bool(alone) == begins_traces
         assert within.split("-")[1] == caller.trace_id.hex()
-        fetch = collector.one(f"{SERVICE}/FetchFeatures")
+        fetch = collector.one(f"{RENDERER_SERVICE}/FetchFeatures")
         assert (fetch.trace_id, fetch.parent_span_id) == (caller.trace_id, caller.span_id)
         assert attributes(fetch)["reason"] == "NOT_FOUND"
         assert collector.services == {"fovea-renderer"}

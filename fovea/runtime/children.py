@@ -1,0 +1,23 @@
+"""Child processes that end with their parent."""
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Asks the kernel to kill this process once the thread that started it ends. Linux only; elsewhere no effect.
+
+    SIGKILL, since a process that drains may wait forever for somebody who reads its pipe.
+
+    Args:
+        parent_pid: Process id of the parent. It may have died before this call, and then no signal comes: this process
+            ends here if its parent is another one by now. None leaves that out.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(1)

@@ -1,0 +1,32 @@
+"""A child that was told to ends with its parent, however that ends."""
+
+import signal
+import subprocess
+import sys
+
+_CHILD = """
+import os, time
+from fovea.runtime.children import die_with_parent
+die_with_parent(os.getppid())
+print("up", flush=True)
+time.sleep(60)
+"""
+_PARENT = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {_CHILD!r}])
+"""
+
+
+def test_a_child_dies_with_a_parent_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"up\n"
+        parent.send_signal(signal.SIGKILL)
+        # The child holds the other end of the pipe: it ends when the child does.
+        assert parent.stdout.read() == b""
+
+
+def test_a_child_whose_parent_has_died_already_ends_at_once() -> None:
+    code = "from fovea.runtime.children import die_with_parent; die_with_parent(1 << 22); print('lives')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (1, b"")
