@@ -1,0 +1,241 @@
+"""How the code is housed: files, names, circles, floors. `python -m benchmarks.house [--list] [REVISION ...]`.
+
+Prints each figure of a git revision, or of the working tree if none is given, as a line of JSON, and a table at the
+end. Core files are the Python files of fovea, gateway and services, without the generated fovea/api and fovea/tinker.
+With `--list`, the files and lines behind the figures are printed too.
+"""
+
+import argparse
+import ast
+import io
+import subprocess
+import tarfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path, PurePosixPath
+
+from benchmarks.figure import emit
+from benchmarks.foreign_attributes import foreign_attributes
+
+CORE = ("fovea", "gateway", "services")
+_GENERATED = ("fovea/api/", "fovea/tinker/")
+_NAMELESS = ("__init__.py", "__main__.py")
+"""Their names say nothing, so they do not count as shared."""
+
+Graph = dict[str, set[str]]
+
+
+@dataclass(frozen=True)
+class House:
+    """The core files of one revision: source text by path."""
+
+    sources: Mapping[str, str]
+
+    @classmethod
+    def of(cls, revision: str | None) -> "House":
+        """Reads a git revision, or with None the working tree as it lies there, untracked files included."""
+        if revision is None:
+            listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "--", *CORE).decode().splitlines()
+            return cls({path: Path(path).read_text() for path in listed if _is_core(path) and Path(path).exists()})
+        with tarfile.open(fileobj=io.BytesIO(_git("archive", "--format=tar", revision, "--", *CORE))) as archive:
+            files = {member.name: archive.extractfile(member) for member in archive if _is_core(member.name)}
+            return cls({path: file.read().decode() for path, file in files.items() if file is not None})
+
+    @cached_property
+    def trees(self) -> dict[str, ast.Module]:
+        """The parsed files."""
+        return {path: ast.parse(text, path) for path, text in self.sources.items()}
+
+    @cached_property
+    def imports(self) -> Graph:
+        """The core files that each core file imports, wherever in it and for types alone too."""
+        modules = {_dotted(path): path for path in self.sources}
+        return {path: set(_imported(tree, _dotted(path), path, modules)) - {path} for path, tree in self.trees.items()}
+
+    def named_files(self) -> list[str]:
+        """All but `__init__.py` and `__main__.py`."""
+        return [path for path in self.sources if PurePosixPath(path).name not in _NAMELESS]
+
+    def shared_names(self) -> dict[str, list[str]]:
+        """Base names that several files have, with these files."""
+        found = defaultdict(list)
+        for path in self.named_files():
+            found[PurePosixPath(path).name].append(path)
+        return {name: paths for name, paths in sorted(found.items()) if len(paths) > 1}
+
+    def rooms(self, folder: str) -> Graph:
+        """The direct children of a folder, files and folders, and which of them import which; `__init__` aside."""
+        room_of = {
+            path: PurePosixPath(path).relative_to(folder).parts[0]
+            for path in self.sources
+            if PurePosixPath(path).is_relative_to(folder) and path != f"{folder}/__init__.py"
+        }
+        graph: Graph = {room: set() for room in room_of.values()}
+        for path, room in room_of.items():
+            graph[room] |= {room_of[other] for other in self.imports[path] if other in room_of} - {room}
+        return graph
+
+    def circles(self) -> list[tuple[str, list[str]]]:
+        """Rooms of a folder that import each other, directly or through others: (folder, rooms)."""
+        folders = sorted({str(parent) for path in self.sources for parent in PurePosixPath(path).parents} - {"."})
+        found = [(folder, knot) for folder in folders for knot in _knots(self.rooms(folder)) if len(knot) > 1]
+        return [(folder, sorted(knot)) for folder, knot in found]
+
+    def short_docstrings(self) -> list[str]:
+        """Definitions and modules whose docstring has three words or fewer."""
+        described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        return [
+            f"{path}:{getattr(node, 'lineno', 1)}: {text}"
+            for path, tree in self.trees.items()
+            for node in ast.walk(tree)
+            if isinstance(node, described) and (text := ast.get_docstring(node)) and len(text.split()) <= 3
+        ]
+
+    def function_lengths(self) -> Counter[str]:
+        """Lines of each function, decorators aside, by `path:line name`."""
+        return Counter(
+            {
+                f"{path}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+                for path, tree in self.trees.items()
+                for node in ast.walk(tree)
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+        )
+
+    def file_lengths(self) -> Counter[str]:
+        """Lines of each file."""
+        return Counter({path: len(text.splitlines()) for path, text in self.sources.items()})
+
+
+def floors(graph: Graph) -> list[str]:
+    """A longest way down the imports that enters no node twice, the topmost importer first."""
+    knot_of = {node: number for number, knot in enumerate(_knots(graph)) for node in knot}
+
+    @cache
+    def below(node: str, behind: frozenset[str]) -> tuple[str, ...]:
+        longest: tuple[str, ...] = ()
+        # No way leads back into a circle that was left, so only the nodes of the same circle need to be remembered.
+        for other in sorted(graph[node] - behind):
+            way = below(other, behind | {other} if knot_of[other] == knot_of[node] else frozenset({other}))
+            longest = max(longest, way, key=len)
+        return (node, *longest)
+
+    longest: tuple[str, ...] = ()
+    for node in sorted(graph):
+        longest = max(longest, below(node, frozenset({node})), key=len)
+    return list(longest)
+
+
+def _knots(graph: Graph) -> list[list[str]]:
+    """Strongly connected components (Tarjan, "Depth-first search and linear graph algorithms", 1972), deepest first."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(graph[node]):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            found.append(stack[at:])
+            del stack[at:]
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def _imported(tree: ast.Module, module: str, path: str, modules: Mapping[str, str]) -> Iterable[str]:
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = node.level - (PurePosixPath(path).name == "__init__.py")
+                package = module.split(".")[: len(module.split(".")) - up]
+                base = ".".join([*package, *([base] if base else [])])
+            # `from package import name` is the module `package.name` where there is one, otherwise `package` itself.
+            names = [whole if (whole := f"{base}.{alias.name}") in modules else base for alias in node.names]
+        yield from (modules[name] for name in names if name in modules)
+
+
+def _dotted(path: str) -> str:
+    parts = PurePosixPath(path).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _is_core(path: str) -> bool:
+    return path.endswith(".py") and not path.startswith(_GENERATED)
+
+
+def _git(*arguments: str) -> bytes:
+    return subprocess.run(["git", *arguments], check=True, capture_output=True).stdout
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number and what is behind it."""
+
+    value: float
+    unit: str
+    behind: list[str] = field(default_factory=list)
+
+
+def figures(house: House) -> dict[str, Figure]:
+    """All figures by name."""
+    paths, shared = list(house.sources), house.shared_names()
+    circles = [f"{folder}: {' '.join(knot)}" for folder, knot in house.circles()]
+    foreign, short = foreign_attributes(house.trees), house.short_docstrings()
+    rooms = house.rooms("gateway")
+    way = floors(rooms)
+    lines = house.file_lengths()
+    files, functions = lines.most_common(5), house.function_lengths().most_common(5)
+    share = 100 * sum(map(len, shared.values())) / len(house.named_files())
+    return {
+        "core_files": Figure(len(paths), "files"),
+        "core_files_without_init": Figure(sum(not one.endswith("/__init__.py") for one in paths), "files"),
+        "core_files_without_rollout": Figure(sum("/rollout/" not in one for one in paths), "files"),
+        "core_lines": Figure(lines.total(), "lines"),
+        "shared_names": Figure(share, "% of files", [" ".join(same) for same in shared.values()]),
+        "circles": Figure(len(circles), "circles", circles),
+        "gateway_floors": Figure(len(way), "floors", [" > ".join(way)]),
+        "gateway_rooms": Figure(len(rooms), "rooms"),
+        "gateway_arrows": Figure(sum(map(len, rooms.values())), "arrows"),
+        "foreign_attributes": Figure(len(foreign), "assignments", foreign),
+        "short_docstrings": Figure(len(short), "docstrings", short),
+        "longest_file": Figure(files[0][1], "lines", [f"{count} {name}" for name, count in files]),
+        "longest_function": Figure(functions[0][1], "lines", [f"{count} {name}" for name, count in functions]),
+    }
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revisions", nargs="*", metavar="REVISION", help="Of git; none: the working tree.")
+    parser.add_argument("--list", action="store_true", help="Print what is behind the figures.")
+    options = parser.parse_args()
+    columns = {revision or "working tree": figures(House.of(revision)) for revision in options.revisions or [None]}
+    for revision, found in columns.items():
+        for name, figure in found.items():
+            emit(f"house.{name}", [figure.value], figure.unit, revision=revision)
+            if options.list:
+                print("".join(f"    {line}\n" for line in figure.behind), end="")
+    print(" " * 28 + "".join(f"{revision:>14}" for revision in columns))
+    for name in next(iter(columns.values())):
+        print(f"{name:28}" + "".join(f"{found[name].value:>14.5g}" for found in columns.values()))
+
+
+if __name__ == "__main__":
+    main()

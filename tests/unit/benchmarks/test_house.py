@@ -1,0 +1,84 @@
+"""The figures of a small house whose flaws are known."""
+
+import ast
+
+import pytest
+
+from benchmarks.foreign_attributes import foreign_attributes
+from benchmarks.house import House, figures, floors
+
+HOUSE = House(
+    {
+        "gateway/__init__.py": '"""A gateway that is described well enough."""\nfrom gateway import app\n',
+        "gateway/app.py": "from gateway.http import routes\nfrom gateway import names\n",
+        "gateway/http/__init__.py": "",
+        "gateway/http/routes.py": '"""Routes."""\ndef serve():\n    from ..store import names\n\n    return names\n',
+        "gateway/store/names.py": "import gateway.http.routes\n",
+        "gateway/names.py": "import fovea.wire\n",
+        "fovea/wire/__init__.py": "",
+    }
+)
+
+
+def test_figures_of_a_small_house() -> None:
+    found = {name: figure.value for name, figure in figures(HOUSE).items()}
+    assert found == {
+        "core_files": 7,
+        "core_files_without_init": 4,
+        "core_files_without_rollout": 7,
+        "core_lines": 11,
+        "shared_names": 50.0,
+        "circles": 1,
+        "gateway_floors": 3,
+        "gateway_rooms": 4,
+        "gateway_arrows": 4,
+        "foreign_attributes": 0,
+        "short_docstrings": 1,
+        "longest_file": 5,
+        "longest_function": 4,
+    }
+    assert figures(HOUSE)["circles"].behind == ["gateway: http store"]
+
+
+def test_a_way_goes_through_a_circle_but_enters_no_room_twice() -> None:
+    assert floors({"a": {"b"}, "b": {"c", "d"}, "c": {"b", "e"}, "d": {"e"}, "e": set()}) == ["a", "b", "c", "e"]
+    assert floors({}) == []
+
+
+CLASSES = """
+class Board:
+    def __init__(self, log: "Log") -> None:
+        self.start = None
+        self.log = log
+        self.record = Record()
+
+    def run(self, other, state: Record) -> None:
+        {}
+
+class Log:
+    def __init__(self) -> None:
+        self.since = 0
+
+@dataclass
+class Record:
+    state: int
+    hook: object
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "is_foreign"),
+    [
+        ("self.start = 1", False),
+        ("other.start = 1", True),
+        ("self.log.since += 1", True),
+        ("a, other.since = 1, 2", True),
+        ("state.state = 1", False),
+        ("self.record.hook = self.run", True),
+        ("other.unheard_of = 1", False),
+        ("log = Log(); log.since = 3", False),
+    ],
+)
+def test_what_is_set_by_another(statement: str, is_foreign: bool) -> None:
+    found = foreign_attributes({"gateway/board.py": ast.parse(CLASSES.format(statement))})
+    assert bool(found) is is_foreign
