@@ -17,42 +17,42 @@ from fovea.api.v1 import gateway_pb2_grpc
 from fovea.runtime.server import ServiceServer, open_files
 from fovea.wire.errors import FoveaError, SessionEnded
 from fovea.wire.names import GATEWAY_SERVICE
-from gateway.capabilities import Capabilities
-from gateway.checkpoints import Checkpoints
-from gateway.copies import Copies
-from gateway.custom_losses import CustomLosses
+from gateway.access.keyring import KeyRing
+from gateway.access.quotas import Shares
+from gateway.api import build_api
+from gateway.checkpoints.checkpoint_registry import Checkpoints
+from gateway.checkpoints.checkpoint_storage import Storage
+from gateway.checkpoints.copies import Copies
+from gateway.checkpoints.exports import Exports
 from gateway.database.database import Database
 from gateway.discovery.choice import choose
-from gateway.door import Door
-from gateway.exports import Exports
-from gateway.futures.board import FutureBoard
 from gateway.futures.future import Kind, Outcome, Pending
-from gateway.grpc_front.fields import named
-from gateway.grpc_front.limits import channel_limits
-from gateway.grpc_front.servicer import GatewayServicer
-from gateway.images import ImageShelf
-from gateway.keyring import KeyRing
-from gateway.leftovers import Leftovers
-from gateway.models import Models
-from gateway.rest.api import build_api
-from gateway.rest.connections import Connection, Connections
-from gateway.routing.renderers import Renderers
-from gateway.routing.samplers import Samplers
-from gateway.routing.snapshots import Snapshots
-from gateway.routing.trainer import TrainerLink
-from gateway.routing.versions import Versions
-from gateway.sampling import Sampling
-from gateway.scheduling.batches import Batches
-from gateway.scheduling.commands import CommandRunner
-from gateway.scheduling.context import Context
-from gateway.scheduling.samples import SampleRunner
-from gateway.sessions import Sessions
+from gateway.futures.futures import FutureBoard
+from gateway.garbage_collector import Leftovers
+from gateway.grpc_front.auth_interceptor import Door
+from gateway.grpc_front.call_limits import channel_limits
+from gateway.grpc_front.field_names import named
+from gateway.grpc_front.gateway_servicer import GatewayServicer
+from gateway.grpc_front.uploaded_images import ImageShelf
+from gateway.http.connections import Connection, Connections
+from gateway.replicas.capabilities import Capabilities
+from gateway.replicas.renderers import Renderers
+from gateway.replicas.samplers import Samplers
+from gateway.replicas.snapshot_pushes import Snapshots
+from gateway.replicas.snapshot_versions import Versions
+from gateway.replicas.trainer_link import TrainerLink
+from gateway.sampling.sample_runner import SampleRunner
+from gateway.sampling.sampling_sessions import Sampling
+from gateway.sessions.session_rows import Session
+from gateway.sessions.sessions import Sessions
 from gateway.settings import GatewaySettings
-from gateway.shares import Shares
-from gateway.storage import Storage
-from gateway.store.sessions import Session
-from gateway.training import Training
-from gateway.vitals import Vitals
+from gateway.status_gauges import Vitals
+from gateway.training.batches import Batches
+from gateway.training.command_context import Context
+from gateway.training.command_runner import CommandRunner
+from gateway.training.custom_losses import CustomLosses
+from gateway.training.models import Models
+from gateway.training.training import Training
 
 logger = logging.getLogger(__name__)
 

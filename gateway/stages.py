@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fovea.runtime import tracing
-from gateway import metrics
+from gateway import instruments as metrics
 
 
 @contextmanager

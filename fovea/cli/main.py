@@ -131,7 +131,9 @@ def restart(
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def keys(context: typer.Context) -> None:
     """Create, list and revoke the API keys of a gateway; see `fovea keys --help`."""
-    raise typer.Exit(subprocess.run([sys.executable, "-m", "gateway.keys", *context.args], check=False).returncode)
+    raise typer.Exit(
+        subprocess.run([sys.executable, "-m", "gateway.access.keys_command", *context.args], check=False).returncode
+    )
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)

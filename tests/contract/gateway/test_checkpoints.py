@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tinker
 
-from gateway.store import checkpoints as rows
+from gateway.checkpoints import checkpoint_rows as rows
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.keeping import KeepingTrainer

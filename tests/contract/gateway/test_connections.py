@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from gateway.rest.connections import MAX_HEAD_BYTES, MAX_HEADERS, Seldom
+from gateway.http.connections import MAX_HEAD_BYTES, MAX_HEADERS, Seldom
 from tests.contract.gateway.conftest import Stand
 
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]

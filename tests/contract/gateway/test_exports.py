@@ -17,7 +17,7 @@ import pytest
 import tinker
 
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
-from gateway.store import checkpoints as rows
+from gateway.checkpoints import checkpoint_rows as rows
 from tests.contract.gateway.conftest import KEY, Stand, eventually, running
 from tests.contract.gateway.keeping import CONFIG, WEIGHT_BYTES, WEIGHTS, KeepingTrainer, weights
 from tests.contract.gateway.requests import Rest

@@ -56,7 +56,7 @@ async def test_expired_checkpoint_no_longer_loads(stand: Stand, rest: Rest) -> N
     assert stand.gateway is not None
 
     def expire(connection: object) -> None:
-        from gateway.store import checkpoints
+        from gateway.checkpoints import checkpoint_rows as checkpoints
 
         checkpoints.set_expiry(connection, path, 1.0)  # type: ignore[arg-type]
 

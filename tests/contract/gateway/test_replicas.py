@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import Counter
 
-from gateway import metrics
+from gateway import instruments as metrics
 from tests.contract.gateway.conftest import Stand, eventually, running
 from tests.contract.gateway.fakes import Fake, FakeRenderer, FakeSampler
 from tests.contract.gateway.requests import PNG, Rest

@@ -13,7 +13,7 @@ import yaml
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 
-import gateway.metrics
+import gateway.instruments
 import services.renderer.renderer_metrics
 import services.sampler.sampler_metrics
 import services.trainer.telemetry
@@ -27,9 +27,9 @@ DASHBOARD = json.loads((FILES / "dashboard.json").read_text())
 ALERTS = yaml.safe_load((FILES / "alerts.yaml").read_text())
 PAGE = (ROOT / "docs/operations/metrics.md").read_text()
 MODULES = (
-    gateway.metrics,
     services.renderer.renderer_metrics,
     services.sampler.sampler_metrics,
+    gateway.instruments,
     services.trainer.telemetry,
     telemetry,
 )

@@ -7,9 +7,9 @@ import pytest
 import sqlalchemy as sa
 
 from fovea.wire.errors import Internal
+from gateway.access import key_rows as keys
 from gateway.database import schema
 from gateway.database.database import Database, insert_new
-from gateway.store import keys
 
 
 def keep(owner: str) -> object:

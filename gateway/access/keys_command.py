@@ -1,0 +1,122 @@
+"""`fovea keys create | list | revoke`: the API keys in a gateway's database.
+
+It writes the database itself: the gateway may run or not, and follows within seconds.
+"""
+
+import argparse
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
+from gateway.access import key_rows as rows
+from gateway.access.keyring import PREFIX, check_owner, hash_key
+from gateway.database.schema import SCHEMA_VERSION, keys, schema_version
+from gateway.database.sql_engine import describe, make_engine, parse_url
+from gateway.database.writer import Job, Result
+
+_DAY_S = 24 * 3600
+_BYTES = 32
+_URL = "FOVEA_GATEWAY_DATABASE_URL"
+
+
+def main() -> None:
+    """Does what the command line says."""
+    arguments = _parse()
+    try:
+        arguments.run(arguments)
+    except (FoveaError, sa.exc.DBAPIError) as error:
+        raise SystemExit(f"fovea keys: {error}") from None
+
+
+def _create(arguments: argparse.Namespace) -> None:
+    text = PREFIX + secrets.token_hex(_BYTES)
+    expires_at = time.time() + arguments.days * _DAY_S if arguments.days else None
+    key = rows.of_hash(hash_key(text), arguments.owner, name=arguments.name, expires_at=expires_at)
+    _run(arguments, lambda connection: rows.insert(connection, key))
+    print(f"key {key.key_id} of {key.owner}; it is shown this once:", file=sys.stderr)
+    print(text)
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    now = time.time()
+    lines = [("KEY ID", "OWNER", "NAME", "CREATED", "VALID")]
+    for key in _run(arguments, rows.every):
+        until = "until " + _day(key.expires_at) if key.expires_at else "yes"
+        lines.append((key.key_id, key.owner, key.name, _day(key.created_at), key.problem(now) or until))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _revoke(arguments: argparse.Namespace) -> None:
+    key = _run(arguments, lambda connection: rows.revoke(connection, arguments.key_id, time.time()))
+    if key is None:
+        raise NotFound(f"there is no key {arguments.key_id!r}; `fovea keys list` shows them", field="KEY_ID")
+    print(f"key {key.key_id} of {key.owner} is revoked; a running gateway refuses it within seconds", file=sys.stderr)
+
+
+def _run(arguments: argparse.Namespace, job: Job[Result]) -> Result:
+    """The job's result, committed. Raises FailedPrecondition for a database of another version."""
+    default = f"sqlite:///{(arguments.state_dir / 'gateway.db').absolute()}"
+    engine = make_engine(parse_url(os.environ.get(_URL) or default), 1)
+    print(f"{describe(engine.url)}:", file=sys.stderr)
+    with engine.begin() as connection:
+        if sa.inspect(connection).has_table(schema_version.name):
+            version = connection.execute(sa.select(schema_version.c.version)).scalar()
+            if version != SCHEMA_VERSION:
+                raise FailedPrecondition(
+                    f"its schema is {version}, not {SCHEMA_VERSION}: start this version's gateway on it first"
+                )
+        keys.create(connection, checkfirst=True)
+        return job(connection)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "fovea keys",
+        description="API keys in a gateway's database: the one of FOVEA_GATEWAY_DATABASE_URL, or of a state folder."
+        " To rotate one, create another for the same owner, then revoke it: the data is the owner's.",
+    )
+    commands = parser.add_subparsers(required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], words: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=words, description=words)
+        added.set_defaults(run=run)
+        folder = os.environ.get("FOVEA_GATEWAY_STATE_DIR", ".fovea")
+        added.add_argument("--state-dir", type=Path, default=Path(folder), help=f"of the gateway; default: {folder}")
+        return added
+
+    create = command("create", _create, "Make a key and print it. Only its hash is kept.")
+    create.add_argument("--owner", type=_owner, required=True, help="whose it is; all keys of an owner see the same")
+    create.add_argument("--name", default="", help="what it is for")
+    create.add_argument("--days", type=_days, help="after which it is no longer valid; default: it stays valid")
+    command("list", _list, "Show all keys.")
+    command("revoke", _revoke, "End a key for good.").add_argument("key_id", metavar="KEY_ID")
+    return parser.parse_args()
+
+
+def _owner(text: str) -> str:
+    try:
+        return check_owner(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _days(text: str) -> float:
+    if not (days := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return days
+
+
+def _day(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Checkpoints: kept under names, listed, published, copied, exported, removed."""

@@ -1,0 +1,130 @@
+"""Exports: files of external weights, served to whoever has a link to one. Links are signed, and expire."""
+
+import hashlib
+import hmac
+import time
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from fovea.wire.errors import Internal, InvalidInput, PermissionDenied
+from gateway.checkpoints import checkpoint_rows as rows
+from gateway.checkpoints.checkpoint_registry import Checkpoints
+from gateway.checkpoints.checkpoint_rows import Checkpoint
+from gateway.checkpoints.checkpoint_storage import Storage
+from gateway.checkpoints.encryption import Recipient, encrypt_folder
+from gateway.database import secrets
+from gateway.database.database import Database
+from gateway.identity import EXTERNAL, Caller, CheckpointPath
+
+_SECRET = "export links"
+_LINK_TTL_S = 3600
+_PRIVATE = "fovea_"
+"""Begins the names of files that only trainers read."""
+
+
+class Link(NamedTuple):
+    """What lets its holder fetch one file.
+
+    Attributes:
+        expires_at: Seconds since the epoch, whole.
+        signature: HMAC-SHA256 over folder, file and expiry, in hex.
+    """
+
+    run: str
+    name: str
+    file: str
+    expires_at: int
+    signature: str
+
+
+class ExportedFile(NamedTuple):
+    """A file that may be fetched."""
+
+    uri: str
+    name: str
+    size_bytes: int
+
+
+class Exports:
+    """External weights. Call `open` before use."""
+
+    def __init__(self, database: Database, checkpoints: Checkpoints) -> None:
+        self._database, self._checkpoints = database, checkpoints
+        self._key = b""
+
+    @property
+    def _storage(self) -> Storage:
+        return self._checkpoints.storage
+
+    async def open(self) -> None:
+        """Reads the key that links are signed with: they stay good when the gateway restarts."""
+        self._key = await self._database.write(lambda connection: secrets.take(connection, _SECRET))
+
+    async def links(self, caller: Caller, path: str) -> tuple[list[Link], int]:
+        """A link to each file of an export that the caller may read, and when they expire.
+
+        Raises NotFound, InvalidInput for a checkpoint of another kind.
+        """
+        checkpoint = await self._checkpoints.find(caller, path)
+        if checkpoint.segment != EXTERNAL:
+            raise InvalidInput(f"{path} is no export; make one with save_weights_external", field="path")
+        expires_at = int(time.time()) + _LINK_TTL_S
+        if checkpoint.expires_at is not None:
+            expires_at = min(expires_at, int(checkpoint.expires_at))
+        files = await self._storage.sizes(checkpoint.uri)
+        return [self._link(checkpoint, file, expires_at) for file in files], expires_at
+
+    async def follow(self, link: Link) -> ExportedFile:
+        """The file that a link leads to. Raises PermissionDenied for a link that is wrong, old, or to nothing."""
+        path = str(CheckpointPath(link.run, EXTERNAL, link.name))
+        checkpoint = await self._database.read(lambda connection: rows.get(connection, path))
+        # One answer for a wrong link and for one to nothing: it must not tell strangers which exports exist.
+        wrong = PermissionDenied(
+            "this link is not valid, or its export was deleted; ask for external_weights_urls again"
+        )
+        if checkpoint is None or not hmac.compare_digest(
+            self._link(checkpoint, link.file, link.expires_at).signature.encode(), link.signature.encode()
+        ):
+            raise wrong
+        if min(link.expires_at, checkpoint.expires_at or link.expires_at) <= time.time():
+            raise PermissionDenied("this link has expired; ask for external_weights_urls again")
+        size_bytes = (await self._storage.sizes(checkpoint.uri)).get(link.file)
+        if size_bytes is None:
+            raise wrong
+        return ExportedFile(checkpoint.uri, link.file, size_bytes)
+
+    async def read(self, file: ExportedFile, start: int, length: int) -> AsyncIterator[bytes]:
+        """`length` bytes from `start` on, in pieces. Raises NotFound."""
+        return await self._storage.stream(file.uri, file.name, start, length)
+
+    def _link(self, checkpoint: Checkpoint, file: str, expires_at: int) -> Link:
+        # The folder is new with every export: a link never leads to what later took the same name.
+        text = "\0".join((checkpoint.uri, file, str(expires_at)))
+        signature = hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+        return Link(checkpoint.model_id, checkpoint.name, file, expires_at, signature)
+
+
+async def complete(storage: Storage, written: str, target: str, recipients: list[Recipient]) -> int:
+    """Makes an export out of the folder that the trainer wrote; returns its size in bytes.
+
+    Args:
+        target: The same folder, or another one if the files are to be encrypted; then `written` is removed.
+        recipients: To whom, or empty.
+
+    Raises:
+        Internal: The gateway does not see what the trainer wrote.
+    """
+    names = await storage.sizes(written)
+    if not names:
+        raise Internal(
+            f"the trainer wrote {written}, where the gateway sees nothing: checkpoint_dir must be on storage "
+            "that both see"
+        )
+    for name in names:
+        if name.startswith(_PRIVATE):
+            await storage.remove_file(written, name)
+    if recipients:
+        await encrypt_folder(storage, written, target, recipients)
+        await storage.remove(written)
+    await storage.sync(target)
+    return sum((await storage.sizes(target)).values())

@@ -1,0 +1,311 @@
+"""The board of futures: accepts submissions once, keeps them, wakes those who wait, serves results again.
+
+A submission is in the database before its id is given out. Waiters are woken in memory; nobody polls the database.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
+from gateway import instruments as metrics
+from gateway.access.quotas import Shares
+from gateway.database.database import Batched, Database, Job
+from gateway.futures import future_rows as rows
+from gateway.futures.completions import Completion, CompletionLogs, Target
+from gateway.futures.future import Kind, Outcome, Pending, State
+
+logger = logging.getLogger(__name__)
+
+_RECENT_BYTES = 64 * 2**20
+_HELD_REQUEST_BYTES = 256 * 2**20
+_ROW_TTL_FACTOR = 8
+
+
+class FutureBoard:
+    """All futures of this gateway.
+
+    Args:
+        database: Where they are kept.
+        result_ttl_s: Seconds for which a result can be fetched again.
+        shares: Limits how many an owner may have unfinished.
+
+    Set `start` before the first submission: it is called once for each accepted future and must not block. Set
+    `on_failure_told` to what must know that a client is being told of a failure.
+    """
+
+    def __init__(self, database: Database, result_ttl_s: float, shares: Shares) -> None:
+        self._database = database
+        self._result_ttl_s = result_ttl_s
+        self._shares = shares
+        self._pending: dict[str, Pending] = {}
+        self._recent: OrderedDict[str, tuple[str, Outcome]] = OrderedDict()
+        self._recent_bytes = 0
+        self._held_bytes = 0
+        self._is_closing = False
+        self._last_number = 0
+        # What finished before was dropped already: looking at those rows again would take longer from day to day.
+        self._results_until = self._rows_until = 0.0
+        self._completions = CompletionLogs(database, rows.completions)
+        self.start: Callable[[Pending], None] = _no_start
+        self.on_failure_told: Callable[[str], None] = _nothing
+
+    @property
+    def pending_count(self) -> int:
+        """Futures that have not ended."""
+        return len(self._pending)
+
+    def check_room(self, owner: str) -> None:
+        """Raises ResourceExhausted if an owner has its share of futures."""
+        self._shares.check(owner)
+
+    def unfinished(self) -> list[Pending]:
+        """Futures that have not ended, oldest first."""
+        return list(self._pending.values())
+
+    async def submit(self, pending: Pending, others_wait_for_it: bool = False) -> bool:
+        """Accepts work; returns False if the same id was accepted before, which then is left alone.
+
+        Args:
+            others_wait_for_it: Whether accepted work of the owner cannot run before this: then it is never refused.
+
+        Raises ResourceExhausted above the owner's share, and Unavailable while the disk is full, after which clients
+        send the same again.
+        """
+        known = self._pending.get(pending.future_id)
+        if known is not None:
+            await known.accepted.wait()
+            if known.refusal is not None:
+                raise known.refusal
+            return False
+        self._database.check_room()
+        if not others_wait_for_it:
+            self._shares.check(pending.owner)
+        self._add(pending)
+        # Whoever submits may go away meanwhile: what is in the database must be begun all the same.
+        return await asyncio.shield(asyncio.create_task(self._accept(pending)))
+
+    async def _accept(self, pending: Pending) -> bool:
+        blob = pending.request or b""
+        if pending.rejection is not None:
+            pending.state, blob = State.REJECTED, to_status(pending.rejection).SerializeToString()
+        try:
+            is_new = await self._database.write(Batched(rows.insert, rows.Submission(pending, blob)))
+        except BaseException as error:
+            pending.refusal = error
+            self._remove(pending)
+            pending.accepted.set()
+            raise
+        pending.accepted.set()
+        if not is_new:
+            self._remove(pending)
+            return False
+        size_bytes = len(pending.request or b"")
+        if self._held_bytes + size_bytes > _HELD_REQUEST_BYTES:
+            pending.request = None
+        else:
+            self._held_bytes += size_bytes
+        metrics.SUBMITTED.labels(pending.kind.value).inc()
+        metrics.PENDING.set(len(self._pending))
+        self.start(pending)
+        return True
+
+    async def request_of(self, pending: Pending) -> bytes:
+        """The request's bytes, from memory or from the database."""
+        if pending.request is not None:
+            return pending.request
+        return await self._database.read(lambda connection: rows.get_request(connection, pending.future_id))
+
+    async def set_running(self, pending: Pending, also: Iterable[Job[Any]] = ()) -> None:
+        """Notes, durably and together with the effects in `also`, that work began which must not be done twice."""
+        pending.state, effects = State.RUNNING, list(also)
+
+        def job(connection: Any) -> None:
+            for effect in effects:
+                effect(connection)
+            rows.set_running(connection, pending.future_id)
+
+        await self._database.write(job)
+
+    async def finish(self, pending: Pending, outcome: Outcome, also: Iterable[Job[Any]] = ()) -> None:
+        """Keeps the outcome, together with the effects in `also`, in one transaction, then wakes whoever waits."""
+        if pending.is_finishing:  # a cancel and a result may meet: the first one counts
+            return
+        pending.is_finishing = True
+        # Whoever is woken must find the outcome in the database, even if the work was cancelled while it was written.
+        await asyncio.shield(asyncio.create_task(self._keep(pending, outcome, list(also))))
+
+    async def wait(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
+        """The outcome of a future, or the pending future after `timeout_s`.
+
+        Raises NotFound for an unknown id or somebody else's, Expired if the result was dropped.
+        """
+        found = await self._found(future_id, owner, timeout_s)
+        if isinstance(found, Outcome) and found.error is not None:
+            self.on_failure_told(future_id)
+        return found
+
+    async def wait_any(self, target: Target, after: int, timeout_s: float) -> list[Completion]:
+        """What a client of a sampling session has finished since number `after`, in order.
+
+        Waits up to `timeout_s` if there is nothing. Numbers rise, also over restarts. Completions are told again until
+        they are acknowledged or their results expire.
+        """
+        return await self._completions.wait(target, after, 0.0 if self._is_closing else timeout_s)
+
+    async def acknowledge(self, target: Target, future_ids: list[str]) -> None:
+        """Drops results that a client has fetched for good. Ids that are unfinished or not its own are left alone."""
+        scope = target.sampling_session_id
+        mine = [future_id for future_id in future_ids if future_id.rpartition(":")[0] == scope]
+        if not mine:
+            return
+        await self._database.write(lambda connection: rows.drop_fetched(connection, scope, mine))
+        self._completions.drop(target, mine)
+        for future_id in mine:
+            if future_id in self._recent:
+                _, outcome = self._recent.pop(future_id)
+                self._recent_bytes -= outcome.held_bytes
+
+    def forget(self, session_id: str) -> None:
+        """Drops what is in memory of a session that is over."""
+        self._completions.forget(session_id)
+
+    def release_waiters(self) -> None:
+        """Answers every poll now: the process is about to end, and clients ask the next one."""
+        self._is_closing = True
+        self._completions.release()
+        for pending in self._pending.values():
+            pending.woken.set()
+
+    async def cancel(self, future_id: str, owner: str) -> None:
+        """Stops a sample that is wanted no more. Harmless for anything else, finished or unknown."""
+        pending = self._pending.get(future_id)
+        if pending is not None and pending.owner == owner and pending.kind is Kind.SAMPLE:
+            await self._give_up(pending, Cancelled("the request was cancelled by its client"))
+
+    async def cancel_session(self, session_id: str, error: FoveaError) -> None:
+        """Ends the samples of a session with `error`."""
+        gone = [p for p in self._pending.values() if p.session_id == session_id and p.kind is Kind.SAMPLE]
+        await asyncio.gather(*(self._give_up(pending, error) for pending in gone))
+
+    async def restore(self) -> list[Pending]:
+        """Reads unfinished futures after a restart; the caller starts them."""
+        pendings = await self._database.read(rows.unfinished)
+        self._last_number = await self._database.read(rows.last_number)
+        for pending in pendings:
+            pending.accepted.set()
+            self._add(pending)
+        metrics.PENDING.set(len(self._pending))
+        return pendings
+
+    async def sweep(self) -> None:
+        """Drops results past their time."""
+        now, ttl_s = time.time(), self._result_ttl_s
+        self._results_until, dropped = await self._drop(rows.drop_results, self._results_until, now - ttl_s)
+        self._rows_until, _ = await self._drop(rows.drop_rows, self._rows_until, now - ttl_s * _ROW_TTL_FACTOR)
+        if dropped:
+            logger.info("dropped %d results older than %.0f s", dropped, ttl_s)
+            self._recent.clear()
+            self._recent_bytes = 0
+
+    def _add(self, pending: Pending) -> None:
+        self._pending[pending.future_id] = pending
+        self._shares.take(pending.owner)
+
+    def _remove(self, pending: Pending) -> None:
+        del self._pending[pending.future_id]
+        self._shares.give(pending.owner)
+
+    async def _drop(
+        self, drop: Callable[[Any, float, float], tuple[float, int]], since: float, before: float
+    ) -> tuple[float, int]:
+        """Drops part after part, so that other writes get in between; returns until when, and how many."""
+        total = 0
+        while since < before:
+            since, count = await self._database.write(partial(_call, drop, since, before))
+            total += count
+        return since, total
+
+    async def _found(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
+        pending = self._pending.get(future_id)
+        if pending is not None and pending.owner == owner:
+            await self._wait_done(pending, timeout_s)
+            if not pending.done.is_set():
+                return pending
+        recent = self._recent.get(future_id)
+        if recent is not None and recent[0] == owner:
+            return recent[1]
+        stored = await self._database.read(lambda connection: rows.get(connection, future_id))
+        if stored is None or stored.owner != owner:
+            raise NotFound(f"there is no request {future_id!r}", field="request_id")
+        if stored.outcome is None:
+            kept = f"results are kept for {self._result_ttl_s:.0f} s, or until the client acknowledges them"
+            raise Expired(f"the result of {future_id!r} is gone: {kept}")
+        return stored.outcome
+
+    async def _wait_done(self, pending: Pending, timeout_s: float) -> None:
+        if not self._is_closing:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(pending.woken.wait(), timeout_s)
+
+    async def _give_up(self, pending: Pending, error: FoveaError) -> None:
+        if pending.work is not None:
+            pending.work.cancel()
+        await self.finish(pending, Outcome(pending.kind, b"", error))
+
+    async def _keep(self, pending: Pending, outcome: Outcome, effects: list[Job[Any]]) -> None:
+        finished_at = time.time()
+        # Rises in order of the writes, also after a restart whose predecessor's rows have been dropped.
+        number = self._last_number = max(self._last_number + 1, time.time_ns() // 1000)
+        keep = Batched(rows.finish, rows.Finished(pending.future_id, outcome, finished_at, number))
+
+        def job(connection: Any) -> None:
+            for effect in effects:
+                effect(connection)
+            keep(connection)
+
+        try:
+            await self._database.write(job if effects else keep)
+        finally:
+            # If the database fails, waiters still get the outcome; after a restart the work counts as unfinished.
+            self._settle(pending, outcome)
+            if pending.kind is Kind.SAMPLE:
+                is_failed, size_bytes = outcome.error is not None, len(outcome.result)
+                completion = Completion(number, pending.future_id, is_failed, size_bytes)
+                self._completions.note(pending.scope, pending.seq_id, completion)
+
+    def _settle(self, pending: Pending, outcome: Outcome) -> None:
+        if pending.future_id not in self._pending:
+            return
+        self._remove(pending)
+        if pending.request is not None:
+            self._held_bytes -= len(pending.request)
+        self._recent[pending.future_id] = (pending.owner, outcome)
+        self._recent_bytes += outcome.held_bytes
+        while self._recent_bytes > _RECENT_BYTES and len(self._recent) > 1:
+            _, (_, oldest) = self._recent.popitem(last=False)
+            self._recent_bytes -= oldest.held_bytes
+        metrics.FINISHED.labels(pending.kind.value, outcome.error.reason if outcome.error else "OK").inc()
+        metrics.FUTURE_SECONDS.labels(pending.kind.value).observe(time.time() - pending.created_at)
+        metrics.PENDING.set(len(self._pending))
+        pending.done.set()
+        pending.woken.set()
+
+
+def _no_start(pending: Pending) -> None:
+    raise RuntimeError("FutureBoard.start is not set")
+
+
+def _call(
+    drop: Callable[[Any, float, float], tuple[float, int]], since: float, before: float, connection: Any
+) -> tuple[float, int]:
+    return drop(connection, since, before)
+
+
+def _nothing(future_id: str) -> None:
+    pass

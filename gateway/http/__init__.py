@@ -1,0 +1,1 @@
+"""What all REST routes stand on: connections, bodies, answers."""

@@ -1,0 +1,203 @@
+"""Reading request bodies: bounded in bytes, time and elements before anything is built out of them, decoded once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple, TypeVar
+
+import zstandard
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from fovea.tinker.v1 import tinker_pb2
+from fovea.wire.errors import InvalidInput, PayloadTooLarge, RequestTimeout
+from gateway.access.quotas import Holding
+from gateway.http import elements
+
+B = TypeVar("B", bound=BaseModel)
+
+PREFIX_BYTES = 4096
+SMALL_BYTES = 256 * 2**10
+"""The limit of bodies without prompts, datums or graphs."""
+SMALL_ELEMENTS = 2**14
+_ELEMENT_BYTES = 64
+_FORWARD_BACKWARD_ELEMENTS = 2**18
+_OFF_LOOP_BYTES = 2**18
+_PIECE_BYTES = 2**20
+_WINDOW_BYTES = 2**23
+"""What RFC 8878 asks a decoder to support; a frame may name terabytes."""
+_LEAST_RATE = 16 * 2**10
+"""Bytes in a second, once a body has had its first seconds."""
+
+
+class Incoming(NamedTuple):
+    """What the body of a request may take; `request.state.incoming`."""
+
+    memory: Holding
+    patience_s: float
+
+
+class BodyTooLarge(PayloadTooLarge):
+    """A body above the limit, with the start of it: enough to know which request it was."""
+
+    reason = "PAYLOAD_TOO_LARGE"
+
+    def __init__(self, limit: int, prefix: bytes) -> None:
+        super().__init__(f"the body is above {limit} bytes; send fewer or smaller datums in one request")
+        self.prefix = prefix
+
+
+async def read(request: Request, limit: int = SMALL_BYTES) -> bytes:
+    """The body's bytes, decompressed.
+
+    What the client still sends is discarded by the server, so that the client comes to read the answer.
+
+    Raises:
+        BodyTooLarge: It has more than `limit` bytes, before or after decompression; as soon as it is known.
+        InvalidInput: It has an encoding that we do not read.
+        RequestTimeout: It does not arrive.
+        ResourceExhausted: Others fill the memory.
+    """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding not in ("identity", "zstd"):
+        raise InvalidInput(f"Content-Encoding {encoding!r} is not supported; use zstd or none")
+    incoming: Incoming = request.state.incoming
+    declared = int(request.headers.get("content-length") or 0)
+    pieces, size = [], 0
+    async for piece in _arriving(request, incoming.patience_s):
+        incoming.memory.take(len(piece))
+        pieces.append(piece)
+        size += len(piece)
+        if max(size, declared) > limit:
+            raise BodyTooLarge(limit, _plain_prefix(b"".join(pieces), encoding))
+    body = b"".join(pieces)
+    return await _unzstd(body, limit, incoming.memory) if encoding == "zstd" else body
+
+
+async def _arriving(request: Request, patience_s: float) -> AsyncIterator[bytes]:
+    """The pieces of a body as they come. Raises RequestTimeout for a client that sends next to nothing."""
+    loop = asyncio.get_running_loop()
+    stream, size, began = aiter(request.stream()), 0, loop.time()
+    while True:
+        try:
+            async with asyncio.timeout_at(began + patience_s + size / _LEAST_RATE):
+                piece = await anext(stream, None)
+        except TimeoutError:
+            seen = f"{size} bytes of the body came in {loop.time() - began:.0f} s"
+            raise RequestTimeout(f"{seen}: send the request again, faster") from None
+        if piece is None:
+            return
+        size += len(piece)
+        yield piece
+
+
+async def parse_json(request: Request, kind: type[B], body: bytes, most_elements: int = SMALL_ELEMENTS) -> B:
+    """Decodes a JSON body.
+
+    Raises InvalidInput that names the first wrong fields, PayloadTooLarge for too many elements, ResourceExhausted.
+    """
+    count = elements.check_json(body, most_elements)
+    # Text with a wide character has four bytes for each of its characters.
+    width = 4 if b"\\u" in body or not body.isascii() else 1
+    request.state.incoming.memory.take(len(body) * width + count * _ELEMENT_BYTES)
+    try:
+        decoded: B = await _off_loop(kind.model_validate_json, body)
+        return decoded
+    except ValidationError as error:
+        raise InvalidInput(describe(error)) from None
+
+
+def describe(error: ValidationError) -> str:
+    """What is wrong with a body, by field."""
+    parts = [f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in error.errors()[:5]]
+    return "; ".join(parts)
+
+
+def parse_loosely(body: bytes, most_elements: int = SMALL_ELEMENTS) -> dict[str, Any]:
+    """The object of a JSON body whatever is in it. Raises InvalidInput if it is none, PayloadTooLarge."""
+    elements.check_json(body, most_elements)
+    try:
+        # Not Python's json, which fails on deep nesting and takes lone surrogates, which nothing behind us can encode.
+        value = from_json(body)
+    except ValueError as error:
+        raise InvalidInput(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidInput("the body is not a JSON object")
+    return value
+
+
+def parse_start(prefix: bytes) -> dict[str, Any]:
+    """The fields that the start of a JSON body has whole; none of what is no JSON."""
+    try:
+        # Up to a comma: a number at the very end may go on.
+        value = from_json(prefix[: prefix.rfind(b",") + 1], allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+async def parse_forward_backward(request: Request, body: bytes) -> tinker_pb2.ForwardBackwardRequest:
+    """Decodes a protobuf body. Raises InvalidInput, PayloadTooLarge, ResourceExhausted."""
+    kind = tinker_pb2.ForwardBackwardRequest
+    count = await _off_loop(elements.check_protobuf, body, kind.DESCRIPTOR, _FORWARD_BACKWARD_ELEMENTS)
+    request.state.incoming.memory.take(len(body) + count * _ELEMENT_BYTES)
+    try:
+        decoded: tinker_pb2.ForwardBackwardRequest = await _off_loop(kind.FromString, body)
+        return decoded
+    except DecodeError as error:
+        raise InvalidInput(f"the body is not a ForwardBackwardRequest: {error}") from None
+
+
+def peek_address(prefix: bytes) -> tuple[str, int] | None:
+    """model_id and seq_id out of the start of a ForwardBackwardRequest, which has them first; None if it has not."""
+    model_id, seq_id, position = "", 0, 0
+    try:
+        while position < len(prefix) and not (model_id and seq_id):
+            key, position = elements.read_varint(prefix, position)
+            if key == 0x0A:
+                length, position = elements.read_varint(prefix, position)
+                model_id = prefix[position : position + length].decode()
+                position += length
+            elif key == 0x10:
+                seq_id, position = elements.read_varint(prefix, position)
+            else:
+                return None
+    except (IndexError, UnicodeDecodeError):
+        return None
+    return (model_id, seq_id) if model_id and seq_id else None
+
+
+async def _unzstd(body: bytes, limit: int, memory: Holding) -> bytes:
+    """Decompresses, stopping at the limit whatever the frame claims."""
+    pieces, size = [], 0
+    try:
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
+        with decompressor.stream_reader(body, read_across_frames=True) as reader:
+            while piece := await asyncio.to_thread(reader.read, min(_PIECE_BYTES, limit + 1 - size)):
+                memory.take(len(piece))
+                pieces.append(piece)
+                size += len(piece)
+                if size > limit:
+                    raise BodyTooLarge(limit, pieces[0][:PREFIX_BYTES])
+    except zstandard.ZstdError as error:
+        raise InvalidInput(f"the body is not zstd with a window of at most {_WINDOW_BYTES} bytes: {error}") from None
+    return b"".join(pieces)
+
+
+def _plain_prefix(start: bytes, encoding: str) -> bytes:
+    if encoding != "zstd":
+        return start[:PREFIX_BYTES]
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(start) as reader:
+            plain: bytes = reader.read(PREFIX_BYTES)
+    except zstandard.ZstdError:
+        return b""
+    return plain
+
+
+async def _off_loop(function: Any, body: bytes, *rest: Any) -> Any:
+    """Decodes a large body in a thread, so that others are answered meanwhile."""
+    if len(body) < _OFF_LOOP_BYTES:
+        return function(body, *rest)
+    return await asyncio.to_thread(function, body, *rest)

@@ -1,0 +1,241 @@
+"""Snapshots: what is known of them, and that a sampler has the one that a sample names.
+
+One mechanism serves first use, eviction and restarted samplers: whoever needs a snapshot asks the trainer to push it,
+and everybody who needs the same one meanwhile waits for that push.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fovea.api.v1 import trainer_pb2, weights_pb2
+from fovea.runtime import tracing
+from fovea.wire.errors import DeadlineExceeded, FoveaError, ModelLost, NotFound, Unavailable
+from gateway import instruments as metrics
+from gateway.checkpoints import checkpoint_rows as rows
+from gateway.checkpoints.checkpoint_rows import KeptSnapshot
+from gateway.database.database import Database
+from gateway.replicas import snapshot_rows
+from gateway.replicas.samplers import Sampler
+from gateway.replicas.trainer_link import TrainerLink
+from gateway.replicas.weights_lock import BASE
+
+logger = logging.getLogger(__name__)
+
+_KNOWN = 4096
+_RECENT = 64
+"""So many snapshots, those used last, a sampler that joins is given if its peers hold them."""
+_ROUNDS = 3
+"""So often a sampler that joins is brought to the full weights of its peers, which change meanwhile."""
+
+
+class Snapshots:
+    """Pushes snapshots to samplers, once for all who wait."""
+
+    def __init__(self, database: Database, trainer: TrainerLink, push_timeout_s: float) -> None:
+        self._database = database
+        self._trainer = trainer
+        self._push_timeout_s = push_timeout_s
+        self._known: OrderedDict[str, KeptSnapshot] = OrderedDict()
+        self._pushes: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._users: Counter[str] = Counter()
+        self._recent: OrderedDict[str, None] = OrderedDict()
+        self._lost: set[str] = set()
+        self._retired: dict[str, Callable[[], list[Sampler]]] = {}
+        self._frees: dict[str, asyncio.Task[None]] = {}
+
+    async def get(self, snapshot_id: str) -> KeptSnapshot:
+        """A snapshot by id. Raises NotFound."""
+        kept = self._known.get(snapshot_id)
+        if kept is None:
+            kept = await self._database.read(lambda connection: rows.get_snapshot(connection, snapshot_id))
+            if kept is None:
+                raise NotFound(f"there is no snapshot {snapshot_id!r}")
+            self.remember(kept)
+        return kept
+
+    def remember(self, kept: KeptSnapshot) -> None:
+        """Notes a snapshot that may not be in the database yet."""
+        self._known[kept.identity.snapshot_id] = kept
+        if len(self._known) > _KNOWN:
+            self._known.popitem(last=False)
+
+    async def resident_for(self, snapshot_id: str) -> str:
+        """The full weights that must be in place to sample a snapshot: itself, or the base for an adapter."""
+        if snapshot_id == BASE:
+            return BASE
+        kept = await self.get(snapshot_id)
+        return snapshot_id if kept.identity.kind == weights_pb2.SNAPSHOT_KIND_FULL else BASE
+
+    async def ensure_adapter(self, sampler: Sampler, snapshot_id: str, peers: list[Sampler]) -> None:
+        """Returns once `sampler` holds the adapter; `peers` that lack it get it in the same push."""
+        if snapshot_id in sampler.adapters:
+            return
+        lacking = [peer for peer in peers if peer is not sampler and snapshot_id not in peer.adapters]
+        await self._push_once([sampler, *lacking], snapshot_id)
+
+    async def put_resident(self, sampler: Sampler, snapshot_id: str) -> None:
+        """Puts full weights in place in one sampler; empty means the base."""
+        await self._push_once([sampler], snapshot_id)
+        sampler.adapters.clear()
+
+    async def catch_up(self, sampler: Sampler, peers: Callable[[], list[Sampler]]) -> None:
+        """Brings to a sampler, before it takes requests, what its peers are sampled with. Raises what a push raises."""
+        done: str | None = None
+        for _ in range(_ROUNDS):
+            wanted = _most_common_resident(peers())
+            if wanted in (None, done):
+                return
+            done = wanted
+            async with sampler.residency.hold(wanted):
+                await self._bring_adapters(sampler, peers)
+
+    def is_lost(self, snapshot_id: str) -> bool:
+        """Whether a push has found that the trainer has lost the snapshot: only samplers still hold it."""
+        return snapshot_id in self._lost
+
+    async def _bring_adapters(self, sampler: Sampler, peers: Callable[[], list[Sampler]]) -> None:
+        hopeless: set[str] = set()
+        while True:
+            held = {snapshot_id for peer in peers() for snapshot_id in peer.adapters} - sampler.adapters - hopeless
+            # The longest unused first, so that it is also the first that the sampler evicts.
+            snapshot_id = next((recent for recent in self._recent if recent in held), None)
+            if snapshot_id is None:
+                return
+            try:
+                await self.ensure_adapter(sampler, snapshot_id, [])
+            except (ModelLost, NotFound) as error:
+                logger.warning("sampler %s cannot be given %s: %s", sampler.address, snapshot_id, error)
+                hopeless.add(snapshot_id)
+
+    async def forget(self, model_ids: list[str], samplers: list[Sampler]) -> None:
+        """Frees the unnamed snapshots of models that are over. What cannot be freed now goes with the next restart."""
+        for snapshot_id in await self._database.read(lambda connection: rows.unnamed_snapshots(connection, model_ids)):
+            await self._drop(snapshot_id, samplers)
+
+    @contextmanager
+    def using(self, snapshot_id: str) -> Iterator[None]:
+        """Keeps a snapshot from being freed while somebody samples from it or pushes it."""
+        self._users[snapshot_id] += 1
+        self._recent[snapshot_id] = None
+        self._recent.move_to_end(snapshot_id)
+        if len(self._recent) > _RECENT:
+            self._recent.popitem(last=False)
+        try:
+            yield
+        finally:
+            self._users[snapshot_id] -= 1
+            if not self._users[snapshot_id]:
+                del self._users[snapshot_id]
+                self._free_if_unused(snapshot_id)
+
+    def retire(self, snapshot_id: str, samplers: Callable[[], list[Sampler]]) -> None:
+        """Frees a snapshot that nobody can name any more, once those who use it have ended."""
+        self._retired[snapshot_id] = samplers
+        self._free_if_unused(snapshot_id)
+
+    async def retire_unreachable(self, samplers: Callable[[], list[Sampler]]) -> None:
+        """Frees what an earlier process, or a failed call, left behind."""
+        for snapshot_id in await self._database.read(snapshot_rows.unreachable):
+            if snapshot_id not in self._frees:
+                self.retire(snapshot_id, samplers)
+
+    async def close(self) -> None:
+        """Stops freeing; what is left goes after the next start."""
+        for task in self._frees.values():
+            task.cancel()
+        await asyncio.gather(*self._frees.values(), return_exceptions=True)
+
+    def _free_if_unused(self, snapshot_id: str) -> None:
+        if snapshot_id in self._retired and not self._users[snapshot_id]:
+            samplers = self._retired.pop(snapshot_id)
+            task = asyncio.create_task(self._free(snapshot_id, samplers()), name=f"free {snapshot_id}")
+            self._frees[snapshot_id] = task
+            task.add_done_callback(lambda _: self._frees.pop(snapshot_id, None))
+
+    async def _free(self, snapshot_id: str, samplers: list[Sampler]) -> None:
+        if await self._drop(snapshot_id, samplers):
+            await self._database.write(lambda connection: snapshot_rows.delete(connection, snapshot_id))
+            logger.info("snapshot %s is freed: nobody can name it any more", snapshot_id)
+
+    async def _drop(self, snapshot_id: str, samplers: list[Sampler]) -> bool:
+        self._known.pop(snapshot_id, None)
+        self._recent.pop(snapshot_id, None)
+        self._lost.discard(snapshot_id)
+        holders = [sampler for sampler in samplers if snapshot_id in sampler.adapters]
+        for sampler in holders:
+            sampler.adapters.discard(snapshot_id)
+        calls = [sampler.client.drop_snapshot(snapshot_id) for sampler in holders]
+        try:
+            await asyncio.gather(self._trainer.client.forget_snapshot(snapshot_id), *calls)
+        except FoveaError as error:
+            logger.warning("snapshot %s could not be freed: %s", snapshot_id, error)
+            return False
+        return True
+
+    async def _push_once(self, samplers: list[Sampler], snapshot_id: str) -> None:
+        key = (samplers[0].address, snapshot_id)
+        push = self._pushes.get(key)
+        if push is None:
+            push = asyncio.create_task(self._push(samplers, snapshot_id), name=f"push {snapshot_id or 'base'}")
+            for sampler in samplers:
+                self._pushes.setdefault((sampler.address, snapshot_id), push)
+            push.add_done_callback(lambda done: self._forget_push(done))
+        # One who stops waiting must not stop the push for the others.
+        await asyncio.shield(push)
+
+    def _forget_push(self, done: asyncio.Task[None]) -> None:
+        self._pushes = {key: push for key, push in self._pushes.items() if push is not done}
+        if not done.cancelled():
+            done.exception()
+
+    async def _push(self, samplers: list[Sampler], snapshot_id: str) -> None:
+        kept = await self.get(snapshot_id) if snapshot_id else None
+        started = time.perf_counter()
+        try:
+            with tracing.span("push", snapshot_id=snapshot_id):
+                response = await self._call(kept, snapshot_id, [sampler.address for sampler in samplers])
+        except FoveaError as error:
+            metrics.PUSHES.labels(error.reason).inc()
+            raise
+        errors = {result.sampler: result.error for result in response.results if result.error}
+        for sampler in samplers:
+            metrics.PUSHES.labels("SAMPLER_FAILED" if sampler.address in errors else "OK").inc()
+            if sampler.address not in errors and kept and kept.identity.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
+                sampler.adapters.add(snapshot_id)
+        seconds = time.perf_counter() - started
+        metrics.PUSH_SECONDS.observe(seconds)
+        logger.info("pushed %s to %d samplers in %.2f s", snapshot_id or "base", len(samplers) - len(errors), seconds)
+        if samplers[0].address in errors:
+            reason = errors[samplers[0].address]
+            raise Unavailable(f"the push of {snapshot_id or 'the base weights'} to {samplers[0].address}: {reason}")
+
+    async def _call(
+        self, kept: KeptSnapshot | None, snapshot_id: str, addresses: list[str]
+    ) -> trainer_pb2.PushSnapshotResponse:
+        uri = kept.uri if kept else ""
+        info = await self._trainer.require()
+        if kept and not uri and kept.trainer_instance != info.instance_id:
+            raise self._gone(snapshot_id)
+        try:
+            return await self._trainer.client.push_snapshot(snapshot_id, addresses, uri, self._push_timeout_s)
+        except NotFound:
+            raise self._gone(snapshot_id) from None
+        except DeadlineExceeded as error:
+            raise Unavailable(f"the push of {snapshot_id or 'the base weights'} took too long: {error}") from None
+
+    def _gone(self, snapshot_id: str) -> FoveaError:
+        self._lost.add(snapshot_id)
+        return ModelLost(
+            f"snapshot {snapshot_id} was held in the memory of a trainer that has restarted, and it was saved without "
+            "a name: it cannot be loaded again. Save weights with a name (save_weights_for_sampler) to keep them"
+        )
+
+
+def _most_common_resident(samplers: list[Sampler]) -> str | None:
+    """The full weights that most samplers have in place; None if none is known."""
+    places = Counter(sampler.residency.resident for sampler in samplers if sampler.residency.resident is not None)
+    return places.most_common(1)[0][0] if places else None

@@ -1,0 +1,104 @@
+"""The trainer: whether it is there, and whether it is still the one that held a model."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from fovea.api.v1 import trainer_pb2
+from fovea.client import TrainerClient
+from fovea.wire.errors import BrokenOff, Unavailable
+from gateway.replicas.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+_SETTLE_S = 0.1
+
+
+class TrainerLink(Peer):
+    """The one trainer of this gateway. Call `start` before use.
+
+    Args:
+        wait_s: How long a call waits for it once it went away.
+
+    Attributes:
+        info: What it said last; None before it was ever seen.
+    """
+
+    def __init__(self, address: str, wait_s: float) -> None:
+        super().__init__("trainer", address)
+        self._client = TrainerClient(address)
+        self._wait_s = wait_s
+        self.info: trainer_pb2.GetTrainerInfoResponse | None = None
+        self.on_change = self._note
+        self._is_up = asyncio.Event()
+        self._down_since = 0.0
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Asks it once, and begins to watch."""
+        self._down_since = asyncio.get_running_loop().time()
+        await self.refresh(is_first=True)
+        self._watch = asyncio.create_task(self.watch(), name="trainer watch")
+
+    async def close(self) -> None:
+        """Stops watching and closes the channel."""
+        if self._watch:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._client.close()
+
+    @property
+    def client(self) -> TrainerClient:
+        """Typed calls."""
+        return self._client
+
+    async def ask(self) -> None:
+        """Asks what it serves; another instance has none of the models."""
+        info = await self._client.info(timeout_s=5.0)
+        if self.info is not None and info.instance_id != self.info.instance_id:
+            logger.warning("trainer %s restarted: models of instance %s are lost", self.address, self.info.instance_id)
+        self.info = info
+
+    async def require(self, patience_s: float = 0.0) -> trainer_pb2.GetTrainerInfoResponse:
+        """What the trainer serves, once it is up. Raises Unavailable after a short wait, or after `patience_s`."""
+        down_s = asyncio.get_running_loop().time() - self._down_since
+        with suppress(TimeoutError):  # who comes long after it went away need not wait to learn it
+            await asyncio.wait_for(self._is_up.wait(), max(self._wait_s - down_s, patience_s, 0.01))
+        if not self.up or self.info is None:
+            raise Unavailable(f"the trainer at {self.address} does not answer")
+        return self.info
+
+    async def settle(self, instance_id: str, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        """The answer to a command that may be asked for twice, asked for again whenever the call breaks off.
+
+        Raises BrokenOff if another instance answers, or none within the usual wait.
+        """
+        while True:
+            try:
+                return await call()
+            except BrokenOff:
+                if not await self._is_back(instance_id):
+                    raise
+
+    async def _is_back(self, instance_id: str) -> bool:
+        await asyncio.sleep(_SETTLE_S)
+        await self.look_again()
+        try:
+            return (await self.require()).instance_id == instance_id
+        except Unavailable:
+            return False
+
+    async def look_again(self) -> str:
+        """Asks now, after a call failed; returns the instance that answers, or an empty text."""
+        await self.refresh()
+        return self.info.instance_id if self.info is not None and self.up else ""
+
+    def _note(self) -> None:
+        if self.up:
+            self._is_up.set()
+        elif self._is_up.is_set():
+            self._down_since = asyncio.get_running_loop().time()
+            self._is_up.clear()

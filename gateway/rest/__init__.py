@@ -1,1 +1,0 @@
-"""Tinker's REST API: decode, one call, encode."""

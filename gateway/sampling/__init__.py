@@ -1,0 +1,1 @@
+"""Sampling sessions, samples from them, and what is scored in prompts."""

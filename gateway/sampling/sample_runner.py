@@ -1,0 +1,266 @@
+"""Samples: rendered once, sent to a sampler that has the weights, tried again when a sampler goes away."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
+from fovea.wire.errors import (
+    ContextOverflow,
+    FeatureEvicted,
+    FoveaError,
+    InvalidInput,
+    ModelLost,
+    SnapshotNotLoaded,
+    Unavailable,
+)
+from gateway import instruments as metrics
+from gateway.futures.future import Kind, Pending, QueueState
+from gateway.replicas.renderers import Renderers
+from gateway.replicas.replica_set import Left
+from gateway.replicas.samplers import Sampler, Samplers
+from gateway.replicas.snapshot_pushes import Snapshots
+from gateway.replicas.snapshot_versions import Versions
+from gateway.sampling import sequences
+from gateway.sampling import target_tables as targets
+from gateway.sampling.target_tables import Cells
+from gateway.sessions.session_rows import SamplingSession
+from gateway.stages import stage
+
+logger = logging.getLogger(__name__)
+
+Events = AsyncGenerator[sampler_pb2.SampleResponse, None]
+
+_RETRY_S = 0.5
+_MENDS = 30
+"""How often one request may find its snapshot or its image evicted before we call it a fault."""
+
+
+@dataclass
+class SampleWork:
+    """One request on its way: what to sample, and what was done for it so far.
+
+    Attributes:
+        pending: Its future; a stream's is on no board.
+        sampling: Names the weights. Which ones may change until a try has its place in a sampler.
+        at_once: Whether nobody reads along.
+        snapshot_id: The weights of the last try.
+        cells: What to score in the prompt.
+    """
+
+    pending: Pending
+    sampling: SamplingSession
+    request: gateway_pb2.SampleTokensRequest
+    at_once: bool
+    snapshot_id: str = ""
+    rendered: model_input_pb2.RenderedInput | None = None
+    cells: Cells | None = None
+    down_since: float | None = None
+    mends: int = 0
+
+
+def check_context(prompt_tokens: int, max_tokens: int, max_context_length: int) -> None:
+    """Raises ContextOverflow, in the words that the Tinker cookbook looks for."""
+    if prompt_tokens + max_tokens > max_context_length:
+        raise ContextOverflow(
+            "Prompt length plus max_tokens exceeds the model's context window: "
+            f"{prompt_tokens} prompt tokens + {max_tokens} max_tokens > {max_context_length}.",
+            field="sampling_params.max_tokens",
+        )
+
+
+class SampleRunner:
+    """Runs samples.
+
+    Args:
+        retry_deadline_s: How long a request waits for a sampler that went away.
+        timeout_s: Deadline of one try.
+    """
+
+    def __init__(
+        self,
+        renderers: Renderers,
+        samplers: Samplers,
+        snapshots: Snapshots,
+        versions: Versions,
+        retry_deadline_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._renderers = renderers
+        self._samplers = samplers
+        self._snapshots = snapshots
+        self._versions = versions
+        self._retry_deadline_s = retry_deadline_s
+        self._timeout_s = timeout_s
+        self.sampling: set[asyncio.Task[Any]] = set()
+        """Tasks whose request a sampler works on, until they have ended: to stop one then is to do it twice."""
+
+    async def collect(self, work: SampleWork) -> list[gateway_pb2.SampleTokensResponse]:
+        """Samples to the end. A sampler that fails midway costs nothing but time: the request starts again."""
+        while True:
+            try:
+                async with aclosing(self._attempt(work)) as attempt:
+                    events = [event async for event in attempt]
+                return sequences.gather(events, work.request, work.cells)
+            except Left:
+                continue
+            except FoveaError as error:
+                await self._mend(work, error)
+
+    async def stream(self, work: SampleWork) -> AsyncIterator[sampler_pb2.SampleResponse]:
+        """Samples, passing events on as they come. Tried again only as long as nothing was passed on."""
+        is_begun = False
+        while True:
+            try:
+                async with aclosing(self._attempt(work)) as attempt:
+                    async for event in attempt:
+                        is_begun = True
+                        yield event
+                return
+            except Left:
+                continue
+            except FoveaError as error:
+                if is_begun:
+                    raise
+                await self._mend(work, error)
+
+    async def _attempt(self, work: SampleWork) -> Events:
+        if work.rendered is None:
+            work.pending.wait_on("rendering the prompt")
+            with stage("render", Kind.SAMPLE.value):
+                work.rendered = await self._renderers.render(work.pending.owner, work.request.prompt, "prompt")
+            await self._check(work)
+        picked = self._samplers.pick(work.pending.owner, work.sampling.snapshot_id, work.rendered)
+        async with self._place(work, picked) as sampler:
+            work.pending.wait_on("sampling")
+            async for event in self._sample(sampler, work):
+                yield event
+
+    @asynccontextmanager
+    async def _place(self, work: SampleWork, sampler: Sampler) -> AsyncIterator[Sampler]:
+        """A place in a sampler, the weights loaded, for as long as it is needed. Raises Left if the sampler leaves."""
+        async with AsyncExitStack() as held:
+            work.pending.wait_on("waiting for a place in a sampler", QueueState.PAUSED)
+            await held.enter_async_context(sampler.place(work.pending.owner))
+            work.pending.wait_on("waiting for the weights to be loaded")
+            work.pending.begin()
+            snapshot_id = work.snapshot_id = work.sampling.snapshot_id
+            self._versions.want(snapshot_id)
+            held.enter_context(self._snapshots.using(snapshot_id))
+            with stage("weights", Kind.SAMPLE.value):
+                resident = await self._snapshots.resident_for(snapshot_id)
+                await held.enter_async_context(sampler.residency.hold(resident))
+                if resident != snapshot_id:
+                    peers = [peer for peer in self._samplers.up if peer.residency.resident == resident]
+                    await self._snapshots.ensure_adapter(sampler, snapshot_id, peers)
+            sampler.check_stays()
+            yield sampler
+
+    async def _sample(self, sampler: Sampler, work: SampleWork) -> Events:
+        request = sampler_pb2.SampleRequest(
+            request_id=work.pending.future_id,
+            snapshot_id=work.snapshot_id,
+            prompt=work.rendered,
+            sample_count=work.request.sample_count,
+            params=work.request.params,
+            prompt_logprobs=work.request.prompt_logprobs,
+            top_prompt_logprobs=work.request.top_prompt_logprobs,
+            top_sample_logprobs=work.request.top_sample_logprobs,
+            target_tokens=targets.to_score(work.cells) if work.cells else None,
+            alt_token_count=work.request.alt_token_count,
+            prompt_logprobs_last_n=work.request.prompt_logprobs_last_n,
+            at_once=work.at_once,
+            # What is cached for one owner is neither used nor counted for another, who could learn prompts from it.
+            cache_salt=work.pending.owner,
+        )
+        self._note_sampling()
+        try:
+            running = metrics.SAMPLES_RUNNING.labels(sampler.address).track_inprogress()
+            with stage("sample", Kind.SAMPLE.value), running:
+                answer = cast(Events, sampler.client.sample(request, self._timeout_s))
+                async with aclosing(answer) as events:
+                    async for event in events:
+                        yield event
+        except SnapshotNotLoaded:
+            sampler.adapters.discard(work.snapshot_id)
+            if sampler.residency.resident == work.snapshot_id or not work.snapshot_id:
+                sampler.residency.reset(None)
+            raise
+        except Unavailable as error:
+            sampler.mark_down(str(error))
+            raise
+
+    def _note_sampling(self) -> None:
+        if (task := asyncio.current_task()) and task not in self.sampling:
+            self.sampling.add(task)
+            task.add_done_callback(self.sampling.discard)
+
+    async def _mend(self, work: SampleWork, error: FoveaError) -> None:
+        """Prepares the next try, or raises the error if there is none."""
+        if task := asyncio.current_task():
+            self.sampling.discard(task)
+        now = asyncio.get_running_loop().time()
+        if isinstance(error, SnapshotNotLoaded | FeatureEvicted):
+            work.mends += 1
+            if work.mends > _MENDS:
+                raise error
+            if isinstance(error, FeatureEvicted):
+                work.rendered = None
+        elif isinstance(error, Unavailable) and not isinstance(error, ModelLost):
+            if work.down_since is None:
+                work.down_since = now
+                logger.info("sample %s waits: %s", work.pending.future_id, error)
+            if now - work.down_since > self._retry_deadline_s:
+                raise Unavailable(
+                    f"gave up after {self._retry_deadline_s:.0f} s: {error.message}. Send the request again"
+                ) from None
+            work.pending.wait_on(error.message, QueueState.PAUSED)
+            await asyncio.sleep(_RETRY_S)
+            await self._samplers.wait_up(work.down_since + self._retry_deadline_s - now)
+        else:
+            raise error
+        metrics.SAMPLE_RETRIES.labels(error.reason).inc()
+        logger.debug("sample %s is tried again: %s", work.pending.future_id, error)
+
+    async def _check(self, work: SampleWork) -> None:
+        assert work.rendered is not None
+        length = len(work.rendered.tokens) // 4
+        _check_last_n(work.request, length)
+        if work.request.HasField("target_table"):
+            work.cells = targets.read(work.request.target_table)
+            targets.check(work.cells, length, (await self._renderers.info()).vocabulary_size)
+        info = self._samplers.info
+        if info is None:
+            return  # the sampler itself checks too
+        check_limits(work.request, info)
+        params = work.request.params
+        check_context(length, params.max_tokens if params.HasField("max_tokens") else 1, info.max_context_length)
+
+
+def check_limits(request: gateway_pb2.SampleTokensRequest, info: sampler_pb2.GetSamplerInfoResponse) -> None:
+    """Raises InvalidInput for counts above what a sampler does."""
+    for field, value, least, most in (
+        ("num_samples", request.sample_count, 1, info.max_sample_count),
+        ("topk_prompt_logprobs", request.top_prompt_logprobs, 0, info.max_top_logprobs),
+        ("topk_sample_logprobs", request.top_sample_logprobs, 0, info.max_top_logprobs),
+        ("prompt_alt_tokens_k", request.alt_token_count, 0, info.max_top_logprobs),
+        ("prompt_logprobs_last_n", request.prompt_logprobs_last_n, 0, info.max_context_length),
+    ):
+        if not least <= value <= most:
+            raise InvalidInput(f"{field} is {value}; it must be {least} .. {most}", field=field)
+
+
+def _check_last_n(request: gateway_pb2.SampleTokensRequest, token_count: int) -> None:
+    last_n, field = request.prompt_logprobs_last_n, "prompt_logprobs_last_n"
+    if not last_n:
+        return
+    if not request.prompt_logprobs:
+        raise InvalidInput(f"{field} needs prompt_logprobs; ask for them, or leave it out", field=field)
+    if last_n >= token_count:
+        raise InvalidInput(
+            f"{field} is {last_n}; it must be 1 .. {token_count - 1}, less than the prompt's {token_count} tokens",
+            field=field,
+        )

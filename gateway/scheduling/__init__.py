@@ -1,1 +1,0 @@
-"""When work runs: training commands of a model strictly by seq_id, samples side by side."""

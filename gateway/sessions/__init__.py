@@ -1,0 +1,1 @@
+"""Sessions: what a client opens, keeps alive and ends."""

@@ -1,1 +1,0 @@
-"""What survives a restart: typed access to the rows, by noun."""

@@ -1,0 +1,1 @@
+"""Models: their commands run strictly by seq_id, one after another."""

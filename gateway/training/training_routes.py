@@ -1,0 +1,315 @@
+"""Routes of training."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fovea.api.v1 import gateway_pb2, trainer_pb2, weights_pb2
+from fovea.tinker.v1 import tinker_pb2
+from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, SessionEnded, Unimplemented
+from gateway.http import bodies
+from gateway.http import model_inputs as inputs
+from gateway.http.endpoint import Endpoints, Json
+from gateway.http.request_body import (
+    PREFIX_BYTES,
+    BodyTooLarge,
+    parse_forward_backward,
+    parse_json,
+    parse_loosely,
+    parse_start,
+    peek_address,
+    read,
+)
+from gateway.identity import Caller
+from gateway.sampling.sampling_sessions import Sampling
+from gateway.settings import GatewaySettings
+from gateway.training.models import Models
+from gateway.training.training import Command, Training
+
+B = TypeVar("B", bound=BaseModel)
+C = TypeVar("C", bound=Command)
+M = TypeVar("M")
+_ADAM = "adamw"
+_SAMPLER_KINDS = ("snapshot", "inflight")
+
+
+class TrainingRoutes:
+    """Handlers of training. Wrong content is accepted and fails its future; see `Training`."""
+
+    def __init__(self, training: Training, models: Models, sampling: Sampling, settings: GatewaySettings) -> None:
+        self._training, self._models, self._sampling, self._settings = training, models, sampling, settings
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        """All of them."""
+        handlers = {
+            "create_model": self.create_model,
+            "get_info": self.get_info,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.optim_step,
+            "save_weights": self.save_weights,
+            "save_weights_for_sampler": self.save_weights_for_sampler,
+            "load_weights": self.load_weights,
+            "save_weights_external": self.save_weights_external,
+        }
+        return [endpoints.route("POST", path, handler) for path, handler in handlers.items()]
+
+    async def create_model(self, request: Request, caller: Caller) -> Response:
+        """Submits a fresh model."""
+        body = await parse_json(request, bodies.CreateModel, await read(request))
+        self._sampling.check_base_model(body.base_model)
+        message = gateway_pb2.SubmitCreateModelRequest(
+            session_id=body.session_id,
+            model_seq_id=body.model_seq_id,
+            base_model=body.base_model,
+            user_metadata=_texts(body.user_metadata),
+        )
+        rejection: FoveaError | None = _unsupported_optimizer(body.optimizer_config)
+        if body.lora_config is not None:
+            try:
+                message.lora.CopyFrom(self._lora(body.lora_config))
+            except InvalidInput as error:
+                rejection = rejection or error
+        future_id, model_id = await self._training.submit_create(caller, message, rejection)
+        return Json({"request_id": future_id, "model_id": model_id})
+
+    async def get_info(self, request: Request, caller: Caller) -> Response:
+        """Describes a model."""
+        body = await parse_json(request, bodies.GetInfo, await read(request))
+        model = await self._models.get(caller, body.model_id)
+        data = {
+            "arch": "vision-language model",
+            "model_name": model.base_model,
+            "tokenizer_id": self._settings.tokenizer_id,
+        }
+        return Json(
+            {
+                "type": "get_info",
+                "model_id": model.model_id,
+                "model_data": data,
+                "model_name": model.base_model,
+                "is_lora": model.lora.rank > 0,
+                "lora_rank": model.lora.rank or None,
+                "optimizer_config": {"type": _ADAM},
+            }
+        )
+
+    async def forward_backward(self, request: Request, caller: Caller) -> Response:
+        """Submits a loss. A refused body still uses up its seq_id: later requests must not wait for it."""
+        try:
+            blob = await read(request, self._settings.max_body_bytes)
+        except BodyTooLarge as error:
+            await self._use_up(caller, error.prefix, error)
+            raise
+        try:
+            body = await parse_forward_backward(request, blob)
+        except (InvalidInput, PayloadTooLarge) as error:
+            await self._use_up(caller, blob[:PREFIX_BYTES], error)
+            raise
+        header = gateway_pb2.SubmitForwardBackwardHeader(
+            model_id=body.model_id, seq_id=body.seq_id, loss_function=body.loss_fn, backward=not body.forward_only
+        )
+        data, rejection = _accepted(lambda: self._content(body, header))
+        future_id = await self._training.submit_forward_backward(caller, header, data or [], rejection)
+        return Json({"request_id": future_id, "model_id": body.model_id})
+
+    async def _use_up(self, caller: Caller, prefix: bytes, error: FoveaError) -> None:
+        """Fails, in its turn, the request that a refused body was, if its start tells which one that was."""
+        if address := peek_address(prefix):
+            header = gateway_pb2.SubmitForwardBackwardHeader(model_id=address[0], seq_id=address[1], backward=True)
+            with suppress(NotFound, InvalidInput, SessionEnded):
+                await self._training.submit_forward_backward(caller, header, [], error)
+
+    def _content(
+        self, body: tinker_pb2.ForwardBackwardRequest, header: gateway_pb2.SubmitForwardBackwardHeader
+    ) -> list[gateway_pb2.InputDatum]:
+        inputs.check_dense_size(body.data, self._settings.max_body_bytes)
+        config, header.custom_loss_id = inputs.loss_config_from_proto(body)
+        header.loss_config.update(config)
+        return [inputs.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
+
+    async def optim_step(self, request: Request, caller: Caller) -> Response:
+        """Submits a step."""
+        return await self._submit(request, caller, bodies.OptimStep, gateway_pb2.SubmitOptimStepRequest, _optim_step)
+
+    async def save_weights(self, request: Request, caller: Caller) -> Response:
+        """Submits a checkpoint."""
+        return await self._submit(
+            request, caller, bodies.SaveWeights, gateway_pb2.SubmitSaveStateRequest, _save_weights
+        )
+
+    async def save_weights_for_sampler(self, request: Request, caller: Caller) -> Response:
+        """Submits a snapshot."""
+        return await self._submit(
+            request, caller, bodies.SaveWeightsForSampler, gateway_pb2.SubmitSaveForSamplerRequest, _save_for_sampler
+        )
+
+    async def load_weights(self, request: Request, caller: Caller) -> Response:
+        """Submits a load: into a model that it makes (form A), or into one that exists (form B)."""
+        kind = gateway_pb2.SubmitLoadStateRequest
+        blob, fields = await self._read(request, caller, kind)
+        if fields.get("session_id") is None:
+            message = kind(**_address(fields))
+            return await self._accept(request, caller, bodies.LoadWeights, message, _load_weights, blob)
+        body = await parse_json(request, bodies.LoadWeights, blob)
+        if body.model_seq_id is None or body.model_id is not None or body.seq_id is not None:
+            raise InvalidInput("send session_id with model_seq_id, or model_id with seq_id", field="model_seq_id")
+        self._sampling.check_base_model(body.base_model or self._settings.model_name)
+        creation = gateway_pb2.SubmitCreateModelRequest(
+            session_id=body.session_id,
+            model_seq_id=body.model_seq_id,
+            base_model=self._settings.model_name,
+            user_metadata=_texts(body.user_metadata),
+            from_path=body.path,
+            optimizer=body.optimizer,
+        )
+        rejection = _unsupported_load(body)
+        future_id, model_id = await self._training.submit_create(caller, creation, rejection)
+        return Json({"request_id": future_id, "model_id": model_id})
+
+    async def save_weights_external(self, request: Request, caller: Caller) -> Response:
+        """Submits an export."""
+        return await self._submit(
+            request, caller, bodies.SaveWeightsExternal, gateway_pb2.SubmitSaveExternalRequest, _save_external
+        )
+
+    async def _submit(
+        self,
+        request: Request,
+        caller: Caller,
+        kind: type[B],
+        message_kind: Callable[..., C],
+        fill: Callable[[B, C], None],
+    ) -> Response:
+        """Decodes as far as model and seq_id; whatever is wrong beyond them fails the future instead."""
+        blob, fields = await self._read(request, caller, message_kind)
+        return await self._accept(request, caller, kind, message_kind(**_address(fields)), fill, blob)
+
+    async def _read(
+        self, request: Request, caller: Caller, kind: Callable[..., Command]
+    ) -> tuple[bytes, dict[str, Any]]:
+        """A command's body and its fields. One that is too large still uses up its seq_id, if its start tells that."""
+        prefix = b""
+        try:
+            blob = await read(request)
+            prefix = blob[:PREFIX_BYTES]
+            return blob, parse_loosely(blob)
+        except PayloadTooLarge as error:
+            start = parse_start(error.prefix if isinstance(error, BodyTooLarge) else prefix)
+            with suppress(NotFound, InvalidInput, SessionEnded):
+                await self._training.submit(caller, kind(**_address(start)), error)
+            raise
+
+    async def _accept(
+        self,
+        request: Request,
+        caller: Caller,
+        kind: type[B],
+        message: C,
+        fill: Callable[[B, C], None],
+        blob: bytes,
+    ) -> Response:
+        rejection: FoveaError | None = None
+        try:
+            fill(await parse_json(request, kind, blob), message)
+        except (InvalidInput, Unimplemented) as error:
+            rejection = error
+        future_id = await self._training.submit(caller, message, rejection)
+        return Json({"request_id": future_id, "model_id": message.model_id})
+
+    def _lora(self, config: bodies.LoraConfig) -> weights_pb2.LoraConfig:
+        if not -(2**31) <= config.rank < 2**31 or (config.seed is not None and not -(2**63) <= config.seed < 2**63):
+            raise InvalidInput("lora_config.rank or seed is out of range", field="lora_config")
+        return weights_pb2.LoraConfig(
+            rank=config.rank,
+            alpha=self._settings.default_lora_alpha,
+            seed=config.seed or 0,
+            train_attention=config.train_attn,
+            train_mlp=config.train_mlp,
+            train_unembedding=config.train_unembed,
+            train_vision=self._settings.train_vision,
+        )
+
+
+def _address(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields model_id and seq_id. Raises InvalidInput."""
+    model_id, seq_id = body.get("model_id"), body.get("seq_id")
+    if not isinstance(model_id, str) or isinstance(seq_id, bool) or not isinstance(seq_id, int):
+        raise InvalidInput("model_id (text) and seq_id (whole number) are required", field="model_id")
+    if not 0 <= seq_id < 2**63:
+        raise InvalidInput(f"seq_id is {seq_id}", field="seq_id")
+    return {"model_id": model_id, "seq_id": seq_id}
+
+
+def _accepted(decode: Callable[[], M]) -> tuple[M | None, FoveaError | None]:
+    try:
+        return decode(), None
+    except FoveaError as error:
+        return None, error
+
+
+def _optim_step(body: bodies.OptimStep, message: gateway_pb2.SubmitOptimStepRequest) -> None:
+    if body.optimizer_params is not None:
+        name = body.optimizer_params.get("type")
+        raise Unimplemented(f"optimizer_params of type {name!r}: models here use adamw", field="optimizer_params")
+    if body.adam_params is None:
+        raise InvalidInput("adam_params is missing", field="adam_params")
+    message.adam.CopyFrom(trainer_pb2.AdamParams(**body.adam_params.model_dump()))
+
+
+def _save_weights(body: bodies.SaveWeights, message: gateway_pb2.SubmitSaveStateRequest) -> None:
+    message.name, message.overwrite, message.ttl_s = body.path or "", body.overwrite, _ttl(body.ttl_seconds)
+    message.user_metadata.update(body.user_metadata or {})
+
+
+def _save_external(body: bodies.SaveWeightsExternal, message: gateway_pb2.SubmitSaveExternalRequest) -> None:
+    if body.age_encryption_recipients == []:
+        field = "age_encryption_recipients"
+        raise InvalidInput(f"{field} names nobody; leave it out for an export that is not encrypted", field=field)
+    message.name, message.ttl_s = body.path, _ttl(body.ttl_seconds)
+    message.age_recipients.extend(body.age_encryption_recipients or [])
+
+
+def _save_for_sampler(body: bodies.SaveWeightsForSampler, message: gateway_pb2.SubmitSaveForSamplerRequest) -> None:
+    if body.kind not in _SAMPLER_KINDS:
+        raise InvalidInput(f"kind is {body.kind!r}; it must be one of {', '.join(_SAMPLER_KINDS)}", field="kind")
+    if (body.path is None) == (body.sampling_session_seq_id is None):
+        raise InvalidInput("send either path or sampling_session_seq_id", field="path")
+    if body.path == "":
+        raise InvalidInput("path is empty", field="path")
+    message.name, message.ttl_s = body.path or "", _ttl(body.ttl_seconds)
+    message.inflight = body.kind == "inflight"
+    message.user_metadata.update(body.user_metadata or {})
+
+
+def _load_weights(body: bodies.LoadWeights, message: gateway_pb2.SubmitLoadStateRequest) -> None:
+    if rejection := _unsupported_load(body):
+        raise rejection
+    if body.model_seq_id is not None:
+        raise InvalidInput("model_seq_id goes with session_id, not with model_id", field="model_seq_id")
+    message.path, message.optimizer = body.path, body.optimizer
+
+
+def _unsupported_load(body: bodies.LoadWeights) -> InvalidInput | Unimplemented | None:
+    if body.weights_access_token is not None:
+        return Unimplemented("weights_access_token is not supported", field="weights_access_token")
+    return _unsupported_optimizer(body.optimizer_config)
+
+
+def _unsupported_optimizer(config: dict[str, Any] | None) -> Unimplemented | None:
+    if config is None or config == {"type": _ADAM}:
+        return None
+    return Unimplemented(f"optimizer_config {config} is not supported; use {_ADAM}", field="optimizer_config")
+
+
+def _ttl(ttl_seconds: int | None) -> int:
+    """0 means forever on our wire; a client's own 0 is as wrong as any other short time."""
+    return 0 if ttl_seconds is None else min(max(ttl_seconds, -1), 2**62) or -1
+
+
+def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:
+    return {name: str(value) for name, value in (metadata or {}).items()}
