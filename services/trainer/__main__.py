@@ -4,9 +4,9 @@ import logging
 import os
 import sys
 
-from services.trainer.launch import launch
 from services.trainer.model_types import check_checkpoint
-from services.trainer.place import Place
+from services.trainer.ranks.place import Place
+from services.trainer.ranks.rank_launcher import launch
 from services.trainer.settings import TrainerSettings
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     logs.configure("trainer" if place.rank == 0 else f"trainer{place.rank}", settings.log_level)
     logging.getLogger("torch").setLevel("WARNING")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from services.trainer.process import follower_process, leader_process
+    from services.trainer.trainer_process import follower_process, leader_process
 
     leader_process(settings, place) if place.rank == 0 else follower_process(settings, place)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Unavailable
-from services.trainer import telemetry
+from services.trainer import trainer_metrics
 from services.trainer.commands import Command, Heartbeat, Shutdown
 
 
@@ -63,7 +63,7 @@ class CommandQueue:
         result: Future[Any] = Future()
         self._pending.add(result)
         result.add_done_callback(self._pending.discard)
-        telemetry.QUEUED.inc()
+        trainer_metrics.QUEUED.inc()
         self._jobs.put(Job(command, result))
         return await asyncio.wrap_future(result)
 
@@ -74,14 +74,14 @@ class CommandQueue:
                 job = self._jobs.get(timeout=self._heartbeat_s)
             except queue.Empty:
                 return Job(Heartbeat(), Future())
-            telemetry.QUEUED.dec()
+            trainer_metrics.QUEUED.dec()
             if job.result.set_running_or_notify_cancel():
-                telemetry.QUEUE_SECONDS.observe(max(time.time() - job.queued_at, 0.0))
+                trainer_metrics.QUEUE_SECONDS.observe(max(time.time() - job.queued_at, 0.0))
                 return job
 
     def shut_down(self) -> None:
         """Makes the ranks leave once all that is queued has run."""
-        telemetry.QUEUED.inc()
+        trainer_metrics.QUEUED.inc()
         self._jobs.put(Job(Shutdown(), Future()))
 
     def break_down(self, error: FoveaError) -> None:

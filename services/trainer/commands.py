@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from services.trainer.datums import Datum
-from services.trainer.lora import LoraSettings
-from services.trainer.optimizer import Adam
-from services.trainer.packing import DatumSize
+from services.trainer.batches.datum_decoding import Datum
+from services.trainer.batches.packing import DatumSize
+from services.trainer.model.lora import LoraSettings
+from services.trainer.model.optimizer import Adam
 
 
 @dataclass(frozen=True)

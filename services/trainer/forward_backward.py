@@ -23,19 +23,19 @@ from torch import Tensor
 
 from fovea.api.v1 import trainer_pb2
 from fovea.wire.errors import FoveaError, InvalidInput, ResourceExhausted
-from services.trainer.account import MemoryAccount
-from services.trainer.batch import Batch, BatchLayout, Patches, wanted_images
+from services.trainer.batches.datum_decoding import Datum, InputLimits, decode_datum
+from services.trainer.batches.micro_batch import Batch, BatchLayout, Patches, wanted_images
+from services.trainer.batches.packing import Plan, Step, plan
+from services.trainer.batches.vision_memory import SeenImage, VisionMemory
+from services.trainer.batches.vision_tensors import FeatureCache
 from services.trainer.commands import ForwardBackward
-from services.trainer.control import ControlGroup
-from services.trainer.datums import Datum, InputLimits, decode_datum
-from services.trainer.device_memory import is_out_of_memory
-from services.trainer.features import FeatureCache
 from services.trainer.losses import Loss, Sandbox, loss_of
-from services.trainer.packing import Plan, Step, plan
-from services.trainer.sharding import ShardedModel
-from services.trainer.token_budget import Budgets
-from services.trainer.trained import FullModel, TrainedModel
-from services.trainer.vision_memory import SeenImage, VisionMemory
+from services.trainer.model.device_memory import is_out_of_memory
+from services.trainer.model.memory_account import MemoryAccount
+from services.trainer.model.sharding import ShardedModel
+from services.trainer.model.token_budget import Budgets
+from services.trainer.model.trained_model import FullModel, TrainedModel
+from services.trainer.ranks.control_group import ControlGroup
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from services.trainer.datums import Datum
+from services.trainer.batches.datum_decoding import Datum
 
 _INPUTS = ("logprobs", "advantages", "weights")
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from tests.e2e.prompts import Prompt, PromptBuilder
 from tests.e2e.stack import Stack
 from tests.e2e.test_bad_input import assert_user_error
-from tests.unit.trainer import loss_references
+from tests.unit.trainer.losses import loss_references
 
 CONFIGS: dict[str, dict[str, float]] = {
     "importance_sampling": {},

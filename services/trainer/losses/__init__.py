@@ -2,13 +2,13 @@
 
 from fovea.api.v1 import trainer_pb2
 from fovea.wire.errors import InvalidInput
-from services.trainer.losses.base import TARGETS, Loss, LossInput, LossValue
 from services.trainer.losses.cispo import Cispo
 from services.trainer.losses.cross_entropy import CrossEntropy
 from services.trainer.losses.custom import Custom
 from services.trainer.losses.dro import Dro
 from services.trainer.losses.gspo import Gspo
 from services.trainer.losses.importance_sampling import ImportanceSampling
+from services.trainer.losses.loss import TARGETS, Loss, LossInput, LossValue
 from services.trainer.losses.ppo import Ppo
 from services.trainer.losses.sandbox import Sandbox
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from services.trainer.losses.base import LossValue
+from services.trainer.losses.loss import LossValue
 from services.trainer.losses.policy_gradient import (
     HIGH,
     LOW,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from services.trainer.losses.base import Loss, LossInput, LossValue
+from services.trainer.losses.loss import Loss, LossInput, LossValue
 
 
 class CrossEntropy(Loss):

@@ -12,8 +12,8 @@ from torch import Tensor
 from fovea.api.v1 import trainer_pb2
 from fovea.wire import custom_loss
 from fovea.wire.errors import InvalidInput
-from services.trainer.losses.base import Loss, LossInput, LossValue, of_datum
 from services.trainer.losses.frames import Answer, Failure, Request
+from services.trainer.losses.loss import Loss, LossInput, LossValue, of_datum
 from services.trainer.losses.sandbox import Sandbox, Stopped
 
 

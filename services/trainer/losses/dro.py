@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from fovea.wire.errors import InvalidInput
-from services.trainer.losses.base import Loss, LossValue
+from services.trainer.losses.loss import Loss, LossValue
 from services.trainer.losses.policy_gradient import POLICY_INPUTS
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fovea.wire.errors import InvalidInput
-from services.trainer.losses.base import LossInput, LossValue
+from services.trainer.losses.loss import LossInput, LossValue
 from services.trainer.losses.policy_gradient import (
     HIGH,
     LOW,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from services.trainer.losses.base import Loss, LossValue
+from services.trainer.losses.loss import Loss, LossValue
 from services.trainer.losses.policy_gradient import POLICY_INPUTS, counts, greatest_ratio
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fovea.wire.errors import InvalidInput
-from services.trainer.losses.base import Loss, LossInput
+from services.trainer.losses.loss import Loss, LossInput
 
 POLICY_INPUTS = (LossInput("logprobs"), LossInput("advantages"), LossInput("weights", required=False))
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"

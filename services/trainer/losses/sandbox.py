@@ -150,7 +150,7 @@ class Sandbox:
         arguments = [str(theirs.fileno()), str(os.getpid()), str(self.memory_mib), str(self.timeout_s)]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.trainer.losses.worker", *arguments],
+                [sys.executable, "-m", "services.trainer.losses.loss_worker", *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=_environment(),

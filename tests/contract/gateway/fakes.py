@@ -31,7 +31,7 @@ from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.runtime.server import SERVER_OPTIONS
 from fovea.wire import tensors
 from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotFound, SnapshotNotLoaded
-from services.trainer.journal import Journal
+from services.trainer.idempotency import Journal
 
 MODEL = "fovea/fake-vl"
 VOCABULARY_SIZE = 1000

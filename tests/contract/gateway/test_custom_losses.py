@@ -17,7 +17,7 @@ from fovea.wire.errors import InvalidInput, NotFound
 from tests.contract.gateway.conftest import KEY, Stand, eventually
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import GRAPH, NODES, Rest, text_datum
-from tests.unit.trainer.traced import square_loss
+from tests.unit.trainer.losses.traced import square_loss
 
 
 def negative(logprobs: Any, weights: Any) -> Any:

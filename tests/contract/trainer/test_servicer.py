@@ -16,16 +16,16 @@ from fovea.runtime.server import ServiceServer
 from fovea.wire import tensors
 from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
 from fovea.wire.names import TRAINER_SERVICE
-from services.trainer import commands, telemetry
+from services.trainer import commands, trainer_metrics
+from services.trainer.batches.datum_decoding import InputLimits
+from services.trainer.batches.packing import DatumSize
 from services.trainer.command_queue import CommandQueue, settle
-from services.trainer.datums import InputLimits
-from services.trainer.families import family_of
 from services.trainer.forward_backward import Outcome
-from services.trainer.lora import LoraSettings
-from services.trainer.optimizer import Adam
-from services.trainer.packing import DatumSize
-from services.trainer.servicer import TrainerServicer
+from services.trainer.model.families import family_of
+from services.trainer.model.lora import LoraSettings
+from services.trainer.model.optimizer import Adam
 from services.trainer.settings import TrainerSettings
+from services.trainer.trainer_servicer import TrainerServicer
 from tests.otlp_collector import Collector
 
 ADAM = trainer_pb2.AdamParams(learning_rate=0.1, beta1=0.2, beta2=0.3, eps=0.4, weight_decay=0.5, grad_clip_norm=0.6)
@@ -132,7 +132,7 @@ async def test_the_gap_to_the_sampler_is_shown_for_the_model(trainer: Trainer) -
     await trainer.asked(trainer.client.forward_backward(header, [datum]), outcome)
     gap = "fovea_trainer_logprob_gap_nats"
     assert REGISTRY.get_sample_value(gap, {"model": "m"}) == pytest.approx(0.375)
-    telemetry.forget_model("m")
+    trainer_metrics.forget_model("m")
     assert REGISTRY.get_sample_value(gap, {"model": "m"}) is None
 
 

@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fovea.api.v1 import trainer_pb2
+from services.trainer.batches.datum_decoding import decode_datum
 from services.trainer.commands import CreateModel, ForwardBackward, OptimStep
-from services.trainer.control import ControlGroup
-from services.trainer.datums import decode_datum
-from services.trainer.engine import Engine
-from services.trainer.lora import LoraSettings
 from services.trainer.losses import loss_of
-from services.trainer.optimizer import Adam
+from services.trainer.model.lora import LoraSettings
+from services.trainer.model.optimizer import Adam
+from services.trainer.model.sharding import full_of
+from services.trainer.model.trained_model import FullModel, TrainedModel
+from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.settings import TrainerSettings
-from services.trainer.sharding import full_of
-from services.trainer.trained import FullModel, TrainedModel
+from services.trainer.training_engine import Engine
 
 MODEL = "m"
 

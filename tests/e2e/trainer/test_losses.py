@@ -18,8 +18,8 @@ from tests.e2e.trainer import reference
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import chunk_lists, datum, header, logprobs_of
 from tests.e2e.trainer.trainer_process import TrainerProcess
-from tests.unit.trainer import loss_references
-from tests.unit.trainer.traced import graph, node, ref, square_loss, traced
+from tests.unit.trainer.losses import loss_references
+from tests.unit.trainer.losses.traced import graph, node, ref, square_loss, traced
 
 POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 CONFIGS: dict[str, dict[str, float]] = {
@@ -264,7 +264,7 @@ async def _child_of(pid: int) -> psutil.Process:
     while True:
         for child in psutil.Process(pid).children():
             with suppress(psutil.Error):
-                if "services.trainer.losses.worker" in child.cmdline():
+                if "services.trainer.losses.loss_worker" in child.cmdline():
                     return child
         await asyncio.sleep(0.01)
 

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 import tinyvlm
-from services.trainer.lora import LoraSettings
-from services.trainer.optimizer import Adam
+from services.trainer.model.lora import LoraSettings
+from services.trainer.model.optimizer import Adam
 from tests.e2e.trainer.examples import datums_of
 from tests.e2e.trainer.image_service import ImageService
 from tests.e2e.trainer.rank_engine import Call, run_ranks

@@ -16,7 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 import gateway.instruments
 import services.renderer.renderer_metrics
 import services.sampler.sampler_metrics
-import services.trainer.telemetry
+import services.trainer.trainer_metrics
 from fovea.runtime import telemetry
 from fovea.runtime.gpu_memory import GpuMemory
 from fovea.wire.errors import FoveaError
@@ -30,7 +30,7 @@ MODULES = (
     services.renderer.renderer_metrics,
     services.sampler.sampler_metrics,
     gateway.instruments,
-    services.trainer.telemetry,
+    services.trainer.trainer_metrics,
     telemetry,
 )
 

@@ -12,7 +12,7 @@ from fovea.api.v1 import trainer_pb2
 from fovea.wire import loss_operations
 from fovea.wire.custom_loss import Constant, Ref, parse
 from fovea.wire.errors import InvalidInput
-from tests.unit.trainer.traced import graph, message, node, output, ref, square_loss, traced
+from tests.unit.trainer.losses.traced import graph, message, node, output, ref, square_loss, traced
 
 
 def test_what_the_sdk_writes_is_read() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from services.trainer.datums import Datum
+from services.trainer.batches.datum_decoding import Datum
 from services.trainer.logprob_gap import mean_gap
 
 

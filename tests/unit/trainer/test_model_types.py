@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.families import FAMILIES
+from services.trainer.model.families import FAMILIES
 from services.trainer.model_types import MODEL_TYPES, check_checkpoint
 
 

@@ -1,0 +1,196 @@
+"""One micro-batch of one rank: datums packed end to end, without padding.
+
+Shapes: T packed tokens, K most targets a position, P patches, W bytes of a patch, I images, M placeholder tokens.
+"""
+
+# ruff: noqa: N803, N815 -- the suffix of a tensor's name is its shape
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.trainer.batches.datum_decoding import Datum
+from services.trainer.batches.vision_memory import Grid
+from services.trainer.model.families.base import Documents
+
+FILLER_TOKENS = 2
+"""Of a rank without a datum in a step. One would have torch.compile make kernels for that size alone."""
+
+Patches = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class TowerInput:
+    """What the vision tower is run on.
+
+    Args:
+        patches_PW: uint8.
+        grids_I3: int64, time, height, width in patches.
+        images: Digest and grid of each image, in order; empty for a filler, which only joins the collectives.
+    """
+
+    patches_PW: Tensor
+    grids_I3: Tensor
+    images: tuple[tuple[str, Grid], ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where images stand.
+
+    Args:
+        digests: Of all images of the micro-batch, in packed order.
+        index_M: int64, packed positions of their placeholder tokens.
+    """
+
+    digests: tuple[str, ...]
+    index_M: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch on the device.
+
+    Args:
+        tokens_T: int64.
+        positions: int64 [3, T] for multimodal RoPE, else [1, T].
+        targets_TK: int64, 0 where a datum has fewer targets than K.
+        inputs: What the loss reads, by name, for each datum.
+        tower: None if no rank runs the vision tower in this step.
+        placement: None if no image stands here.
+        datums: What is packed, in order; empty for a filler.
+    """
+
+    tokens_T: Tensor
+    positions: Tensor
+    documents: Documents
+    targets_TK: Tensor
+    inputs: tuple[dict[str, Tensor], ...]
+    tower: TowerInput | None
+    placement: Placement | None
+    datums: tuple[Datum, ...]
+
+    def split_logprobs(self, logprobs_TK: Tensor) -> list[Tensor]:
+        """The log-probabilities of each datum, views shaped as its targets; of a filler, none."""
+        if not self.datums:
+            return []
+        parts = torch.split(logprobs_TK, [len(datum.tokens) for datum in self.datums])
+        return [
+            part[:, 0] if datum.flat_targets else part[:, : datum.targets.shape[1]]
+            for part, datum in zip(parts, self.datums, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """What batches of a model look like.
+
+    Args:
+        uses_mrope: Whether positions are [3, T].
+        patch_bytes: W; 0 for a text model.
+        merge_size: Patches along each side of a token's square.
+        device: Where batches go.
+    """
+
+    uses_mrope: bool
+    patch_bytes: int
+    merge_size: int
+    device: torch.device
+
+    def pack(
+        self,
+        datums: Sequence[Datum],
+        patches: Mapping[str, Patches],
+        run_tower: bool,
+        seen: Container[str] | None,
+    ) -> Batch:
+        """Packs datums; an empty list makes a filler.
+
+        Args:
+            patches: uint8 [P, W] by digest.
+            run_tower: Whether the ranks run the vision tower in this step.
+            seen: Digests of images whose output is known; None if the tower is trained and every image is run.
+        """
+        lengths = [len(datum.tokens) for datum in datums] or [FILLER_TOKENS]
+        bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        width = max((datum.targets.shape[1] for datum in datums), default=1)
+        tower = self._tower(datums, patches, seen) if run_tower else None
+        if not datums:
+            return self._filler(bounds, tower)
+        return Batch(
+            self._move(np.concatenate([datum.tokens for datum in datums])),
+            self._move(np.concatenate([self._positions(datum) for datum in datums], axis=1)),
+            Documents(self._move(bounds), max(lengths)),
+            self._move(np.concatenate([_widen(datum.targets, width) for datum in datums])),
+            self._inputs(datums),
+            tower,
+            self._placement(datums, bounds),
+            tuple(datums),
+        )
+
+    def _inputs(self, datums: Sequence[Datum]) -> tuple[dict[str, Tensor], ...]:
+        """Moves all values of one type at once: datums may be many and small."""
+        moved: list[dict[str, Tensor]] = [{} for _ in datums]
+        places = [(index, name, value) for index, datum in enumerate(datums) for name, value in datum.inputs.items()]
+        for dtype in {value.dtype for _, _, value in places}:
+            own = [place for place in places if place[2].dtype == dtype]
+            flat = self._move(np.concatenate([value.ravel() for _, _, value in own]))
+            parts = torch.split(flat, [value.size for _, _, value in own])
+            for (index, name, value), part in zip(own, parts, strict=True):
+                moved[index][name] = part.view(value.shape)
+        return tuple(moved)
+
+    def _filler(self, bounds: npt.NDArray[np.int32], tower: TowerInput | None) -> Batch:
+        zeros = torch.zeros(FILLER_TOKENS, 1, dtype=torch.int64, device=self.device)
+        positions = zeros.T.expand(3 if self.uses_mrope else 1, -1)
+        return Batch(zeros[:, 0], positions, Documents(self._move(bounds), FILLER_TOKENS), zeros, (), tower, None, ())
+
+    def _positions(self, datum: Datum) -> npt.NDArray[np.int64]:
+        rows = 3 if self.uses_mrope else 1
+        if datum.positions is not None:
+            return datum.positions
+        return np.broadcast_to(np.arange(len(datum.tokens), dtype=np.int64), (rows, len(datum.tokens)))
+
+    def _tower(
+        self, datums: Sequence[Datum], patches: Mapping[str, Patches], seen: Container[str] | None
+    ) -> TowerInput:
+        images = wanted_images(datums, seen)
+        if not images:
+            side = self.merge_size
+            filler = torch.zeros(side * side, self.patch_bytes, dtype=torch.uint8, device=self.device)
+            return TowerInput(filler, torch.tensor([[1, side, side]], device=self.device), ())
+        return TowerInput(
+            self._move(np.concatenate([patches[digest] for digest, _ in images])),
+            self._move(np.array([grid for _, grid in images], dtype=np.int64)),
+            tuple(images),
+        )
+
+    def _placement(self, datums: Sequence[Datum], bounds: npt.NDArray[np.int32]) -> Placement | None:
+        digests, index = [], []
+        for datum, start in zip(datums, bounds, strict=False):
+            for span in datum.spans:
+                digests.append(span.feature.digest)
+                index.append(np.arange(start + span.offset, start + span.offset + span.length, dtype=np.int64))
+        return Placement(tuple(digests), self._move(np.concatenate(index))) if index else None
+
+    def _move(self, array: npt.NDArray) -> Tensor:
+        if self.device.type == "cpu":
+            return torch.from_numpy(array)
+        # From memory that is not pinned the copy waits for the kernels before it, and the next ones come late.
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+
+def wanted_images(datums: Iterable[Datum], seen: Container[str] | None) -> list[tuple[str, Grid]]:
+    """Digest and grid of the images that the tower must be run on: all, or each that was not seen once."""
+    images = [(span.feature.digest, span.grid_thw) for datum in datums for span in datum.spans]
+    if seen is None:
+        return images
+    return [(digest, grid) for digest, grid in dict(images).items() if digest not in seen]
+
+
+def _widen(rows: npt.NDArray, width: int) -> npt.NDArray:
+    return rows if rows.shape[1] == width else np.pad(rows, ((0, 0), (0, width - rows.shape[1])))

@@ -1,0 +1,177 @@
+"""LoRA adapters: small float32 tensors beside the sharded base, injected by hooks, many of them on one base.
+
+All tensors of an adapter are views of one flat buffer, and so are their gradients: one all-reduce, one optimizer
+parameter, one copy for a snapshot. Every rank holds the same values.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fovea.wire.errors import InvalidInput
+from services.trainer.model.families.base import LoraTarget, Role
+from services.trainer.model.lora_pair import LoraPair
+from services.trainer.model.products import Trained, shared_products
+
+PEFT_PREFIX = "base_model.model."
+DEFAULT_ALPHA = 32.0
+UNEMBEDDING = "lm_head"
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What an adapter adapts; as `LoraConfig` on the wire."""
+
+    rank: int
+    alpha: float
+    seed: int
+    train_attention: bool
+    train_mlp: bool
+    train_unembedding: bool
+    train_vision: bool
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+    def check(self, max_rank: int, has_vision: bool) -> None:
+        """Raises InvalidInput for settings that cannot be honoured."""
+        if not 1 <= self.rank <= max_rank:
+            raise InvalidInput(f"lora.rank {self.rank} is not in 1 .. {max_rank}", field="lora.rank")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise InvalidInput(f"lora.alpha {self.alpha} must be positive and finite", field="lora.alpha")
+        if not (self.train_attention or self.train_mlp or self.train_unembedding):
+            raise InvalidInput(
+                "lora trains nothing: set train_attention, train_mlp or train_unembedding", field="lora.train_attention"
+            )
+        if self.train_vision and not has_vision:
+            raise InvalidInput("lora.train_vision is set, but the model has no vision tower", field="lora.train_vision")
+        if self.train_vision and not (self.train_attention or self.train_mlp):
+            raise InvalidInput(
+                "lora.train_vision needs train_attention or train_mlp, which it extends to the vision tower",
+                field="lora.train_vision",
+            )
+
+    def adapts(self, target: LoraTarget) -> bool:
+        """Whether a module is adapted."""
+        if target.vision and not self.train_vision:
+            return False
+        return {
+            Role.ATTENTION: self.train_attention,
+            Role.MLP: self.train_mlp,
+            Role.UNEMBEDDING: self.train_unembedding,
+        }[target.role]
+
+    def shapes(self, targets: Iterable[LoraTarget]) -> dict[str, tuple[int, int]]:
+        """Of all trained tensors, by name."""
+        found: dict[str, tuple[int, int]] = {}
+        for target in targets:
+            if self.adapts(target):
+                found[f"{target.name}.lora_A"] = (self.rank, target.module.in_features)
+                found[f"{target.name}.lora_B"] = (target.module.out_features, self.rank)
+        return found
+
+
+class LoraWeights:
+    """The trained tensors of one adapter.
+
+    Args:
+        settings: What to adapt.
+        targets: All modules that could be.
+        device: Where the tensors live.
+        dtype: The type of the model that it is computed with.
+
+    A is uniform within 1/sqrt(in), as kaiming_uniform_(a=sqrt(5)), from the seed and the module's name alone, so that
+    neither the number of ranks nor the other modules change it. B is zero.
+    """
+
+    def __init__(
+        self, settings: LoraSettings, targets: Iterable[LoraTarget], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.settings = settings
+        shapes = settings.shapes(targets)
+        self.flat = torch.zeros(sum(r * c for r, c in shapes.values()), device=device)
+        self.flat_grad = torch.zeros_like(self.flat)
+        self._cast = self.flat if dtype == self.flat.dtype else torch.zeros_like(self.flat, dtype=dtype)
+        self._tensors: dict[str, Tensor] = {}
+        views: dict[str, list[Tensor]] = {}
+        for (name, shape), offset in zip(shapes.items(), _offsets(shapes.values()), strict=True):
+            flats = (self.flat, self._cast, self.flat_grad)
+            views[name] = [flat.narrow(0, offset, math.prod(shape)).view(shape) for flat in flats]
+            leaf = self._tensors[name] = views[name][0]
+            if name.endswith("lora_A"):
+                leaf.copy_(_initial_a(name, shape, settings.seed))
+            leaf.requires_grad_()
+        modules = dict.fromkeys(name.removesuffix(".lora_A").removesuffix(".lora_B") for name in shapes)
+        self.pairs = {module: _pair(views, module, settings.scale) for module in modules}
+
+    def cast(self) -> None:
+        """Has the next passes compute with the weights as they are now."""
+        if self._cast is not self.flat:
+            self._cast.copy_(self.flat)
+
+    def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The parts of a buffer laid out as this adapter, under PEFT's names, in order."""
+        offset = 0
+        for name, tensor in self._tensors.items():
+            part = flat.narrow(0, offset, tensor.numel()).view(tensor.shape)
+            yield f"{PEFT_PREFIX}{name}.weight", part
+            offset += tensor.numel()
+
+
+def _pair(views: Mapping[str, list[Tensor]], module: str, scale: float) -> LoraPair:
+    (a, a_cast, a_grad), (b, b_cast, b_grad) = views[f"{module}.lora_A"], views[f"{module}.lora_B"]
+    return LoraPair(a, b, a_cast, b_cast, a_grad, b_grad, scale)
+
+
+def _offsets(shapes: Iterable[tuple[int, int]]) -> Iterator[int]:
+    offset = 0
+    for rows, columns in shapes:
+        yield offset
+        offset += rows * columns
+
+
+def _initial_a(name: str, shape: tuple[int, int], seed: int) -> Tensor:
+    word = sha256(f"{seed}/{name}".encode()).digest()[:8]
+    generator = torch.Generator().manual_seed(int.from_bytes(word, "little", signed=True))
+    bound = 1.0 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+class LoraInjector:
+    """Makes what is trained part of the linear modules of the base model; placed once."""
+
+    def __init__(self, targets: Iterable[LoraTarget]) -> None:
+        self._trained: Mapping[str, Trained] = {}
+        self.names: list[str] = []
+        for target in targets:
+            # The unembedding is no module call: logits are made in chunks, see target_logprobs.py.
+            if target.role is not Role.UNEMBEDDING:
+                self.names.append(target.name)
+                module: Any = target.module
+                module.trained = partial(self._trained_of, target.name)
+                module.forward = partial(_forward, module)
+
+    def activate(self, weights: LoraWeights | None) -> None:
+        """Makes an adapter take part in all forward passes from now on; None for the bare base."""
+        self._trained = weights.pairs if weights else {}
+        if weights is not None:
+            weights.cast()
+
+    def activate_full(self, masters: Mapping[str, Tensor]) -> None:
+        """Sums the gradients of weights, by module, into those of their float32 masters from now on."""
+        self._trained = masters
+
+    def _trained_of(self, name: str) -> Trained | None:
+        return self._trained.get(name)
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return shared_products(x, module)[0]

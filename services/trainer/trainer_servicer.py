@@ -1,0 +1,245 @@
+"""The gRPC face of the trainer: each method decodes and checks, submits one command, and encodes the answer."""
+
+# ruff: noqa: N802 -- methods are named by the proto
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import grpc
+
+import fovea
+from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import InvalidInput
+from services.trainer import commands, trainer_metrics
+from services.trainer.batches.datum_decoding import check_digests, decode_datum
+from services.trainer.command_queue import CommandQueue
+from services.trainer.forward_backward import Outcome
+from services.trainer.idempotency import Journal
+from services.trainer.logprob_gap import mean_gap
+from services.trainer.losses import LOSS_NAMES, loss_of
+from services.trainer.losses.custom import Custom
+from services.trainer.model.lora import DEFAULT_ALPHA, LoraSettings
+from services.trainer.model.optimizer import Adam
+from services.trainer.model.sharding import dtype_name
+from services.trainer.rank_worker import Rank
+from services.trainer.settings import TrainerSettings
+from services.trainer.snapshots.pusher import Pusher
+from services.trainer.training_engine import Engine
+
+Context = grpc.aio.ServicerContext
+
+PREPARE_S = 0.1
+"""How often ranks are asked whether they can compute traced losses, until they can."""
+
+REFUSED_STREAM_S = 10.0
+"""How long a client may go on sending a stream that was refused."""
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Answers on rank 0, also while a command runs."""
+
+    def __init__(self, settings: TrainerSettings, queue: CommandQueue, rank: Rank, pusher: Pusher) -> None:
+        self._settings = settings
+        self._queue = queue
+        self._rank = rank
+        self._pusher = pusher
+        self._journal = Journal()
+        self._losses_prepared = False
+        self._preparing = asyncio.Lock()
+        self._instance_id = uuid.uuid4().hex
+
+    async def GetTrainerInfo(
+        self, request: trainer_pb2.GetTrainerInfoRequest, context: Context
+    ) -> trainer_pb2.GetTrainerInfoResponse:
+        engine = self._engine()
+        return trainer_pb2.GetTrainerInfoResponse(
+            model=self._settings.model,
+            family=engine.family.model_type,
+            instance_id=self._instance_id,
+            world_size=engine.world_size,
+            max_lora_rank=self._settings.max_lora_rank,
+            max_context_length=engine.limits.max_context_length,
+            model_ids=sorted(engine.models),
+            loss_functions=sorted(LOSS_NAMES),
+            dtype=dtype_name(engine.dtype),
+            version=fovea.__version__,
+            supports_vision_lora=engine.family.has_vision,
+        )
+
+    async def CreateModel(
+        self, request: trainer_pb2.CreateModelRequest, context: Context
+    ) -> trainer_pb2.CreateModelResponse:
+        _require(request.model_id, "model_id")
+        kind = request.WhichOneof("kind")
+        if kind is None:
+            raise InvalidInput("kind is not set: give lora or full", field="kind")
+        lora = self._lora(request.lora) if kind == "lora" else None
+        count: int = await self._queue.submit(commands.CreateModel(request.model_id, lora))
+        return trainer_pb2.CreateModelResponse(trainable_parameter_count=count)
+
+    async def DeleteModel(
+        self, request: trainer_pb2.DeleteModelRequest, context: Context
+    ) -> trainer_pb2.DeleteModelResponse:
+        await self._queue.submit(commands.DeleteModel(request.model_id))
+        self._journal.forget(request.model_id)
+        return trainer_pb2.DeleteModelResponse()
+
+    async def ForwardBackward(
+        self, request_iterator: AsyncIterator[trainer_pb2.ForwardBackwardRequest], context: Context
+    ) -> AsyncIterator[trainer_pb2.ForwardBackwardResponse]:
+        header, datums = await self._receive_all(request_iterator)
+        command = await asyncio.to_thread(self._checked, header, datums)
+        seq_id = header.seq_id if header.backward else 0
+        outcome = await self._journal.once(
+            header.model_id, seq_id, lambda: self._computed(header, command), lambda outcome: outcome.size_bytes
+        )
+        for index in range(len(datums)):
+            output = trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(outcome.logprobs[index])})
+            yield trainer_pb2.ForwardBackwardResponse(output=output)
+        yield trainer_pb2.ForwardBackwardResponse(metrics=trainer_pb2.Metrics(values=outcome.metrics))
+
+    async def ClearGradients(
+        self, request: trainer_pb2.ClearGradientsRequest, context: Context
+    ) -> trainer_pb2.ClearGradientsResponse:
+        command = commands.ClearGradients(request.model_id)
+        await self._journal.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
+        return trainer_pb2.ClearGradientsResponse()
+
+    async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Context) -> trainer_pb2.OptimStepResponse:
+        command = commands.OptimStep(request.model_id, Adam.of(request.adam))
+        metrics, step = await self._journal.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
+        return trainer_pb2.OptimStepResponse(metrics=trainer_pb2.Metrics(values=metrics), step=step)
+
+    async def SaveState(self, request: trainer_pb2.SaveStateRequest, context: Context) -> trainer_pb2.SaveStateResponse:
+        size_bytes, step = await self._queue.submit(commands.SaveState(request.model_id, request.uri))
+        return trainer_pb2.SaveStateResponse(size_bytes=size_bytes, step=step)
+
+    async def LoadState(self, request: trainer_pb2.LoadStateRequest, context: Context) -> trainer_pb2.LoadStateResponse:
+        command = commands.LoadState(request.model_id, request.uri, request.optimizer)
+        step = await self._journal.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
+        return trainer_pb2.LoadStateResponse(step=step)
+
+    async def TakeSnapshot(
+        self, request: trainer_pb2.TakeSnapshotRequest, context: Context
+    ) -> trainer_pb2.TakeSnapshotResponse:
+        _require(request.snapshot_id, "snapshot_id")
+        command = commands.TakeSnapshot(request.model_id, request.snapshot_id, request.uri)
+        return trainer_pb2.TakeSnapshotResponse(snapshot=await self._queue.submit(command))
+
+    async def PushSnapshot(
+        self, request: trainer_pb2.PushSnapshotRequest, context: Context
+    ) -> trainer_pb2.PushSnapshotResponse:
+        return await self._pusher.push(request)
+
+    async def ForgetSnapshot(
+        self, request: trainer_pb2.ForgetSnapshotRequest, context: Context
+    ) -> trainer_pb2.ForgetSnapshotResponse:
+        await self._queue.submit(commands.ForgetSnapshot(request.snapshot_id))
+        return trainer_pb2.ForgetSnapshotResponse()
+
+    async def _computed(self, header: trainer_pb2.ForwardBackwardHeader, command: commands.ForwardBackward) -> Outcome:
+        if header.loss_function == Custom.name:
+            await self._prepare_losses()
+        outcome: Outcome = await self._queue.submit(command)
+        backward = str(command.backward).lower()
+        trainer_metrics.TOKENS.labels(backward).inc(sum(size.token_count for size in command.sizes))
+        trainer_metrics.DATUMS.labels(backward).inc(len(command.sizes))
+        trainer_metrics.PACKING.set(outcome.packing_efficiency)
+        gap = mean_gap(command.decoded or (), outcome.logprobs)
+        if gap is not None and command.model_id in self._engine().models:
+            trainer_metrics.LOGPROB_GAP.labels(command.model_id).set(gap)
+        return outcome
+
+    async def _prepare_losses(self) -> None:
+        """Waits for seconds before the first traced loss of all, while the ranks compute what others ask for."""
+        async with self._preparing:
+            while not self._losses_prepared:
+                self._losses_prepared = await self._queue.submit(commands.PrepareLosses())
+                if not self._losses_prepared:
+                    await asyncio.sleep(PREPARE_S)
+
+    def _engine(self) -> Engine:
+        self._queue.check()
+        return self._rank.engine
+
+    def _lora(self, given: weights_pb2.LoraConfig) -> LoraSettings:
+        settings = LoraSettings(
+            rank=given.rank,
+            alpha=given.alpha or DEFAULT_ALPHA,
+            seed=given.seed,
+            train_attention=given.train_attention,
+            train_mlp=given.train_mlp,
+            train_unembedding=given.train_unembedding,
+            train_vision=given.train_vision,
+        )
+        settings.check(self._settings.max_lora_rank, self._engine().family.has_vision)
+        return settings
+
+    async def _receive_all(
+        self, requests: AsyncIterator[trainer_pb2.ForwardBackwardRequest]
+    ) -> tuple[trainer_pb2.ForwardBackwardHeader, list[trainer_pb2.Datum]]:
+        try:
+            return await self._receive(requests)
+        except InvalidInput:
+            # gRPC breaks the stream of a client that is still sending when the status comes: let it finish first.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REFUSED_STREAM_S):
+                    async for _ in requests:
+                        pass
+            raise
+
+    async def _receive(
+        self, requests: AsyncIterator[trainer_pb2.ForwardBackwardRequest]
+    ) -> tuple[trainer_pb2.ForwardBackwardHeader, list[trainer_pb2.Datum]]:
+        header: trainer_pb2.ForwardBackwardHeader | None = None
+        datums: list[trainer_pb2.Datum] = []
+        async for request in requests:
+            kind = request.WhichOneof("record")
+            if (kind == "header") != (header is None):
+                raise InvalidInput("record: the stream must be one header, then datums", field="record")
+            if kind == "header":
+                header = self._bounded(request.header)
+            elif header is not None and len(datums) < header.datum_count:
+                datums.append(request.datum)
+            else:
+                raise InvalidInput(
+                    f"datum_count is {header.datum_count if header else 0}, more came", field="datum_count"
+                )
+        if header is None:
+            raise InvalidInput("header is missing: the stream was empty", field="header")
+        if len(datums) != header.datum_count:
+            raise InvalidInput(f"datum_count is {header.datum_count}, {len(datums)} datums came", field="datum_count")
+        return header, datums
+
+    def _bounded(self, header: trainer_pb2.ForwardBackwardHeader) -> trainer_pb2.ForwardBackwardHeader:
+        most = self._settings.max_datums
+        if not 1 <= header.datum_count <= most:
+            raise InvalidInput(f"datum_count {header.datum_count} is not in 1 .. {most}", field="datum_count")
+        return header
+
+    def _checked(
+        self, header: trainer_pb2.ForwardBackwardHeader, datums: list[trainer_pb2.Datum]
+    ) -> commands.ForwardBackward:
+        engine = self._engine()
+        engine.model(header.model_id)
+        loss = loss_of(header)
+        decoded = [decode_datum(datum, index, loss, engine.limits) for index, datum in enumerate(datums)]
+        check_digests(decoded)
+        sizes = [datum.size for datum in decoded]
+        return commands.ForwardBackward(
+            header.model_id,
+            header.SerializeToString(),
+            header.backward,
+            header.drop_gradients,
+            [datum.SerializeToString() for datum in datums],
+            sizes,
+            decoded,
+        )
+
+
+def _require(value: str, field: str) -> None:
+    if not value:
+        raise InvalidInput(f"{field} is empty", field=field)

@@ -1,0 +1,315 @@
+"""What one rank does for each command. All ranks hold the same models and execute the same commands in order."""
+
+import logging
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from fovea.runtime.checkpoint import context_length
+from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
+from services.trainer import commands
+from services.trainer.batches.datum_decoding import Datum, InputLimits
+from services.trainer.batches.micro_batch import BatchLayout
+from services.trainer.batches.vision_memory import VisionMemory
+from services.trainer.batches.vision_tensors import FeatureCache
+from services.trainer.forward_backward import LossComputer, Outcome
+from services.trainer.losses import Sandbox
+from services.trainer.model.device_memory import DeviceMemory
+from services.trainer.model.families import Family, family_of
+from services.trainer.model.families.base import PatchNormalizer
+from services.trainer.model.lora import LoraInjector, LoraSettings
+from services.trainer.model.memory_account import MemoryAccount
+from services.trainer.model.packed_model import PackedModel
+from services.trainer.model.sharding import ShardedModel
+from services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
+from services.trainer.ranks.control_group import ControlGroup
+from services.trainer.settings import TrainerSettings
+from services.trainer.snapshots import full_weights
+from services.trainer.snapshots.checkpoint_roots import CheckpointRoots
+from services.trainer.snapshots.snapshot_memory import SnapshotMemory, packed_buckets
+from services.trainer.snapshots.snapshot_taker import SnapshotTaker
+from services.trainer.snapshots.training_state import StateStore
+from services.trainer.snapshots.transfer_groups import TransferGroups
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+
+WARM_UP_TOKENS = 67
+"""Equal to no other size of a model: torch.compile takes sizes that are equal once for equal always."""
+
+
+class Engine:
+    """The base model and all models trained on it, on this rank.
+
+    Args:
+        settings: As given at start.
+        model_dir: The checkpoint on disk.
+        control: The ranks' control group.
+        device: Where this rank computes.
+        groups: Open transfer groups; on rank 0 only.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        model_dir: Path,
+        control: ControlGroup,
+        device: torch.device,
+        groups: TransferGroups | None,
+    ) -> None:
+        self._settings = settings
+        self._control = control
+        self._device = device
+        self._groups = groups
+        self.world_size = control.world_size
+        self.models: dict[str, TrainedModel] = {}
+        self.adapters = SnapshotMemory(settings.snapshot_memory_mib * MIB)
+        self.full = SnapshotMemory(settings.snapshot_memory_mib * MIB)
+        self._load(model_dir)
+        self._roots = CheckpointRoots(settings.checkpoints)
+        self._states = StateStore(control, settings.model)
+        self._snapshots = SnapshotTaker(
+            control, self._sharded, self.adapters, self.full, self._account, model_dir, settings.model
+        )
+
+    def _load(self, model_dir: Path) -> None:
+        settings = self._settings
+        self.family, self.dtype, module = load_model(settings, model_dir, self._device)
+        config = module.hf.config
+        self._targets = list(self.family.lora_targets(module.hf))
+        self._injector = LoraInjector(self._targets)
+        size_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+        keep = settings.keep_gathered == "always" or (
+            settings.keep_gathered == "auto" and size_bytes <= _keep_gathered_bytes(self._device)
+        )
+        mesh = init_device_mesh(self._device.type, (self._control.world_size,))
+        self._sharded = ShardedModel(module, mesh, keep)
+        text = config.get_text_config()
+        patch_bytes = self.family.patch_bytes(config) if self.family.has_vision else 0
+        merge_size = self.family.merge_size(config) if self.family.has_vision else 0
+        context = context_length(config.to_dict()) or text.max_position_embeddings
+        self.limits = InputLimits(
+            text.vocab_size,
+            min(settings.max_context_length or context, context),
+            merge_size,
+            self.family.uses_mrope,
+            self.family.reserved_ids(config),
+            self.family.image_opener_id(config),
+        )
+        layout = BatchLayout(self.family.uses_mrope, patch_bytes, merge_size, self._device)
+        features = FeatureCache(
+            settings.feature_cache_mib * MIB, patch_bytes, settings.fetch_timeout_s, settings.renderer
+        )
+        memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB)
+        self._account = MemoryAccount(settings, config, self.dtype, memory, self._control, self._spill)
+        vision = VisionMemory(settings.vision_memory_mib * MIB)
+        sandbox = Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib)
+        self._losses = LossComputer(
+            self._sharded, self._control, features, layout, vision, self.limits, self._account, sandbox
+        )
+        self._layout = layout
+        logger.info(
+            "%s with %.1f M parameters in %s on %s, %s between micro-batches",
+            self.family.model_type,
+            sum(p.numel() for p in module.parameters()) / 1e6,
+            self.dtype,
+            self._device,
+            "gathered" if keep else "sharded",
+        )
+
+    def _spill(self) -> bool:
+        """Copies on a GPU wait for their push on the host from now on; on a CPU older ones go. Says whether any did."""
+        kinds = (self.adapters, self.full)
+        return any([held.drop_older() if self._device.type == "cpu" else held.spill() for held in kinds])
+
+    def warm_up(self) -> None:
+        """Passes of a scratch adapter, vision included. Collective."""
+        settings = LoraSettings(1, 1.0, 0, True, True, True, self.family.has_vision)
+        scratch = AdapterModel(settings, self._targets, self._injector, self._device, self.dtype)
+        self._warm_up(scratch)
+        scratch.reduce_gradients()
+        self._injector.activate(None)
+        self._control.barrier()
+
+    def _warm_up(self, model: TrainedModel) -> None:
+        """Passes without gradients and with them, so that no kernel is compiled at the first call."""
+        model.activate()
+        batch = self._layout.pack([Datum.blank(WARM_UP_TOKENS)], {}, self.family.has_vision, None)
+        with torch.no_grad():
+            self._sharded.module(batch, model.unembedding, None)
+        self._sharded.module(batch, model.unembedding, None).sum().backward()
+        model.zero_gradients()
+
+    def execute(self, command: commands.Command) -> Any:
+        """Does one command. Raises FoveaError on all ranks alike; anything else is the end of this trainer."""
+        if uri := getattr(command, "uri", ""):
+            self._control.agree(lambda: self._roots.check(uri))
+        match command:
+            case commands.CreateModel():
+                return self._create(command)
+            case commands.DeleteModel():
+                return self._delete(command)
+            case commands.PrepareLosses():
+                return self._losses.prepare()
+            case commands.ForwardBackward():
+                return self._forward_backward(command)
+            case commands.ClearGradients():
+                return self.model(command.model_id).zero_gradients()
+            case commands.OptimStep():
+                return self._optim_step(command)
+            case commands.SaveState():
+                model = self.model(command.model_id)
+                return self._states.save(model, command.uri), model.step
+            case commands.LoadState():
+                return self._states.load(self.model(command.model_id), command.uri, command.optimizer)
+            case commands.TakeSnapshot():
+                return self._snapshots.take(command, self.model(command.model_id))
+            case commands.RestoreSnapshot():
+                return self._snapshots.restore(command.snapshot_id, command.uri).identity
+            case commands.ForgetSnapshot():
+                self.adapters.drop(command.snapshot_id)
+                return self.full.drop(command.snapshot_id)
+            case commands.DescribeFull():
+                found = self._snapshots.describe_full(command.snapshot_id, self._live_full())
+                self.full.pin(command.snapshot_id)
+                return found
+            case commands.UnpinFull():
+                return self.full.unpin(command.snapshot_id)
+            case commands.BroadcastFull():
+                return self._broadcast_full(command)
+            case commands.Heartbeat():
+                return self._control.barrier()
+        raise TypeError(f"no such command: {command!r}")
+
+    def model(self, model_id: str) -> TrainedModel:
+        """A model by id. Raises NotFound."""
+        if model_id not in self.models:
+            raise NotFound(f"model_id {model_id!r} is unknown to this trainer", field="model_id")
+        return self.models[model_id]
+
+    def _create(self, command: commands.CreateModel) -> int:
+        existing = self.models.get(command.model_id)
+        if existing is not None:
+            if getattr(existing, "settings", None) != command.lora:
+                raise AlreadyExists(f"model_id {command.model_id!r} exists with other settings", field="model_id")
+            return existing.trainable_parameter_count
+        if self._live_full() is not None:
+            raise FailedPrecondition(
+                f"a full-parameter model has this trainer for itself: {', '.join(self.models)}. Delete it first.",
+                field="model_id",
+            )
+        if command.lora is None and self.models:
+            raise FailedPrecondition(
+                f"full-parameter training needs the trainer for itself, but {len(self.models)} models exist: "
+                f"{', '.join(sorted(self.models)[:5])}. Delete them first.",
+                field="full",
+            )
+        if len(self.models) >= self._settings.max_models:
+            raise ResourceExhausted(f"{len(self.models)} models exist, which is the most: delete one", field="model_id")
+        model = self._new_full() if command.lora is None else self._new_adapter(command.lora)
+        model.model_id = command.model_id
+        self.models[command.model_id] = model
+        return model.trainable_parameter_count
+
+    def _new_adapter(self, settings: LoraSettings) -> AdapterModel:
+        size_bytes = AdapterModel.size_bytes(settings, self._targets, self.dtype)
+        self._account.admit(size_bytes, settings.train_vision, f"an adapter of rank {settings.rank}")
+        return self._control.agree(
+            lambda: AdapterModel(settings, self._targets, self._injector, self._device, self.dtype)
+        )
+
+    def _new_full(self) -> FullModel:
+        self._account.admit(FullModel.size_bytes(self._sharded), True, "training all parameters")
+        model = self._control.agree(lambda: FullModel(self._sharded, self._injector))
+        model.take_over()
+        if not self._sharded.computes_alone(True):
+            self._warm_up(model)
+            return model
+        try:
+            self._control.agree(lambda: self._warm_up(model))
+        except ResourceExhausted:
+            self._sharded.abandon_pass()
+            model.restore_base()
+            raise
+        return model
+
+    def _delete(self, command: commands.DeleteModel) -> None:
+        model = self.models.pop(command.model_id, None)
+        if isinstance(model, FullModel):
+            model.restore_base()
+        self._injector.activate(None)
+        self._losses.forget(command.model_id)
+        self.adapters.release_model(command.model_id)
+        self.full.release_model(command.model_id)
+
+    def _forward_backward(self, command: commands.ForwardBackward) -> Outcome:
+        model = self.model(command.model_id)
+        if command.backward and command.drop_gradients:
+            model.zero_gradients()
+        return self._losses.run(command, model)
+
+    def _optim_step(self, command: commands.OptimStep) -> tuple[dict[str, float], int]:
+        model = self.model(command.model_id)
+        return model.optim_step(command.adam, self._control), model.step
+
+    def _live_full(self) -> FullModel | None:
+        return next((model for model in self.models.values() if isinstance(model, FullModel)), None)
+
+    def _broadcast_full(self, command: commands.BroadcastFull) -> str:
+        """Gathers and sends; returns what went wrong with sending, empty if nothing.
+
+        A transfer that breaks must not stop the gathering: the other ranks are in the middle of it.
+        """
+        _, specs = self._snapshots.describe_full(command.snapshot_id, self._live_full())
+        shards = self._snapshots.locals_of(command.snapshot_id, self._live_full())
+        like = dict(self._sharded.named_shards())
+        whole = full_weights.gathered(shards, like)
+        if self._groups is None:
+            deque(whole, maxlen=0)  # this rank takes part in the gathering and sends nothing
+            return ""
+        error = ""
+        for _, data in packed_buckets(specs, whole, command.bucket_bytes):
+            if not error:
+                try:
+                    self._groups.get(command.group_id).send(data, command.timeout_s)
+                except RuntimeError as failure:
+                    logger.warning("broadcast over %s failed: %s", command.group_id, failure)
+                    error = f"the broadcast failed: {failure}"
+        return error
+
+
+def load_model(
+    settings: TrainerSettings, model_dir: Path, device: torch.device
+) -> tuple[Family, torch.dtype, PackedModel]:
+    """The base model, frozen and on the CPU, ready to be sharded. Raises ValueError for unsupported ones."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_dir)
+    family = family_of(config.model_type)
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    hf = family.load(model_dir, dtype)
+    normalizer = None
+    if family.has_vision:
+        channels = int(hf.config.vision_config.in_channels)
+        normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, family.patch_bytes(hf.config)).to(device)
+    head_dtype = torch.float32 if settings.head_dtype == "float32" else dtype
+    chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, head_dtype)
+    return family, dtype, PackedModel(family, hf, normalizer, chunk, head_dtype)
+
+
+def _logit_chunk(size_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:
+    """Positions of one chunk; whole tiles of a matrix product where there are many."""
+    positions = max(1, size_bytes // (dtype.itemsize * vocabulary_size))
+    return positions // 128 * 128 or positions
+
+
+def _keep_gathered_bytes(device: torch.device) -> int:
+    """The largest model that is kept whole on every rank, beside its shards and what is trained."""
+    if device.type == "cpu":
+        return 2**30
+    return torch.cuda.get_device_properties(device).total_memory // 6

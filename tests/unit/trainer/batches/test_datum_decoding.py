@@ -1,0 +1,190 @@
+"""What a datum may be, and what it is after decoding."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fovea.api.v1 import model_input_pb2, trainer_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import InvalidInput
+from services.trainer.batches.datum_decoding import InputLimits, check_digests, decode_datum
+from services.trainer.batches.packing import DatumSize
+from services.trainer.losses import LOSSES, loss_of
+from tests.unit.trainer.losses.traced import square_loss
+
+LIMITS = InputLimits(vocabulary_size=100, max_context_length=16, merge_size=2, uses_mrope=True)
+TEXT_ONLY = InputLimits(vocabulary_size=100, max_context_length=16, merge_size=0, uses_mrope=False)
+CROSS_ENTROPY, IMPORTANCE = LOSSES["cross_entropy"]({}), LOSSES["importance_sampling"]({})
+
+
+def _datum(tokens: list[int], **inputs: np.ndarray) -> trainer_pb2.Datum:
+    return trainer_pb2.Datum(
+        input=model_input_pb2.RenderedInput(tokens=tensors.encode_tokens(tokens)),
+        loss_inputs={name: tensors.encode(value) for name, value in inputs.items()},
+    )
+
+
+def _with_image(tokens: int, offset: int = 2, grid: tuple[int, ...] = (1, 4, 4), length: int = 4) -> trainer_pb2.Datum:
+    datum = _datum([1] * tokens, target_tokens=np.zeros(tokens, np.int64), weights=np.zeros(tokens, np.float32))
+    feature = model_input_pb2.VisionFeature(digest="d", grid_thw=grid, token_count=length)
+    datum.input.spans.add(offset=offset, length=length, feature=feature)
+    datum.input.positions.CopyFrom(tensors.encode(np.ones((3, tokens), np.int32)))
+    return datum
+
+
+def test_flat_targets_become_one_column() -> None:
+    given = _datum([1, 2, 3], target_tokens=np.array([4, 5, 6]), weights=np.array([1, 2, 3]))
+    datum = decode_datum(given, 0, CROSS_ENTROPY, LIMITS)
+    assert datum.flat_targets
+    np.testing.assert_array_equal(datum.targets, [[4], [5], [6]])
+    np.testing.assert_array_equal(datum.inputs["weights"], np.array([1, 2, 3], np.float32))
+    assert datum.inputs["weights"].dtype == np.float32
+    assert datum.size == DatumSize(3, 0)
+
+
+def test_missing_optional_input_is_ones() -> None:
+    given = _datum(
+        [1, 2], target_tokens=np.array([4, 5]), logprobs=np.zeros(2, np.float32), advantages=np.ones(2, np.float32)
+    )
+    datum = decode_datum(given, 0, IMPORTANCE, LIMITS)
+    np.testing.assert_array_equal(datum.inputs["weights"], np.ones(2))
+
+
+def test_missing_thresholds_are_the_settings_and_given_ones_come_first() -> None:
+    ones = np.ones(2, np.float32)
+    policy: dict[str, np.ndarray] = {"target_tokens": np.array([4, 5]), "logprobs": -ones, "advantages": ones}
+    loss = LOSSES["ppo"]({"clip_high_threshold": 3.0})
+    high = decode_datum(_datum([1, 2], **policy), 0, loss, LIMITS).inputs["clip_high_threshold"]
+    np.testing.assert_array_equal(high, [3, 3])
+    given = _datum([1, 2], **policy, clip_high_threshold=np.array([1.5, 2.5], np.float32))
+    inputs = decode_datum(given, 0, loss, LIMITS).inputs
+    np.testing.assert_array_equal(inputs["clip_high_threshold"], [1.5, 2.5])
+    np.testing.assert_array_equal(inputs["clip_low_threshold"], np.full(2, 0.8, np.float32))
+    low = _datum([1, 2], **policy, clip_low_threshold=np.array([1, 9], np.float32))
+    with pytest.raises(InvalidInput, match=r"datum\[3\].loss_inputs.clip_low_threshold is 9 at \[1\]"):
+        decode_datum(low, 3, loss, LIMITS)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2)])
+def test_cross_entropy_without_weights_counts_each_target_once(shape: tuple[int, ...]) -> None:
+    datum = decode_datum(
+        _datum([1, 2, 3], target_tokens=np.ones(shape, np.int64)), 0, LOSSES["cross_entropy"]({}), LIMITS
+    )
+    np.testing.assert_array_equal(datum.inputs["weights"], np.ones(shape, np.float32))
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+def test_policy_losses_name_what_is_missing_unknown_or_short(name: str) -> None:
+    loss = LOSSES[name]({})
+    ones = np.ones(3, np.float32)
+    good: dict[str, np.ndarray] = {"target_tokens": np.array([4, 5, 6]), "logprobs": -ones, "advantages": ones}
+    if name == "gspo":
+        good["sequence_ratio_mask"] = ones
+    assert set(decode_datum(_datum([1, 2, 3], **good), 0, loss, LIMITS).inputs) == {one.name for one in loss.inputs}
+    for missing in good:
+        with pytest.raises(InvalidInput, match=rf"loss_inputs.{missing} is missing: {name} needs it"):
+            decode_datum(_datum([1, 2, 3], **{key: good[key] for key in good if key != missing}), 0, loss, LIMITS)
+    for short in (*(key for key in good if key != "target_tokens"), "weights"):
+        with pytest.raises(InvalidInput, match=rf"loss_inputs.{short} has shape \[2\], needs \[3\]"):
+            decode_datum(_datum([1, 2, 3], **{**good, short: ones[:2]}), 0, loss, LIMITS)
+    with pytest.raises(InvalidInput, match=rf"loss_inputs.mask is unknown for {name}"):
+        decode_datum(_datum([1, 2, 3], **good, mask=ones), 0, loss, LIMITS)
+    with pytest.raises(InvalidInput, match=rf"{name} takes \[N\]"):
+        decode_datum(_datum([1, 2, 3], **{**good, "target_tokens": np.zeros((3, 2), np.int64)}), 0, loss, LIMITS)
+
+
+def test_a_traced_loss_says_what_its_inputs_are() -> None:
+    message = square_loss(logprobs=2, beta=0, table=2)
+    loss = loss_of(trainer_pb2.ForwardBackwardHeader(loss_function="custom", custom_loss=message))
+    table = np.arange(6).reshape(3, 2)
+    given = {"target_tokens": np.zeros((2, 4), np.int64), "table": table, "unread": np.ones(1, np.float32)}
+    for beta in (np.array(0.5, np.float32), np.array([0.5], np.float32)):  # the SDK leaves the shape of a number out
+        datum = decode_datum(_datum([1, 2], **given, beta=beta), 0, loss, LIMITS)
+        assert datum.inputs["beta"].shape == ()
+    assert datum.inputs["table"].dtype == np.int64
+    np.testing.assert_array_equal(datum.inputs["table"], table)
+    assert set(datum.inputs) == {"beta", "table"}
+    with pytest.raises(InvalidInput, match=r"loss_inputs.table has shape \[3\], the loss says that it has 2"):
+        decode_datum(_datum([1, 2], **{**given, "table": table[:, 0]}, beta=beta), 0, loss, LIMITS)
+    with pytest.raises(InvalidInput, match=r"loss_inputs.beta is missing: custom needs it"):
+        decode_datum(_datum([1, 2], **given), 0, loss, LIMITS)
+    with pytest.raises(InvalidInput, match=r"custom takes \[N, K\]"):
+        decode_datum(_datum([1, 2], **{**given, "target_tokens": np.zeros(2, np.int64)}, beta=beta), 0, loss, LIMITS)
+
+
+def test_a_placeholder_in_the_place_of_an_image_is_refused() -> None:
+    limits = replace(LIMITS, reserved_ids=frozenset({90}), image_opener_id=89)
+    inputs = {"target_tokens": np.zeros(3, np.int64), "weights": np.zeros(3, np.float32)}
+    with pytest.raises(InvalidInput, match=r"datum\[0\].input.tokens has the image placeholder 90 at \[2\]"):
+        decode_datum(_datum([1, 89, 90], **inputs), 0, CROSS_ENTROPY, limits)
+    sampled = decode_datum(_datum([89, 1, 90], **inputs), 0, CROSS_ENTROPY, limits)
+    assert sampled.tokens.tolist() == [89, 1, 90]
+
+
+def test_image_is_counted() -> None:
+    datum = decode_datum(_with_image(9), 0, CROSS_ENTROPY, LIMITS)
+    assert datum.size == DatumSize(9, 16)
+    assert datum.spans[0].grid_thw == (1, 4, 4)
+    assert datum.positions is not None
+    assert datum.positions.shape == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("datum", "field"),
+    [
+        (_with_image(9, offset=6), "input.spans[0].offset"),
+        (_with_image(9, offset=-1), "input.spans[0].offset"),
+        (_with_image(9, grid=(1, 4)), "input.spans[0].feature.grid_thw"),
+        (_with_image(9, grid=(1, 0, 4)), "input.spans[0].feature.grid_thw"),
+        (_with_image(9, grid=(1, 3, 4)), "input.spans[0].feature.grid_thw"),
+        (_with_image(9, length=3), "input.spans[0].length"),
+        (_with_image(17), "input.tokens"),
+    ],
+)
+def test_bad_images_are_named(datum: trainer_pb2.Datum, field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        decode_datum(datum, 7, CROSS_ENTROPY, LIMITS)
+    assert caught.value.field == f"datum[7].{field}"
+    assert caught.value.message.startswith(f"datum[7].{field} ")
+
+
+def test_overlapping_images_are_refused() -> None:
+    datum = _with_image(12)
+    datum.input.spans.add().CopyFrom(datum.input.spans[0])
+    datum.input.spans[1].offset = 5
+    with pytest.raises(InvalidInput, match="rise from 6"):
+        decode_datum(datum, 0, CROSS_ENTROPY, LIMITS)
+
+
+def test_one_digest_has_one_grid() -> None:
+    datums = [_with_image(9, grid=(1, 4, 4)), _with_image(9, grid=(1, 2, 8))]
+    decoded = [decode_datum(datum, index, CROSS_ENTROPY, LIMITS) for index, datum in enumerate(datums)]
+    check_digests([decoded[0], decoded[0]])
+    with pytest.raises(InvalidInput, match=r"datum\[1\].*\[1, 2, 8\], but the same digest came with \[1, 4, 4\]"):
+        check_digests(decoded)
+
+
+def test_image_without_positions_is_refused() -> None:
+    datum = _with_image(9)
+    datum.input.ClearField("positions")
+    with pytest.raises(InvalidInput, match="positions is missing"):
+        decode_datum(datum, 0, CROSS_ENTROPY, LIMITS)
+
+
+def test_text_model_takes_neither_images_nor_positions() -> None:
+    datum = _with_image(9)
+    with pytest.raises(InvalidInput, match="takes text only"):
+        decode_datum(datum, 0, CROSS_ENTROPY, TEXT_ONLY)
+    del datum.input.spans[:]
+    with pytest.raises(InvalidInput, match="no multimodal RoPE"):
+        decode_datum(datum, 0, CROSS_ENTROPY, TEXT_ONLY)
+
+
+def test_many_targets_only_where_the_loss_takes_them() -> None:
+    many = {"target_tokens": np.zeros((2, 3), np.int64)}
+    soft = decode_datum(_datum([1, 2], **many, weights=np.ones((2, 3), np.float32)), 0, CROSS_ENTROPY, LIMITS)
+    assert soft.targets.shape == (2, 3)
+    assert not soft.flat_targets
+    with pytest.raises(InvalidInput, match=r"importance_sampling takes \[N\]"):
+        decode_datum(_datum([1, 2], **many), 0, IMPORTANCE, LIMITS)

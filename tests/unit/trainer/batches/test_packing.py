@@ -1,0 +1,63 @@
+"""Properties of the plan: nothing lost, nothing twice, budgets kept, ranks in step."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.batches.packing import DatumSize, plan
+
+SIZES = st.lists(
+    st.builds(DatumSize, st.integers(1, 500), st.sampled_from([0, 0, 4, 256, 1000])), min_size=1, max_size=60
+)
+RANKS = st.integers(1, 5)
+BUDGETS = st.tuples(st.integers(1, 700), st.integers(1, 1500))
+
+
+@given(SIZES, RANKS, BUDGETS)
+def test_every_datum_is_computed_once(sizes: list[DatumSize], ranks: int, budgets: tuple[int, int]) -> None:
+    made = plan(sizes, ranks, *budgets)
+    computed = [index for rank in range(ranks) for index in made.datums_of(rank)]
+    assert sorted(computed) == list(range(len(sizes)))
+
+
+@given(SIZES, RANKS, BUDGETS)
+def test_ranks_stay_in_step(sizes: list[DatumSize], ranks: int, budgets: tuple[int, int]) -> None:
+    made = plan(sizes, ranks, *budgets)
+    assert made.steps
+    for step in made.steps:
+        assert len(step.datums) == ranks
+        assert any(step.datums), "a step in which nobody computes anything"
+        assert step.has_vision == any(sizes[index].patch_count for batch in step.datums for index in batch)
+
+
+@given(SIZES, RANKS, BUDGETS)
+def test_budgets_hold_but_for_single_datums(sizes: list[DatumSize], ranks: int, budgets: tuple[int, int]) -> None:
+    for step in plan(sizes, ranks, *budgets).steps:
+        for batch in step.datums:
+            if len(batch) > 1:
+                assert sum(sizes[index].token_count for index in batch) <= budgets[0]
+                assert sum(sizes[index].patch_count for index in batch) <= budgets[1]
+
+
+@given(SIZES, RANKS, BUDGETS)
+def test_the_plan_depends_on_sizes_alone(sizes: list[DatumSize], ranks: int, budgets: tuple[int, int]) -> None:
+    copies = [DatumSize(size.token_count, size.patch_count) for size in sizes]
+    assert plan(sizes, ranks, *budgets) == plan(copies, ranks, *budgets)
+    assert 0 < plan(sizes, ranks, *budgets).efficiency <= 1
+
+
+@given(SIZES, BUDGETS)
+def test_equal_lengths_stand_side_by_side(sizes: list[DatumSize], budgets: tuple[int, int]) -> None:
+    for step in plan(sizes, 1, *budgets).steps:
+        lengths = [sizes[index].token_count for index in step.datums[0]]
+        assert lengths == sorted(lengths)
+
+
+def test_equal_datums_are_spread_evenly_and_fill_the_ranks() -> None:
+    made = plan([DatumSize(79, 256)] * 64, 2, 16384, 65536)
+    assert [len(batch) for step in made.steps for batch in step.datums] == [32, 32]
+    assert made.efficiency == 1.0
+
+
+def test_a_rank_without_datum_has_an_empty_batch() -> None:
+    made = plan([DatumSize(10, 0)], 3, 100, 100)
+    assert made.steps[0].datums == ((0,), (), ())

@@ -1,0 +1,48 @@
+"""Outputs of the frozen tower: split, kept, recalled under the right grid, joined."""
+
+import torch
+
+from services.trainer.batches.vision_memory import VisionMemory, join_outputs, split_output
+from services.trainer.model.families.base import VisionOutput
+
+GRIDS = [(1, 4, 4), (1, 2, 2), (2, 2, 4)]
+
+
+def _output() -> VisionOutput:
+    return VisionOutput(torch.randn(9, 3), (torch.randn(9, 3), torch.randn(9, 3)))
+
+
+def test_split_and_joined_again() -> None:
+    output = _output()
+    images = split_output(output, GRIDS, 2)
+    assert [len(image.output.embeddings) for image in images] == [4, 1, 4]
+    joined = join_outputs(images)
+    torch.testing.assert_close(joined.embeddings, output.embeddings)
+    torch.testing.assert_close(joined.deepstack, output.deepstack)
+    swapped = join_outputs([images[1], images[0], images[0]])
+    torch.testing.assert_close(swapped.embeddings, torch.cat([output.embeddings[4:5], *[output.embeddings[:4]] * 2]))
+
+
+def test_families_without_deepstack() -> None:
+    images = split_output(VisionOutput(torch.randn(9, 3), ()), GRIDS, 2)
+    assert join_outputs(images).deepstack == ()
+
+
+def test_recalled_under_the_same_grid_only() -> None:
+    memory = VisionMemory(10**6)
+    images = split_output(_output(), GRIDS, 2)
+    memory.remember({"a": images[0], "b": images[1]})
+    assert set(memory.recall({"a": (1, 4, 4), "b": (1, 2, 2), "c": (1, 2, 2)})) == {"a", "b"}
+    assert memory.recall({"a": (1, 2, 8)}) == {}
+
+
+def test_least_recently_used_goes_first() -> None:
+    images = split_output(_output(), GRIDS, 2)
+    memory = VisionMemory(images[0].size_bytes * 2)
+    memory.remember({"a": images[0], "b": images[2]})
+    memory.recall({"a": GRIDS[0]})
+    memory.remember({"c": images[1]})
+    assert set(memory.recall({"a": GRIDS[0], "b": GRIDS[2], "c": GRIDS[1]})) == {"a", "c"}
+    nothing = VisionMemory(0)
+    nothing.remember({"a": images[0]})
+    assert nothing.recall({"a": GRIDS[0]}) == {}

@@ -1,0 +1,94 @@
+"""Images come from a renderer that holds few of them at once; its gRPC server is real."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
+from fovea.wire.errors import FeatureEvicted, to_status
+from fovea.wire.features import FeatureTensors, iter_pieces, tensors_sha256
+from services.trainer.batches.datum_decoding import Datum, Span
+from services.trainer.batches.vision_tensors import FeatureCache
+
+COUNT, HELD = 7, 2
+
+
+class SmallRenderer(renderer_pb2_grpc.RendererServiceServicer):
+    """Holds the last `HELD` images that were rendered."""
+
+    def __init__(self) -> None:
+        self.held: OrderedDict[str, FeatureTensors] = OrderedDict()
+        self._server = grpc.server(futures.ThreadPoolExecutor(2))
+        renderer_pb2_grpc.add_RendererServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def close(self) -> None:
+        self._server.stop(None)
+
+    def render(self, number: int) -> Datum:
+        tensors = {
+            "pixel_values": np.full((4, 3), number, np.uint8),
+            "image_grid_thw": np.array([[1, 2, 2]], np.int64),
+        }
+        digest = f"{number:064x}"
+        self.held[digest] = tensors
+        while len(self.held) > HELD:
+            self.held.popitem(last=False)
+        feature = model_input_pb2.VisionFeature(
+            digest=digest, grid_thw=[1, 2, 2], source=self.address, tensors_sha256=tensors_sha256(tensors)
+        )
+        datum = Datum.blank(3)
+        object.__setattr__(datum, "index", number)
+        object.__setattr__(datum, "spans", (Span(offset=0, length=1, feature=feature, grid_thw=(1, 2, 2)),))
+        return datum
+
+    def FetchFeatures(self, request: renderer_pb2.FetchFeaturesRequest, context: Any) -> Any:  # noqa: N802
+        for digest in request.digests:
+            if digest not in self.held:
+                status = to_status(FeatureEvicted(f"the tensors of image {digest} are not held"))
+                context.abort(grpc.StatusCode.NOT_FOUND, status.message)
+        for digest in request.digests:
+            yield from iter_pieces(digest, self.held[digest])
+
+
+@pytest.fixture
+def renderer() -> Iterator[SmallRenderer]:
+    started = SmallRenderer()
+    yield started
+    started.close()
+
+
+def test_a_batch_that_is_more_than_a_renderer_holds_comes_in_portions(renderer: SmallRenderer) -> None:
+    cache = FeatureCache(0, 3, 10.0, "")
+    datums = [renderer.render(number) for number in range(COUNT)]
+    missing = []
+    for _ in range(COUNT):
+        try:
+            found = cache.patches_of("m", datums, {})
+            break
+        except FeatureEvicted as error:
+            missing.append([int(index) for index in error.metadata["datums"].split(",")])
+            for number in missing[-1][:HELD]:
+                renderer.render(number)
+    assert missing == [[0, 1, 2, 3, 4], [2, 3, 4], [4]]
+    assert [int(found[f"{number:064x}"][0, 0]) for number in range(COUNT)] == list(range(COUNT))
+    with pytest.raises(FeatureEvicted):
+        cache.patches_of("another", datums, {})
+
+
+def test_what_waits_for_a_model_goes_with_it(renderer: SmallRenderer) -> None:
+    cache = FeatureCache(0, 3, 10.0, "")
+    datums = [renderer.render(number) for number in range(3)]
+    with pytest.raises(FeatureEvicted):
+        cache.patches_of("m", datums, {})
+    cache.forget("m")
+    renderer.held.clear()
+    with pytest.raises(FeatureEvicted) as caught:
+        cache.patches_of("m", datums, {})
+    assert caught.value.metadata["datums"] == "0,1,2"

@@ -1,0 +1,58 @@
+"""Packed attention against a dense mask over everything."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from services.trainer.model.attention import group_by_length, packed_attention
+
+CASES = [[5], [3, 3, 3], [1, 4, 2], [4, 2, 4, 2, 4], [7, 1, 1, 7, 3], [2, 5, 2]]
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], causal: bool) -> torch.Tensor:
+    count = q.shape[2]
+    document = torch.zeros(count, dtype=torch.int64)
+    for number, (start, end) in enumerate(pairwise(bounds)):
+        document[start:end] = number
+    allowed = document[:, None] == document[None, :]
+    if causal:
+        allowed &= torch.ones(count, count, dtype=torch.bool).tril()
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~allowed, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("lengths", CASES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_equals_dense_attention(lengths: list[int], causal: bool, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    shapes = [(1, 4, bounds[-1], 6), (1, kv_heads, bounds[-1], 6), (1, kv_heads, bounds[-1], 6)]
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    copies = [tensor.detach().clone().requires_grad_() for tensor in given]
+    expected = _dense(*copies, bounds, causal)
+    found, _ = packed_attention(
+        nn.Module(), *given, None, 0.3, torch.tensor(bounds, dtype=torch.int32), max(lengths), causal
+    )
+    torch.testing.assert_close(found, expected)
+    direction = torch.randn_like(expected)
+    (found * direction).sum().backward()
+    (expected * direction).sum().backward()
+    for one, other in zip(given, copies, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_equal_lengths_make_one_call() -> None:
+    grouping = group_by_length((0, 4, 8, 12))
+    assert [(group.length, group.start, group.count) for group in grouping.groups] == [(4, 0, 3)]
+    assert grouping.restore is None
+
+
+def test_bounds_are_needed() -> None:
+    query = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        packed_attention(nn.Module(), query, query, query, None)

@@ -1,0 +1,100 @@
+"""Chunked log-probabilities against float64, and their gradients against autograd and finite differences."""
+
+import pytest
+import torch
+
+from services.trainer.model.lora_pair import LoraPair
+from services.trainer.model.target_logprobs import target_logprobs
+
+T, K, D, V, R = 7, 3, 5, 11, 2
+SCALE = 1.7
+
+
+def _inputs(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"hidden": (T, D), "weight": (V, D), "a": (R, D), "b": (V, R), "direction": (T, K)}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
+    }
+
+
+def _reference(inputs: dict[str, torch.Tensor], targets: torch.Tensor, lora: bool) -> torch.Tensor:
+    logits = inputs["hidden"] @ inputs["weight"].T
+    if lora:
+        logits = logits + SCALE * inputs["hidden"] @ inputs["a"].T @ inputs["b"].T
+    return logits.log_softmax(-1).gather(1, targets)
+
+
+def _pair(given: dict[str, torch.Tensor]) -> LoraPair:
+    """Gradients arrive where a leaf keeps them."""
+    a, b = given["a"], given["b"]
+    a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
+    return LoraPair(a, b, a.detach(), b.detach(), a.grad, b.grad, SCALE)
+
+
+def _targets() -> torch.Tensor:
+    targets = torch.randint(0, V, (T, K), generator=torch.Generator().manual_seed(5))
+    targets[2] = 4  # the same target three times
+    return targets
+
+
+@pytest.mark.parametrize("chunk", [1, 3, T, 100])
+@pytest.mark.parametrize("lora", [False, True])
+def test_values_and_gradients(chunk: int, lora: bool) -> None:
+    targets = _targets()
+    exact = {name: tensor.requires_grad_() for name, tensor in _inputs(torch.float64).items()}
+    expected = _reference(exact, targets, lora)
+    (expected * exact["direction"].detach()).sum().backward()
+    given = {name: tensor.requires_grad_() for name, tensor in _inputs().items()}
+    pair = _pair(given) if lora else None
+    found = target_logprobs(given["hidden"], given["weight"], pair, targets, chunk)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    (found * given["direction"].detach()).sum().backward()
+    for name in ("hidden", "weight", *(("a", "b") if lora else ())):
+        torch.testing.assert_close(given[name].grad.double(), exact[name].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_the_weight_adds_to_its_master() -> None:
+    inputs, targets = _inputs(), _targets()
+    weight = inputs["weight"].requires_grad_()
+    (target_logprobs(inputs["hidden"], weight, None, targets, 3) * inputs["direction"]).sum().backward()
+    assert weight.grad is not None
+    expected, weight.grad = weight.grad, None
+    master = weight.detach().clone()
+    for _ in range(2):
+        (target_logprobs(inputs["hidden"], weight, master, targets, 3) * inputs["direction"]).sum().backward()
+    assert weight.grad is None
+    assert master.grad is not None
+    torch.testing.assert_close(master.grad, 2 * expected)
+
+
+def test_gradient_by_finite_differences() -> None:
+    inputs, targets, step = _inputs(torch.float64), _targets(), 1e-6
+    given = {name: tensor.float().requires_grad_() for name, tensor in inputs.items()}
+    pair = _pair(given)
+    found = target_logprobs(given["hidden"], given["weight"], pair, targets, 3)
+    (found * given["direction"].detach()).sum().backward()
+    for name in ("hidden", "a", "b"):
+        for place in [(0, 0), (1, 1)]:
+            moved = {key: tensor.clone() for key, tensor in inputs.items()}
+            moved[name][place] += step
+            rise = ((_reference(moved, targets, True) - _reference(inputs, targets, True)) * inputs["direction"]).sum()
+            assert given[name].grad[place].item() == pytest.approx(rise.item() / step, rel=1e-3, abs=1e-4)
+
+
+def test_positions_without_gradient_are_skipped_exactly() -> None:
+    inputs, targets = _inputs(), _targets()
+    hidden = inputs["hidden"].requires_grad_()
+    found = target_logprobs(hidden, inputs["weight"], None, targets, 2)
+    weights = torch.zeros(T, K)
+    weights[4, 1] = 1.0
+    (found * weights).sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad[4].any()
+    assert not hidden.grad[[0, 1, 2, 3, 5, 6]].any()
+
+
+def test_extreme_logits_stay_finite() -> None:
+    hidden = torch.full((2, D), 1e4)
+    found = target_logprobs(hidden, _inputs()["weight"], None, torch.zeros(2, 1, dtype=torch.int64), 2)
+    assert torch.isfinite(found).all()

@@ -1,0 +1,200 @@
+"""Nothing that others can write runs code: not what comes from other ranks, nor what checkpoints say of themselves."""
+
+import collections
+import functools
+import io
+import os
+import pickle
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from fovea.api.v1 import weights_pb2
+from fovea.wire.errors import FeatureEvicted, InvalidInput
+from services.trainer import commands
+from services.trainer.batches.packing import DatumSize
+from services.trainer.model.lora import LoraSettings
+from services.trainer.ranks import plain_pickle
+from services.trainer.ranks.peers import Peer
+from services.trainer.ranks.plain_pickle import MessagePickler, MessageUnpickler, MetadataUnpickler, NotPlain
+from services.trainer.snapshots.dcp import PlainReader, TensorPlanner
+
+
+class Call:
+    """Unpickled, calls a function."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
+
+
+def attacks(target: Path) -> dict[str, Any]:
+    """Objects whose pickles make `target`, or get hold of what could, by the names that are refused."""
+    return {
+        "posix.system": Call(os.system, f"touch {target}"),
+        "builtins.eval": Call(eval, f"open({str(target)!r}, 'w')"),
+        "subprocess.Popen": Call(subprocess.Popen, ["touch", str(target)]),
+        "functools.partial": Call(functools.partial, os.mkdir, str(target)),
+        "builtins.getattr": Call(getattr, "", "format"),
+        "builtins.type": Call(type, "name", (), {}),
+        "torch.storage._load_from_bytes": torch.UntypedStorage(1),
+        "collections.namedtuple": Call(collections.namedtuple, "n", "a"),
+        "builtins.SystemExit": SystemExit(1),
+    }
+
+
+NAMES = sorted(attacks(Path("x")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("reader", [MetadataUnpickler, MessageUnpickler])
+def test_an_attack_is_refused_by_name(name: str, reader: type[pickle.Unpickler], tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    with pytest.raises(NotPlain, match=name.replace(".", r"\.")):
+        reader(io.BytesIO(pickle.dumps({"a": [attacks(target)[name]]}))).load()
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "services.trainer.ranks.rank_launcher tempfile.mkdtemp",  # dotted: reaches into what a module imports
+        "services.trainer.ranks.rank_launcher asyncio.create_subprocess_exec",
+        "services.trainer.ranks.rank_launcher _leave",  # a function of our own
+        "services.trainer.ranks.plain_pickle Enum",  # makes classes
+        "torch.distributed.checkpoint.filesystem FileSystemReader",
+        "torch load",
+        "torch hub.load",
+        "builtins exec",
+    ],
+)
+@pytest.mark.parametrize("reader", [MetadataUnpickler, MessageUnpickler])
+def test_what_is_reached_through_known_modules_is_refused(name: str, reader: type[pickle.Unpickler]) -> None:
+    module, attribute = (part.encode() for part in name.split())
+    for pickled in (
+        b"\x80\x04\x8c" + bytes([len(module)]) + module + b"\x8c" + bytes([len(attribute)]) + attribute + b"\x93.",
+        b"c" + module + b"\n" + attribute + b"\n.",
+    ):
+        with pytest.raises(NotPlain, match="which plain data does not need"):
+            reader(io.BytesIO(pickled)).load()
+
+
+def test_torchs_collectives_of_objects_refuse_it_too(tmp_path: Path, install: None) -> None:
+    """What gather_object, all_gather_object and broadcast_object_list do with what has come, in DCP too."""
+    target = tmp_path / "made"
+    raw = bytearray(pickle.dumps(Call(os.mkdir, str(target))))
+    with pytest.raises(NotPlain, match=r"posix\.mkdir"):
+        distributed_c10d._tensor_to_object(torch.frombuffer(raw, dtype=torch.uint8), len(raw), None)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        commands.Heartbeat(),
+        commands.CreateModel("m", LoraSettings(4, 8.0, 1, True, False, True, False)),
+        commands.ForwardBackward("m", b"header", True, False, [b"datum"], [DatumSize(3, 4)]),
+        commands.LoadState("m", "/uri", True),
+        Peer(1, 0),
+        weights_pb2.Snapshot(snapshot_id="s", size_bytes=3),
+        {"a.safetensors": bytes(1000)},
+        [{3: np.arange(6, dtype=np.float32).reshape(2, 3)}, {"loss:sum": np.float64(2.5)}, None, {1, 2}],
+        [np.zeros((2, 3), np.float32)[:, ::2], torch.Size([1, 2]), torch.bfloat16],
+        FileNotFoundError(2, "no such file"),
+    ],
+    ids=lambda said: type(said).__name__,
+)
+def test_what_ranks_say_arrives(said: Any, install: None) -> None:
+    tensor, size = distributed_c10d._object_to_tensor(said, torch.device("cpu"), None)
+    heard = distributed_c10d._tensor_to_object(tensor, int(size), None)
+    assert repr(heard) == repr(said)
+
+
+def test_errors_arrive_as_themselves_and_those_of_others_as_their_text() -> None:
+    class Theirs(Exception):
+        pass
+
+    told = io.BytesIO()
+    MessagePickler(told).dump((FeatureEvicted("gone", digest="abc"), Theirs("no such bucket")))
+    ours, theirs = MessageUnpickler(io.BytesIO(told.getvalue())).load()
+    assert (type(ours), ours.metadata) == (FeatureEvicted, {"digest": "abc"})
+    assert repr(theirs) == "RuntimeError('Theirs: no such bucket')"
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a rank, for one test."""
+    for name in ("_pickler", "_unpickler"):
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
+    plain_pickle.install()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """What torch itself writes."""
+    folder = tmp_path / "dcp"
+    save({"weights": {"a": torch.arange(6.0)}}, storage_writer=FsspecWriter(str(folder)), no_dist=True)
+    return folder
+
+
+def test_a_checkpoint_is_read(checkpoint: Path) -> None:
+    state = {"weights": {"a": torch.zeros(6)}}
+    load(state, storage_reader=PlainReader(str(checkpoint)), planner=TensorPlanner(), no_dist=True)
+    assert torch.equal(state["weights"]["a"], torch.arange(6.0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_description_that_is_an_attack_is_refused_by_name(checkpoint: Path, name: str, tmp_path: Path) -> None:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(attacks(tmp_path / "made")[name]))
+    with pytest.raises(InvalidInput, match=f"no checkpoint's description: it names {name}"):
+        PlainReader(str(checkpoint)).read_metadata()
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda metadata: pickle.dumps({"a": 1}), "does not describe files of its own folder"),
+        (lambda metadata: pickle.dumps(_elsewhere(metadata)), "does not describe files of its own folder"),
+        (lambda metadata: pickle.dumps(metadata)[:-30], "no checkpoint's description"),
+        (lambda metadata: b"", "no checkpoint's description"),
+    ],
+)
+def test_a_description_that_is_none_is_refused(
+    checkpoint: Path, change: Callable[[Metadata], bytes], said: str
+) -> None:
+    file = checkpoint / ".metadata"
+    file.write_bytes(change(PlainReader(str(checkpoint)).read_metadata()))
+    with pytest.raises(InvalidInput, match=said):
+        PlainReader(str(checkpoint)).read_metadata()
+
+
+def test_an_entry_that_is_no_tensor_is_not_unpickled(checkpoint: Path, tmp_path: Path) -> None:
+    """A description that promises a tensor to who looks at it, and a pickle to who loads it."""
+    target = tmp_path / "made"
+    state: dict[str, Any] = {"a": Call(os.mkdir, str(target))}
+    save(state, storage_writer=FsspecWriter(str(checkpoint)), no_dist=True)
+    assert not isinstance(PlainReader(str(checkpoint)).read_metadata().state_dict_metadata["a"], TensorStorageMetadata)
+    with pytest.raises(BaseException, match="a is no tensor"):
+        load({"a": 1}, storage_reader=PlainReader(str(checkpoint)), planner=TensorPlanner(), no_dist=True)
+    assert not target.exists()
+
+
+def _elsewhere(metadata: Metadata) -> Metadata:
+    (index,) = metadata.storage_data
+    info: _StorageInfo = metadata.storage_data[index]
+    metadata.storage_data[index] = _StorageInfo("../../other/__0_0.distcp", info.offset, info.length)
+    return metadata
