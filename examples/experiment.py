@@ -15,18 +15,23 @@ import numpy as np
 import tinker
 
 from examples.random_player import RandomPlayer
-from fovea_rollout.batch import run_batch
-from fovea_rollout.datums import training_datums
-from fovea_rollout.environment import Environment
-from fovea_rollout.evaluation import evaluate
-from fovea_rollout.loop import LoopSettings, train
-from fovea_rollout.policy import Policy, SamplingSettings
-from fovea_rollout.rollout import RolloutSettings
-from fovea_rollout.step_report import StepReport, reward_mean
-from fovea_rollout.template import ChatTemplate
-from fovea_rollout.tinker_policy import TinkerPolicy
-from fovea_rollout.trajectory import Trajectory
-from fovea_rollout.viewer import write_viewer
+from fovea_rollout import (
+    ChatTemplate,
+    Environment,
+    LoopSettings,
+    Policy,
+    RolloutSettings,
+    SamplingSettings,
+    StepReport,
+    TinkerPolicy,
+    Trajectory,
+    evaluate,
+    run_rollouts,
+    train,
+    training_datums,
+    write_viewer,
+)
+from fovea_rollout.trajectory import reward_mean
 
 Sources = Sequence[Callable[[], Environment]]
 WARM_UP_EPISODES = 400
@@ -92,7 +97,7 @@ class Experiment:
         Its mean reward is `random` in the result.
         """
         player = RandomPlayer(self.policy, self._tokenizer, draw)
-        played = await run_batch(
+        played = await run_rollouts(
             player,
             self._template,
             sources[: min(WARM_UP_EPISODES, WARM_UP_BATCH * self._arguments.warm_up)],

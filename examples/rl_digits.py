@@ -10,11 +10,7 @@ import numpy as np
 
 from demo.digits import QUESTION, Scan, load_scans
 from examples.experiment import Experiment, read_arguments
-from fovea_rollout.environment import Answer, Step
-from fovea_rollout.loop import LoopSettings
-from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import SamplingSettings
-from fovea_rollout.rollout import RolloutSettings
+from fovea_rollout import Answer, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step
 
 
 class DigitEnvironment:

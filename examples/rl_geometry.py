@@ -12,11 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from examples.experiment import Experiment, read_arguments
-from fovea_rollout.environment import Answer, Step
-from fovea_rollout.loop import LoopSettings
-from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import SamplingSettings
-from fovea_rollout.rollout import RolloutSettings
+from fovea_rollout import Answer, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step
 
 SIDE, UNIT, WIDEST = 64, 8, 7
 TRIES = 3

@@ -17,10 +17,7 @@ import minigrid  # noqa: F401  (registers its environments)
 import numpy as np
 
 from examples.experiment import Experiment, read_arguments
-from fovea_rollout.gymnasium_environment import GymnasiumEnvironment, Rules
-from fovea_rollout.loop import LoopSettings
-from fovea_rollout.policy import SamplingSettings
-from fovea_rollout.rollout import RolloutSettings
+from fovea_rollout import GymnasiumEnvironment, LoopSettings, RolloutSettings, Rules, SamplingSettings
 
 MAX_STEPS = 6
 """The longest of the shortest ways: two turns and four steps."""

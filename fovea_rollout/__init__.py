@@ -1,0 +1,76 @@
+"""Multi-turn reinforcement learning of vision-language models against any server that speaks the Tinker API.
+
+Names are imported when they are first used, since the Tinker SDK takes seconds to load: environments and templates work
+without it, and everything but `GymnasiumEnvironment` works without gymnasium.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fovea_rollout.environment import Answer as Answer
+    from fovea_rollout.environment import Environment as Environment
+    from fovea_rollout.environment import Step as Step
+    from fovea_rollout.environment import ToolCall as ToolCall
+    from fovea_rollout.environment import register as register
+    from fovea_rollout.environment import unregister as unregister
+    from fovea_rollout.evaluation import Evaluation as Evaluation
+    from fovea_rollout.evaluation import evaluate as evaluate
+    from fovea_rollout.grpc_policy import GrpcPolicy as GrpcPolicy
+    from fovea_rollout.gymnasium_environment import GymnasiumEnvironment as GymnasiumEnvironment
+    from fovea_rollout.gymnasium_environment import Rules as Rules
+    from fovea_rollout.loop import LoopSettings as LoopSettings
+    from fovea_rollout.loop import train as train
+    from fovea_rollout.messages import Message as Message
+    from fovea_rollout.messages import Picture as Picture
+    from fovea_rollout.policy import Chunk as Chunk
+    from fovea_rollout.policy import Policy as Policy
+    from fovea_rollout.policy import Sampled as Sampled
+    from fovea_rollout.policy import SamplingSettings as SamplingSettings
+    from fovea_rollout.policy import Tokens as Tokens
+    from fovea_rollout.policy import WeightVersions as WeightVersions
+    from fovea_rollout.records import Record as Record
+    from fovea_rollout.records import load_records as load_records
+    from fovea_rollout.records import shuffled as shuffled
+    from fovea_rollout.rollout import RolloutSettings as RolloutSettings
+    from fovea_rollout.rollout import run_rollout as run_rollout
+    from fovea_rollout.rollout import run_rollouts as run_rollouts
+    from fovea_rollout.step_report import StepReport as StepReport
+    from fovea_rollout.template import ChatTemplate as ChatTemplate
+    from fovea_rollout.tinker_policy import TinkerPolicy as TinkerPolicy
+    from fovea_rollout.training_batch import TrainingDatum as TrainingDatum
+    from fovea_rollout.training_batch import training_datums as training_datums
+    from fovea_rollout.trajectory import Failure as Failure
+    from fovea_rollout.trajectory import Segment as Segment
+    from fovea_rollout.trajectory import Trajectory as Trajectory
+    from fovea_rollout.trajectory import Turn as Turn
+    from fovea_rollout.viewer import write_viewer as write_viewer
+
+_PUBLIC = {
+    "environment": ("Answer", "Environment", "Step", "ToolCall", "register", "unregister"),
+    "evaluation": ("Evaluation", "evaluate"),
+    "grpc_policy": ("GrpcPolicy",),
+    "gymnasium_environment": ("GymnasiumEnvironment", "Rules"),
+    "loop": ("LoopSettings", "train"),
+    "messages": ("Message", "Picture"),
+    "policy": ("Chunk", "Policy", "Sampled", "SamplingSettings", "Tokens", "WeightVersions"),
+    "records": ("Record", "load_records", "shuffled"),
+    "rollout": ("RolloutSettings", "run_rollout", "run_rollouts"),
+    "step_report": ("StepReport",),
+    "template": ("ChatTemplate",),
+    "tinker_policy": ("TinkerPolicy",),
+    "training_batch": ("TrainingDatum", "training_datums"),
+    "trajectory": ("Failure", "Segment", "Trajectory", "Turn"),
+    "viewer": ("write_viewer",),
+}
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from fovea_rollout.batch import run_batch
-from fovea_rollout.environment import Environment
 from fovea_rollout.policy import Policy
-from fovea_rollout.records import Record, environment_of
-from fovea_rollout.rollout import RolloutSettings
-from fovea_rollout.step_report import failures_of, mean_metrics, reward_mean
+from fovea_rollout.records import Source, environment_factory
+from fovea_rollout.rollout import RolloutSettings, run_rollouts
 from fovea_rollout.template import ChatTemplate
-from fovea_rollout.trajectory import Failure, Trajectory
-
-Source = Record | Callable[[], Environment]
-"""Where a rollout's environment comes from."""
+from fovea_rollout.trajectory import Failure, Trajectory, failures_of, mean_metrics, reward_mean
 
 
 @dataclass(frozen=True)
@@ -49,13 +42,13 @@ async def evaluate(
     """Plays one episode a source; pass settings with temperature 0 for the greedy policy.
 
     Args:
-        progress: As `run_batch` has it; leave it off within `train`, whose own lines are on the terminal then.
+        progress: As `run_rollouts` has it; leave it off within `train`, whose own lines are on the terminal then.
         name: Begins the conversations' ids.
     """
-    trajectories = await run_batch(
+    trajectories = await run_rollouts(
         policy,
         template,
-        [factory_of(source) for source in sources],
+        [environment_factory(source) for source in sources],
         settings,
         concurrency=concurrency,
         progress=progress,
@@ -64,8 +57,3 @@ async def evaluate(
     return Evaluation(
         reward_mean(trajectories), mean_metrics(trajectories), failures_of(trajectories), tuple(trajectories)
     )
-
-
-def factory_of(source: Source) -> Callable[[], Environment]:
-    """Makes the source's environments."""
-    return partial(environment_of, source) if isinstance(source, Record) else source

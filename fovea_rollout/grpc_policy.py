@@ -10,10 +10,9 @@ from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.client import GatewayClient
 from fovea.wire.errors import Internal, NotFound
 from fovea.wire.tensors import decode_floats, decode_tokens, encode_tokens
+from fovea_rollout.async_cache import AsyncCache
 from fovea_rollout.messages import Picture, PictureFormat
-from fovea_rollout.picture_sizes import PictureSizes
 from fovea_rollout.policy import Chunk, Sampled, SamplingSettings, Tokens, WeightVersions
-from fovea_rollout.shared_calls import SharedCalls
 
 _FORMATS: dict[PictureFormat, model_input_pb2.ImageFormat] = {
     "png": model_input_pb2.IMAGE_FORMAT_PNG,
@@ -39,11 +38,11 @@ class GrpcPolicy:
         self._session_id = sampling_session_id
         self._version = version
         self._snapshots: dict[str, int] = {}
-        self._sizes = PictureSizes(self._ask_token_count)
-        self._uploads: SharedCalls[str, str] = SharedCalls()
+        self._token_counts: AsyncCache[tuple[int, int], int] = AsyncCache()
+        self._uploads: AsyncCache[str, str] = AsyncCache()
 
-    def moved(self, version: int, snapshot_id: str = "") -> None:
-        """Notes that an in-flight update moved the session to newer weights.
+    def set_version(self, version: int, snapshot_id: str = "") -> None:
+        """Notes newer weights, to which an in-flight update has moved the session.
 
         Args:
             snapshot_id: Of these weights, as the save said: samples that name it are known to be of this version.
@@ -74,8 +73,8 @@ class GrpcPolicy:
         )
 
     async def token_count(self, picture: Picture) -> int:
-        """See `Policy`. The server is asked once a picture size."""
-        return await self._sizes.token_count(picture)
+        """See `Policy`. The server is asked once per picture size."""
+        return await self._token_counts.get(picture.size, lambda: self._ask_token_count(picture))
 
     async def _ask_token_count(self, picture: Picture) -> int:
         request = gateway_pb2.SampleTokensRequest(

@@ -16,14 +16,14 @@ import tinker
 
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.advantages import Estimator
-from fovea_rollout.evaluation import Source, factory_of
 from fovea_rollout.group_pool import GroupPool
-from fovea_rollout.loop_progress import LoopProgress
 from fovea_rollout.policy import Policy
-from fovea_rollout.publisher import Publisher
+from fovea_rollout.progress import LoopProgress
+from fovea_rollout.records import Source, environment_factory
 from fovea_rollout.rollout import RolloutSettings, run_rollout
 from fovea_rollout.step_report import StepReport, step_report
 from fovea_rollout.template import ChatTemplate
+from fovea_rollout.tinker_policy import WeightPublisher
 from fovea_rollout.training_batch import TrainingBatch, training_batch
 from fovea_rollout.trajectory import Trajectory
 
@@ -169,7 +169,7 @@ class _Loop:
     ) -> None:
         self._client, self._template, self._sources = training_client, template, sources
         self._settings, self._base, self._shown = settings, base, shown
-        self._publisher = Publisher(training_client, is_inflight=settings.mode == "inflight")
+        self._publisher = WeightPublisher(training_client, is_inflight=settings.mode == "inflight")
         self._places = asyncio.Semaphore(settings.concurrency)
         self._seconds: dict[str, float] = {}
         self.pool = GroupPool(self._play, settings.steps * settings.groups_per_step)
@@ -212,7 +212,7 @@ class _Loop:
         return list(zip(parts, results[: len(parts)], strict=True))
 
     async def _play(self, policy: Policy, index: int) -> list[Trajectory]:
-        factory = factory_of(self._source(index))
+        factory = environment_factory(self._source(index))
 
         async def play_one(member: int) -> Trajectory:
             async with self._places:

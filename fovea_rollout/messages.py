@@ -19,6 +19,10 @@ from fovea.wire.errors import InvalidInput
 Role = Literal["system", "user", "assistant", "tool"]
 PictureFormat = Literal["png", "jpeg"]
 
+_EXIF_ORIENTATION = 0x0112
+_QUARTER_TURNS = (5, 6, 7, 8)
+"""Values of the EXIF orientation at which width and height change places."""
+
 _SIGNATURES: dict[bytes, PictureFormat] = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg"}
 
 
@@ -38,6 +42,19 @@ class Picture:
     def digest(self) -> str:
         """SHA-256 of the file, hexadecimal."""
         return hashlib.sha256(self.data).hexdigest()
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels as shown, from the file's header. Raises InvalidInput if it cannot be read."""
+        from PIL import Image, UnidentifiedImageError
+
+        try:
+            with Image.open(io.BytesIO(self.data)) as image:
+                width, height = image.size
+                is_turned = image.getexif().get(_EXIF_ORIENTATION) in _QUARTER_TURNS
+        except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+            raise InvalidInput(f"the {self.format} picture {self.digest[:12]} cannot be read: {error}") from error
+        return (height, width) if is_turned else (width, height)
 
     @classmethod
     def of_bytes(cls, data: bytes, where: str = "image") -> Picture:

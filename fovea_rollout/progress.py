@@ -1,16 +1,52 @@
-"""One line that says how far a batch of rollouts is."""
+"""Progress on the terminal: one line for a batch of rollouts, two for a training loop."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
-from fovea_rollout.display import Display
+from rich import progress
+from rich.console import Console
+
 from fovea_rollout.messages import Picture
 from fovea_rollout.policy import Chunk, Policy, Sampled, SamplingSettings
 from fovea_rollout.trajectory import Trajectory
 
+if TYPE_CHECKING:
+    from fovea_rollout.step_report import StepReport
 
-class Progress(Display):
+
+class _ProgressLines:
+    """A bar and words a line, on standard error. Use as `with`.
+
+    Args:
+        is_shown: None for on a terminal only.
+    """
+
+    def __init__(self, is_shown: bool | None) -> None:
+        console = Console(stderr=True)
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description:<8}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[words]}"),
+            progress.TimeElapsedColumn(),
+            console=console,
+            disable=not (console.is_terminal if is_shown is None else is_shown),
+        )
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+class BatchProgress(_ProgressLines):
     """A policy that counts what it samples, and shows it. Use as `with`.
 
     Args:
@@ -49,3 +85,37 @@ class Progress(Display):
         rate = self._tokens / seconds if seconds else 0.0
         words = f"{self._failed} failed, {self._turns} turns, {rate:.0f} tokens/s"
         self._bar.update(self._task, words=words)
+
+
+class LoopProgress(_ProgressLines):
+    """Steps, and the rollouts of the coming one. Use as `with`.
+
+    Args:
+        steps: In all.
+        rollouts: Of one step.
+        is_shown: None for on a terminal only.
+    """
+
+    def __init__(self, steps: int, rollouts: int, is_shown: bool | None) -> None:
+        super().__init__(is_shown)
+        self._rollouts, self._finished, self._failed = rollouts, 0, 0
+        self._steps_task = self._bar.add_task("steps", total=steps, words="")
+        self._rollouts_task = self._bar.add_task("rollouts", total=rollouts, words="")
+
+    def count_rollout(self, trajectory: Trajectory) -> None:
+        """Counts one that has ended."""
+        self._finished += 1
+        self._failed += trajectory.end == "failed"
+        self._show_rollouts()
+
+    def count_step(self, report: StepReport) -> None:
+        """Counts a step; its rollouts are off the second line, those that ran ahead stay on it."""
+        self._finished -= sum(len(group) for group in report.trajectories)
+        agreement = "nothing to train on" if report.agreement is None else f"kl {report.agreement.kl:.1e}"
+        words = f"reward {report.reward_mean:.3f}, signal {report.signal_share:.0%}, lag {report.lag}, {agreement}"
+        self._bar.update(self._steps_task, advance=1, words=words)
+        self._show_rollouts()
+
+    def _show_rollouts(self) -> None:
+        words = f"{self._failed} failed"
+        self._bar.update(self._rollouts_task, completed=min(self._finished, self._rollouts), words=words)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,10 @@ class Record:
             "env_class": self.env_class,
             "reward_spec": self.reward_spec,
         }
+
+
+Source = Record | Callable[[], Environment]
+"""Where a rollout's environment comes from."""
 
 
 def load_records(path: pathlib.Path) -> list[Record]:
@@ -89,6 +94,11 @@ def parse_record(row: Any, where: str = "record") -> Record:
 def environment_of(record: Record) -> Environment:
     """A fresh environment for one rollout of a record. Raises InvalidInput if its class is unknown."""
     return make(record.env_class, record.columns)
+
+
+def environment_factory(source: Source) -> Callable[[], Environment]:
+    """What makes a source's environments."""
+    return partial(environment_of, source) if isinstance(source, Record) else source
 
 
 def shuffled(records: Sequence[Record], seed: int) -> list[Record]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.answers import THINK_CLOSE, THINK_OPEN
+from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN
 from fovea_rollout.messages import Role
 
 _MARK = "⟦fovea:"

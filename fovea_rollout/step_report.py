@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +9,9 @@ import numpy as np
 import tinker
 
 from fovea_rollout.advantages import groups_with_signal
-from fovea_rollout.datums import TrainingDatum
 from fovea_rollout.policy import Policy
-from fovea_rollout.training_batch import Groups, TrainingBatch, rewards_of
-from fovea_rollout.trajectory import Failure, Trajectory
+from fovea_rollout.training_batch import Groups, TrainingBatch, TrainingDatum, rewards_of
+from fovea_rollout.trajectory import Failure, Trajectory, failures_of, mean_metrics, reward_mean
 
 
 @dataclass(frozen=True)
@@ -101,28 +99,6 @@ def step_report(
         data=tuple(batch.data),
         policy=policy,
     )
-
-
-def reward_mean(trajectories: Sequence[Trajectory]) -> float:
-    """Over rollouts that did not fail; NaN if there is none."""
-    rewards = rewards_of([trajectories])
-    found = rewards[~np.isnan(rewards)]
-    return float(found.mean()) if found.size else float("nan")
-
-
-def failures_of(trajectories: Sequence[Trajectory]) -> tuple[tuple[str, Failure], ...]:
-    """Each failure with its conversation, environments that only failed to close included."""
-    return tuple((one.conversation, one.failure) for one in trajectories if one.failure is not None)
-
-
-def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The environments' numbers: of each rollout the last one that it named, averaged over those that named one."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for trajectory in trajectories:
-        last = {name: value for turn in trajectory.turns for name, value in turn.metrics.items()}
-        for name, value in last.items():
-            found[name].append(value)
-    return {name: float(np.mean(values)) for name, values in sorted(found.items())}
 
 
 def _agreement(batch: TrainingBatch, output: tinker.ForwardBackwardOutput) -> Agreement:

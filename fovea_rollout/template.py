@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from fovea_rollout.answers import THINK_CLOSE, THINK_OPEN, read_answer
-from fovea_rollout.environment import Answer
+from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN, Answer, read_answer
 from fovea_rollout.messages import Message, Picture
 from fovea_rollout.plan import Planner
 from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions

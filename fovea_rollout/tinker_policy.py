@@ -1,16 +1,17 @@
-"""Samples from any server that speaks the Tinker API, through its SDK."""
+"""Sampling from any server that speaks the Tinker API, through its SDK, and publishing the weights to sample from."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import tinker
 from tinker.types import ImageChunk
 
+from fovea_rollout.async_cache import AsyncCache
 from fovea_rollout.messages import Picture
-from fovea_rollout.picture_sizes import PictureSizes
-from fovea_rollout.policy import Chunk, Sampled, SamplingSettings, Tokens, WeightVersions
+from fovea_rollout.policy import Chunk, Policy, Sampled, SamplingSettings, Tokens, WeightVersions
 
 
 class TinkerPolicy:
@@ -19,22 +20,22 @@ class TinkerPolicy:
     Args:
         sampling_client: Made by the SDK.
         version: Training steps that its weights have taken.
+        token_counts: What is known of pictures, by size; pass it on between policies of one model.
     """
 
-    def __init__(self, sampling_client: tinker.SamplingClient, version: int = 0) -> None:
+    def __init__(
+        self,
+        sampling_client: tinker.SamplingClient,
+        version: int = 0,
+        token_counts: AsyncCache[tuple[int, int], int] | None = None,
+    ) -> None:
         self._client = sampling_client
         self._version = version
-        self._sizes = PictureSizes(self._ask_token_count)
+        self._token_counts = AsyncCache() if token_counts is None else token_counts
 
-    def moved(self, version: int) -> None:
-        """Notes that an in-flight update moved the client to newer weights."""
+    def set_version(self, version: int) -> None:
+        """Notes newer weights, to which an in-flight update has moved the client."""
         self._version = version
-
-    def on(self, sampling_client: tinker.SamplingClient, version: int) -> TinkerPolicy:
-        """The policy with other weights of the same model; what is known of pictures is shared."""
-        other = TinkerPolicy(sampling_client, version)
-        other._sizes = self._sizes
-        return other
 
     async def sample(
         self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str
@@ -65,8 +66,8 @@ class TinkerPolicy:
         )
 
     async def token_count(self, picture: Picture) -> int:
-        """See `Policy`. The server is asked once a picture size."""
-        return await self._sizes.token_count(picture)
+        """See `Policy`. The server is asked once per picture size."""
+        return await self._token_counts.get(picture.size, lambda: self._ask_token_count(picture))
 
     async def _ask_token_count(self, picture: Picture) -> int:
         scores = await self._client.compute_logprobs(tinker.ModelInput(chunks=[_chunk(picture)]))
@@ -80,6 +81,52 @@ class TinkerPolicy:
             return list(texts)
         tokenizer = await asyncio.to_thread(self._client.get_tokenizer)
         return [*texts, *(tokenizer.decode([stop_id]) for stop_id in stop_ids)]
+
+
+class WeightPublisher:
+    """Saves weights for sampling, and makes policies of them.
+
+    Args:
+        training_client: Whose weights.
+        is_inflight: Whether rollouts that run already move to the newest weights too.
+    """
+
+    def __init__(self, training_client: tinker.TrainingClient, *, is_inflight: bool) -> None:
+        self._training_client = training_client
+        self._is_inflight = is_inflight
+        self._token_counts: AsyncCache[tuple[int, int], int] = AsyncCache()
+        self.newest = 0
+
+    async def publish(self, version: int) -> Policy:
+        """Publishes the current weights; returns what samples with them. Raises what the SDK raises."""
+        # Noted before the server is asked: it may sample with the new weights before we know that it does.
+        self.newest = version
+        kind: tinker.types.SamplingClientKind = "inflight" if self._is_inflight else "snapshot"
+        client = await self._training_client.save_weights_and_get_sampling_client(kind=kind)
+        policy = TinkerPolicy(client, version, self._token_counts)
+        return _MovingPolicy(policy, version, self) if self._is_inflight else policy
+
+
+class _MovingPolicy:
+    """A policy whose weights move while it samples.
+
+    The Tinker API promises weights no older than those published when the client was made, and does not tell which
+    newer ones a sample got: the stamps are those bounds.
+    """
+
+    def __init__(self, policy: TinkerPolicy, oldest: int, publisher: WeightPublisher) -> None:
+        self._policy, self._oldest, self._publisher = policy, oldest, publisher
+
+    async def sample(
+        self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str
+    ) -> Sampled:
+        """See `Policy`."""
+        sampled = await self._policy.sample(prompt, settings, stop_ids, conversation)
+        return replace(sampled, versions=WeightVersions(self._oldest, self._publisher.newest))
+
+    async def token_count(self, picture: Picture) -> int:
+        """See `Policy`."""
+        return await self._policy.token_count(picture)
 
 
 def _chunk(chunk: Chunk) -> tinker.EncodedTextChunk | ImageChunk:

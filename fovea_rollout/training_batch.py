@@ -1,4 +1,7 @@
-"""Groups of rollouts as one batch of datums with advantages."""
+"""Trajectories as training examples: exactly the tokens that were read and written, loss on the latter only.
+
+A rollout becomes a datum per segment; the groups of a step become one batch, with advantages.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,107 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import tinker
+from tinker.types import ImageChunk
 
+from fovea.wire.errors import InvalidInput
 from fovea_rollout.advantages import ESTIMATORS, Estimator, Rewards, groups_with_signal
-from fovea_rollout.datums import TrainingDatum, training_datums
-from fovea_rollout.penalty import base_logprobs, kl_penalty
-from fovea_rollout.policy import Policy
-from fovea_rollout.trajectory import Trajectory
+from fovea_rollout.kl_penalty import base_logprobs, kl_penalty
+from fovea_rollout.policy import Chunk, Policy, Tokens, WeightVersions
+from fovea_rollout.trajectory import Segment, Trajectory, joined_versions
+
+Floats = npt.NDArray[np.float32]
+_DTYPES = {"target_tokens": np.int64, "logprobs": np.float32, "advantages": np.float32}
+
+
+@dataclass(frozen=True)
+class TrainingDatum:
+    """A datum, and where it comes from.
+
+    Attributes:
+        datum: For `importance_sampling` and `ppo`.
+        versions: Of the weights that sampled its tokens.
+        conversation: Of the rollout.
+        turns: Indices of the turns that its loss is on.
+        pictures: Their digests, in order.
+        mask: bool [N]: which targets were sampled.
+    """
+
+    datum: tinker.Datum
+    versions: WeightVersions
+    conversation: str
+    turns: tuple[int, ...]
+    pictures: tuple[str, ...]
+    mask: npt.NDArray[np.bool_]
+
+
+async def training_datums(
+    trajectory: Trajectory, advantages: Sequence[float] | Sequence[npt.ArrayLike], policy: Policy
+) -> list[TrainingDatum]:
+    """One datum a segment.
+
+    Each has `target_tokens` (int64 [N], 0 where nothing was sampled), `logprobs` and `advantages` (float32 [N], 0
+    there), N being the input's tokens: all but the last sampled one, pictures counted by their placeholders.
+
+    Args:
+        advantages: One a turn, or for each turn one a sampled token.
+        policy: Says how many tokens a picture takes.
+
+    Raises:
+        InvalidInput: If `advantages` has another shape than what was sampled.
+    """
+    if len(advantages) != len(trajectory.turns):
+        raise InvalidInput(
+            f"advantages has {len(advantages)} rows; the rollout has {len(trajectory.turns)} turns", field="advantages"
+        )
+    lengths = [len(turn.sampled.ids) for turn in trajectory.turns]
+    rows = [_row(value, length, i) for i, (value, length) in enumerate(zip(advantages, lengths, strict=True))]
+    return [await _datum(trajectory, segment, rows, policy) for segment in trajectory.segments if segment.sampled]
+
+
+async def _datum(trajectory: Trajectory, segment: Segment, rows: Sequence[Floats], policy: Policy) -> TrainingDatum:
+    turn_of = dict(zip(segment.sampled, segment.turns, strict=True))
+    chunks: list[tinker.EncodedTextChunk | ImageChunk] = []
+    columns: dict[str, list[npt.NDArray]] = {name: [] for name in (*_DTYPES, "mask")}
+    for index, chunk in enumerate(segment.chunks[: max(turn_of) + 1]):
+        chunks.append(await model_input_chunk(chunk, policy))
+        values: tuple[npt.ArrayLike, ...] = (np.zeros(chunks[-1].length),) * 4
+        if index in turn_of and isinstance(chunk, Tokens):
+            values = (chunk.ids, segment.sampled[index], rows[turn_of[index]], np.ones(len(chunk.ids)))
+        for column, value in zip(columns.values(), values, strict=True):
+            column.append(np.asarray(value))
+    # What is left of the last chunk is what predicts its last token.
+    last = chunks.pop()
+    assert isinstance(last, tinker.EncodedTextChunk), "only tokens are sampled"
+    if last.length > 1:
+        chunks.append(tinker.EncodedTextChunk(tokens=last.tokens[:-1]))
+    shifted = {name: np.concatenate(column)[1:] for name, column in columns.items()}
+    inputs = {name: tinker.TensorData.from_numpy(shifted[name].astype(dtype)) for name, dtype in _DTYPES.items()}
+    return TrainingDatum(
+        tinker.Datum(model_input=tinker.ModelInput(chunks=chunks), loss_fn_inputs=inputs),
+        joined_versions([trajectory.turns[turn] for turn in segment.turns]),
+        trajectory.conversation,
+        segment.turns,
+        tuple(picture.digest for picture in segment.pictures),
+        shifted["mask"].astype(np.bool_),
+    )
+
+
+async def model_input_chunk(chunk: Chunk, policy: Policy) -> tinker.EncodedTextChunk | ImageChunk:
+    """A chunk as the SDK sends it; pictures say how many tokens they take, so that their length is known."""
+    if isinstance(chunk, Tokens):
+        return tinker.EncodedTextChunk(tokens=list(chunk.ids))
+    return ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=await policy.token_count(chunk))
+
+
+def _row(value: npt.ArrayLike, length: int, turn: int) -> Floats:
+    row = np.asarray(value, np.float32)
+    if row.shape not in ((), (length,)):
+        raise InvalidInput(
+            f"advantages[{turn}] has shape {row.shape}; give one number, or one for each of its {length} tokens",
+            field=f"advantages[{turn}]",
+        )
+    return np.broadcast_to(row, (length,))
+
 
 Groups = Sequence[Sequence[Trajectory]]
 
@@ -49,7 +147,7 @@ class TrainingBatch:
         ]
 
     async def penalised(self, base: tinker.SamplingClient, coefficient: float) -> TrainingBatch:
-        """With the KL penalty of `penalty.py` added to its advantages."""
+        """With the KL penalty of `kl_penalty` added to its advantages."""
         scores = await base_logprobs([datum.datum for datum in self.data], base)
         penalty = kl_penalty(self.logprobs(), scores, self.masks, coefficient)
         data = [
@@ -62,7 +160,7 @@ class TrainingBatch:
 def rewards_of(groups: Groups) -> Rewards:
     """Total rewards, float64 [groups, size]; NaN where a rollout failed or did not get to its first turn."""
     return np.array(
-        [[one.reward if _counts(one) else np.nan for one in group] for group in groups], dtype=np.float64
+        [[one.reward if one.is_scored else np.nan for one in group] for group in groups], dtype=np.float64
     ).reshape(len(groups), len(groups[0]) if groups else 0)
 
 
@@ -74,7 +172,7 @@ def returns_of(group: Sequence[Trajectory], discount: float) -> Rewards:
     returns = np.full((max((len(one.turns) for one in group), default=0), len(group)), np.nan)
     for place, trajectory in enumerate(group):
         following = 0.0
-        for index in reversed(range(len(trajectory.turns) if _counts(trajectory) else 0)):
+        for index in reversed(range(len(trajectory.turns) if trajectory.is_scored else 0)):
             following = trajectory.turns[index].reward + discount * following
             returns[index, place] = following
     return returns
@@ -100,16 +198,12 @@ async def training_batch(
             continue
         advantages = ESTIMATORS[estimator](rewards)
         for place, trajectory in enumerate(group):
-            if not _counts(trajectory):
+            if not trajectory.is_scored:
                 continue
             turns = len(trajectory.turns)
             rows = np.broadcast_to(advantages[:, place], turns) if discount is None else advantages[:turns, place]
             data += await training_datums(trajectory, rows.tolist(), policy)
     return TrainingBatch(data)
-
-
-def _counts(trajectory: Trajectory) -> bool:
-    return trajectory.end != "failed" and bool(trajectory.turns)
 
 
 def _column(datum: TrainingDatum, name: str) -> npt.NDArray[np.float64]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from fovea_rollout.environment import Answer
 from fovea_rollout.messages import Message, Picture
@@ -101,6 +103,11 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns)
 
     @property
+    def is_scored(self) -> bool:
+        """Whether its reward counts: it did not fail and got to its first turn."""
+        return self.end != "failed" and bool(self.turns)
+
+    @property
     def versions(self) -> WeightVersions | None:
         """Of all weights that sampled it."""
         return joined_versions(self.turns) if self.turns else None
@@ -122,6 +129,27 @@ class Trajectory:
                 self.prefix_breaks += is_append_only
                 self.rewrites += not is_append_only
         self.turns.append(turn)
+
+
+def reward_mean(trajectories: Sequence[Trajectory]) -> float:
+    """Over rollouts that did not fail; NaN if there is none."""
+    rewards = [one.reward for one in trajectories if one.is_scored]
+    return float(np.mean(rewards)) if rewards else float("nan")
+
+
+def failures_of(trajectories: Sequence[Trajectory]) -> tuple[tuple[str, Failure], ...]:
+    """Each failure with its conversation, environments that only failed to close included."""
+    return tuple((one.conversation, one.failure) for one in trajectories if one.failure is not None)
+
+
+def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The environments' numbers: of each rollout the last one that it named, averaged over those that named one."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        last = {name: value for turn in trajectory.turns for name, value in turn.metrics.items()}
+        for name, value in last.items():
+            found[name].append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(found.items())}
 
 
 def joined_versions(turns: Sequence[Turn]) -> WeightVersions:

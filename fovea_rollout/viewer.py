@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fovea_rollout.curves import curve_figure
+from fovea_rollout.line_chart import line_chart
 from fovea_rollout.messages import Message, Part, Picture
 from fovea_rollout.policy import WeightVersions
-from fovea_rollout.step_report import failures_of, reward_mean
-from fovea_rollout.trajectory import Segment, Trajectory, Turn
+from fovea_rollout.trajectory import Segment, Trajectory, Turn, failures_of, reward_mean
 
 Decode = Callable[[Sequence[int]], str]
 Row = list[Any]
@@ -48,7 +47,7 @@ def write_viewer(
     parts = {
         "title": html.escape(title),
         "figures": _figures(trajectories),
-        "curves": "".join(curve_figure(name, values) for name, values in (curves or {}).items()),
+        "curves": "".join(line_chart(name, values) for name, values in (curves or {}).items()),
         # A "</script>" that a model wrote must not end the element.
         "data": json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "script": (_FOLDER / "viewer.js").read_text(encoding="utf-8"),

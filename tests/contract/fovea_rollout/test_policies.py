@@ -15,11 +15,18 @@ import tinker
 
 from fovea.client import GatewayClient
 from fovea.wire.errors import InvalidInput, NotFound
-from fovea_rollout.grpc_policy import GrpcPolicy
-from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import SamplingSettings, Tokens, WeightVersions
-from fovea_rollout.rollout import RolloutSettings, run_rollout
-from fovea_rollout.tinker_policy import TinkerPolicy
+from fovea_rollout import (
+    GrpcPolicy,
+    Message,
+    Picture,
+    RolloutSettings,
+    SamplingSettings,
+    TinkerPolicy,
+    Tokens,
+    WeightVersions,
+    run_rollout,
+)
+from fovea_rollout.async_cache import AsyncCache
 from tests.contract.gateway.conftest import KEY, Stand, eventually, running
 from tests.contract.gateway.fakes import IMAGE_TOKENS, MODEL
 
@@ -52,10 +59,14 @@ async def grpc_policy(stand: Stand, exits: AsyncExitStack) -> GrpcPolicy:
 
 
 async def tinker_policy(stand: Stand, exits: AsyncExitStack) -> TinkerPolicy:
+    return TinkerPolicy(await base_client(stand, exits))
+
+
+async def base_client(stand: Stand, exits: AsyncExitStack) -> tinker.SamplingClient:
     service = await asyncio.to_thread(lambda: tinker.ServiceClient(base_url=stand.url, api_key=KEY))
     exits.push_async_callback(asyncio.to_thread, service.close, "success")
     make = service.create_sampling_client
-    return TinkerPolicy(await asyncio.to_thread(lambda: make(base_model=MODEL).result()))
+    return await asyncio.to_thread(lambda: make(base_model=MODEL).result())
 
 
 POLICIES = [grpc_policy, tinker_policy]
@@ -112,11 +123,11 @@ async def test_a_deadline_frees_the_engine(stand: Stand, exits: AsyncExitStack, 
 @pytest.mark.parametrize("make", POLICIES)
 async def test_in_flight_updates_bound_the_versions(stand: Stand, exits: AsyncExitStack, make: Any) -> None:
     policy = await make(stand, exits)
-    policy.moved(4)
+    policy.set_version(4)
     stand.sampler.open.clear()
     task = asyncio.create_task(policy.sample((Tokens((1,)),), SETTINGS, (), "c"))
     await eventually(lambda: stand.sampler.running == 1)
-    policy.moved(5)
+    policy.set_version(5)
     stand.sampler.open.set()
     assert (await task).versions == WeightVersions(4, 5)
 
@@ -154,9 +165,10 @@ async def test_a_picture_is_uploaded_once_and_again_if_it_was_dropped(stand: Sta
 
 
 async def test_other_weights_share_what_is_known_of_pictures(stand: Stand, exits: AsyncExitStack) -> None:
-    policy = await tinker_policy(stand, exits)
-    await policy.token_count(picture(1))
-    other = policy.on(policy._client, 3)
+    client = await base_client(stand, exits)
+    token_counts: AsyncCache[tuple[int, int], int] = AsyncCache()
+    await TinkerPolicy(client, 2, token_counts).token_count(picture(1))
+    other = TinkerPolicy(client, 3, token_counts)
     assert await other.token_count(picture(2)) == IMAGE_TOKENS
     assert len(stand.sampler.of("Sample")) == 1
     assert (await other.sample((Tokens((1,)),), SETTINGS, (), "c")).versions == WeightVersions(3, 3)

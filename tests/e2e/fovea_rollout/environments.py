@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fovea_rollout.environment import Answer, Step
-from fovea_rollout.messages import Message, Picture
+from fovea_rollout import Answer, Message, Picture, Step
 
 SIZES = ((64, 64), (96, 64), (64, 128))
 

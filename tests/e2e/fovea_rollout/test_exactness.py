@@ -10,14 +10,18 @@ import pytest
 import tinker
 from transformers import PreTrainedTokenizerBase
 
-from fovea_rollout.batch import run_batch
-from fovea_rollout.datums import TrainingDatum, training_datums
-from fovea_rollout.messages import Picture
-from fovea_rollout.policy import SamplingSettings
-from fovea_rollout.rollout import RolloutSettings
-from fovea_rollout.template import ChatTemplate
-from fovea_rollout.tinker_policy import TinkerPolicy
-from fovea_rollout.trajectory import Segment, Trajectory
+from fovea_rollout import (
+    ChatTemplate,
+    Picture,
+    RolloutSettings,
+    SamplingSettings,
+    Segment,
+    TinkerPolicy,
+    TrainingDatum,
+    Trajectory,
+    run_rollouts,
+    training_datums,
+)
 from tests.e2e.fovea_rollout.environments import Looking, Walking
 from tests.e2e.prompts import PromptBuilder
 from tests.e2e.stack import Stack
@@ -129,7 +133,7 @@ async def test_a_hundred_rollouts_train_as_they_were_sampled(
     policy = TinkerPolicy(sampling)
     settings = RolloutSettings(SamplingSettings(max_tokens=3, temperature=temperature, seed=11), max_turns=TURNS)
     factories = [lambda seed=seed: pattern(seed, TURNS) for seed in range(ROLLOUTS)]
-    trajectories = await run_batch(policy, ChatTemplate(tokenizer), factories, settings, concurrency=64)
+    trajectories = await run_rollouts(policy, ChatTemplate(tokenizer), factories, settings, concurrency=64)
     assert [(t.end, t.failure) for t in trajectories] == [("done", None)] * ROLLOUTS
     assert {turn.answer.is_cut for t in trajectories for turn in t.turns} == {True, False}, "both kinds of end occur"
     made = []

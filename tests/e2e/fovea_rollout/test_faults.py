@@ -13,14 +13,18 @@ import pytest
 import tinker
 from transformers import PreTrainedTokenizerBase
 
-from fovea_rollout.batch import run_batch
-from fovea_rollout.environment import Answer, Environment, Step
-from fovea_rollout.messages import Message
-from fovea_rollout.policy import SamplingSettings
-from fovea_rollout.rollout import RolloutSettings
-from fovea_rollout.template import ChatTemplate
-from fovea_rollout.tinker_policy import TinkerPolicy
-from fovea_rollout.trajectory import Trajectory
+from fovea_rollout import (
+    Answer,
+    ChatTemplate,
+    Environment,
+    Message,
+    RolloutSettings,
+    SamplingSettings,
+    Step,
+    TinkerPolicy,
+    Trajectory,
+    run_rollouts,
+)
 from tests.e2e.fovea_rollout.environments import Walking
 from tests.e2e.fovea_rollout.two_samplers import TwoSamplers, running_beside
 from tests.e2e.stack import API_KEY, Stack
@@ -101,7 +105,7 @@ async def test_a_batch_outlives_environments_and_a_sampler(
 
     settings = RolloutSettings(SamplingSettings(max_tokens=12, seed=2), max_turns=TURNS, deadline_s=DEADLINE_S)
     factories = [factory(number) for number in range(ROLLOUTS)]
-    trajectories = await run_batch(TinkerPolicy(sampling), ChatTemplate(tokenizer), factories, settings)
+    trajectories = await run_rollouts(TinkerPolicy(sampling), ChatTemplate(tokenizer), factories, settings)
     assert is_killed.is_set()
     assert served > 0, "the second sampler had work when it was killed"
     assert [t.conversation for t in trajectories] == [f"rollout/{number}" for number in range(ROLLOUTS)]

@@ -7,13 +7,17 @@ from transformers import PreTrainedTokenizerBase
 
 from fovea.api.v1 import weights_pb2
 from fovea.client import GatewayClient
-from fovea_rollout.batch import run_batch
-from fovea_rollout.grpc_policy import GrpcPolicy
-from fovea_rollout.policy import Policy, SamplingSettings, WeightVersions
-from fovea_rollout.rollout import RolloutSettings
-from fovea_rollout.template import ChatTemplate
-from fovea_rollout.tinker_policy import TinkerPolicy
-from fovea_rollout.trajectory import Trajectory
+from fovea_rollout import (
+    ChatTemplate,
+    GrpcPolicy,
+    Policy,
+    RolloutSettings,
+    SamplingSettings,
+    TinkerPolicy,
+    Trajectory,
+    WeightVersions,
+    run_rollouts,
+)
 from tests.e2e.fovea_rollout.environments import Looking, Walking
 from tests.e2e.stack import API_KEY, Stack
 
@@ -25,7 +29,7 @@ async def play(policy: Policy, tokenizer: PreTrainedTokenizerBase, *stop: str) -
     settings = RolloutSettings(SamplingSettings(max_tokens=2, temperature=2.0, seed=5, stop=stop), max_turns=3)
     kinds = (Looking, Walking)
     factories = [lambda seed=seed: kinds[seed % 2](seed) for seed in range(ROLLOUTS)]
-    trajectories = await run_batch(policy, ChatTemplate(tokenizer), factories, settings)
+    trajectories = await run_rollouts(policy, ChatTemplate(tokenizer), factories, settings)
     assert [(t.end, t.failure) for t in trajectories] == [("done", None)] * ROLLOUTS
     return trajectories
 
@@ -57,8 +61,8 @@ async def test_a_sample_says_which_weights_made_it(stack: Stack, tokenizer: PreT
         model = await client.create_model(session, 0, stack.model_name, LORA)
         saved = await client.save_for_sampler(model, 1)
         policy = GrpcPolicy(client, saved.sampling_session_id)
-        policy.moved(0, saved.snapshot.snapshot_id)
-        policy.moved(7)
+        policy.set_version(0, saved.snapshot.snapshot_id)
+        policy.set_version(7)
         for trajectory in await play(policy, tokenizer):
             assert trajectory.versions == WeightVersions(0, 0), "the answer counts, not what is newest"
         await client.finish_session(session)

@@ -11,15 +11,22 @@ import pytest
 import tinker
 from transformers import PreTrainedTokenizerBase
 
-from fovea_rollout.environment import Answer, Step
-from fovea_rollout.evaluation import Evaluation, evaluate
-from fovea_rollout.loop import LoopSettings, train
-from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import SamplingSettings, WeightVersions
-from fovea_rollout.records import Record
-from fovea_rollout.rollout import RolloutSettings
-from fovea_rollout.step_report import StepReport
-from fovea_rollout.template import ChatTemplate
+from fovea_rollout import (
+    Answer,
+    ChatTemplate,
+    Evaluation,
+    LoopSettings,
+    Message,
+    Picture,
+    Record,
+    RolloutSettings,
+    SamplingSettings,
+    Step,
+    StepReport,
+    WeightVersions,
+    evaluate,
+    train,
+)
 from tests.e2e.prompts import picture
 from tests.e2e.stack import Stack
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from examples.rl_geometry import LATER_LOSES, TRIES, UNIT, WIDEST, GeometryEnvironment, draw_problem, tool_call
-from fovea_rollout.answers import read_answer
-from fovea_rollout.environment import Step
+from fovea_rollout.environment import Step, read_answer
 from fovea_rollout.messages import parse_message
 
 PROBLEMS = [draw_problem(np.random.default_rng(seed)) for seed in range(300)]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-ROLLOUT = ["fovea_rollout.batch", "fovea_rollout.template", "fovea_rollout.grpc_policy"]
+ROLLOUT = ["fovea_rollout.rollout", "fovea_rollout.template", "fovea_rollout.grpc_policy"]
 HEAVY = {"torch", "vllm", "transformers", "torchvision", "peft", "matplotlib", "sklearn"}
 
 

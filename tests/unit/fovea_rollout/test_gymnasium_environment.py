@@ -12,12 +12,11 @@ import pytest
 from PIL import Image
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.batch import run_batch
 from fovea_rollout.environment import Answer, Step
 from fovea_rollout.gymnasium_environment import GymnasiumEnvironment, Rules, enlarged
 from fovea_rollout.messages import Message, parse_message
 from fovea_rollout.policy import SamplingSettings
-from fovea_rollout.rollout import RolloutSettings
+from fovea_rollout.rollout import RolloutSettings, run_rollouts
 from tests.unit.fovea_rollout.scripted import LetterTemplate, ScriptedPolicy
 
 LAKE = ["SFF", "FHF", "FFG"]
@@ -167,6 +166,6 @@ async def test_many_play_at_once() -> None:
     walker = random.Random(0)
     policy = ScriptedPolicy(lambda _: walker.choice(list(ACTIONS)) + "|")
     settings = RolloutSettings(SamplingSettings(max_tokens=8), max_turns=6)
-    played = await run_batch(policy, template, [make_environment] * 64, settings, progress=False)
+    played = await run_rollouts(policy, template, [make_environment] * 64, settings, progress=False)
     assert [one.failure for one in played] == [None] * 64
     assert all(len(turn.new_messages[0].pictures) == 1 for one in played for turn in one.turns)

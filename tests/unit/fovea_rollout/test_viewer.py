@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fovea_rollout.curves import curve_figure
+from fovea_rollout.line_chart import line_chart
 from fovea_rollout.messages import Picture
 from fovea_rollout.policy import WeightVersions
 from fovea_rollout.trajectory import Failure, Trajectory
@@ -113,10 +113,10 @@ def test_a_browser_shows_it(tmp_path: pathlib.Path) -> None:
 
 
 def test_curves() -> None:
-    figure = curve_figure("reward", [0.0, float("nan"), 1.0])
+    figure = line_chart("reward", [0.0, float("nan"), 1.0])
     assert figure.count('class="hit"') == 2
     assert "0 → 1" in figure
     assert "step 2: 1" in figure
-    assert "–" in curve_figure("nothing", [float("nan")])
-    assert "2.1e-8" in curve_figure("flat", [2.1e-8, 2.1e-8])
-    assert "nan" not in curve_figure("one", [-3.0])
+    assert "–" in line_chart("nothing", [float("nan")])
+    assert "2.1e-8" in line_chart("flat", [2.1e-8, 2.1e-8])
+    assert "nan" not in line_chart("one", [-3.0])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fovea_rollout.loop_progress import LoopProgress
+from fovea_rollout.progress import LoopProgress
 from fovea_rollout.step_report import step_report
 from fovea_rollout.training_batch import TrainingBatch
 from fovea_rollout.trajectory import Failure

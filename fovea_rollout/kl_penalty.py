@@ -11,7 +11,7 @@ import numpy.typing as npt
 import tinker
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.shared_calls import SharedCalls
+from fovea_rollout.async_cache import AsyncCache
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -68,7 +68,7 @@ async def base_logprobs(data: Sequence[tinker.Datum], base: tinker.SamplingClien
     Raises:
         InvalidInput: A datum's score has another length than its targets.
     """
-    scored: SharedCalls[tuple[Hashable, ...], list[float | None]] = SharedCalls()
+    scored: AsyncCache[tuple[Hashable, ...], list[float | None]] = AsyncCache()
 
     async def score(index: int, datum: tinker.Datum) -> Floats:
         targets = datum.loss_fn_inputs["target_tokens"].to_numpy()

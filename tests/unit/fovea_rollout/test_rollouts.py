@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.batch import run_batch
 from fovea_rollout.environment import Answer, Step
 from fovea_rollout.messages import Message
 from fovea_rollout.policy import SamplingSettings
-from fovea_rollout.rollout import RolloutSettings
+from fovea_rollout.rollout import RolloutSettings, run_rollouts
 from tests.unit.fovea_rollout.scripted import LetterTemplate, ScriptedPolicy
 
 TEMPLATE: Any = LetterTemplate()
@@ -47,7 +46,7 @@ async def test_each_is_accounted_for_in_order() -> None:
     Numbered.closed = 0
     policy = ScriptedPolicy(lambda prompt: "ok|")
     factories = [lambda number=number: Numbered(number) for number in range(200)]
-    trajectories = await run_batch(policy, TEMPLATE, factories, SETTINGS, concurrency=50, name="step-1")
+    trajectories = await run_rollouts(policy, TEMPLATE, factories, SETTINGS, concurrency=50, name="step-1")
     assert [t.conversation for t in trajectories] == [f"step-1/{i}" for i in range(200)]
     for number, trajectory in enumerate(trajectories):
         stage = {0: "reset", 20: "step", 40: "deadline"}.get(number % 60)
@@ -64,7 +63,7 @@ async def test_a_cancelled_batch_closes_what_it_has_begun() -> None:
     factories = [lambda: Numbered(40)] * 8
     settings = RolloutSettings(deadline_s=100.0)
     policy = ScriptedPolicy(lambda p: "ok|")
-    task = asyncio.create_task(run_batch(policy, TEMPLATE, factories, settings, concurrency=4))
+    task = asyncio.create_task(run_rollouts(policy, TEMPLATE, factories, settings, concurrency=4))
     async with asyncio.timeout(30):
         while len(policy.seeds) < 4:  # noqa: ASYNC110  they begin in threads
             await asyncio.sleep(0.01)
@@ -76,9 +75,9 @@ async def test_a_cancelled_batch_closes_what_it_has_begun() -> None:
 
 async def test_no_rollouts_and_no_room() -> None:
     policy = ScriptedPolicy(lambda p: "|")
-    assert await run_batch(policy, TEMPLATE, [], SETTINGS) == []
+    assert await run_rollouts(policy, TEMPLATE, [], SETTINGS) == []
     with pytest.raises(InvalidInput, match="concurrency is 0"):
-        await run_batch(policy, TEMPLATE, [], SETTINGS, concurrency=0)
+        await run_rollouts(policy, TEMPLATE, [], SETTINGS, concurrency=0)
 
 
 @pytest.mark.parametrize(("progress", "is_shown"), [(None, False), (False, False), (True, True)])
@@ -86,7 +85,7 @@ async def test_progress_is_shown_if_asked(
     progress: bool | None, is_shown: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     factories = [lambda: Numbered(1), lambda: Numbered(20)]
-    await run_batch(ScriptedPolicy(lambda p: "ok|"), TEMPLATE, factories, SETTINGS, progress=progress)
+    await run_rollouts(ScriptedPolicy(lambda p: "ok|"), TEMPLATE, factories, SETTINGS, progress=progress)
     shown = capfd.readouterr().err
     assert ("2/2" in shown and "1 failed, 4 turns" in shown) == is_shown
     assert bool(shown) == is_shown
@@ -96,7 +95,7 @@ def test_an_environment_that_hangs_does_not_keep_the_program() -> None:
     program = """
 import asyncio, threading
 from fovea_rollout import rollout
-from fovea_rollout.batch import run_batch
+from fovea_rollout.rollout import run_rollouts
 from tests.unit.fovea_rollout.scripted import LetterTemplate, ScriptedPolicy
 rollout._CLOSE_S = 0.1
 
@@ -107,7 +106,7 @@ class Hangs:
         pass
 
 settings = rollout.RolloutSettings(deadline_s=0.1)
-(trajectory,) = asyncio.run(run_batch(ScriptedPolicy(str), LetterTemplate(), [Hangs], settings))
+(trajectory,) = asyncio.run(run_rollouts(ScriptedPolicy(str), LetterTemplate(), [Hangs], settings))
 print(trajectory.failure.stage)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

@@ -1,4 +1,5 @@
-"""Curves as inline SVG."""
+"""Line charts as inline SVG, for the page of `viewer.py`: it takes the page's colours, light and dark, names each point
+where the pointer rests, and spares whoever trains an installation of matplotlib."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 336, 132, 44, 8, 18
 
 
-def curve_figure(name: str, values: Sequence[float]) -> str:
+def line_chart(name: str, values: Sequence[float]) -> str:
     """An HTML figure of one number a step; steps without a finite one are passed over. Colours are the page's."""
     points = [(step, value) for step, value in enumerate(values) if math.isfinite(value)]
     label = html.escape(name)

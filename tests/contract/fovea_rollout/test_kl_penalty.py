@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import tinker
 
-from fovea_rollout.messages import Picture
-from fovea_rollout.penalty import base_logprobs
+from fovea_rollout import Picture
+from fovea_rollout.kl_penalty import base_logprobs
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
 
