@@ -7,7 +7,7 @@ trainer's machine, samplers or storage.
 import logging
 
 from fovea.wire.errors import FoveaError
-from fovea.wire.names import DRAFT_SUFFIX, PLAIN_SUFFIX, REPLACED_SUFFIX
+from fovea.wire.names import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
 from gateway import identity
 from gateway.checkpoints import checkpoint_rows
 from gateway.checkpoints.checkpoint_registry import Checkpoints
@@ -97,4 +97,4 @@ class Leftovers:
 
 def _folder(uri: str) -> str:
     """The folder that a draft is to become, or was."""
-    return uri.split(DRAFT_SUFFIX)[0].split(REPLACED_SUFFIX)[0].removesuffix(PLAIN_SUFFIX)
+    return uri.split(STAGING_SUFFIX)[0].split(REPLACED_SUFFIX)[0].removesuffix(PLAIN_SUFFIX)

@@ -10,7 +10,7 @@ SNAPSHOT_FILE = "fovea_snapshot.json"
 
 # A process that dies may leave folders behind which have one of these after their name; the gateway removes them.
 
-DRAFT_SUFFIX = ".tmp-"
+STAGING_SUFFIX = ".tmp-"
 """A folder that is being written, and will take the place of the one it is named for."""
 
 REPLACED_SUFFIX = ".old-"

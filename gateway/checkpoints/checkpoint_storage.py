@@ -12,7 +12,7 @@ import fsspec
 from fovea.runtime.durable import sync_folder
 from fovea.wire.errors import Internal, NotFound
 from fovea.wire.limits import PIECE_BYTES
-from fovea.wire.names import DRAFT_SUFFIX, REPLACED_SUFFIX
+from fovea.wire.names import REPLACED_SUFFIX, STAGING_SUFFIX
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ def _remove(uri: str) -> None:
         return
     for found in beside:
         name = found.rstrip("/").rpartition("/")[2]
-        if name == own or name.startswith((own + DRAFT_SUFFIX, own + REPLACED_SUFFIX)):
+        if name == own or name.startswith((own + STAGING_SUFFIX, own + REPLACED_SUFFIX)):
             files.rm(found, recursive=True)
 
 

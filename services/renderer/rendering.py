@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from fovea.wire.errors import ContextOverflow, Internal, InvalidInput, ResourceExhausted
-from fovea.wire.placeholders import find_lost_image
+from fovea.wire.rendered_input import find_lost_image
 from services.renderer import image_header, renderer_metrics
 from services.renderer.chunk_errors import InvalidChunk, chunk_field
 from services.renderer.families.base import Family, ImageSpan, TokenIds

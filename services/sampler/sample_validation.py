@@ -10,7 +10,7 @@ import numpy.typing as npt
 from fovea.api.v1 import model_input_pb2, sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
-from fovea.wire.placeholders import find_lost_image
+from fovea.wire.rendered_input import find_lost_image
 from services.sampler import prompt_options
 from services.sampler.engine_api import Draw, ImageSpan, Limits, SampleSpec
 from services.sampler.families.base import Family

@@ -9,7 +9,7 @@ import fsspec
 
 from fovea.runtime.durable import sync_folder, sync_place
 from fovea.wire.errors import InvalidInput, NotFound
-from fovea.wire.names import DRAFT_SUFFIX, REPLACED_SUFFIX
+from fovea.wire.names import REPLACED_SUFFIX, STAGING_SUFFIX
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Folder:
 
         Raises NotFound for a bucket that does not exist.
         """
-        draft = Folder(self.files, f"{self.path}{DRAFT_SUFFIX}{uuid.uuid4().hex[:8]}")
+        draft = Folder(self.files, f"{self.path}{STAGING_SUFFIX}{uuid.uuid4().hex[:8]}")
         if not self.files.async_impl:
             self.files.makedirs(draft.path, exist_ok=True)
         elif not self.files.exists(bucket := self.path.partition("/")[0]):  # `makedirs` would make one

@@ -11,7 +11,6 @@ from hypothesis.extra import numpy as hnp
 from fovea.api.v1 import tensor_pb2, weights_pb2
 from fovea.wire import errors, features, manifest, tensors
 from fovea.wire.limits import PIECE_BYTES
-from fovea.wire.placeholders import find_lost_image
 
 DTYPES = st.sampled_from([np.float32, np.int64, np.int32, np.uint8, np.uint16]).map(np.dtype)
 
@@ -102,12 +101,3 @@ def test_a_stream_that_begins_in_the_middle_is_refused() -> None:
     pieces = list(features.iter_pieces("d", {"x": np.zeros((2 * PIECE_BYTES,), np.uint8)}))
     with pytest.raises(errors.Internal, match="without a header"):
         features.FeatureAssembler().feed(pieces[1])
-
-
-@pytest.mark.parametrize(
-    ("ids", "previous", "lost"),
-    [([], 8, None), ([9], 8, 0), ([9], 1, None), ([1, 8, 9], -1, 2), ([8, -1, 9], -1, None), ([9, 9, 8], -1, None)],
-)
-def test_a_lost_image_is_found(ids: list[int], previous: int, lost: int | None) -> None:
-    assert find_lost_image(np.array(ids, np.int32), 8, {9}, previous) == lost
-    assert find_lost_image(np.array(ids, np.int32), None, {9}, previous) is None

@@ -1,0 +1,231 @@
+"""What a rendered input must be before a model computes on it: one checker for gateway, sampler and trainer.
+
+Whatever passes is safe to compute on: ids lie in the vocabulary, placeholders and images belong together, and every
+size follows from the grids. N is the number of tokens.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fovea.api.v1 import model_input_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import ContextOverflow, InvalidInput
+
+Grid = tuple[int, int, int]
+"""Patches of an image: time, height, width."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class VisionFacts(Protocol):
+    """What the checker must know of a model's images."""
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The placeholder of images; None for a model that takes text only."""
+
+    @property
+    def image_opener_id(self) -> int | None:
+        """The id that an image follows, as `<|vision_start|>`; None if the model has none."""
+
+    @property
+    def reserved_token_ids(self) -> Collection[int]:
+        """Ids that stand for a piece of an image, or of what is not supported, as a video."""
+
+    def grid_problem(self, grid: Sequence[int]) -> str:
+        """What is wrong with a grid, beginning with `grid_thw`, or the empty string."""
+
+    def token_count(self, grid: Sequence[int]) -> int:
+        """Placeholder tokens of an image. The grid has no problem."""
+
+    def tensor_shapes(self, grid: Sequence[int]) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """numpy dtype name and shape of each tensor of an image. The grid has no problem."""
+
+
+@dataclass(frozen=True)
+class InputLimits:
+    """What one model takes.
+
+    Attributes:
+        vocabulary_size: Token ids lie below it.
+        max_context_length: The most tokens; None leaves the context to the caller, who knows of new tokens too.
+        positions: Whether an input with images must bring rotary positions, may, or (as any other) must not.
+        max_images: The most images of one input.
+        max_image_tokens: The most tokens of one image.
+    """
+
+    vocabulary_size: int
+    max_context_length: int | None = None
+    positions: Literal["required", "optional", "refused"] = "required"
+    max_images: int | None = None
+    max_image_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """One image: tokens `offset` to `offset + length` are its placeholders, and `feature` names its tensors."""
+
+    offset: int
+    length: int
+    grid: Grid
+    feature: model_input_pb2.VisionFeature
+
+
+@dataclass(frozen=True)
+class CheckedInput:
+    """A rendered input without faults.
+
+    Attributes:
+        tokens: int32 [N].
+        spans: Images in order of offset.
+        positions: int32 [3, N], or None for 0 .. N-1.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    spans: tuple[ImageSpan, ...]
+    positions: npt.NDArray[np.int32] | None
+
+
+def check(
+    rendered: model_input_pb2.RenderedInput, limits: InputLimits, vision: VisionFacts, field: str
+) -> CheckedInput:
+    """Decodes a rendered input. Raises InvalidInput, or ContextOverflow, naming the part of `field` that is wrong."""
+    ids = check_tokens(rendered.tokens, limits.vocabulary_size, limits.max_context_length, f"{field}.tokens")
+    spans = _check_spans(rendered.spans, ids, limits, vision, f"{field}.spans")
+    outside = ids.copy()
+    for span in spans:
+        outside[span.offset : span.offset + span.length] = -1
+    lost = find_lost_image(outside, vision.image_opener_id, vision.reserved_token_ids)
+    if lost is not None:
+        raise _wrong(f"{field}.tokens", f"has the image placeholder {ids[lost]} at position {lost}, but no image there")
+    return CheckedInput(ids, spans, _check_positions(rendered, ids.size, limits, f"{field}.positions"))
+
+
+def check_tokens(
+    data: bytes, vocabulary_size: int, max_context_length: int | None, field: str
+) -> npt.NDArray[np.int32]:
+    """Decodes token ids, int32 [N]. Raises InvalidInput, or ContextOverflow, naming `field`."""
+    ids = tensors.decode_tokens(data, field)
+    if not ids.size:
+        raise _wrong(field, "has no tokens; at least one is needed")
+    if max_context_length is not None and ids.size > max_context_length:
+        raise ContextOverflow(
+            f"{field} has {ids.size} tokens; the model's context window is {max_context_length}", field=field
+        )
+    check_ids(ids, vocabulary_size, field)
+    return ids
+
+
+def check_ids(ids: npt.NDArray, vocabulary_size: int, field: str) -> None:
+    """Raises InvalidInput naming `field` and the place of an id, in an array of any shape, outside the vocabulary."""
+    outside = np.argwhere((ids < 0) | (ids >= vocabulary_size))
+    if outside.size:
+        place = tuple(int(index) for index in outside[0])
+        raise _wrong(
+            field,
+            f"has token id {ids[place]} at position {', '.join(map(str, place))}; the vocabulary is "
+            f"0 .. {vocabulary_size - 1}",
+        )
+
+
+def find_lost_image(
+    ids: npt.NDArray, opener_id: int | None, reserved_ids: Collection[int], previous_id: int = -1
+) -> int | None:
+    """Index of the first placeholder that follows the token which opens an image, or None.
+
+    Such a placeholder stands in the place of an image that is not there. One by itself is a token like any other, since
+    a model may sample it.
+
+    Args:
+        ids: Token ids [N] without those of images that are there (or with -1 in their places).
+        opener_id: The id that an image follows, as `<|vision_start|>`; None if the model has none.
+        reserved_ids: Ids that stand for a piece of an image.
+        previous_id: The id before `ids`.
+    """
+    if opener_id is None or not len(ids):
+        return None
+    opened = np.concatenate(([previous_id], ids[:-1])) == opener_id
+    lost = np.flatnonzero(opened & np.isin(ids, list(reserved_ids)))
+    return int(lost[0]) if lost.size else None
+
+
+def _check_spans(
+    spans: Sequence[model_input_pb2.VisionSpan],
+    ids: npt.NDArray[np.int32],
+    limits: InputLimits,
+    vision: VisionFacts,
+    field: str,
+) -> tuple[ImageSpan, ...]:
+    if spans and vision.image_token_id is None:
+        raise _wrong(field, "has images, but the model takes no images")
+    if limits.max_images is not None and len(spans) > limits.max_images:
+        raise _wrong(field, f"has {len(spans)} images; at most {limits.max_images} are taken")
+    checked: list[ImageSpan] = []
+    end = 0
+    for number, span in enumerate(spans):
+        place = f"{field}[{number}]"
+        grid = _check_feature(span.feature, vision, f"{place}.feature")
+        if span.length != span.feature.token_count:
+            raise _wrong(
+                f"{place}.length", f"is {span.length}, but the grid {list(grid)} makes {vision.token_count(grid)}"
+            )
+        if limits.max_image_tokens is not None and span.length > limits.max_image_tokens:
+            raise _wrong(
+                f"{place}.length", f"is {span.length}; at most {limits.max_image_tokens} are taken of one image"
+            )
+        if span.offset < end or span.offset + span.length > ids.size:
+            raise _wrong(
+                f"{place}.offset",
+                f"is {span.offset}: the {span.length} tokens of the image must lie in {end} .. {ids.size - 1}, after "
+                "those of the image before",
+            )
+        end = span.offset + span.length
+        if np.any(ids[span.offset : end] != vision.image_token_id):
+            raise _wrong(place, f"covers tokens other than the image placeholder {vision.image_token_id}")
+        checked.append(ImageSpan(span.offset, span.length, grid, span.feature))
+    return tuple(checked)
+
+
+def _check_feature(feature: model_input_pb2.VisionFeature, vision: VisionFacts, field: str) -> Grid:
+    for name, value in (("digest", feature.digest), ("tensors_sha256", feature.tensors_sha256)):
+        if not _SHA256.fullmatch(value):
+            raise _wrong(f"{field}.{name}", "must be 64 lower-case hexadecimal digits")
+    if problem := vision.grid_problem(feature.grid_thw):
+        raise InvalidInput(f"{field}.{problem}", field=f"{field}.grid_thw")
+    time, height, width = grid = tuple(feature.grid_thw)
+    shapes = vision.tensor_shapes(grid).values()
+    sizes = {
+        "token_count": vision.token_count(grid),
+        "size_bytes": sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in shapes),
+    }
+    for name, expected in sizes.items():
+        if (seen := getattr(feature, name)) != expected:
+            raise _wrong(f"{field}.{name}", f"is {seen}, but the grid {list(grid)} makes {expected}")
+    return time, height, width
+
+
+def _check_positions(
+    rendered: model_input_pb2.RenderedInput, token_count: int, limits: InputLimits, field: str
+) -> npt.NDArray[np.int32] | None:
+    if not rendered.HasField("positions"):
+        if rendered.spans and limits.positions == "required":
+            raise _wrong(field, f"is missing: an input with images needs int32 [3, {token_count}] for this model")
+        return None
+    if limits.positions == "refused":
+        raise _wrong(field, "is set, but this model has no multimodal RoPE")
+    positions = tensors.decode(rendered.positions, field)
+    if positions.dtype != np.int32 or positions.shape != (3, token_count):
+        raise _wrong(field, f"is {positions.dtype.name} {list(positions.shape)}; it must be int32 [3, {token_count}]")
+    if positions.min() < 0:
+        raise _wrong(field, f"has the negative value {positions.min()}")
+    return positions
+
+
+def _wrong(field: str, problem: str) -> InvalidInput:
+    return InvalidInput(f"{field} {problem}", field=field)

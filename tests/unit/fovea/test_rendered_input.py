@@ -1,0 +1,187 @@
+"""What a rendered input may hold. Every model server refuses the same, with the same words."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fovea.api.v1 import model_input_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import ContextOverflow, InvalidInput
+from fovea.wire.rendered_input import CheckedInput, InputLimits, check, check_ids, find_lost_image
+
+OPENER, IMAGE, VIDEO = 89, 90, 91
+LIMITS = InputLimits(100, max_context_length=50, positions="optional", max_images=2, max_image_tokens=8)
+SHA = "0" * 64
+Change = Callable[[model_input_pb2.RenderedInput], object]
+
+
+class Squares:
+    """Images of one frame; four patches of 24 bytes make a token."""
+
+    image_token_id: int | None = IMAGE
+    image_opener_id = OPENER
+    reserved_token_ids = (IMAGE, VIDEO)
+
+    def grid_problem(self, grid: Sequence[int]) -> str:
+        is_image = len(grid) == 3 and grid[0] == 1 and all(0 < side < 100 and not side % 2 for side in grid[1:])
+        return "" if is_image else f"grid_thw {list(grid)} is no grid"
+
+    def token_count(self, grid: Sequence[int]) -> int:
+        return math.prod(grid) // 4
+
+    def tensor_shapes(self, grid: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {"pixel_values": ("uint8", (math.prod(grid), 24)), "image_grid_thw": ("int64", (1, 3))}
+
+
+class TextOnly(Squares):
+    """No images."""
+
+    image_token_id = None
+
+
+def rendered(image_count: int = 1) -> model_input_pb2.RenderedInput:
+    """Two tokens, then images of four tokens with a token after each."""
+    result = model_input_pb2.RenderedInput()
+    ids = [1, 2]
+    for _ in range(image_count):
+        feature = model_input_pb2.VisionFeature(
+            digest=SHA, grid_thw=[1, 4, 4], token_count=4, size_bytes=16 * 24 + 24, tensors_sha256=SHA
+        )
+        result.spans.add(offset=len(ids), length=4, feature=feature)
+        ids += [IMAGE] * 4 + [3]
+    result.tokens = tensors.encode_tokens(ids)
+    return result
+
+
+def checked(given: model_input_pb2.RenderedInput, limits: InputLimits = LIMITS) -> CheckedInput:
+    """What the checker makes of it, under the name of `prompt`."""
+    return check(given, limits, Squares(), "prompt")
+
+
+def text(ids: Sequence[int]) -> model_input_pb2.RenderedInput:
+    """Tokens alone."""
+    return model_input_pb2.RenderedInput(tokens=tensors.encode_tokens(ids))
+
+
+def positions(array: np.ndarray) -> Change:
+    """Gives an input these positions."""
+    return lambda given: given.positions.CopyFrom(tensors.encode(array))
+
+
+def test_a_good_input() -> None:
+    given = rendered(2)
+    positions(np.ones((3, 12), np.int32))(given)
+    found = checked(given)
+    assert found.tokens.tolist() == [1, 2, 90, 90, 90, 90, 3, 90, 90, 90, 90, 3]
+    assert [(span.offset, span.length, span.grid) for span in found.spans] == [(2, 4, (1, 4, 4)), (7, 4, (1, 4, 4))]
+    assert found.positions is not None
+    assert checked(rendered()).positions is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: setattr(r, "tokens", b"abc"), "tokens has 3 bytes"),
+        (lambda r: setattr(r, "tokens", b""), "tokens has no tokens"),
+        (lambda r: setattr(r.spans[0].feature, "digest", "0" * 63), "spans[0].feature.digest must be 64"),
+        (lambda r: setattr(r.spans[0].feature, "digest", "A" * 64), "spans[0].feature.digest must be 64"),
+        (lambda r: setattr(r.spans[0].feature, "digest", SHA + "\n"), "spans[0].feature.digest must be 64"),
+        (lambda r: setattr(r.spans[0].feature, "tensors_sha256", ""), "spans[0].feature.tensors_sha256 must be 64"),
+        (lambda r: setattr(r.spans[0].feature, "token_count", -4), "spans[0].feature.token_count is -4"),
+        (lambda r: setattr(r.spans[0].feature, "size_bytes", 0), "spans[0].feature.size_bytes is 0, but the grid"),
+        (lambda r: r.spans[0].feature.grid_thw.append(1), "spans[0].feature.grid_thw [1, 4, 4, 1] is no grid"),
+        (lambda r: setattr(r.spans[0], "length", 3), "spans[0].length is 3, but the grid [1, 4, 4] makes 4"),
+        (lambda r: setattr(r.spans[0], "offset", -1), "spans[0].offset is -1"),
+        (lambda r: setattr(r.spans[0], "offset", 4), "spans[0].offset is 4"),
+        (lambda r: setattr(r.spans[0], "offset", 1), "spans[0] covers tokens other than the image placeholder 90"),
+        (lambda r: r.spans.add().CopyFrom(r.spans[0]), "spans[1].offset is 2"),
+        (lambda r: r.spans.extend([r.spans[0]] * 2), "spans has 3 images; at most 2"),
+        (positions(np.zeros((3, 6), np.int32)), "positions is int32 [3, 6]; it must be int32 [3, 7]"),
+        (positions(np.zeros((3, 7), np.int64)), "positions is int64 [3, 7]"),
+        (positions(np.full((3, 7), -2, np.int32)), "positions has the negative value -2"),
+    ],
+)
+def test_what_is_wrong_is_named(change: Change, message: str) -> None:
+    given = rendered()
+    change(given)
+    with pytest.raises(InvalidInput) as caught:
+        checked(given)
+    assert caught.value.message.startswith(f"prompt.{message}")
+    assert caught.value.field == "prompt." + message.split()[0]
+
+
+def test_the_context() -> None:
+    checked(text([1] * 50))
+    with pytest.raises(ContextOverflow, match=r"^prompt.tokens has 51 tokens; the model's context window is 50$"):
+        checked(text([1] * 51))
+    checked(text([1] * 51), replace(LIMITS, max_context_length=None))
+
+
+def test_an_image_above_the_budget() -> None:
+    given = rendered()
+    with pytest.raises(InvalidInput, match=r"spans\[0\].length is 4; at most 3 are taken of one image"):
+        checked(given, replace(LIMITS, max_image_tokens=3))
+
+
+def test_whether_positions_are_needed() -> None:
+    given = rendered()
+    with pytest.raises(InvalidInput, match=r"prompt.positions is missing: .* int32 \[3, 7\]"):
+        checked(given, replace(LIMITS, positions="required"))
+    checked(text([1]), replace(LIMITS, positions="required"))
+    positions(np.zeros((3, 7), np.int32))(given)
+    checked(given, replace(LIMITS, positions="required"))
+    with pytest.raises(InvalidInput, match="no multimodal RoPE"):
+        checked(given, replace(LIMITS, positions="refused"))
+
+
+def test_a_text_model_takes_no_images() -> None:
+    with pytest.raises(InvalidInput, match=r"^prompt.spans has images, but the model takes no images$"):
+        check(rendered(), LIMITS, TextOnly(), "prompt")
+
+
+@pytest.mark.parametrize("placeholder", [IMAGE, VIDEO])
+def test_a_placeholder_in_the_place_of_an_image(placeholder: int) -> None:
+    with pytest.raises(InvalidInput, match=rf"tokens has the image placeholder {placeholder} at position 2, but no"):
+        checked(text([1, OPENER, placeholder]))
+    assert checked(text([OPENER, 1, placeholder])).tokens.tolist() == [OPENER, 1, placeholder]
+
+
+@given(offset=st.integers(-(2**31), 2**31 - 1), length=st.integers(-(2**31), 2**31 - 1))
+def test_only_the_right_span_passes(offset: int, length: int) -> None:
+    given = rendered()
+    given.spans[0].offset, given.spans[0].length = offset, length
+    if (offset, length) == (2, 4):
+        checked(given)
+    else:
+        with pytest.raises(InvalidInput):
+            checked(given)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20))
+def test_ids_lie_in_the_vocabulary(ids: list[int]) -> None:
+    is_lost = any(pair in [(OPENER, IMAGE), (OPENER, VIDEO)] for pair in pairwise(ids))
+    if all(0 <= token < 100 for token in ids) and not is_lost:
+        assert checked(text(ids)).tokens.tolist() == ids
+    else:
+        with pytest.raises(InvalidInput):
+            checked(text(ids))
+
+
+def test_an_id_is_named_with_its_place() -> None:
+    with pytest.raises(InvalidInput, match=r"^x has token id 100 at position 1, 0; the vocabulary is 0 .. 99$"):
+        check_ids(np.array([[1, 2], [100, 3]]), 100, "x")
+
+
+@pytest.mark.parametrize(
+    ("ids", "previous", "lost"),
+    [([], 8, None), ([9], 8, 0), ([9], 1, None), ([1, 8, 9], -1, 2), ([8, -1, 9], -1, None), ([9, 9, 8], -1, None)],
+)
+def test_a_lost_image_is_found(ids: list[int], previous: int, lost: int | None) -> None:
+    assert find_lost_image(np.array(ids, np.int32), 8, {9}, previous) == lost
+    assert find_lost_image(np.array(ids, np.int32), None, {9}, previous) is None
