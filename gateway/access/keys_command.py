@@ -16,7 +16,8 @@ import sqlalchemy as sa
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
 from gateway.access import key_rows as rows
 from gateway.access.keyring import PREFIX, check_owner, hash_key
-from gateway.database.schema import SCHEMA_VERSION, keys, schema_version
+from gateway.database.migrations import find_revision
+from gateway.database.schema import REVISION, keys
 from gateway.database.sql_engine import describe, make_engine, parse_url
 from gateway.database.writer import Job, Result
 
@@ -67,12 +68,9 @@ def _run(arguments: argparse.Namespace, job: Job[Result]) -> Result:
     engine = make_engine(parse_url(os.environ.get(_URL) or default), 1)
     print(f"{describe(engine.url)}:", file=sys.stderr)
     with engine.begin() as connection:
-        if sa.inspect(connection).has_table(schema_version.name):
-            version = connection.execute(sa.select(schema_version.c.version)).scalar()
-            if version != SCHEMA_VERSION:
-                raise FailedPrecondition(
-                    f"its schema is {version}, not {SCHEMA_VERSION}: start this version's gateway on it first"
-                )
+        found = find_revision(connection)
+        if found not in (None, REVISION):
+            raise FailedPrecondition(f"its schema is {found}, not {REVISION}: start this version's gateway on it first")
         keys.create(connection, checkfirst=True)
         return job(connection)
 

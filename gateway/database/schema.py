@@ -1,16 +1,21 @@
 """The tables. Blobs live apart from the rows that are searched, so that scans stay small. Text has no length, which
 PostgreSQL would enforce and SQLite would not.
 
-`create_all` makes them; `schema_version` holds SCHEMA_VERSION. A change to a table is a step in `migrations` and a new
-version; an unknown version is refused at start.
+`create_all` makes them. A change to a table is a file in `versions` and a new REVISION; a database of an unknown
+revision is refused at start.
 """
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 4
+REVISION = "4"
+"""The last one in `versions`."""
 
 metadata = sa.MetaData()
 
+# As alembic makes it.
+alembic_version = sa.Table("alembic_version", metadata, sa.Column("version_num", sa.String(32), primary_key=True))
+
+# For gateways from before alembic: see `migrations`.
 schema_version = sa.Table("schema_version", metadata, sa.Column("version", sa.Integer, primary_key=True))
 
 # Who has the state, and the last transaction that it committed: see `ownership`. Empty in SQLite.

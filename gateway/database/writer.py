@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 
-from fovea.wire.errors import Internal, Unavailable
-from gateway.database import migrations, schema
+from fovea.wire.errors import Unavailable
+from gateway.database import migrations
 from gateway.database.disk_reserve import DiskReserve, is_full
 from gateway.database.ownership import Superseded, make_ownership
 from gateway.database.sql_engine import describe, is_lost, translate
@@ -71,7 +71,7 @@ class Writer:
         connection = self._connect(time.monotonic() + self._patience_s)
         try:
             with connection.begin():
-                _prepare(connection)
+                migrations.upgrade(connection)
                 self._ownership.begin(connection)
         except sa.exc.DBAPIError as error:
             raise Unavailable(f"{self._name} does not take our tables: {str(error.orig).strip()}") from None
@@ -168,27 +168,3 @@ def _run(connection: sa.Connection, jobs: list[Job[Any]]) -> list[Any]:
         else:
             results += run(connection, [job.item for job in alike if isinstance(job, Batched)])
     return results
-
-
-def _prepare(connection: sa.Connection) -> None:
-    if connection.dialect.name == "postgresql":
-        connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
-    schema.metadata.create_all(connection)
-    version = connection.execute(sa.select(schema.schema_version.c.version)).scalar()
-    if version is None:
-        connection.execute(sa.insert(schema.schema_version).values(version=schema.SCHEMA_VERSION))
-    else:
-        _migrate(connection, version)
-
-
-def _migrate(connection: sa.Connection, version: int) -> None:
-    found = version
-    while version in migrations.STEPS:
-        for statement in migrations.STEPS[version]:
-            connection.execute(sa.text(statement))
-        version += 1
-    if version != schema.SCHEMA_VERSION:
-        raise Internal(f"the database has schema {found}, this gateway needs {schema.SCHEMA_VERSION}")
-    if version != found:
-        logger.info("the database goes from schema %d to %d", found, version)
-        connection.execute(sa.update(schema.schema_version).values(version=version))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import gateway
 
-HEAVY = ("torch", "vllm", "transformers", "PIL", "torchvision", "safetensors")
+HEAVY = ("torch", "vllm", "transformers", "PIL", "torchvision", "safetensors", "alembic")
 
 
 def test_importing_the_gateway_loads_nothing_heavy() -> None:

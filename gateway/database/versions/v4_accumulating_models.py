@@ -1,0 +1,12 @@
+"""A model says whether it has gradients that no step has used yet."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "4"
+down_revision = "3"
+
+
+def upgrade() -> None:
+    """Adds the column. Nobody knows it of the models that are there: gradients that may be there are kept."""
+    op.add_column("models", sa.Column("is_accumulating", sa.Boolean, nullable=False, server_default=sa.true()))

@@ -1,0 +1,127 @@
+"""A gateway makes its tables, upgrades those of earlier gateways, all or nothing, and refuses those of later ones."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from fovea.wire.errors import Internal, Unavailable
+from gateway.access import key_rows as keys
+from gateway.database import migrations, schema
+from gateway.database.database import Database
+from gateway.database.sql_engine import make_engine, parse_url
+
+_BACK = {
+    4: ["DROP TABLE alembic_version"],
+    3: ["ALTER TABLE models DROP COLUMN is_accumulating"],
+    2: [
+        "DROP TABLE keys",
+        "CREATE TABLE api_keys (key_hash TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at FLOAT NOT NULL)",
+        "INSERT INTO api_keys (key_hash, owner, created_at) VALUES (:key_hash, :owner, :created_at)",
+    ],
+    1: [
+        "DROP INDEX futures_by_finish",
+        "ALTER TABLE futures DROP COLUMN finish_number",
+        "DROP INDEX ix_sampling_sessions_snapshot_id",
+        "DROP INDEX ix_sampling_sessions_followed_model_id",
+        "ALTER TABLE sampling_sessions DROP COLUMN client_count",
+        "ALTER TABLE sampling_sessions DROP COLUMN followed_model_id",
+        "ALTER TABLE sessions DROP COLUMN display_name",
+    ],
+}
+"""What makes the tables of a version that gateways from before alembic knew, out of the next version's."""
+_OWNED = {"owner": "key-012345678901", "key_hash": f"{12345678901:064d}", "created_at": 7.0}
+
+
+def run(url: str, work: Callable[[sa.Connection], object]) -> None:
+    """In a transaction of its own, without a gateway."""
+    engine = make_engine(parse_url(url), 1)
+    with engine.begin() as connection:
+        work(connection)
+    engine.dispose()
+
+
+def make_tables(connection: sa.Connection, version: int) -> None:
+    """The tables of a version as gateways from before alembic left them; below 3 with a key of that time."""
+    schema.metadata.create_all(connection)
+    connection.execute(sa.insert(schema.schema_version).values(version=version))
+    for later in range(4, version - 1, -1):
+        for statement in _BACK[later]:
+            connection.execute(sa.text(statement), _OWNED)
+
+
+def differences(connection: sa.Connection) -> list[object]:
+    """What alembic would have to change to get today's tables."""
+    options = {"include_object": lambda _, name, *others: name != schema.alembic_version.name}
+    return list(compare_metadata(MigrationContext.configure(connection, opts=options), schema.metadata))
+
+
+def test_the_last_file_is_the_revision_that_a_new_database_is_given() -> None:
+    assert ScriptDirectory(str(Path(migrations.__file__).parent)).get_current_head() == schema.REVISION
+
+
+async def test_new_tables_are_those_of_the_last_revision(database_url: str) -> None:
+    database = Database(database_url)
+    await database.open()
+    assert await database.read(differences) == []
+    assert await database.read(migrations.find_revision) == schema.REVISION
+    await database.close()
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+async def test_tables_of_an_earlier_version_become_todays(database_url: str, version: int) -> None:
+    run(database_url, lambda connection: make_tables(connection, version))
+    for _ in range(2):  # at the second start there is nothing to do
+        database = Database(database_url)
+        await database.open()
+        assert await database.read(differences) == []
+        assert await database.read(migrations.find_revision) == schema.REVISION
+        numbers = await database.read(lambda c: c.execute(sa.select(schema.schema_version.c.version)).scalars().all())
+        assert numbers == [int(schema.REVISION)], "gateways from before alembic know these tables, or refuse them"
+        if version < 3:
+            (key,) = await database.read(keys.every)
+            assert (key.owner, key.key_hash, key.created_at) == tuple(_OWNED.values()), "its data stays its own"
+        await database.close()
+
+
+async def test_a_migration_that_fails_changes_nothing(database_url: str) -> None:
+    def break_something(connection: sa.Connection) -> None:
+        make_tables(connection, 1)
+        schema.alembic_version.create(connection)
+        connection.execute(sa.insert(schema.alembic_version).values(version_num="1"))
+        connection.execute(sa.text("ALTER TABLE api_keys RENAME TO lost"))
+
+    run(database_url, break_something)
+    broken = Database(database_url)
+    with pytest.raises(Unavailable, match="api_keys"):
+        await broken.open()
+    await broken.close()
+    run(database_url, lambda connection: connection.execute(sa.text("ALTER TABLE lost RENAME TO api_keys")))
+    database = Database(database_url)
+    await database.open()
+    assert await database.read(differences) == []
+    await database.close()
+
+
+@pytest.mark.parametrize("kept_in", ["alembic_version", "schema_version"])
+async def test_a_database_of_another_version_is_refused(database_url: str, kept_in: str) -> None:
+    database = Database(database_url)
+    await database.open()
+    await database.close()
+
+    def come_from_elsewhere(connection: sa.Connection) -> None:
+        if kept_in == "alembic_version":
+            connection.execute(sa.update(schema.alembic_version).values(version_num="99"))
+        else:
+            schema.alembic_version.drop(connection)
+            connection.execute(sa.update(schema.schema_version).values(version=99))
+
+    run(database_url, come_from_elsewhere)
+    other = Database(database_url)
+    with pytest.raises(Internal, match="schema 99"):
+        await other.open()
+    await other.close()
