@@ -3,7 +3,7 @@
 import time
 from datetime import timedelta
 
-from fovea.cli.ports import free_ports
+from fovea.runtime.hosts import free_ports
 
 _WARM_UPS = 3
 

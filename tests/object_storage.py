@@ -13,7 +13,7 @@ from unittest import mock
 import fsspec
 import pytest
 
-from fovea.cli.ports import free_ports
+from fovea.runtime.hosts import free_ports
 
 _START_S = 60
 

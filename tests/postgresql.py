@@ -14,7 +14,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from fovea.cli.ports import free_ports
+from fovea.runtime.hosts import free_ports
 
 USER, PASSWORD = "fovea", "se/cr@t"
 _QUOTED = "se%2Fcr%40t"

@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 import fovea
-from fovea.cli.ports import free_ports
 from fovea.cli.supervisor import Supervisor, UpOptions
 from fovea.client.channel import ServiceClient
-from fovea.runtime.hosts import is_loopback
+from fovea.runtime.hosts import free_ports, is_loopback
 
 app = typer.Typer(
     help="Fovea: self-hosted post-training for vision-language models, behind the Tinker API.",

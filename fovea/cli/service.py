@@ -1,20 +1,22 @@
 """One service process under `fovea up`: started, followed, restarted, stopped."""
 
 import asyncio
-import ctypes
 import os
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
+
+from fovea.runtime.backoff import Backoff
+from fovea.runtime.children import die_with_parent
 
 STEADY_S = 120.0
 """A process that lived this long starts again at once when it dies; the pause doubles for one that did not."""
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Service:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None]
         self._stopping = False
-        self._pause_s = FIRST_PAUSE_S
+        self._restarts = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
 
     @property
     def pid(self) -> int | None:
@@ -77,11 +79,10 @@ class Service:
             if self._stopping:
                 return
             if time.monotonic() - started >= STEADY_S:
-                self._pause_s = FIRST_PAUSE_S
+                self._restarts.reset()
             how = signal.Signals(-code).name if code < 0 else f"code {code}"
-            await on_exit(self.spec.name, how, self._pause_s)
-            await asyncio.sleep(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            await on_exit(self.spec.name, how, self._restarts.next_s)
+            await self._restarts.pause()
 
     async def stop(self, timeout_s: float) -> None:
         """Asks the process to end, and after `timeout_s` kills it with everything it started."""
@@ -113,7 +114,7 @@ class Service:
                 env=environment,
                 # A group of its own: Ctrl-C reaches the supervisor alone, which then stops the services in order.
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
         finally:
             os.close(writing)
@@ -141,8 +142,3 @@ class Service:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
             return
-
-
-def _die_with_parent() -> None:
-    # Not SIGTERM: nobody reads the log any more, and a service that drains into a closed pipe may linger.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

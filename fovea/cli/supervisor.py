@@ -14,12 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fovea.cli.ports import free_ports
 from fovea.cli.service import Service, ServiceFailed, ServiceSpec
 from fovea.cli.state_folder import FolderTaken, StateFolder
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret
-from fovea.runtime.hosts import WILDCARDS, is_loopback
+from fovea.runtime.hosts import WILDCARDS, free_ports, is_loopback
 from fovea.wire import names
 
 COLORS = {"renderer": "cyan", "sampler": "green", "trainer": "magenta", "gateway": "yellow", "fovea": "bold white"}

@@ -1,8 +1,7 @@
 """Typed clients of every service, asynchronous, with deadlines, raising the errors that the servers raised."""
 
-from fovea.client.features import FeatureFetcher
 from fovea.client.gateway import GatewayClient
-from fovea.client.renderer import RendererClient
+from fovea.client.renderer import FeatureFetcher, RendererClient
 from fovea.client.sampler import SamplerClient
 from fovea.client.trainer import ForwardBackwardResult, TrainerClient
 

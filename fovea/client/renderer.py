@@ -1,12 +1,15 @@
-"""Client of the renderer: images go up once, rendered inputs come back."""
+"""Clients of renderers: images go up once, rendered inputs and their tensors come back."""
 
 import hashlib
 from collections.abc import AsyncIterator
 
+import grpc
+
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
-from fovea.client.channel import ServiceClient
-from fovea.runtime import secret
-from fovea.wire.features import FeatureAssembler, FeatureTensors
+from fovea.client.channel import OPTIONS, ServiceClient
+from fovea.runtime import secret, tracing
+from fovea.wire.errors import from_rpc_error
+from fovea.wire.features import FeatureAssembler, FeatureTensors, check_feature
 from fovea.wire.limits import INLINE_IMAGE_BYTES, PIECE_BYTES
 from fovea.wire.names import RENDERER_SERVICE
 
@@ -81,3 +84,51 @@ class RendererClient(ServiceClient):
                 reference.expected_token_count = chunk.image.expected_token_count
             slim.chunks.add(image_reference=reference)
         return slim
+
+
+class FeatureFetcher:
+    """Fetches tensors of images from the renderers that hold them; blocks, for processes without an event loop."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.Channel] = {}
+        self._metadata = secret.metadata()
+
+    def fetch(
+        self, features: list[model_input_pb2.VisionFeature], timeout_s: float = 60.0
+    ) -> dict[str, FeatureTensors]:
+        """Tensors by digest, each checked against its `tensors_sha256`.
+
+        Raises FeatureEvicted if a renderer no longer holds one, Internal if bytes differ from what was promised.
+        """
+        by_source: dict[str, dict[str, model_input_pb2.VisionFeature]] = {}
+        for feature in features:
+            by_source.setdefault(feature.source, {})[feature.digest] = feature
+        fetched: dict[str, FeatureTensors] = {}
+        for source, wanted in by_source.items():
+            fetched |= self._fetch_from(source, wanted, timeout_s)
+        return fetched
+
+    def close(self) -> None:
+        """Closes all channels."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+    def _fetch_from(
+        self, source: str, wanted: dict[str, model_input_pb2.VisionFeature], timeout_s: float
+    ) -> dict[str, FeatureTensors]:
+        if source not in self._channels:
+            self._channels[source] = grpc.insecure_channel(source, options=OPTIONS)
+        stub = renderer_pb2_grpc.RendererServiceStub(self._channels[source])
+        assembler = FeatureAssembler()
+        fetched: dict[str, FeatureTensors] = {}
+        try:
+            request = renderer_pb2.FetchFeaturesRequest(digests=list(wanted))
+            for piece in stub.FetchFeatures(request, timeout=timeout_s, metadata=tracing.metadata(self._metadata)):
+                if complete := assembler.feed(piece):
+                    fetched[complete[0]] = complete[1]
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        for digest, feature in wanted.items():
+            check_feature(feature, fetched.get(digest))
+        return fetched

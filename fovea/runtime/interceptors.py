@@ -10,11 +10,21 @@ from typing import Any
 
 import grpc
 from grpc_status import rpc_status
+from prometheus_client import Counter, Histogram
 
-from fovea.runtime import telemetry, tracing
+from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal, to_status
 
 logger = logging.getLogger(__name__)
+
+CALLS = Counter("fovea_grpc_calls_total", "gRPC calls by outcome.", ["method", "code"])
+ERRORS = Counter("fovea_grpc_errors_total", "gRPC calls that failed, by the reason of the error.", ["method", "reason"])
+CALL_SECONDS = Histogram(
+    "fovea_grpc_call_seconds",
+    "Seconds from the start of a gRPC call to its end.",
+    ["method"],
+    buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300),
+)
 
 Context = grpc.aio.ServicerContext
 _AsTold = Callable[[FoveaError], FoveaError]
@@ -117,10 +127,10 @@ class _Call:
             context: Any = self._context
             await context.abort_with_status(rpc_status.to_status(to_status(self._as_told(known))))
         finally:
-            telemetry.CALLS.labels(self._method, code.name).inc()
+            CALLS.labels(self._method, code.name).inc()
             if reason:
-                telemetry.ERRORS.labels(self._method, reason).inc()
-            telemetry.CALL_SECONDS.labels(self._method).observe(time.perf_counter() - self._start)
+                ERRORS.labels(self._method, reason).inc()
+            CALL_SECONDS.labels(self._method).observe(time.perf_counter() - self._start)
 
     def _unmapped(self, error: BaseException) -> FoveaError:
         request_id = uuid.uuid4().hex[:12]

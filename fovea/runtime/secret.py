@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
-from fovea.runtime import telemetry
+from fovea.runtime.interceptors import ERRORS
 from fovea.wire.errors import Unauthenticated, to_status
 
 VARIABLE = "FOVEA_SERVICE_SECRET"
@@ -69,7 +69,7 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         given = dict(handler_call_details.invocation_metadata or ()).get(KEY, "")
         if method.startswith(_OPEN) or hmac.compare_digest(str(given).encode(), self._secret):
             return await continuation(handler_call_details)
-        telemetry.ERRORS.labels("refused", Unauthenticated.reason).inc()
+        ERRORS.labels("refused", Unauthenticated.reason).inc()
         return self._refusal
 
 

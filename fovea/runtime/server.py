@@ -11,12 +11,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import start_http_server
 
 from fovea.runtime import tracing
 from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.runtime.secret import SecretInterceptor, service_secret
 from fovea.runtime.settings import ServiceSettings
-from fovea.runtime.telemetry import serve_metrics
 from fovea.wire.errors import FoveaError
 from fovea.wire.limits import MESSAGE_BYTES
 
@@ -92,7 +92,8 @@ class ServiceServer:
         # Not before: vLLM forks first, and an exporter has threads.
         tracing.configure(_trace_name(self._names), self._settings.trace_endpoint, self.address)
         if self._settings.metrics_port is not None:
-            _, self._metrics_port = serve_metrics(self._settings.host, self._settings.metrics_port)
+            shown, _ = start_http_server(self._settings.metrics_port, self._settings.host)
+            self._metrics_port = shown.server_port
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)

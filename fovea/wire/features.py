@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy.typing as npt
 
-from fovea.api.v1 import renderer_pb2, tensor_pb2
+from fovea.api.v1 import model_input_pb2, renderer_pb2, tensor_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import Internal
 from fovea.wire.limits import PIECE_BYTES
@@ -43,6 +43,17 @@ def iter_pieces(digest: str, feature: Mapping[str, npt.NDArray]) -> Iterator[ren
                 data=data[offset : offset + PIECE_BYTES],
                 feature_complete=name == names[-1] and offset == offsets[-1],
             )
+
+
+def check_feature(feature: model_input_pb2.VisionFeature, tensors: FeatureTensors | None) -> None:
+    """Raises Internal unless the tensors are the ones that the renderer promised in `feature`."""
+    if tensors is None:
+        raise Internal(f"the renderer at {feature.source} sent no tensors for image {feature.digest}")
+    if (found := tensors_sha256(tensors)) != feature.tensors_sha256:
+        raise Internal(
+            f"the tensors of image {feature.digest} from {feature.source} have digest {found}, not "
+            f"{feature.tensors_sha256}"
+        )
 
 
 class FeatureAssembler:

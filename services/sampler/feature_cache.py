@@ -6,11 +6,10 @@ from collections.abc import Sequence
 import grpc
 
 from fovea.api.v1 import model_input_pb2
-from fovea.client.features import check_feature
 from fovea.client.renderer import RendererClient
 from fovea.runtime.byte_lru import ByteLru
 from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, InvalidInput, NotFound, Unavailable
-from fovea.wire.features import FeatureTensors, size_bytes
+from fovea.wire.features import FeatureTensors, check_feature, size_bytes
 from services.sampler import sampler_metrics
 from services.sampler.engine_api import ImageSpan
 from services.sampler.families.base import Family

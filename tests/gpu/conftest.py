@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.client import Bench
 from benchmarks.shapes import build
-from fovea.cli.ports import free_ports
+from fovea.runtime.hosts import free_ports
 from fovea.runtime.secret import VARIABLE
 from tests.e2e.stack import Stack, running_stack
 from tests.service_process import service_process

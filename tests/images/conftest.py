@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.images.build import images
 from deploy.images.engine import compose, exists, missing, podman
-from fovea.cli.ports import free_ports
+from fovea.runtime.hosts import free_ports
 from tests.other_logs import logs_with_failures
 
 _FOLDER = Path(__file__).parent

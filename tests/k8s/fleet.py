@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tinyvlm
 from deploy.cluster.cluster import Cluster
-from fovea.cli.ports import free_ports
+from fovea.runtime.hosts import free_ports
 from fovea.runtime.secret import VARIABLE
 from tests.e2e.stack import API_KEY
 from tests.service_process import ServiceProcess, service_process

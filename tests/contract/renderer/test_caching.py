@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from fovea.api.v1 import renderer_pb2
-from fovea.client.features import FeatureFetcher
+from fovea.client import FeatureFetcher
 from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound, ResourceExhausted
 from fovea.wire.features import tensors_sha256
 from fovea.wire.limits import INLINE_IMAGE_BYTES

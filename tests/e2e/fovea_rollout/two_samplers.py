@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fovea.cli.ports import free_ports
+from fovea.runtime.hosts import free_ports
 from fovea.runtime.secret import VARIABLE
 from tests.e2e.stack import API_KEY, Stack
 from tests.service_process import ServiceProcess, service_process

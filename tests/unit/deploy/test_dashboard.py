@@ -17,7 +17,7 @@ import gateway.instruments
 import services.renderer.renderer_metrics
 import services.sampler.sampler_metrics
 import services.trainer.trainer_metrics
-from fovea.runtime import telemetry
+from fovea.runtime import interceptors
 from fovea.runtime.gpu_memory import GpuMemory
 from fovea.wire.errors import FoveaError
 
@@ -31,7 +31,7 @@ MODULES = (
     services.sampler.sampler_metrics,
     gateway.instruments,
     services.trainer.trainer_metrics,
-    telemetry,
+    interceptors,
 )
 
 SCRAPED = {"namespace", "pod", "job", "instance"}

@@ -5,27 +5,27 @@ import socket
 
 import pytest
 
-from fovea.cli import ports
+from fovea.runtime import hosts
 
 
 def test_they_are_free_all_different_and_not_given_to_others_by_chance() -> None:
-    found = ports.free_ports(50)
+    found = hosts.free_ports(50)
     assert len(set(found)) == 50
     first_given = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(1024 < port < first_given for port in found)
 
 
 def test_a_port_in_use_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = ports.free_ports(2)
+    free = hosts.free_ports(2)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         drawn = iter([taken.getsockname()[1], free[0], free[0], free[1]])
-        monkeypatch.setattr(ports.random, "randrange", lambda low, high: next(drawn))
-        assert ports.free_ports(2) == free
+        monkeypatch.setattr(hosts.random, "randrange", lambda low, high: next(drawn))
+        assert hosts.free_ports(2) == free
 
 
 def test_without_room_below_they_come_from_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     given = tmp_path / "range"
     given.write_text("1024\t65535\n")
-    monkeypatch.setattr(ports, "_RANGE_FILE", given)
-    assert len(set(ports.free_ports(3))) == 3
+    monkeypatch.setattr(hosts, "_PORT_RANGE_FILE", given)
+    assert len(set(hosts.free_ports(3))) == 3
