@@ -9,8 +9,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.wire.errors import InvalidInput
-from gateway.database.database import insert_new
 from gateway.database.schema import keys
+from gateway.database.sql_engine import insert_new
 
 _ID_LENGTH = 12
 

@@ -7,8 +7,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.api.v1 import weights_pb2
-from gateway.database.database import insert_new
 from gateway.database.schema import checkpoints, published, snapshots
+from gateway.database.sql_engine import insert_new
 
 
 @dataclass(eq=False)

@@ -5,8 +5,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from gateway.database.database import insert_new
 from gateway.database.schema import copies
+from gateway.database.sql_engine import insert_new
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from gateway.checkpoints.checkpoint_registry import Checkpoints
 from gateway.checkpoints.checkpoint_rows import Checkpoint
 from gateway.checkpoints.checkpoint_storage import Storage
 from gateway.checkpoints.encryption import Recipient, encrypt_folder
-from gateway.database import secrets
+from gateway.database import secret_rows
 from gateway.database.database import Database
 from gateway.identity import EXTERNAL, Caller, CheckpointPath
 
@@ -58,7 +58,7 @@ class Exports:
 
     async def open(self) -> None:
         """Reads the key that links are signed with: they stay good when the gateway restarts."""
-        self._key = await self._database.write(lambda connection: secrets.take(connection, _SECRET))
+        self._key = await self._database.write(lambda connection: secret_rows.take(connection, _SECRET))
 
     async def links(self, caller: Caller, path: str) -> tuple[list[Link], int]:
         """A link to each file of an export that the caller may read, and when they expire.

@@ -1,11 +1,12 @@
-"""One database, one writer. Writes are committed in groups, and those that are alike (`Batched`) share statements: a
-thousand submissions cost a few commits and a few statements.
+"""Runs the gateway's reads and writes on its database, outside the event loop.
 
-Every write goes through a queue to the one thread that holds the write connection; SQLite therefore never sees two
-writers and never answers "database is locked". Reads have threads and connections of their own and see committed state.
+All writes go through one queue to one thread, which has the only connection that writes: SQLite never answers
+"database is locked". Whatever waits in the queue is committed together, and writes of the same kind (`Batched`) share
+their statements, so that a thousand submissions take a few commits and a few statements. Reads have threads and
+connections of their own and see what is committed.
 
 Jobs are plain functions that run in those threads. SQLAlchemy's asyncio engine over aiosqlite was measured first: it
-changes threads for every statement and took 2.2 ms of CPU for a future where this takes 0.8.
+changes threads for every statement and took 2.2 ms of CPU per future, where this takes 0.8.
 """
 
 import asyncio
@@ -14,7 +15,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -22,24 +22,22 @@ import sqlalchemy as sa
 from fovea.wire.errors import Unavailable
 from gateway.database.ownership import Superseded
 from gateway.database.sql_engine import is_lost, make_engine, parse_url, translate
-from gateway.database.writer import Batched as Batched
-from gateway.database.writer import Job as Job
-from gateway.database.writer import Result, Writer
+from gateway.database.writer import Job, Result, Writer
 
 logger = logging.getLogger(__name__)
 
-_GROUP_SIZE = 256
-_READERS = 4
+_GROUP_SIZE = 256  # writes in one transaction
+_READERS = 4  # threads, with one connection each
 _READ_RETRY_S = 0.2
 _START_PATIENCE_S = 30.0
 _CLOSE_PATIENCE_S = 5.0
 
 
 class Database:
-    """Opens a database and runs jobs on it. A write job may run twice, if another one of its group fails.
+    """One gateway's database. A write may run twice, when another one in its transaction fails.
 
-    While the database is away, everybody waits for it, however long: a write that was given up might take effect later,
-    unknown to whoever gave it up, and work that was accepted must not fail for want of a read.
+    While the database is away, reads and writes wait for it, however long: a write that was given up might still take
+    effect, unknown to whoever gave it up, and work that was accepted must not fail because nothing could be read.
 
     Args:
         url: As SQLAlchemy reads it; `postgresql://` means psycopg 3.
@@ -76,7 +74,7 @@ class Database:
         self._task = asyncio.create_task(self._write_forever(), name="database writer")
 
     async def close(self) -> None:
-        """Commits what is queued, gives the state free and closes. Waits a few seconds for a database that is away."""
+        """Commits what is queued, releases the state and closes. Waits a few seconds for a database that is away."""
         if self._task:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._queue.join(), _CLOSE_PATIENCE_S)
@@ -98,18 +96,20 @@ class Database:
             )
 
     async def look_for_room(self) -> None:
-        """Accepts again once a full disk has room. To be called now and then."""
+        """Takes the disk reserve back once there is room for it. To be called now and then."""
         await asyncio.get_running_loop().run_in_executor(self._writer_thread, self._writer.reserve.take)
 
     async def write(self, job: Job[Result]) -> Result:
-        """Runs a job in a transaction; returns once it is committed.
+        """Runs a job in a transaction; returns its result once it is committed.
 
-        Raises what the job raised, InvalidInput for values that the database cannot keep, Unavailable for what it could
-        not do.
+        Raises:
+            InvalidInput: A value that the database cannot keep.
+            Unavailable: The database could not do it, or another gateway has the state.
+            Exception: Whatever the job raised.
         """
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         await self._queue.put((job, done))
-        # The job itself must not be undone by a caller who stops waiting: others may rely on its effect.
+        # A caller who stops waiting does not undo the job: others may rely on its effect.
         return await asyncio.shield(done)
 
     async def read(self, job: Job[Result]) -> Result:
@@ -151,24 +151,3 @@ def _settle(done: asyncio.Future[Any], outcome: Any) -> None:
         done.exception()  # a caller who went away is no reason for "exception was never retrieved"
     else:
         done.set_result(outcome)
-
-
-def insert_new(connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> bool:
-    """Inserts a row unless a unique key has it already; returns whether it is new."""
-    return connection.execute(insertion(connection.dialect.name, table), values).rowcount == 1
-
-
-@cache
-def insertion(dialect: str, table: sa.Table) -> sa.Insert:
-    """Inserts rows but those that a unique key has already.
-
-    Made once: SQLAlchemy takes longer to build a statement than SQLite to run it.
-    """
-    if dialect == "postgresql":
-        from sqlalchemy.dialects.postgresql import insert as postgresql_insert
-
-        # Without the option SQLAlchemy forgets the count of an INSERT before anybody can ask: it says -1.
-        return postgresql_insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
-    from sqlalchemy.dialects.sqlite import insert as sqlite_insert
-
-    return sqlite_insert(table).on_conflict_do_nothing()

@@ -1,7 +1,7 @@
-"""Room on the disk of an SQLite database, kept for the day on which there is no other.
+"""A file that keeps some room free on the disk of an SQLite database.
 
-Ending sessions and deleting checkpoints frees room, and needs some first. Given up when the disk is full, taken again
-when it is not; meanwhile nothing new should be accepted.
+Ending sessions and deleting checkpoints makes room, but needs some room itself. The file is deleted when the disk is
+full, and made again once it is not; in between, the gateway accepts nothing new.
 """
 
 import logging
@@ -23,10 +23,10 @@ def is_full(error: sa.exc.DBAPIError) -> bool:
 
 
 class DiskReserve:
-    """A file beside the database. Any thread may ask; one thread at a time gives up or takes.
+    """The file. `is_spent` may be read by any thread; the methods belong to the one that writes the database.
 
     Args:
-        database: The database's file; empty for a database that is elsewhere, which has no reserve and needs none.
+        database: The path of the database; empty for PostgreSQL, which has no reserve here.
     """
 
     def __init__(self, database: str) -> None:
@@ -34,7 +34,7 @@ class DiskReserve:
         self.is_spent = False
 
     def take(self) -> None:
-        """Takes the room, if it is there and as much again. A full disk is no error: it is said in the log."""
+        """Makes the file where twice its size is free. A full disk is no error here, but is logged."""
         if self._path is None or (self._path.exists() and not self.is_spent):
             return
         free = os.statvfs(self._path.parent)
@@ -53,7 +53,7 @@ class DiskReserve:
         self.is_spent = False
 
     def give_up(self) -> bool:
-        """Frees the room; False if that was done before."""
+        """Deletes the file; False if that was done before."""
         if self._path is None or self.is_spent:
             return False
         logger.error("the disk of %s is full: the reserve is given up, nothing new is accepted", self._path.parent)

@@ -1,7 +1,7 @@
-"""One gateway owns the state: two that run what is queued would run it twice.
+"""One gateway at a time owns the state: two would both run what is queued.
 
-SQLite: a lock on a file beside the database; a second gateway is refused. PostgreSQL: an advisory lock of the session
-that writes; a second gateway waits, which is how one takes over from another.
+SQLite: a lock on a file beside the database; a second gateway is refused. PostgreSQL: an advisory lock, held by the
+session that writes; a second gateway waits for it, which is how one takes over from another.
 """
 
 import fcntl
@@ -20,35 +20,35 @@ _TAKE = sa.text("SELECT pg_try_advisory_lock(:lock, hashtext(coalesce(current_sc
 
 
 class Superseded(Exception):
-    """Another gateway has taken over the state: what this one has in memory is no longer true."""
+    """Another gateway has taken over the state: what this one has in memory is out of date."""
 
 
 class Ownership(Protocol):
-    """What makes one gateway the only one. Called by the one thread that writes."""
+    """The right to write. Used by the one thread that writes."""
 
     def take(self, connection: sa.Connection) -> bool:
-        """Takes the state, or takes it again on a new connection; False while somebody else has it."""
+        """Takes the state, also again on a new connection; False while another gateway has it."""
         ...
 
     def begin(self, connection: sa.Connection) -> None:
-        """Writes down whose the state is, once the tables are there."""
+        """Records the new owner, once the tables exist."""
         ...
 
     def mark(self, connection: sa.Connection, number: int) -> None:
-        """Numbers a transaction. Raises Superseded if the state is somebody else's."""
+        """Records a transaction's number in it. Raises Superseded if another gateway owns the state."""
         ...
 
     def last_mark(self, connection: sa.Connection) -> int:
-        """The number of the last transaction that was committed. Raises Superseded as above."""
+        """The number of the last transaction that was committed. Raises Superseded as `mark` does."""
         ...
 
     def release(self) -> None:
-        """Gives the state free, unless closing the connection does."""
+        """Releases the state, where closing the connection does not."""
         ...
 
 
 class FileOwnership:
-    """A lock on a file. The connection to a file is never lost, so that nothing needs a mark."""
+    """A lock on a file. A connection to a file is never lost, so transactions need no numbers."""
 
     def __init__(self, database: str) -> None:
         self._path = Path(f"{database}.lock")
@@ -68,13 +68,13 @@ class FileOwnership:
         return True
 
     def begin(self, connection: sa.Connection) -> None:
-        """Nothing: the lock says it all."""
+        """Does nothing: the lock is enough."""
 
     def mark(self, connection: sa.Connection, number: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def last_mark(self, connection: sa.Connection) -> int:
-        """Nothing was ever committed unnoticed."""
+        """Always 0: no commit goes unnoticed."""
         return 0
 
     def release(self) -> None:
@@ -85,11 +85,12 @@ class FileOwnership:
 
 
 class SessionOwnership:
-    """An advisory lock, and a row that every transaction of its holder writes.
+    """An advisory lock, and a row that every transaction of its holder updates.
 
-    The lock ends with the session, so that the next gateway can begin. The row fences off one that lost its session and
-    does not know yet, and tells whether a commit whose answer never came took place: whoever has the lock again knows
-    that its earlier session does nothing any more.
+    The lock ends with the session, and the next gateway takes it. The row fences off a gateway that lost its session
+    and does not know yet: its updates find no row of its name. The row also holds the last transaction's number, which
+    tells whether a commit whose answer got lost took place: once a gateway has the lock again, its earlier session has
+    ended, and the number is final.
     """
 
     def __init__(self) -> None:
@@ -99,20 +100,20 @@ class SessionOwnership:
         self._numbered = sa.update(owner).where(self._mine).values(last_mark=sa.bindparam("number"))
 
     def take(self, connection: sa.Connection) -> bool:
-        """Tries the lock. Raises Superseded if somebody else has had it since."""
+        """Tries the lock. Raises Superseded if another gateway has had it since."""
         if self._has_begun:
             self.last_mark(connection)
         is_taken: bool = connection.execute(_TAKE, {"lock": _LOCK}).scalar_one()
         return is_taken
 
     def begin(self, connection: sa.Connection) -> None:
-        """Replaces the row of whoever had the state before."""
+        """Replaces the row of the last owner."""
         connection.execute(sa.delete(owner))
         connection.execute(sa.insert(owner).values(name=self._name, last_mark=0))
         self._has_begun = True
 
     def mark(self, connection: sa.Connection, number: int) -> None:
-        """Writes the row."""
+        """Updates the row."""
         if connection.execute(self._numbered, {"number": number}).rowcount == 0:
             raise Superseded
 
@@ -124,11 +125,11 @@ class SessionOwnership:
         return number
 
     def release(self) -> None:
-        """Nothing: the lock ends with its session."""
+        """Does nothing: the lock ends with its session."""
 
 
 def make_ownership(url: sa.URL) -> Ownership:
-    """The ownership that fits a database."""
+    """A lock on a file for SQLite, an advisory lock for PostgreSQL."""
     if url.get_backend_name() != "sqlite":
         return SessionOwnership()
     return FileOwnership(url.database or "")

@@ -1,8 +1,9 @@
-"""SQLAlchemy engines: SQLite in a file, or PostgreSQL through psycopg 3."""
+"""What SQLite in a file and PostgreSQL through psycopg 3 do differently: engines, errors and inserts."""
 
 import logging
 import os
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def parse_url(url: str) -> sa.URL:
 
 
 def describe(url: sa.URL) -> str:
-    """Names a database for logs and errors, without who asks it."""
+    """A database's name for logs and errors, without user and password."""
     if url.get_backend_name() == "sqlite":
         return f"SQLite in {url.database}"
     host = url.host or url.query.get("host") or "the local socket"
@@ -59,9 +60,12 @@ def describe(url: sa.URL) -> str:
 
 
 def make_engine(url: sa.URL, connections: int) -> sa.Engine:
-    """An engine with a pool of `connections`; opens none. Raises InvalidInput for an option that the driver lacks.
+    """An engine with a pool of at most `connections`, none of them open yet.
 
-    A file is made, and is its user's alone: it holds the requests and results of all owners.
+    An SQLite file is created for its user alone (mode 0600): it holds the requests and results of all owners.
+
+    Raises:
+        InvalidInput: The URL has an option that the driver lacks.
     """
     is_sqlite = url.get_backend_name() == "sqlite"
     if is_sqlite and url.database:
@@ -77,7 +81,7 @@ def make_engine(url: sa.URL, connections: int) -> sa.Engine:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a failure is that of the connection, so that the same work may succeed on the next one."""
+    """Whether the connection is what failed, so that the same work may succeed on another one."""
     if not isinstance(error, sa.exc.DBAPIError):
         return False
     if error.connection_invalidated:
@@ -90,7 +94,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def translate(error: Exception, url: sa.URL) -> Exception:
-    """The same failure in the words of whoever asked, where it is theirs to know.
+    """A failure of the database as an error for the client, where the client can do something about it.
 
     Returns:
         InvalidInput for values that the database cannot keep, Unavailable for what it could not do (which is logged
@@ -102,6 +106,27 @@ def translate(error: Exception, url: sa.URL) -> Exception:
         logger.warning("%s: %s", describe(url), error.orig)
         return Unavailable(f"the database could not do this now: {error.orig}")
     return error
+
+
+def insert_new(connection: sa.Connection, table: sa.Table, values: dict[str, Any]) -> bool:
+    """Inserts a row unless its unique key exists already; returns whether it is new."""
+    return connection.execute(insertion(connection.dialect.name, table), values).rowcount == 1
+
+
+@cache
+def insertion(dialect: str, table: sa.Table) -> sa.Insert:
+    """A statement that inserts rows, except those whose unique key exists already.
+
+    Cached: SQLAlchemy takes longer to build the statement than SQLite to run it.
+    """
+    if dialect == "postgresql":
+        from sqlalchemy.dialects.postgresql import insert as postgresql_insert
+
+        # Without the option SQLAlchemy forgets the count of an INSERT before anybody can ask: it says -1.
+        return postgresql_insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+    from sqlalchemy.dialects.sqlite import insert as sqlite_insert
+
+    return sqlite_insert(table).on_conflict_do_nothing()
 
 
 def _make_private(file: Path) -> None:

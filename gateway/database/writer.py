@@ -31,26 +31,28 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Batched(Generic[Item, Result]):
-    """A job on one item. Those that follow one another in a group run as one: a few statements for all of them.
+    """A job on one item. Neighbours in the queue with the same `run` are run by one call of it.
 
     Args:
-        run: Does it for several items; returns a result an item.
+        run: Does the job for several items; returns one result per item, in their order.
+        item: This job's own.
     """
 
     run: Callable[[sa.Connection, list[Item]], list[Result]]
     item: Item
 
     def __call__(self, connection: sa.Connection) -> Result:
-        """By itself."""
+        """Runs this job alone."""
         return self.run(connection, [self.item])[0]
 
 
 class Writer:
-    """Commits groups of jobs, and waits out the loss of its connection: no group is lost, none is applied twice.
+    """Commits groups of jobs. It survives the loss of its connection: no group is lost, none is applied twice.
 
     Args:
-        patience_s: How long the first connection may take; later ones may take forever.
-        stopped: Ends every wait with Stopped.
+        engine: Its URL says which database this is.
+        patience_s: How long the first connection may take, in seconds; later ones may take forever.
+        stopped: Once it is set, every wait ends with Stopped.
     """
 
     def __init__(self, engine: sa.Engine, patience_s: float, stopped: threading.Event) -> None:
@@ -62,11 +64,11 @@ class Writer:
         self._stopped = stopped
 
     def open(self) -> None:
-        """Waits until the state is ours, then makes or migrates the tables.
+        """Waits until this gateway owns the state, then makes or migrates the tables.
 
         Raises:
-            Unavailable: Nothing answers, or it refuses us or our tables.
-            Internal: A schema that is not known, or a folder that another gateway uses.
+            Unavailable: The database does not answer, or refuses the user or the tables.
+            Internal: Its schema is unknown, or another gateway uses its folder.
         """
         connection = self._connect(time.monotonic() + self._patience_s)
         try:
@@ -92,7 +94,7 @@ class Writer:
         return [self.commit([job])[0] for job in jobs]
 
     def close(self) -> None:
-        """Gives the state free."""
+        """Closes the connection and releases the state."""
         self._drop()
         self._ownership.release()
 
@@ -119,12 +121,12 @@ class Writer:
         return results
 
     def _is_committed(self, connection: sa.Connection, number: int) -> bool:
-        """Whether the commit took place whose answer never came."""
+        """Whether the transaction whose answer got lost was committed."""
         with connection.begin():
             return self._ownership.last_mark(connection) == number
 
     def _connect(self, give_up_at: float = math.inf) -> sa.Connection:
-        """Connects and takes the state, however long it takes while somebody else has it."""
+        """Connects and takes the state; waits without limit while another gateway has it."""
         said = ""
         while not self._stopped.is_set():
             try:
@@ -160,7 +162,7 @@ class Writer:
 
 
 def _run(connection: sa.Connection, jobs: list[Job[Any]]) -> list[Any]:
-    """In their order: an outcome may stand behind its own submission."""
+    """Runs jobs in their order: a future's outcome may come right behind its submission."""
     results: list[Any] = []
     for run, alike in groupby(jobs, lambda job: job.run if isinstance(job, Batched) else None):
         if run is None:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.sql.dml import ReturningInsert
 
-from gateway.database.database import insertion
 from gateway.database.schema import future_requests, future_results, futures
+from gateway.database.sql_engine import insertion
 from gateway.futures.completions import Completion, Target
 from gateway.futures.future import UNFINISHED, Kind, Outcome, Pending, State, error_from_blob
 

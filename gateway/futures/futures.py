@@ -15,7 +15,8 @@ from typing import Any
 from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
 from gateway import instruments as metrics
 from gateway.access.quotas import Shares
-from gateway.database.database import Batched, Database, Job
+from gateway.database.database import Database
+from gateway.database.writer import Batched, Job
 from gateway.futures import future_rows as rows
 from gateway.futures.completions import Completion, CompletionLogs, Target
 from gateway.futures.future import Kind, Outcome, Pending, State

@@ -13,7 +13,8 @@ from gateway import identity
 from gateway.access.quotas import Shares
 from gateway.checkpoints.checkpoint_registry import Checkpoints
 from gateway.checkpoints.checkpoint_rows import KeptSnapshot
-from gateway.database.database import Database, Job
+from gateway.database.database import Database
+from gateway.database.writer import Job
 from gateway.futures import records
 from gateway.futures.future import Kind, Outcome, Pending
 from gateway.futures.futures import FutureBoard

@@ -6,8 +6,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from gateway.database.database import insert_new
 from gateway.database.schema import sampling_sessions, sessions
+from gateway.database.sql_engine import insert_new
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from gateway.checkpoints.checkpoint_registry import Checkpoints
-from gateway.database.database import Job
+from gateway.database.writer import Job
 from gateway.futures.future import Pending
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.sampling.sampling_sessions import Sampling

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field
 
 import sqlalchemy as sa
 
-from gateway.database.database import insert_new
 from gateway.database.schema import custom_losses
+from gateway.database.sql_engine import insert_new
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import sqlalchemy as sa
 
 from fovea.api.v1 import weights_pb2
 from gateway.checkpoints.checkpoint_rows import public_models
-from gateway.database.database import insert_new
 from gateway.database.schema import models, sessions
+from gateway.database.sql_engine import insert_new
 
 _UPDATE = sa.update(models).where(models.c.model_id == sa.bindparam("key"))
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, ModelLost, NotFound, ResourceExhausted
 from gateway.checkpoints import checkpoint_rows
-from gateway.database.database import Database, Job
+from gateway.database.database import Database
+from gateway.database.writer import Job
 from gateway.identity import TRAINING, Caller
 from gateway.training import model_rows as rows
 from gateway.training.model_rows import Model, ModelState

@@ -10,7 +10,7 @@ from gateway import identity
 from gateway.checkpoints import checkpoint_rows as rows
 from gateway.checkpoints.checkpoint_registry import check_ttl
 from gateway.checkpoints.checkpoint_rows import Checkpoint, KeptSnapshot
-from gateway.database.database import Job
+from gateway.database.writer import Job
 from gateway.futures.future import Pending
 from gateway.identity import SAMPLER, TRAINING
 from gateway.training.command_context import Context, Done

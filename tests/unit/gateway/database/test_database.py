@@ -5,7 +5,8 @@ import asyncio
 import sqlalchemy as sa
 
 from gateway.database import schema
-from gateway.database.database import Database, insert_new
+from gateway.database.database import Database
+from gateway.database.sql_engine import insert_new
 
 
 def keep(owner: str) -> object:

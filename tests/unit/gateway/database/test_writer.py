@@ -9,7 +9,8 @@ import sqlalchemy as sa
 
 from fovea.wire.errors import Internal, InvalidInput, Unavailable
 from gateway.database import schema
-from gateway.database.database import Database, insert_new
+from gateway.database.database import Database
+from gateway.database.sql_engine import insert_new
 from tests.postgresql import Server
 
 COUNT = sa.select(sa.func.count()).select_from(schema.published)

@@ -8,8 +8,9 @@ import pytest
 import sqlalchemy as sa
 
 from gateway.database import schema
-from gateway.database.database import Batched, Database
+from gateway.database.database import Database
 from gateway.database.sql_engine import make_engine, parse_url
+from gateway.database.writer import Batched
 from gateway.futures import future_rows as rows
 from gateway.futures.future import Kind, Outcome, Pending
 
