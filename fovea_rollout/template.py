@@ -8,11 +8,30 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from fovea.wire.errors import InvalidInput
 from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN, Answer, read_answer
+from fovea_rollout.marked_template import (
+    MARK,
+    Entry,
+    MarkedTemplate,
+    MessageEntry,
+    TurnEntry,
+    read_mark,
+    without_opening,
+)
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.plan import Planner
 from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
-from fovea_rollout.skeleton import Entry, Said, Skeleton, Turn
+
+
+class Splice(NamedTuple):
+    """Where the sampled turn at `entry` of the history goes: all of it, or what follows its thinking."""
+
+    entry: int
+    is_stripped: bool
+
+
+Piece = Tokens | Splice | None
+"""Of a prompt: tokens of the template's own, a sampled turn, or the next picture."""
 
 
 class _Known(NamedTuple):
@@ -57,9 +76,9 @@ class ChatTemplate:
             InvalidInput: The template cannot render a question and its answer.
         """
         self._tokenizer = tokenizer
-        self._skeleton = Skeleton(tokenizer, tools, placeholder, arguments)
+        self._template = MarkedTemplate(tokenizer, tools, placeholder, arguments)
         named = tokenizer.special_tokens_map.values()
-        ends = [self._skeleton.end_id, tokenizer.eos_token_id]
+        ends = [self._template.end_id, tokenizer.eos_token_id]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(token for token in ends if token is not None))
         # Servers also stop at the checkpoint's own ends, which tokenizers know as padding at best.
         self._ends = {
@@ -67,16 +86,17 @@ class ChatTemplate:
             *(tokenizer.convert_tokens_to_ids(name) for name in named if isinstance(name, str)),
         }
         self._encode = lru_cache(maxsize=8192)(self._encode_run)
-        self._planner = Planner(self._skeleton, self._encode)
+        # Rollouts of one environment often differ in nothing but what was sampled, and so share their pieces.
+        self._pieces = lru_cache(maxsize=2048)(self._render_pieces)
         self._known: dict[int, tuple[weakref.ref[Message | Sampled], _Known]] = {}
 
     @cached_property
     def is_append_only(self) -> bool:
         """Whether a later prompt begins with the earlier one and what was sampled, thinking and all."""
         question = Message("user", ("question",))
-        opening = "" if self._skeleton.opening else f"{THINK_OPEN}\n"
+        opening = "" if self._template.opening else f"{THINK_OPEN}\n"
         for text in (f"{opening}thinking\n{THINK_CLOSE}\n\nanswer", "answer"):
-            ids = self._encode(text + self._skeleton.end).ids
+            ids = self._encode(text + self._template.end).ids
             sampled = Sampled(ids, (0.0,) * len(ids), "stop", WeightVersions(0, 0))
             before = (*_flat(self.render([question])), *ids)
             if _flat(self.render([question, sampled, question]))[: len(before)] != before:
@@ -94,7 +114,7 @@ class ChatTemplate:
         known = [self._read_once(one) for one in history]
         pictures = (picture for one in known for picture in one.pictures)
         chunks: list[Chunk] = []
-        for piece in self._planner.plan(tuple(one.entry for one in known)):
+        for piece in self._pieces(tuple(one.entry for one in known)):
             if piece is None:
                 chunks.append(next(pictures))
             elif isinstance(piece, Tokens):
@@ -106,7 +126,7 @@ class ChatTemplate:
 
     def read(self, sampled: Sampled) -> Answer:
         """What was said in a sampled turn."""
-        text = self._skeleton.opening + self._read_once(sampled).text
+        text = self._template.opening + self._read_once(sampled).text
         return read_answer(text, is_cut=sampled.stop_reason == "length")
 
     def _read_once(self, one: Message | Sampled) -> _Known:
@@ -124,7 +144,7 @@ class ChatTemplate:
         text = self._decode(ids[:-1] if is_ended else ids)
         is_thinking = THINK_CLOSE in text
         whole = _tokens(ids)
-        return _Known(Turn(is_thinking, is_ended), text, whole, self._answer(ids) if is_thinking else whole)
+        return _Known(TurnEntry(is_thinking, is_ended), text, whole, self._answer(ids) if is_thinking else whole)
 
     def _answer(self, ids: tuple[int, ...]) -> tuple[Tokens, ...]:
         """The ids behind the last `</think>` and the newlines that follow it.
@@ -139,6 +159,40 @@ class ChatTemplate:
             border += 1
         return (*_tokens(self._encode(clipped).ids), *_tokens(ids[border:]))
 
+    def _render_pieces(self, entries: tuple[Entry, ...]) -> tuple[Piece, ...]:
+        pieces: list[Piece] = []
+        literal, thinking, is_ended = "", None, False
+        for part in MARK.split(self._template.render(entries)):
+            found = read_mark(part)
+            if found is None:
+                # What a turn ended with itself is not written again.
+                literal = part.removeprefix(self._template.end) if is_ended else part
+                is_ended = False
+                continue
+            kind, index = found
+            turn = entries[index]
+            assert isinstance(turn, TurnEntry)
+            if kind == "thinking":
+                # The tag is in the sampled ids, unless the generation prompt gave it.
+                literal, thinking = without_opening(literal) + self._template.opening, index
+                pieces += [*self._split_pictures(literal), Splice(index, is_stripped=False)]
+            elif thinking == index:
+                thinking = None
+            else:
+                pieces += [*self._split_pictures(literal), Splice(index, is_stripped=turn.is_thinking)]
+            literal, is_ended = "", kind == "answer" and turn.is_ended
+        pieces += self._split_pictures(literal)
+        _refuse_lost_turns(entries, pieces)
+        return tuple(pieces)
+
+    def _split_pictures(self, literal: str) -> list[Piece]:
+        placeholder = self._template.placeholder
+        pieces: list[Piece] = []
+        for place, run in enumerate(literal.split(placeholder) if placeholder else [literal]):
+            pieces += [None] if place else []
+            pieces += [self._encode(run)] if run else []
+        return pieces
+
     def _encode_run(self, text: str) -> Tokens:
         return Tokens(tuple(self._tokenizer.encode(text, add_special_tokens=False)))
 
@@ -149,7 +203,7 @@ class ChatTemplate:
 
 def _read_message(message: Message) -> _Known:
     parts = tuple(None if isinstance(part, Picture) else part for part in message.parts)
-    return _Known(Said(message.role, parts), pictures=message.pictures)
+    return _Known(MessageEntry(message.role, parts), pictures=message.pictures)
 
 
 def _tokens(ids: tuple[int, ...]) -> tuple[Tokens, ...]:
@@ -158,3 +212,11 @@ def _tokens(ids: tuple[int, ...]) -> tuple[Tokens, ...]:
 
 def _flat(chunks: Sequence[Chunk]) -> tuple[int, ...]:
     return tuple(token for chunk in chunks if isinstance(chunk, Tokens) for token in chunk.ids)
+
+
+def _refuse_lost_turns(entries: Sequence[Entry], pieces: Sequence[Piece]) -> None:
+    kept = [piece.entry for piece in pieces if isinstance(piece, Splice)]
+    lost = [index for index, entry in enumerate(entries) if isinstance(entry, TurnEntry) and kept.count(index) != 1]
+    if lost:
+        where, count = f"history[{lost[0]}]", kept.count(lost[0])
+        raise InvalidInput(f"{where}: the chat template writes this answer {count} times, not once", field=where)

@@ -1,4 +1,4 @@
-"""What a chat template makes of a conversation, with marks where sampled turns belong."""
+"""A chat template run on text, with marks in the places of sampled turns; and what probes of it tell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PART = re.compile(r"""["']type["']""")
 _OPENING = re.compile(re.escape(THINK_OPEN) + r"\s*\Z")
 
 
-class Turn(NamedTuple):
+class TurnEntry(NamedTuple):
     """All that a template's output depends on, of a sampled turn.
 
     Attributes:
@@ -30,20 +30,20 @@ class Turn(NamedTuple):
     is_ended: bool
 
 
-class Said(NamedTuple):
+class MessageEntry(NamedTuple):
     """A message as the template sees it: a picture is None."""
 
     role: Role
     parts: tuple[str | None, ...]
 
 
-Entry = Turn | Said
+Entry = TurnEntry | MessageEntry
 
-_QUESTION = Said("user", ("question",))
+_QUESTION = MessageEntry("user", ("question",))
 
 
-class Skeleton:
-    """A chat template applied to texts, and what probes of it tell.
+class MarkedTemplate:
+    """A chat template that renders text, with a mark for each sampled turn.
 
     Attributes:
         placeholder: The token that stands for a picture, as text; empty if the template takes none.
@@ -65,7 +65,7 @@ class Skeleton:
         prompt, told = self._apply([_QUESTION]), self._apply([_QUESTION], is_prompt=False)
         if prompt.startswith(told) and (opening := _OPENING.search(prompt, len(told))):
             self.opening = opening[0]
-        answered = self._apply([_QUESTION, Turn(is_thinking=False, is_ended=False)], is_prompt=False)
+        answered = self._apply([_QUESTION, TurnEntry(is_thinking=False, is_ended=False)], is_prompt=False)
         self.end, self.end_id = self._first_control(answered.partition(mark("answer", 1))[2])
         self.placeholder = placeholder or self._find_placeholder()
 
@@ -102,7 +102,7 @@ class Skeleton:
         return str(rendered)
 
     def _content(self, index: int, entry: Entry) -> str | list[dict[str, str]]:
-        if isinstance(entry, Turn):
+        if isinstance(entry, TurnEntry):
             answer = mark("answer", index)
             thinking = f"{THINK_OPEN}\n{mark('thinking', index)}\n{THINK_CLOSE}\n\n"
             parts: tuple[str | None, ...] = ((thinking if entry.is_thinking else self.opening) + answer,)
@@ -141,7 +141,7 @@ class Skeleton:
     def _find_placeholder(self) -> str:
         """The middle one of the added tokens that a picture brings along: between its start and its end."""
         try:
-            pictured = self._run([Said("user", ("question", None))], True)
+            pictured = self._run([MessageEntry("user", ("question", None))], True)
         except Exception:  # A template for texts.
             return ""
         plain = self._run([_QUESTION], True)
@@ -166,7 +166,7 @@ class Skeleton:
     def _refuse_marks(self, entries: Sequence[Entry]) -> None:
         reserved = [text for text in (_MARK, self.placeholder) if text]
         for index, entry in enumerate(entries):
-            for place, part in enumerate(entry.parts if isinstance(entry, Said) else ()):
+            for place, part in enumerate(entry.parts if isinstance(entry, MessageEntry) else ()):
                 if part is not None and (found := next((text for text in reserved if text in part), None)):
                     where = f"history[{index}].parts[{place}]"
                     raise InvalidInput(f"{where} contains {found!r}, which is reserved: take it out", field=where)
@@ -188,7 +188,7 @@ class Skeleton:
     def _refuse_lost_messages(self, entries: Sequence[Entry]) -> None:
         """Some templates leave out roles that they do not expect, such as a second system message."""
         for index, entry in enumerate(entries):
-            if index == 0 or isinstance(entry, Turn) or entry.role in self._kept_roles:
+            if index == 0 or isinstance(entry, TurnEntry) or entry.role in self._kept_roles:
                 continue
             before, after = (self._apply(entries[:count], is_prompt=False) for count in (index, index + 1))
             if before == after:
@@ -216,8 +216,8 @@ def without_opening(text: str) -> str:
 
 
 def _role(entry: Entry) -> Role:
-    return "assistant" if isinstance(entry, Turn) else entry.role
+    return "assistant" if isinstance(entry, TurnEntry) else entry.role
 
 
 def _picture_count(entries: Sequence[Entry]) -> int:
-    return sum(entry.parts.count(None) for entry in entries if isinstance(entry, Said))
+    return sum(entry.parts.count(None) for entry in entries if isinstance(entry, MessageEntry))
