@@ -13,26 +13,14 @@ from typing import Any
 import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.request import LoRARequest
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.manifest import layout_of, padded_bytes
 from services.sampler.engine.host_copies import HostCopier
 from services.sampler.engine.snapshot_receiver import Arrival
-from services.sampler.vllm_patches.lora_slots import WHOLE_MODEL, LoraSlots, Piece, PlannedAdapter, SlotPlan
-from services.sampler.vllm_patches.punica_cpu import RANKS
-
-PATH_SCHEME = "memory://"
+from services.sampler.vllm_patches.lora_slots import LoraSlots, Piece, PlannedAdapter, SlotPlan, request_of
 
 _MAX_FORMS = 32
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """What vLLM's manager reads of a layer's weights, and hands to `LoraSlots.set_lora`."""
-
-    lora_a: PlannedAdapter
-    lora_b: None = None
 
 
 @dataclass(frozen=True)
@@ -58,14 +46,11 @@ class AdapterBank:
 
     def __init__(self, worker_manager: Any) -> None:
         self._manager = worker_manager
-        self._slots = LoraSlots(worker_manager._adapter_manager)
+        self._slots = LoraSlots(worker_manager, self._find)
         self._forms: OrderedDict[bytes, _Form] = OrderedDict()
         self._planning = threading.Lock()
         self._kept: dict[str, _Kept] = {}
         self._copier: HostCopier | None = None
-        # vLLM drops adapters from its own cache whenever it likes; it gets them again from here.
-        worker_manager._load_adapter = self._load
-        worker_manager._adapter_manager._add_adapter = self._register
 
     def build(self, arrival: Arrival) -> PlannedAdapter:
         """An adapter that has arrived, ready for vLLM; takes its bytes. May run beside the engine.
@@ -88,9 +73,8 @@ class AdapterBank:
         if name in self._kept:
             return
         self._kept[name] = _Kept(lora_id, adapter)
-        RANKS[lora_id] = adapter.rank
         try:
-            self._manager.add_adapter(LoRARequest(name, lora_id, PATH_SCHEME + name))
+            self._manager.add_adapter(request_of(name, lora_id))
         except Exception:
             self.forget(name)
             raise
@@ -103,18 +87,12 @@ class AdapterBank:
         kept = self._kept.pop(name, None)
         if kept is not None:
             self._manager.remove_adapter(kept.lora_id)
-            RANKS.pop(kept.lora_id, None)
 
-    def _load(self, request: LoRARequest) -> LoRAModel:
-        """Takes the place of WorkerLoRAManager._load_adapter."""
-        kept = self._kept.get(request.lora_path.removeprefix(PATH_SCHEME))
+    def _find(self, name: str) -> PlannedAdapter:
+        kept = self._kept.get(name)
         if kept is None:
-            raise ValueError(f"adapter {request.lora_name} is not held")
-        return LoRAModel(request.lora_int_id, kept.adapter.rank, {WHOLE_MODEL: _Layer(kept.adapter)})
-
-    def _register(self, model: LoRAModel) -> None:
-        """Takes the place of LoRAModelManager._add_adapter, which packs and scales: that is done."""
-        self._manager._adapter_manager._registered_adapters[model.id] = model
+            raise ValueError(f"adapter {name} is not held")
+        return kept.adapter
 
     def _form(self, manifest: weights_pb2.SnapshotManifest, length: int) -> _Form:
         layout = layout_of(manifest)

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
-from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import DeadlineExceeded, Internal, InvalidInput, Unavailable
 from services.sampler.engine import outputs, prompts
-from services.sampler.engine.adapter_bank import PATH_SCHEME
 from services.sampler.engine_api import AdapterName, Event, Limits, SampleSpec
 from services.sampler.families.base import FeatureTensors
 from services.sampler.settings import SamplerSettings
+from services.sampler.vllm_patches.lora_slots import request_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -109,7 +108,7 @@ class Engine:
                 prompt,
                 prompts.sampling_params(spec, index, self._eos_token_ids, plan),
                 f"{spec.request_id}/{index}",
-                lora_request=_lora_request(adapter),
+                lora_request=None if adapter is None else request_of(adapter.name, adapter.lora_id),
             )
             async with aclosing(generated) as results:
                 first = True
@@ -225,10 +224,6 @@ def _common(digests: list[str]) -> str:
     if len(set(digests)) != 1:
         raise Internal(f"the engine's workers received different tensors: {sorted(set(digests))}")
     return digests[0]
-
-
-def _lora_request(adapter: AdapterName | None) -> LoRARequest | None:
-    return None if adapter is None else LoRARequest(adapter.name, adapter.lora_id, PATH_SCHEME + adapter.name)
 
 
 def _eos_token_ids(llm: "AsyncLLM", checkpoint: Path) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ def prepare_environment(settings: SamplerSettings) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         defaults["TORCH_COMPILE_DISABLE"] = "1"
     else:
-        # The V2 runner scores prompts without telling the LoRA layers whose rows they are.
+        # Of the V1 runner are three of our patches: see vllm_patches/__init__.py.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -83,10 +83,10 @@ def launch(settings: SamplerSettings, room: AdapterRoom) -> "AsyncLLM":
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from services.sampler import vllm_patches
     from services.sampler.engine import weight_loading
-    from services.sampler.vllm_patches.platform_hooks import adapt_platform
 
-    adapt_platform()
+    vllm_patches.before_model()
     weight_loading.register()
     arguments = _common_arguments(settings, room)
     if not runs_on_cpu(settings):

@@ -12,13 +12,16 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from services.sampler.engine.snapshot_receiver import Arrival
+from services.sampler.vllm_patches import tied_head
 
 BACKEND = "fovea"
 
 
 @dataclass
 class ArrivalInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing: groups are joined by `SnapshotReceiver`."""
+    """Where arrivals are found by their task; groups are joined by `SnapshotReceiver`."""
+
+    find_arrival: Callable[[str], Arrival]
 
 
 @dataclass
@@ -33,10 +36,10 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
 
     init_info_cls = ArrivalInitInfo
     update_info_cls = ArrivalUpdateInfo
-    find_arrival: Callable[[str], Arrival]
 
     def init_transfer_engine(self, init_info: ArrivalInitInfo) -> None:
-        """Has nothing to do."""
+        """Takes over where arrivals are found."""
+        self._find_arrival = init_info.find_arrival
 
     @property
     def _in_place(self) -> bool:
@@ -55,7 +58,7 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
 
     def receive_weights(self, update_info: ArrivalUpdateInfo) -> None:
         """Loads all tensors of the arrival. Raises KeyError for an unknown one."""
-        arrival = self.find_arrival(update_info.task_id)
+        arrival = self._find_arrival(update_info.task_id)
         with torch.no_grad():
             self.model.load_weights(arrival.tensors())
         if arrival.device.type == "cuda":
@@ -68,19 +71,10 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
         if not self._in_place:
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            self._repack_tied_heads()
+            tied_head.apply(self.model)
 
     def shutdown(self) -> None:
         """Has nothing to release."""
-
-    def _repack_tied_heads(self) -> None:
-        # vLLM 0.32.0 leaves a tied lm_head with the packed oneDNN weight that it had before (1.3 nat off, measured).
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-        for module in self.model.modules():
-            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
-                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
 def register() -> None:

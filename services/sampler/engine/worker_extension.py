@@ -9,19 +9,16 @@ from typing import Any
 import torch
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
+from services.sampler import vllm_patches
 from services.sampler.engine import weight_loading
 from services.sampler.engine.adapter_bank import AdapterBank
 from services.sampler.engine.manifest_check import ManifestChecker, checkpoint_shapes
 from services.sampler.engine.parentage import die_with_parent
 from services.sampler.engine.snapshot_receiver import SnapshotReceiver
-from services.sampler.vllm_patches.platform_hooks import adapt_platform
-from services.sampler.vllm_patches.prompt_scorer import PromptScorer
-from services.sampler.vllm_patches.seeded_generators import rewind_draws_on_cpu
-from services.sampler.vllm_patches.temperature_logprobs import report_temperature_logprobs
 
 die_with_parent()
 weight_loading.register()
-adapt_platform()
+vllm_patches.before_model()
 
 
 class WorkerExtension:
@@ -43,10 +40,8 @@ class WorkerExtension:
             manager.lora_config.max_lora_rank,
         )
         self._bank = AdapterBank(manager)  # last: vLLM's manager no longer shows its modules
-        self.weight_transfer_engine.find_arrival = self._receiver.arrival
-        rewind_draws_on_cpu(self.model_runner)
-        report_temperature_logprobs(self.model_runner)
-        PromptScorer(self.model_runner).install()
+        self.weight_transfer_engine.init_transfer_engine(weight_loading.ArrivalInitInfo(self._receiver.arrival))
+        vllm_patches.after_model(self.model_runner)
 
     def fovea_join(self, task_id: str, request: bytes, backend: str) -> None:
         """Begins to join the group of a serialized JoinTransferGroupRequest; `fovea_report` tells when it stands."""

@@ -1,1 +1,59 @@
-"""What is replaced in vLLM."""
+"""What Fovea replaces inside vLLM 0.32.0. Whoever upgrades vLLM begins here.
+
+The docstring of each module of `PATCHES` says what it replaces, why, where vLLM hears of it, and when it can be
+deleted; `tests/unit/sampler/test_vllm_patches.py` has a test for each that fails once vLLM no longer needs it, or has
+changed what the patch was written against. `prompt_scores` is the arithmetic of `prompt_scorer` and goes with it.
+
+All of it is for vLLM's V1 model runner, which `vllm_launch.prepare_environment` asks for on GPU (V2 runs nowhere
+without Triton, so a CPU engine is V1 by itself). V2 keeps its requests, its sampler and its prompt scores elsewhere:
+`prompt_scorer`, `temperature_logprobs` and `seeded_generators` find nothing to replace there. They must be written
+again for it before `VLLM_USE_V2_MODEL_RUNNER` can go; `docs/notes` says what is where.
+
+Other workarounds are settings of vLLM's own and lie where they are set, in `engine/vllm_launch.py`.
+"""
+
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from services.sampler.vllm_patches import (
+    lm_head_adapters,
+    lora_slots,
+    prompt_scorer,
+    punica_cpu,
+    punica_gpu,
+    rms_norm_cpu,
+    seeded_generators,
+    temperature_logprobs,
+    tied_head,
+)
+
+PATCHES = (
+    lm_head_adapters,  # before_model
+    punica_cpu,  # before_model, on CPU
+    punica_gpu,  # before_model, on GPU
+    rms_norm_cpu,  # before_model, on CPU
+    seeded_generators,  # after_model, on CPU
+    temperature_logprobs,  # after_model
+    prompt_scorer,  # after_model
+    lora_slots,  # by AdapterBank, from which vLLM gets its adapters then
+    tied_head,  # by ArrivalWeightTransferEngine on CPU, whenever full weights have been loaded
+)
+
+
+def before_model() -> None:
+    """To be called in every process that loads a model, before it does; twice is no error."""
+    lm_head_adapters.apply()
+    if current_platform.is_cpu():
+        punica_cpu.apply()
+        rms_norm_cpu.apply()
+    else:
+        punica_gpu.apply()
+
+
+def after_model(runner: Any) -> None:
+    """To be called once in every worker, with vLLM's model runner, when its model is loaded."""
+    if runner.device.type == "cpu":
+        seeded_generators.apply(runner)
+    temperature_logprobs.apply(runner)
+    prompt_scorer.apply(runner)

@@ -1,7 +1,13 @@
-"""vLLM's LoRA slots as one layer: where the parts of an adapter go is found out once, and many are copied in one call.
+"""Adapters from memory into vLLM's LoRA slots, many tensors per call.
 
-vLLM 0.32.0 goes through a model module by module and tensor by tensor, 40 ms for an adapter of 504 tensors. What it
-would copy where is asked of its own code, with tensors that hold nothing, so that no knowledge of its layers is needed.
+Replaces: `vllm.lora.worker_manager.WorkerLoRAManager._load_adapter`, and of `vllm.lora.model_manager.LoRAModelManager`
+    `_add_adapter` and `modules`.
+Why: vLLM reads adapters from folders, and puts them into a slot module by module and tensor by tensor, 40 ms for an
+    adapter of 504 tensors. To it, all LoRA layers are one here. What it would copy where is asked of its own code once
+    per layout, with tensors that hold nothing, so that no knowledge of its layers is needed.
+Upstream: vllm-project/vllm issues 4068 (adapters from tensors), closed as stale, and 20149, open; the time: none
+    filed.
+Delete when: a LoRARequest carries tensors, and a slot is filled by a few copies.
 """
 
 from collections.abc import Callable
@@ -12,9 +18,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.request import LoRARequest
 
-WHOLE_MODEL = "whole-model"
+from services.sampler.vllm_patches.punica_cpu import RunwisePunicaWrapper
+
+_WHOLE_MODEL = "whole-model"
 """Name of the one layer that vLLM sees."""
+
+
+def request_of(name: str, lora_id: int) -> LoRARequest:
+    """vLLM's reference to an adapter in memory; the path names nothing."""
+    return LoRARequest(name, lora_id, f"memory://{name}")
 
 
 @dataclass(frozen=True)
@@ -65,17 +79,31 @@ class PlannedAdapter:
         self.flat, self.parts = flat, self.plan.parts(flat)
 
 
+@dataclass(frozen=True)
+class _WholeLayer:
+    """What vLLM's manager reads of a layer's weights, and hands to `LoraSlots.set_lora`."""
+
+    lora_a: PlannedAdapter
+    lora_b: None = None
+
+
 class LoraSlots:
     """All LoRA layers of a model; to vLLM they are one, with the methods that it calls of a layer.
 
     Args:
-        manager: vLLM's LoRAModelManager, which sees this layer alone from now on.
+        worker_manager: vLLM's LRUCacheWorkerLoRAManager. From now on it sees this layer alone. It drops adapters from
+            its own cache whenever it likes, and gets them again by `find`.
+        find: The adapter of a name. Raises ValueError if none is held.
 
     Raises TypeError if vLLM's layers do not work as this expects.
     """
 
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
+    def __init__(self, worker_manager: Any, find: Callable[[str], PlannedAdapter]) -> None:
+        self._find = find
+        self._manager = manager = worker_manager._adapter_manager
+        self._cpu_wrappers = [
+            wrapper for wrapper in manager.punica_wrapper_mapping.values() if isinstance(wrapper, RunwisePunicaWrapper)
+        ]
         self._modules: dict[str, BaseLayerWithLoRA] = dict(manager.modules)
         self._slot_count: int = manager.lora_slots
         if manager._is_moe or manager.is_pooling_model:
@@ -83,7 +111,9 @@ class LoraSlots:
         self._zeroed = [self._reset_targets(slot) for slot in range(self._slot_count)]
         # What a slot holds; nothing is known of what vLLM tried out while it started.
         self._held: list[SlotPlan | None] = [None] * self._slot_count
-        manager.modules = {WHOLE_MODEL: self}
+        manager.modules = {_WHOLE_MODEL: self}
+        manager._add_adapter = self._add_adapter
+        worker_manager._load_adapter = self._load_adapter
 
     @torch.inference_mode()
     def plan(self, build: Callable[[torch.Tensor], LoRAModel], length: int) -> SlotPlan:
@@ -123,12 +153,23 @@ class LoraSlots:
             if parts[some]:
                 torch._foreach_copy_(plan.targets[index][some], parts[some], non_blocking=True)
         self._held[index] = plan
+        for wrapper in self._cpu_wrappers:
+            wrapper.set_rank(index, adapter.rank)
 
     @torch.inference_mode()
     def reset_lora(self, index: int) -> None:
         """Empties a slot. Called by vLLM."""
         self._held[index] = None
         torch._foreach_zero_(self._zeroed[index])
+
+    def _load_adapter(self, request: LoRARequest) -> LoRAModel:
+        """Takes the place of WorkerLoRAManager._load_adapter."""
+        adapter = self._find(request.lora_name)
+        return LoRAModel(request.lora_int_id, adapter.rank, {_WHOLE_MODEL: _WholeLayer(adapter)})
+
+    def _add_adapter(self, model: LoRAModel) -> None:
+        """Takes the place of LoRAModelManager._add_adapter, which packs and scales: that is done."""
+        self._manager._registered_adapters[model.id] = model
 
     @torch.inference_mode()
     def _reset_targets(self, slot: int) -> list[torch.Tensor]:

@@ -1,10 +1,17 @@
-"""Scores prompts inside vLLM's model runner, in place of its own prompt logprobs.
+"""Scores of prompts, in place of vLLM's own prompt logprobs.
 
-vLLM 0.32.0's V1 runner, the only one on CPU and the one that Fovea takes on GPU, can score the actual token and the
-best ones only. Here each step's logits serve all that a request asks of its prompt, a block of rows at a time, and the
-result rides in the output's field for scores of fixed tokens, which the V1 runner leaves empty.
+Replaces: `vllm.v1.worker.gpu_model_runner.GPUModelRunner._get_prompt_logprobs_dict` and `.sample_tokens`.
+Why: the V1 runner scores the actual token and the best ones only, in Python objects, and takes the wrong adapter of
+    `lm_head` for them. Here each step's logits serve all that a request asks of its prompt (targets, draws, the last n
+    rows), a block of rows at a time, and the result rides in the output's field for scores of fixed tokens, which the
+    V1 runner leaves empty.
+Upstream: vllm-project/vllm issues 51594 (adapters of `lm_head`), open, and 9404 (scores of given tokens), closed as
+    stale. The V2 runner scores given tokens per row (`prompt_logprob_token_ids`), but draws none.
+Delete when: vLLM scores given tokens, the best and draws of its own, with the request's adapter, on CPU too.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,11 +21,33 @@ from services.sampler.vllm_patches.prompt_scores import PLAN_KEY, PromptScores, 
 _BLOCK_LOGITS = 32 * 2**20  # 128 MiB in float32
 
 
+class OneAdapterLogits:
+    """Part of a LoRA wrapper: tells its `add_lora_logits` that all rows belong to one adapter."""
+
+    logits_slot: int | None = None
+
+    @contextmanager
+    def one_adapter_logits(self, slot: int) -> Iterator[None]:
+        """Within it, all rows given to `add_lora_logits` belong to the adapter in `slot`, or to none for -1."""
+        before, self.logits_slot = self.logits_slot, slot
+        try:
+            yield
+        finally:
+            self.logits_slot = before
+
+
+def apply(runner: Any) -> None:
+    """Has a runner score prompts as their requests ask. To be called once."""
+    PromptScorer(runner).install()
+
+
 class PromptScorer:
     """Scores the prompts of a runner's requests.
 
     Args:
         runner: vLLM's model runner, its model loaded.
+
+    Raises TypeError if its LoRA wrapper is not one of ours.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -97,6 +126,6 @@ def _language_wrapper(manager: Any) -> Any:
 
     key = manager.mm_mapping.language_model[0] if manager.supports_mm else DEFAULT_LANGUAGE_WRAPPER_KEY
     wrapper = manager.punica_wrapper_mapping[key]
-    if not hasattr(wrapper, "one_adapter_logits"):
+    if not isinstance(wrapper, OneAdapterLogits):
         raise TypeError(f"the engine applies adapters with {type(wrapper).__name__}, which cannot score prompts")
     return wrapper

@@ -1,20 +1,25 @@
 # ruff: noqa: N803, N806
 """LoRA on CPU, by runs of rows with the same adapter.
 
-vLLM 0.32.0's PunicaWrapperCPU gathers one copy of the adapter a row (a 2,048-token prefill of rank 64 copies
-gigabytes), reads the last slot for rows without an adapter, and breaks in `add_lora_logits` when the number of rows is
-not the number of requests, as with prompt logprobs. This wrapper multiplies each run of rows by the one adapter that it
-uses and leaves rows without an adapter alone.
+Replaces: `vllm.platforms.cpu.CpuPlatform.get_punica_wrapper`, which names
+    `vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU`.
+Why: that one gathers a copy of the adapter per row (a 2,048-token prefill of rank 64 copies gigabytes), reads the last
+    slot, another tenant's, for rows without an adapter, and breaks in `add_lora_logits` when the number of rows is not
+    the number of requests, as with prompt scores. This one multiplies each run of rows by the one adapter that it uses
+    and leaves rows without an adapter alone.
+Upstream: vllm-project/vllm pull requests 48421 and 49656 (rows without an adapter), issue 51594 (logits); all open.
+Delete when: rows without an adapter are left alone, none is copied per row, and `prompt_scorer` is gone.
 
 Shape suffixes: N rows, I input width, O output width, R maximum rank, S adapter slots.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
+from vllm.platforms import current_platform
+
+from services.sampler.vllm_patches.prompt_scorer import OneAdapterLogits
 
 if TYPE_CHECKING:
     from vllm.lora.layers import LoRAMapping
@@ -29,18 +34,24 @@ class Run(NamedTuple):
     rank: int | None
 
 
-RANKS: dict[int, int] = {}
-"""True rank by adapter id; slots are padded to the largest. Adapters that are not listed are applied padded."""
+def apply() -> None:
+    """Has vLLM take RunwisePunicaWrapper; twice is no error."""
+    platform: Any = type(current_platform)
+    platform.get_punica_wrapper = classmethod(lambda _: f"{__name__}.{RunwisePunicaWrapper.__name__}")
 
 
-class RunwisePunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
+class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore[misc]
     """Applies adapters to runs of rows; takes the place of vLLM's PunicaWrapperCPU."""
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **_: object) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device)
         self._token_runs: list[Run] = []
         self._logits_runs: list[Run] = []
-        self._logits_slot: int | None = None
+        self._ranks: dict[int, int] = {}
+
+    def set_rank(self, slot: int, rank: int) -> None:
+        """Tells the true rank of the adapter in a slot; until then a slot is used whole, padded to the largest rank."""
+        self._ranks[slot] = rank
 
     def update_metadata(
         self, mapping: "LoRAMapping", lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **_: object
@@ -48,17 +59,8 @@ class RunwisePunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
         """Takes over which adapter each row of the next step uses."""
         self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
         slots = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
-        self._token_runs = _runs(mapping.index_mapping, slots)
-        self._logits_runs = _runs(mapping.prompt_mapping, slots)
-
-    @contextmanager
-    def one_adapter_logits(self, slot: int) -> Iterator[None]:
-        """Within it, all rows given to `add_lora_logits` belong to the adapter in `slot`, or to none for -1."""
-        before, self._logits_slot = self._logits_slot, slot
-        try:
-            yield
-        finally:
-            self._logits_slot = before
+        self._token_runs = _runs(mapping.index_mapping, slots, self._ranks)
+        self._logits_runs = _runs(mapping.prompt_mapping, slots, self._ranks)
 
     def add_shrink(
         self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **_: object
@@ -128,8 +130,8 @@ class RunwisePunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
         Raises RuntimeError if the rows are not the requests of this step: guessing would mix tenants.
         """
         x_NI, y_NO = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        if self._logits_slot is not None:
-            runs = [Run(0, x_NI.shape[0], self._logits_slot, None)] if self._logits_slot >= 0 else []
+        if self.logits_slot is not None:
+            runs = [Run(0, x_NI.shape[0], self.logits_slot, None)] if self.logits_slot >= 0 else []
         else:
             runs = self._logits_runs
         if runs and runs[-1].end > x_NI.shape[0]:
@@ -142,7 +144,7 @@ class RunwisePunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
         raise NotImplementedError("adapters of classification heads")
 
 
-def _runs(lora_ids: tuple[int, ...], slots: dict[int, int]) -> list[Run]:
+def _runs(lora_ids: tuple[int, ...], slots: dict[int, int], ranks: dict[int, int]) -> list[Run]:
     """Runs of neighbouring rows with the same adapter; rows without one (id 0) are left out."""
     runs: list[Run] = []
     for row, lora_id in enumerate(lora_ids):
@@ -152,7 +154,7 @@ def _runs(lora_ids: tuple[int, ...], slots: dict[int, int]) -> list[Run]:
         if runs and runs[-1].end == row and runs[-1].slot == slot:
             runs[-1] = runs[-1]._replace(end=row + 1)
         else:
-            runs.append(Run(row, row + 1, slot, RANKS.get(lora_id)))
+            runs.append(Run(row, row + 1, slot, ranks.get(slot)))
     return runs
 
 

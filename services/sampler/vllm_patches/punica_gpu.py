@@ -1,34 +1,38 @@
-"""LoRA on GPU: vLLM's own kernels, told whose rows they are when prompts are scored."""
+"""LoRA on GPU: vLLM's own kernels, told whose rows they are when prompts are scored.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+Replaces: `vllm.platforms.cuda.CudaPlatformBase.get_punica_wrapper`, which names
+    `vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU`.
+Why: `add_lora_logits` takes rows of logits for the batch's requests, one row each. The rows of a prompt all belong to
+    one request: an adapter of `lm_head` is dropped from prompt scores, or another tenant's is taken.
+Upstream: vllm-project/vllm issues 51594 and 16668, open; pull requests 51597 (V1 runner) and 53842 (V2), open.
+Delete when: prompt scores with an adapter of `lm_head` are right without it, and `prompt_scorer` with it.
+"""
+
 from typing import Any
 
 import torch
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+from vllm.platforms import current_platform
+
+from services.sampler.vllm_patches.prompt_scorer import OneAdapterLogits
 
 
-class ScoringPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
+def apply() -> None:
+    """Has vLLM take ScoringPunicaWrapper; twice is no error."""
+    platform: Any = type(current_platform)
+    platform.get_punica_wrapper = classmethod(lambda _: f"{__name__}.{ScoringPunicaWrapper.__name__}")
+
+
+class ScoringPunicaWrapper(OneAdapterLogits, PunicaWrapperGPU):  # type: ignore[misc]
     """PunicaWrapperGPU with `one_adapter_logits`; vLLM marks the parent final, yet offers no other place for it."""
-
-    _logits_slot: int | None = None
-
-    @contextmanager
-    def one_adapter_logits(self, slot: int) -> Iterator[None]:
-        """Within it, all rows given to `add_lora_logits` belong to the adapter in `slot`, or to none for -1."""
-        before, self._logits_slot = self._logits_slot, slot
-        try:
-            yield
-        finally:
-            self._logits_slot = before
 
     def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *arguments: Any, **options: Any) -> None:
         """See PunicaWrapperGPU."""
-        if self._logits_slot is None:
+        if self.logits_slot is None:
             super().add_lora_logits(y, x, *arguments, **options)
-        elif self._logits_slot >= 0:
+        elif self.logits_slot >= 0:
             row_count = x.view(-1, x.shape[-1]).shape[0]
-            slots = torch.full((row_count,), self._logits_slot, dtype=torch.long, device=x.device)
+            slots = torch.full((row_count,), self.logits_slot, dtype=torch.long, device=x.device)
             self.prompt_mapping_meta.prepare_tensors(slots)
             try:
                 super().add_lora_logits(y, x, *arguments, **options)

@@ -1,18 +1,27 @@
-"""RMS norms on CPU by the kernels that vLLM 0.32.0 has but offers to GPUs only: one pass instead of seven."""
+"""RMS norms on CPU in one pass instead of seven.
+
+Replaces: `vllm.platforms.cpu.CpuPlatform.get_default_ir_op_priority`; adds an implementation to `vllm.ir.ops.rms_norm`
+    and `vllm.ir.ops.fused_add_rms_norm`.
+Why: vLLM's CPU build contains the fused kernels but registers them for GPUs only, and takes the native formula.
+Upstream: none filed; vllm-project/vllm pull request 33825 made these operations.
+Delete when: another implementation than "native" takes tensors on CPU, and the CPU platform prefers it.
+"""
 
 from typing import Any
 
 import torch
+from vllm import ir
+from vllm.config.kernel import IrOpPriorityConfig
+from vllm.platforms import current_platform
 
 PROVIDER = "fovea_cpu"
 _LANES = 16
 
 
-def register() -> None:
-    """Offers the kernels to vLLM's dispatch; twice is no error."""
-    from vllm import ir
-    from vllm.platforms import current_platform
-
+def apply() -> None:
+    """Offers the kernels to vLLM's dispatch and has it prefer them; twice is no error."""
+    platform: Any = type(current_platform)
+    platform.get_default_ir_op_priority = classmethod(lambda _, config: _priority())
     if PROVIDER in ir.ops.rms_norm.impls:
         return
     current_platform.import_kernels()
@@ -20,10 +29,7 @@ def register() -> None:
     ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_takes_sum, inplace=True)(_fused_add_rms_norm)
 
 
-def priority(_: object) -> Any:
-    """What vLLM's platform answers when it is asked whose kernels to take."""
-    from vllm.config.kernel import IrOpPriorityConfig
-
+def _priority() -> Any:
     ours = [PROVIDER, "native"]
     return IrOpPriorityConfig.with_default(["native"], rms_norm=ours, fused_add_rms_norm=ours)
 

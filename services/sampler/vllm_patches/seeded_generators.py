@@ -1,7 +1,11 @@
 """Seeds of requests on CPU, kept right when a prompt is computed in several steps.
 
-After each step of a prompt but the last vLLM takes the draw back by moving the generator's offset. A CPU generator has
-none: vLLM 0.32.0 dies of the first seeded request whose prompt spans two steps. Here a generator remembers its state.
+Replaces: `vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states`, and wraps the sampler's `topk_topp_sampler`.
+Why: after each step of a prompt but the last vLLM takes the draw back by moving the generator's offset
+    (`_bookkeeping_sync`). A CPU generator has none: the engine dies of the first seeded request whose prompt spans two
+    steps. Here a generator remembers its state.
+Upstream: none filed with vLLM; RBLN-SW/vllm-rbln pull request 1025 describes the same crash.
+Delete when: torch's CPU generators have offsets, or the CPU runner no longer moves them.
 """
 
 from typing import Any
@@ -12,7 +16,11 @@ import torch
 class RewindableGenerator(torch.Generator):
     """A CPU generator whose last draw can be taken back in the way that vLLM asks for it."""
 
-    before_draw: torch.Tensor | None = None
+    _before_draw: torch.Tensor | None = None
+
+    def remember(self) -> None:
+        """To be called before each draw."""
+        self._before_draw = self.get_state()
 
     def get_offset(self) -> int:
         """Means nothing on CPU."""
@@ -20,9 +28,9 @@ class RewindableGenerator(torch.Generator):
 
     def set_offset(self, offset: int) -> torch.Generator:
         """Takes the last draw back."""
-        if self.before_draw is not None:
-            self.set_state(self.before_draw)
-            self.before_draw = None
+        if self._before_draw is not None:
+            self.set_state(self._before_draw)
+            self._before_draw = None
         return self
 
 
@@ -43,14 +51,12 @@ class RememberDraws(torch.nn.Module):
         """See vLLM's TopKTopPSampler."""
         for generator in generators.values():
             if isinstance(generator, RewindableGenerator):
-                generator.before_draw = generator.get_state()
+                generator.remember()
         return self.inner(logits, generators, k, p)  # type: ignore[no-any-return]
 
 
-def rewind_draws_on_cpu(runner: Any) -> None:
-    """Gives every seeded request of a CPU model runner a generator that can be rewound. Elsewhere no effect."""
-    if runner.device.type != "cpu":
-        return
+def apply(runner: Any) -> None:
+    """Gives every seeded request of a CPU model runner a generator that can be rewound."""
     runner.sampler.topk_topp_sampler = RememberDraws(runner.sampler.topk_topp_sampler)
     update_states = runner._update_states
 

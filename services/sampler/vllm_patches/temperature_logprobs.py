@@ -1,4 +1,13 @@
-"""Which distribution reported logprobs follow, put into a model runner that vLLM has built."""
+"""Logprobs of sampled tokens after the temperature and before top-k and top-p.
+
+Replaces: `vllm.v1.sample.sampler.Sampler.topk_topp_sampler`, an instance of
+    `vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler`.
+Why: with `logprobs_mode="processed_logprobs"` vLLM reports them after top-k and top-p. Alternatives hold -inf then,
+    and a trainer, which knows the whole distribution only, cannot reproduce them; "raw_logprobs" leave the temperature
+    out.
+Upstream: none filed with vLLM; vllm-project/vime issue 64 describes the same gap.
+Delete when: vLLM has a mode that reports them after the temperature alone.
+"""
 
 from typing import Any
 
@@ -6,12 +15,7 @@ import torch
 
 
 class TemperatureLogprobs(torch.nn.Module):
-    """Reports logprobs after the temperature and before top-k and top-p.
-
-    With `logprobs_mode="processed_logprobs"` vLLM reports them after top-k and top-p: then alternatives hold -inf, and
-    a trainer, which knows the whole distribution only, cannot reproduce them. Here they are finite everywhere, equal to
-    log-softmax(logits / T) whatever was cut off.
-    """
+    """Reports log-softmax(logits / T), finite everywhere, whatever top-k and top-p cut off."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -32,6 +36,6 @@ class TemperatureLogprobs(torch.nn.Module):
         return sampled, logprobs
 
 
-def report_temperature_logprobs(runner: Any) -> None:
+def apply(runner: Any) -> None:
     """Makes a model runner's sampler report temperature-scaled logprobs."""
     runner.sampler.topk_topp_sampler = TemperatureLogprobs(runner.sampler.topk_topp_sampler)

@@ -30,8 +30,8 @@ def test_a_run_gets_its_adapter_and_no_other_row_changes(rank: int | None, dtype
 
 
 def test_neighbours_with_one_adapter_are_one_run() -> None:
-    runs = _runs((0, 7, 7, 9, 0, 9), {7: 2, 9: 0})
-    assert [run[:3] for run in runs] == [(1, 3, 2), (3, 4, 0), (5, 6, 0)]
+    runs = _runs((0, 7, 7, 9, 0, 9), {7: 2, 9: 0}, {2: 8})
+    assert runs == [Run(1, 3, 2, 8), Run(3, 4, 0, None), Run(5, 6, 0, None)]
 
 
 @pytest.mark.parametrize("shape", [(5, 128), (3, 4, 32)])
@@ -39,8 +39,8 @@ def test_norms_are_those_of_vllm(shape: tuple[int, ...]) -> None:
     from vllm import ir
 
     torch.manual_seed(0)
-    rms_norm_cpu.register()
-    rms_norm_cpu.register()
+    rms_norm_cpu.apply()
+    rms_norm_cpu.apply()
     wide = torch.randn(*shape[:-1], 2 * shape[-1])
     x, weight = wide[..., : shape[-1]], torch.randn(shape[-1])
     native = ir.ops.rms_norm.impls["native"].impl_fn

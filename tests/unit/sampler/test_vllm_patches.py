@@ -1,0 +1,199 @@
+"""Whether vLLM still needs what Fovea replaces in it: each test fails once it does not.
+
+A test shows what vLLM does by itself. Where that takes a GPU or an engine, the source that the patch was written
+against is compared instead.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from vllm import ir
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.lora.ops.torch_ops import bgmv_shrink
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+from fovea.runtime.hosts import interface_of
+from services.sampler import vllm_patches
+from services.sampler.vllm_patches import rms_norm_cpu, tied_head
+
+WRITTEN_AGAINST = {
+    "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "b3273d9fb8465a00",
+    "vllm.lora.model_manager:LoRAModelManager._add_adapter": "6a8993c934882a65",
+    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": "fa48015699b08b1c",
+    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "8aac6e6c6c9fc452",
+    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_logits": "09ad711cba536905",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": "141d17cea9b15596",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": "a7d9800e11e0c9b7",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states": "8bbaa064e94ac8b5",
+}
+"""Digests of vLLM 0.32.0's own code."""
+
+
+def file_of(module: str) -> Path:
+    """Where a module lies, without importing it."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, f"vLLM has no module {module} any more"
+    assert spec.origin is not None
+    return Path(spec.origin)
+
+
+def source(name: str) -> str:
+    """The lines of `module:Class.method` without its docstring."""
+    module, _, path = name.partition(":")
+    text = file_of(module).read_text()
+    body = ast.parse(text).body
+    for part in path.split("."):
+        found = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part]
+        assert found, f"vLLM has no {name} any more: see whether the patch is still needed"
+        body = found[-1].body
+    whole = range(found[-1].lineno - 1, found[-1].end_lineno or 0)
+    docstring = ast.get_docstring(found[-1]) is not None
+    left_out = range(body[0].lineno - 1, body[0].end_lineno or 0) if docstring else range(0)
+    lines = text.splitlines()
+    return "\n".join(lines[number].strip() for number in whole if number not in left_out)
+
+
+def unchanged(name: str) -> None:
+    """Asserts that vLLM's code is the one that our patch was written against."""
+    digest = hashlib.sha256(source(name).encode()).hexdigest()[:16]
+    assert digest == WRITTEN_AGAINST[name], (
+        f"vLLM has changed {name}: see whether the patch is still needed and still right, then write {digest} here"
+    )
+
+
+@pytest.mark.parametrize("patch", vllm_patches.PATCHES, ids=lambda patch: patch.__name__.rpartition(".")[2])
+def test_each_patch_says_what_it_replaces_and_when_it_goes(patch: ModuleType) -> None:
+    assert patch.__doc__
+    for word in ("Replaces", "Why", "Upstream", "Delete when"):
+        assert re.search(rf"^{word}: \S", patch.__doc__, re.MULTILINE), word
+    name = patch.__name__.rpartition(".")[2]
+    assert f"test_vllm_still_needs_{name}" in globals()
+
+
+def test_every_patch_is_listed() -> None:
+    lying = {f"{vllm_patches.__name__}.{module.name}" for module in pkgutil.iter_modules(vllm_patches.__path__)}
+    listed = {patch.__name__ for patch in vllm_patches.PATCHES}
+    assert lying - listed == {f"{vllm_patches.__name__}.prompt_scores"}
+
+
+def test_vllm_still_needs_lm_head_adapters() -> None:
+    for model in (Qwen2ForCausalLM, Qwen2_5_VLForConditionalGeneration):
+        assert "lm_head" not in (getattr(model, "embedding_modules", None) or {})
+
+
+def test_vllm_still_needs_punica_cpu() -> None:
+    slots = torch.zeros(2, 1, 4, 8)
+    slots[1] = 1
+    out = torch.zeros(1, 4)
+    bgmv_shrink(torch.ones(1, 8), slots, out, torch.tensor([-1]))
+    assert out.any(), "a row without an adapter no longer gets the last slot's"
+    with pytest.raises((RuntimeError, IndexError)):  # three rows of one request's prompt
+        bgmv_shrink(torch.ones(3, 8), slots, torch.zeros(3, 4), torch.tensor([1, 0]))
+
+
+def test_vllm_still_needs_punica_gpu() -> None:
+    unchanged("vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_logits")
+    assert "lora" not in source("vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict")
+
+
+def test_vllm_still_needs_rms_norm_cpu() -> None:
+    for operation in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
+        others = {
+            name: known for name, known in operation.impls.items() if name not in ("native", rms_norm_cpu.PROVIDER)
+        }
+        assert not [name for name, known in others.items() if known.supported], "vLLM has kernels for CPU of its own"
+    assert "get_default_ir_op_priority" not in source("vllm.platforms.cpu:CpuPlatform")
+
+
+def test_vllm_still_needs_seeded_generators() -> None:
+    with pytest.raises(RuntimeError, match="does not use offset"):
+        torch.Generator().get_offset()
+    assert "set_offset" in source("vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync")
+    unchanged("vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states")
+
+
+def test_vllm_still_needs_temperature_logprobs() -> None:
+    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(0))
+    _, logprobs = TopKTopPSampler("processed_logprobs")(logits, {}, torch.tensor([2]), None)
+    assert logprobs.isinf().sum() == 8, "what top-k cuts off has logprobs now"
+
+
+def test_vllm_still_needs_prompt_scorer() -> None:
+    unchanged("vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict")
+    unchanged("vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens")
+    refused = source("vllm.v1.engine.input_processor:InputProcessor._validate_params")
+    assert "prompt_logprob_token_ids requires the V2 model runner" in refused
+
+
+def test_vllm_still_needs_lora_slots() -> None:
+    assert not [field for field in LoRARequest.__struct_fields__ if "tensor" in field], "requests carry tensors now"
+    unchanged("vllm.lora.model_manager:LoRAModelManager.activate_adapter")
+    unchanged("vllm.lora.model_manager:LoRAModelManager._add_adapter")
+    unchanged("vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter")
+    unchanged("vllm.lora.worker_manager:WorkerLoRAManager._load_adapter")
+
+
+class TiedModel(torch.nn.Module):
+    """An embedding and an unembedding of one weight, float32 [64, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = VocabParallelEmbedding(64, 16)
+        self.head = ParallelLMHead(64, 16).tie_weights(self.embedding)
+
+    def load(self, weight: torch.Tensor) -> None:
+        """Loads the weight as a checkpoint has it: once."""
+        parameter = self.embedding.weight
+        parameter.weight_loader(parameter, weight)
+
+    def error(self, hidden: torch.Tensor, weight: torch.Tensor) -> float:
+        """How far the logits are from those of a weight."""
+        return float((self.head.quant_method.apply(self.head, hidden) - hidden @ weight.T).abs().max())
+
+
+@pytest.fixture
+def one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
+    """vLLM's parallel state for a single worker, which its layers ask for."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1") or "lo")
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(1, 0, f"file://{tmp_path}/meet", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+        yield config
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def test_vllm_still_needs_tied_head(one_worker: VllmConfig) -> None:
+    torch.manual_seed(0)
+    model = TiedModel()
+    record_metadata_for_reloading(model)
+    old, new, hidden = torch.randn(64, 16), torch.randn(64, 16), torch.randn(3, 16)
+    model.load(old)
+    for layer in (model.embedding, model.head):
+        layer.quant_method.process_weights_after_loading(layer)
+    with torch.no_grad():
+        initialize_layerwise_reload(model)
+        model.load(new)
+        finalize_layerwise_reload(model, one_worker.model_config)
+    assert model.error(hidden, old) < 1e-4, "vLLM packs a tied unembedding again by itself"
+    tied_head.apply(model)
+    assert model.error(hidden, new) < 1e-4
