@@ -23,6 +23,9 @@ _LEAST_POSITIONS = 2**18
 _MOST_SAMPLES = 2**16
 """Far above what samplers take, who are asked later: the sequences are named at once."""
 
+_AS_GIVEN = [name for name in bodies.SamplingParams.model_fields if name not in ("max_tokens", "seed", "stop")]
+"""Sampling options, int32 or float, that the protos call as REST does; samplers check them."""
+
 
 class SamplingRoutes:
     """Handlers of sampling."""
@@ -118,8 +121,10 @@ def _fill_params(params: bodies.SamplingParams, message: gateway_pb2.SampleToken
         if not -(2**63) <= params.seed < 2**64:
             raise InvalidInput(f"seed {params.seed} does not fit into 64 bits", field="sampling_params.seed")
         target.seed = params.seed - 2**64 if params.seed >= 2**63 else params.seed
-    target.temperature, target.top_p = params.temperature, params.top_p
-    target.top_k = _int32(params.top_k, "sampling_params.top_k")
+    for name in _AS_GIVEN:
+        value = getattr(params, name)
+        if value is not None:
+            setattr(target, name, _int32(value, f"sampling_params.{name}") if isinstance(value, int) else value)
     if params.stop is None:
         return
     stop = [params.stop] if isinstance(params.stop, str) else params.stop

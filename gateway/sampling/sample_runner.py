@@ -34,6 +34,14 @@ logger = logging.getLogger(__name__)
 
 Events = AsyncGenerator[sampler_pb2.SampleResponse, None]
 
+_OPTIONS = tuple(
+    name
+    for name, field in gateway_pb2.SampleTokensRequest.DESCRIPTOR.fields_by_name.items()
+    if (asked := sampler_pb2.SampleRequest.DESCRIPTOR.fields_by_name.get(name))
+    and asked.message_type is field.message_type
+)
+"""What a sampler is asked in the client's own words: the fields that both requests have."""
+
 _RETRY_S = 0.5
 _MENDS = 30
 """How often one request may find its snapshot or its image evicted before we call it a fault."""
@@ -164,14 +172,8 @@ class SampleRunner:
             request_id=work.pending.future_id,
             snapshot_id=work.snapshot_id,
             prompt=work.rendered,
-            sample_count=work.request.sample_count,
-            params=work.request.params,
-            prompt_logprobs=work.request.prompt_logprobs,
-            top_prompt_logprobs=work.request.top_prompt_logprobs,
-            top_sample_logprobs=work.request.top_sample_logprobs,
             target_tokens=targets.to_score(work.cells) if work.cells else None,
-            alt_token_count=work.request.alt_token_count,
-            prompt_logprobs_last_n=work.request.prompt_logprobs_last_n,
+            **{name: getattr(work.request, name) for name in _OPTIONS},
             at_once=work.at_once,
             # What is cached for one owner is neither used nor counted for another, who could learn prompts from it.
             cache_salt=work.pending.owner,

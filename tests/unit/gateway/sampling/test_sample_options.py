@@ -1,0 +1,14 @@
+"""An option of a sample is declared once in the protos and travels under that name, from REST to the sampler."""
+
+from fovea.api.v1 import gateway_pb2, sampler_pb2
+from gateway.sampling import sample_routes, sample_runner
+
+
+def test_rest_options_are_called_as_in_the_protos() -> None:
+    assert set(sample_routes._AS_GIVEN) < set(sampler_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+def test_all_that_a_client_asks_reaches_the_sampler() -> None:
+    told_otherwise = {"sampling_session_id", "prompt", "target_table"}  # as a snapshot, rendered, and as target_tokens
+    asked = set(gateway_pb2.SampleTokensRequest.DESCRIPTOR.fields_by_name)
+    assert set(sample_runner._OPTIONS) == asked - told_otherwise
