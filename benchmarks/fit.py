@@ -19,21 +19,21 @@ from benchmarks.figure import emit
 from fovea.api.v1 import model_input_pb2, trainer_pb2
 from fovea.wire import tensors
 from services.trainer.batches.packing import DatumSize
-from services.trainer.commands import CreateModel, DeleteModel, ForwardBackward, OptimStep
+from services.trainer.command_queue import CreateModel, DeleteModel, ForwardBackward, OptimStep
 from services.trainer.model.lora import LoraSettings
 from services.trainer.model.optimizer import Adam
 from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.settings import TrainerSettings
-from services.trainer.training_engine import Engine
+from services.trainer.training_engine import TrainingEngine
 
 _LAST = 20
 _CURVE_STEP = 10
 
 
-def load(directory: Path, dtype: str, device: torch.device) -> Engine:
+def load(directory: Path, dtype: str, device: torch.device) -> TrainingEngine:
     """A trainer of one rank, warmed up."""
     settings = TrainerSettings(model=str(directory), ranks=1, dtype=dtype, max_lora_rank=128)  # type: ignore[arg-type]
-    engine = Engine(settings, directory, ControlGroup(), device, None)
+    engine = TrainingEngine(settings, directory, ControlGroup(), device, None)
     engine.warm_up()
     return engine
 
@@ -52,7 +52,7 @@ def texts(seed: int, count: int, length: int, vocabulary_size: int) -> list[trai
     return found
 
 
-def fit(engine: Engine, seed: int, options: argparse.Namespace) -> list[float]:
+def fit(engine: TrainingEngine, seed: int, options: argparse.Namespace) -> list[float]:
     """The loss of each step, nat a token."""
     model_id = f"fit-{seed}"
     vocabulary_size = min(options.vocabulary, engine.limits.vocabulary_size)

@@ -4,30 +4,28 @@ import logging
 import os
 import sys
 
-from services.trainer.model_types import check_checkpoint
-from services.trainer.ranks.place import Place
-from services.trainer.ranks.rank_launcher import launch
+from services.trainer.ranks.rank_launcher import RankEnvironment, check_checkpoint, launch
 from services.trainer.settings import TrainerSettings
 
 
 def main() -> None:
     settings = TrainerSettings.from_command_line("trainer")
-    place = Place.find()
-    if place is None:
+    rank_env = RankEnvironment.from_environ()
+    if rank_env is None:
         try:
             check_checkpoint(settings.model)
         except (OSError, ValueError) as error:
             raise SystemExit(f"trainer: {error}") from None
         sys.exit(launch(settings))
-    place.die_with_launcher()
+    rank_env.die_with_launcher()
     from fovea.runtime import logs
 
-    logs.configure("trainer" if place.rank == 0 else f"trainer{place.rank}", settings.log_level)
+    logs.configure("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)
     logging.getLogger("torch").setLevel("WARNING")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from services.trainer.trainer_process import follower_process, leader_process
 
-    leader_process(settings, place) if place.rank == 0 else follower_process(settings, place)
+    leader_process(settings, rank_env) if rank_env.rank == 0 else follower_process(settings, rank_env)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Commands from gRPC calls to the thread that runs them with all ranks, one at a time, and their results back."""
+"""Commands from gRPC calls to the thread that runs them with all ranks, one at a time, and their results back.
+
+Commands are plain data, which rank 0 sends to the other ranks of this trainer only.
+"""
 
 import asyncio
 import queue
@@ -12,7 +15,160 @@ from typing import Any
 from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Unavailable
 from services.trainer import trainer_metrics
-from services.trainer.commands import Command, Heartbeat, Shutdown
+from services.trainer.batches.datum_decoding import Datum
+from services.trainer.batches.packing import DatumSize
+from services.trainer.model.lora import LoraSettings
+from services.trainer.model.optimizer import Adam
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Nothing; keeps idle connections alive and notices ranks that do not answer."""
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """Leave the loop."""
+
+
+@dataclass(frozen=True)
+class CreateModel:
+    """Make a model; full parameters if `lora` is None."""
+
+    model_id: str
+    lora: LoraSettings | None
+
+
+@dataclass(frozen=True)
+class DeleteModel:
+    """Free a model."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class PrepareLosses:
+    """Start what traced losses are computed with, without waiting for it; says whether all ranks have it ready."""
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """Compute a loss. `header` and `datums` are serialized messages that were checked on rank 0; `sizes` are theirs.
+
+    `drop_gradients` drops those that are there already, first. `decoded` is what rank 0 made of the datums when it
+    checked; it is not sent.
+    """
+
+    model_id: str
+    header: bytes
+    backward: bool
+    drop_gradients: bool
+    datums: list[bytes]
+    sizes: list[DatumSize]
+    decoded: list[Datum] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "decoded": None}
+
+
+@dataclass(frozen=True)
+class ClearGradients:
+    """Drop gradients."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class OptimStep:
+    """Apply gradients."""
+
+    model_id: str
+    adam: Adam
+
+
+@dataclass(frozen=True)
+class SaveState:
+    """Write weights and optimizer."""
+
+    model_id: str
+    uri: str
+
+
+@dataclass(frozen=True)
+class LoadState:
+    """Read weights, and the optimizer if asked."""
+
+    model_id: str
+    uri: str
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class TakeSnapshot:
+    """Freeze weights under a name."""
+
+    model_id: str
+    snapshot_id: str
+    uri: str
+
+
+@dataclass(frozen=True)
+class RestoreSnapshot:
+    """Read a snapshot that was dropped from memory back from storage."""
+
+    snapshot_id: str
+    uri: str
+
+
+@dataclass(frozen=True)
+class ForgetSnapshot:
+    """Drop a snapshot from memory."""
+
+    snapshot_id: str
+
+
+@dataclass(frozen=True)
+class BroadcastFull:
+    """Gather a snapshot of full parameters and send it over the transfer group that rank 0 holds open."""
+
+    snapshot_id: str
+    group_id: str
+    bucket_bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class DescribeFull:
+    """Identity and tensors of a snapshot of full parameters, kept until `UnpinFull`; the empty name is the base."""
+
+    snapshot_id: str
+
+
+@dataclass(frozen=True)
+class UnpinFull:
+    """The push of a snapshot that was described is over."""
+
+    snapshot_id: str
+
+
+Command = (
+    Heartbeat
+    | Shutdown
+    | CreateModel
+    | DeleteModel
+    | PrepareLosses
+    | ForwardBackward
+    | ClearGradients
+    | OptimStep
+    | SaveState
+    | LoadState
+    | TakeSnapshot
+    | RestoreSnapshot
+    | ForgetSnapshot
+    | BroadcastFull
+    | DescribeFull
+    | UnpinFull
+)
 
 
 @dataclass(frozen=True)
@@ -84,15 +240,15 @@ class CommandQueue:
         trainer_metrics.QUEUED.inc()
         self._jobs.put(Job(Shutdown(), Future()))
 
-    def break_down(self, error: FoveaError) -> None:
+    def fail_all(self, error: FoveaError) -> None:
         """Fails everything that runs or waits, and everything that will be submitted. Callable from any thread."""
         self._broken = error
         for result in list(self._pending):
-            settle(result, error=error)
+            resolve(result, error=error)
 
 
-def settle(result: "Future[Any]", value: Any = None, error: BaseException | None = None) -> None:
-    """Sets the outcome of a future, unless `break_down` or its caller has been quicker."""
+def resolve(result: "Future[Any]", value: Any = None, error: BaseException | None = None) -> None:
+    """Sets the outcome of a future, unless `fail_all` or its caller has been quicker."""
     try:
         if error is None:
             result.set_result(value)

@@ -2,31 +2,114 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.runtime.secret import service_secret
 from fovea.wire.errors import FoveaError
 from services.trainer import trainer_metrics
-from services.trainer.command_queue import CommandQueue, Job, settle
-from services.trainer.commands import Command, DeleteModel, Shutdown
-from services.trainer.profiling import CommandProfiler
+from services.trainer.command_queue import (
+    Command,
+    CommandQueue,
+    DeleteModel,
+    ForwardBackward,
+    Job,
+    OptimStep,
+    Shutdown,
+    resolve,
+)
 from services.trainer.ranks.control_group import ControlGroup
-from services.trainer.ranks.peers import MEET_S, Peer, PeerWatch
-from services.trainer.ranks.place import Place
+from services.trainer.ranks.peer_monitor import MEET_S, Peer, PeerMonitor
+from services.trainer.ranks.rank_launcher import RankEnvironment
 from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots.transfer_groups import TransferGroups
-from services.trainer.training_engine import Engine
+from services.trainer.training_engine import TrainingEngine
+
+logger = logging.getLogger(__name__)
+
+PROFILED_COMMANDS = 4
+"""How many are looked at, and what came between them."""
+_ROWS = 40
+_GAPS = 20
+
+
+class CommandProfiler:
+    """Writes `profile.txt` and `trace.json.gz` into a directory, once.
+
+    Args:
+        directory: Made if it is not there; None looks at nothing.
+        first: The first forward_backward or optim_step to look at, counted from 1.
+    """
+
+    def __init__(self, directory: Path | None, first: int) -> None:
+        self._directory = directory
+        self._first = first
+        self._count = 0
+        on_gpu = torch.cuda.is_available()
+        self._profile: Any = profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
+
+    @contextmanager
+    def around(self, command: Command) -> Iterator[None]:
+        """To be entered around each command, in the thread that runs it."""
+        if self._directory is None or not isinstance(command, ForwardBackward | OptimStep):
+            yield
+            return
+        self._count += 1
+        if self._count == self._first:
+            self._profile.start()
+        try:
+            yield
+        finally:
+            if self._count == self._first + PROFILED_COMMANDS - 1:
+                self._profile.stop()
+                self._write(self._directory)
+
+    def _write(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table = self._profile.key_averages().table(sort_by=key, row_limit=_ROWS, max_name_column_width=100)
+        busy = "\n".join(busy_lines(kernel_times(self._profile.events())))
+        (directory / "profile.txt").write_text(f"{busy}\n\n{table}\n")
+        self._profile.export_chrome_trace(str(directory / "trace.json.gz"))
+        logger.info("wrote what the device did during %d commands to %s", PROFILED_COMMANDS, directory)
+
+
+def kernel_times(events: Any) -> list[tuple[float, float, str]]:
+    """Begin and end in microseconds, and name, of all that ran on a GPU."""
+    found = (event for event in events if event.device_type.name == "CUDA")
+    return sorted((event.time_range.start, event.time_range.end, event.name) for event in found)
+
+
+def busy_lines(kernels: list[tuple[float, float, str]]) -> list[str]:
+    """The share of time in which anything ran, and the longest gaps, from kernels in order of their begin."""
+    if not kernels:
+        return ["nothing ran on a GPU"]
+    begun, until, before = kernels[0]
+    busy, gaps = until - begun, []
+    for start, end, name in kernels[1:]:
+        if start > until:
+            gaps.append((start - until, until - begun, before, name))
+        busy += max(0.0, end - max(start, until))
+        if end > until:
+            until, before = end, name
+    lines = [f"busy {busy / 1e3:.1f} of {(until - begun) / 1e3:.1f} ms, {busy / (until - begun):.1%}; longest gaps:"]
+    for gap, at, last, following in sorted(gaps, reverse=True)[:_GAPS]:
+        lines.append(f"{gap / 1e3:8.2f} ms at {at / 1e3:9.1f} ms, between {last[:60]} and {following[:60]}")
+    return lines
+
 
 logger = logging.getLogger(__name__)
 
 
-class Rank:
+class RankWorker:
     """This process's part of the trainer. Everything that communicates happens in the thread that calls `start`.
 
     Args:
@@ -40,47 +123,47 @@ class Rank:
     def __init__(
         self,
         settings: TrainerSettings,
-        place: Place,
+        rank_env: RankEnvironment,
         on_peer_lost: Callable[[Peer], None],
         on_peer_stop: Callable[[Peer], None],
         groups: TransferGroups | None,
     ) -> None:
         self._settings = settings
-        self._place = place
+        self._rank_env = rank_env
         self._on_peer_lost = on_peer_lost
         self._on_peer_stop = on_peer_stop
         self._groups = groups
         self._profiler = CommandProfiler(settings.profile, settings.profile_first)
-        self._peers: PeerWatch | None = None
-        self.engine: Engine
+        self._peers: PeerMonitor | None = None
+        self.engine: TrainingEngine
 
     def start(self) -> None:
         """Meets the other ranks, loads the model and warms up."""
         settings = self._settings
         torch.set_num_threads(settings.threads)
-        place = self._place
-        device = _device(settings, place)
-        store = place.open_store(timedelta(seconds=MEET_S))
+        rank_env = self._rank_env
+        device = _device(settings, rank_env)
+        store = rank_env.open_store(timedelta(seconds=MEET_S))
         store.set_timeout(timedelta(seconds=MEET_S))  # which a store of files is not told when it is made
-        self._peers = PeerWatch(store, place, service_secret().encode(), self._on_peer_lost, self._on_peer_stop)
+        self._peers = PeerMonitor(store, rank_env, service_secret().encode(), self._on_peer_lost, self._on_peer_stop)
         timeout = timedelta(seconds=settings.collective_timeout_s)
         store.set_timeout(timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=store,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=rank_env.rank,
+            world_size=rank_env.world_size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
         self._control = ControlGroup()
         model_dir = self._control.agree(lambda: resolve_model(settings.model))
-        if place.is_first_of_node and device.type == "cuda":
+        if rank_env.is_first_of_node and device.type == "cuda":
             show_gpu_memory()
-        if place.rank == 0:
-            trainer_metrics.RANKS.set(place.world_size)
+        if rank_env.rank == 0:
+            trainer_metrics.RANKS.set(rank_env.world_size)
         started = time.perf_counter()
-        self.engine = Engine(settings, model_dir, self._control, device, self._groups)
+        self.engine = TrainingEngine(settings, model_dir, self._control, device, self._groups)
         self.engine.warm_up()
         logger.info("rank %d ready after %.1f s", self._control.rank, time.perf_counter() - started)
 
@@ -120,7 +203,7 @@ class Rank:
                 result = self.engine.execute(job.command)
         except FoveaError as error:
             trainer_metrics.COMMANDS.labels(name, error.reason).inc()
-            settle(job.result, error=error)
+            resolve(job.result, error=error)
         except Exception:
             trainer_metrics.COMMANDS.labels(name, "TRAINER_LOST").inc()
             raise  # the queue breaks down, and this command with it, once it is known who failed
@@ -131,7 +214,7 @@ class Rank:
             if isinstance(job.command, DeleteModel):
                 trainer_metrics.forget_model(job.command.model_id)
             _show_peak()
-            settle(job.result, result)
+            resolve(job.result, result)
 
     def _leave(self) -> None:
         if self._peers:
@@ -154,10 +237,10 @@ def _show_peak() -> None:
         trainer_metrics.GPU_PEAK.set(torch.cuda.max_memory_allocated())
 
 
-def _device(settings: TrainerSettings, place: Place) -> torch.device:
+def _device(settings: TrainerSettings, rank_env: RankEnvironment) -> torch.device:
     wants_gpu = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     if not wants_gpu:
         return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank)
+    device = torch.device("cuda", rank_env.local_rank)
     torch.cuda.set_device(device)
     return device

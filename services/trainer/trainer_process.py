@@ -21,10 +21,9 @@ from fovea.wire.errors import Unavailable
 from fovea.wire.names import TRAINER_SERVICE
 from services.trainer import trainer_metrics
 from services.trainer.command_queue import CommandQueue
-from services.trainer.rank_worker import Rank
-from services.trainer.ranks.peers import Peer
-from services.trainer.ranks.place import Place
-from services.trainer.ranks.rank_launcher import LEAVE_S
+from services.trainer.rank_worker import RankWorker
+from services.trainer.ranks.peer_monitor import Peer
+from services.trainer.ranks.rank_launcher import LEAVE_S, RankEnvironment
 from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots.pusher import Pusher
 from services.trainer.snapshots.transfer_groups import TransferGroups
@@ -39,17 +38,17 @@ BLAME_S = 2.0
 """How long a rank that failed waits for word of another that died: what all others do breaks off too, and sooner."""
 
 
-def follower_process(settings: TrainerSettings, place: Place) -> NoReturn:
+def follower_process(settings: TrainerSettings, rank_env: RankEnvironment) -> NoReturn:
     """Runs a rank other than 0 until rank 0 says so, or is gone."""
     transformers_logging.disable_progress_bar()
-    asyncio.run(_Follower(settings, place).run())
+    asyncio.run(_Follower(settings, rank_env).run())
     raise AssertionError("the rank's thread ends the process")
 
 
-def leader_process(settings: TrainerSettings, place: Place) -> NoReturn:
+def leader_process(settings: TrainerSettings, rank_env: RankEnvironment) -> NoReturn:
     """Runs rank 0: the gRPC server on the main thread, the rank on its own."""
     transformers_logging.disable_progress_bar()
-    _exit(asyncio.run(_Leader(settings, place).run()))
+    _exit(asyncio.run(_Leader(settings, rank_env).run()))
 
 
 def _exit(status: int) -> NoReturn:
@@ -64,16 +63,16 @@ def _exit(status: int) -> NoReturn:
 class _Follower:
     """A rank other than 0. The first of its node answers health checks and shows metrics: its pod has nobody else."""
 
-    def __init__(self, settings: TrainerSettings, place: Place) -> None:
+    def __init__(self, settings: TrainerSettings, rank_env: RankEnvironment) -> None:
         self._settings = settings
-        self._place = place
-        self._told = False
-        self._rank = Rank(settings, place, self._peer_lost, lambda peer: None, None)
+        self._rank_env = rank_env
+        self._stop_requested = False
+        self._rank = RankWorker(settings, rank_env, self._peer_lost, lambda peer: None, None)
         self._server: ServiceServer | None = None
 
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        if self._place.is_first_of_node:
+        if self._rank_env.is_first_of_node:
             # Nothing is called here that could begin or continue a trace.
             self._server = ServiceServer(self._settings.model_copy(update={"trace_endpoint": ""}), [])
             await self._server.start()
@@ -92,15 +91,15 @@ class _Follower:
             time.sleep(BLAME_S)  # `_peer_lost` may end this process meanwhile
             logger.exception("this rank failed: the trainer ends")
             _exit(1)
-        if self._told or self._place.node == 0:
+        if self._stop_requested or self._rank_env.node == 0:
             _exit(0)
         logger.warning("the trainer was told to stop on another node: this one ends with it")
         _exit(1)
 
     def _asked_to_stop(self) -> None:
         """Rank 0, which may be on another node, finishes what runs and then tells everybody."""
-        self._told = True
-        if not self._place.is_first_of_node:
+        self._stop_requested = True
+        if not self._rank_env.is_first_of_node:
             return
         try:
             if not self._rank.tell_stop():
@@ -109,20 +108,20 @@ class _Follower:
             logger.debug("rank 0 has gone already: %s", error)
 
     def _peer_lost(self, peer: Peer) -> None:
-        if self._told and peer == Peer(0, self._place.node):
+        if self._stop_requested and peer == Peer(0, self._rank_env.node):
             _exit(0)  # rank 0 was told too, and left before the model was loaded
         logger.error("rank %d is gone, on node %d: leaving", *peer)
         _exit(1)
 
 
 class _Leader:
-    def __init__(self, settings: TrainerSettings, place: Place) -> None:
+    def __init__(self, settings: TrainerSettings, rank_env: RankEnvironment) -> None:
         self._settings = settings
         self._status = 0
         self._queue = CommandQueue(settings.heartbeat_s)
         self._groups = _transfer_groups(settings)
-        self._told = False
-        self._rank = Rank(settings, place, self._peer_lost, self._peer_stops, self._groups)
+        self._stop_requested = False
+        self._rank = RankWorker(settings, rank_env, self._peer_lost, self._peer_stops, self._groups)
         self._loaded: Future[None] = Future()
         self._left = threading.Event()
 
@@ -141,7 +140,7 @@ class _Leader:
         serving.cancel()
         await pusher.close()
         await self._leave()
-        return self._status or int(not self._told)
+        return self._status or int(not self._stop_requested)
 
     async def _serve_when_loaded(self) -> None:
         await asyncio.wrap_future(self._loaded)
@@ -165,12 +164,12 @@ class _Leader:
             time.sleep(BLAME_S)
             if not self._status:  # else `_peer_lost` has told
                 logger.exception("rank 0 failed: the trainer ends")
-                self._break_down("rank 0 of the trainer failed; it restarts without its models")
+                self._fail("rank 0 of the trainer failed; it restarts without its models")
         self._left.set()
 
     def _peer_lost(self, peer: Peer) -> None:
         logger.error("rank %d is gone, on node %d: the trainer ends", *peer)
-        self._break_down(f"rank {peer.rank} of the trainer died; it restarts without its models")
+        self._fail(f"rank {peer.rank} of the trainer died; it restarts without its models")
 
     def _peer_stops(self, peer: Peer) -> None:
         if self._status:  # the launcher stops the ranks beside one that has died
@@ -178,15 +177,15 @@ class _Leader:
         logger.warning("node %d was told to stop: the trainer ends what runs, then itself", peer.node)
         self._loop.call_soon_threadsafe(self._server.request_stop)
 
-    def _break_down(self, message: str) -> None:
+    def _fail(self, message: str) -> None:
         self._status = 1
         trainer_metrics.RANKS.set(0)
-        self._queue.break_down(Unavailable(message))
+        self._queue.fail_all(Unavailable(message))
         asyncio.run_coroutine_threadsafe(self._server.set_serving(False), self._loop)
         self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, self._server.request_stop)
 
     def _asked_to_stop(self) -> None:
-        self._told = True
+        self._stop_requested = True
         # The launcher sends the signal too when a rank has died: callers are being told, and the stop is near.
         if not self._status:
             self._server.request_stop()

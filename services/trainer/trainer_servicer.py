@@ -13,21 +13,20 @@ import fovea
 from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
-from services.trainer import commands, trainer_metrics
+from services.trainer import command_queue, trainer_metrics
 from services.trainer.batches.datum_decoding import check_digests, decode_datum
 from services.trainer.command_queue import CommandQueue
-from services.trainer.forward_backward import Outcome
-from services.trainer.idempotency import Journal
-from services.trainer.logprob_gap import mean_gap
+from services.trainer.loss_results import ForwardBackwardResult, mean_logprob_gap
 from services.trainer.losses import LOSS_NAMES, loss_of
 from services.trainer.losses.custom import Custom
-from services.trainer.model.lora import DEFAULT_ALPHA, LoraSettings
+from services.trainer.model.lora import LoraSettings
 from services.trainer.model.optimizer import Adam
 from services.trainer.model.sharding import dtype_name
-from services.trainer.rank_worker import Rank
+from services.trainer.rank_worker import RankWorker
+from services.trainer.reply_cache import ReplyCache
 from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots.pusher import Pusher
-from services.trainer.training_engine import Engine
+from services.trainer.training_engine import TrainingEngine
 
 Context = grpc.aio.ServicerContext
 
@@ -41,12 +40,12 @@ REFUSED_STREAM_S = 10.0
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Answers on rank 0, also while a command runs."""
 
-    def __init__(self, settings: TrainerSettings, queue: CommandQueue, rank: Rank, pusher: Pusher) -> None:
+    def __init__(self, settings: TrainerSettings, queue: CommandQueue, rank: RankWorker, pusher: Pusher) -> None:
         self._settings = settings
         self._queue = queue
         self._rank = rank
         self._pusher = pusher
-        self._journal = Journal()
+        self._replies = ReplyCache()
         self._losses_prepared = False
         self._preparing = asyncio.Lock()
         self._instance_id = uuid.uuid4().hex
@@ -77,14 +76,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if kind is None:
             raise InvalidInput("kind is not set: give lora or full", field="kind")
         lora = self._lora(request.lora) if kind == "lora" else None
-        count: int = await self._queue.submit(commands.CreateModel(request.model_id, lora))
+        count: int = await self._queue.submit(command_queue.CreateModel(request.model_id, lora))
         return trainer_pb2.CreateModelResponse(trainable_parameter_count=count)
 
     async def DeleteModel(
         self, request: trainer_pb2.DeleteModelRequest, context: Context
     ) -> trainer_pb2.DeleteModelResponse:
-        await self._queue.submit(commands.DeleteModel(request.model_id))
-        self._journal.forget(request.model_id)
+        await self._queue.submit(command_queue.DeleteModel(request.model_id))
+        self._replies.forget(request.model_id)
         return trainer_pb2.DeleteModelResponse()
 
     async def ForwardBackward(
@@ -93,7 +92,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         header, datums = await self._receive_all(request_iterator)
         command = await asyncio.to_thread(self._checked, header, datums)
         seq_id = header.seq_id if header.backward else 0
-        outcome = await self._journal.once(
+        outcome = await self._replies.once(
             header.model_id, seq_id, lambda: self._computed(header, command), lambda outcome: outcome.size_bytes
         )
         for index in range(len(datums)):
@@ -104,29 +103,29 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ClearGradients(
         self, request: trainer_pb2.ClearGradientsRequest, context: Context
     ) -> trainer_pb2.ClearGradientsResponse:
-        command = commands.ClearGradients(request.model_id)
-        await self._journal.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
+        command = command_queue.ClearGradients(request.model_id)
+        await self._replies.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
         return trainer_pb2.ClearGradientsResponse()
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Context) -> trainer_pb2.OptimStepResponse:
-        command = commands.OptimStep(request.model_id, Adam.of(request.adam))
-        metrics, step = await self._journal.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
+        command = command_queue.OptimStep(request.model_id, Adam.of(request.adam))
+        metrics, step = await self._replies.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
         return trainer_pb2.OptimStepResponse(metrics=trainer_pb2.Metrics(values=metrics), step=step)
 
     async def SaveState(self, request: trainer_pb2.SaveStateRequest, context: Context) -> trainer_pb2.SaveStateResponse:
-        size_bytes, step = await self._queue.submit(commands.SaveState(request.model_id, request.uri))
+        size_bytes, step = await self._queue.submit(command_queue.SaveState(request.model_id, request.uri))
         return trainer_pb2.SaveStateResponse(size_bytes=size_bytes, step=step)
 
     async def LoadState(self, request: trainer_pb2.LoadStateRequest, context: Context) -> trainer_pb2.LoadStateResponse:
-        command = commands.LoadState(request.model_id, request.uri, request.optimizer)
-        step = await self._journal.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
+        command = command_queue.LoadState(request.model_id, request.uri, request.optimizer)
+        step = await self._replies.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
         return trainer_pb2.LoadStateResponse(step=step)
 
     async def TakeSnapshot(
         self, request: trainer_pb2.TakeSnapshotRequest, context: Context
     ) -> trainer_pb2.TakeSnapshotResponse:
         _require(request.snapshot_id, "snapshot_id")
-        command = commands.TakeSnapshot(request.model_id, request.snapshot_id, request.uri)
+        command = command_queue.TakeSnapshot(request.model_id, request.snapshot_id, request.uri)
         return trainer_pb2.TakeSnapshotResponse(snapshot=await self._queue.submit(command))
 
     async def PushSnapshot(
@@ -137,18 +136,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ForgetSnapshot(
         self, request: trainer_pb2.ForgetSnapshotRequest, context: Context
     ) -> trainer_pb2.ForgetSnapshotResponse:
-        await self._queue.submit(commands.ForgetSnapshot(request.snapshot_id))
+        await self._queue.submit(command_queue.ForgetSnapshot(request.snapshot_id))
         return trainer_pb2.ForgetSnapshotResponse()
 
-    async def _computed(self, header: trainer_pb2.ForwardBackwardHeader, command: commands.ForwardBackward) -> Outcome:
+    async def _computed(
+        self, header: trainer_pb2.ForwardBackwardHeader, command: command_queue.ForwardBackward
+    ) -> ForwardBackwardResult:
         if header.loss_function == Custom.name:
             await self._prepare_losses()
-        outcome: Outcome = await self._queue.submit(command)
+        outcome: ForwardBackwardResult = await self._queue.submit(command)
         backward = str(command.backward).lower()
         trainer_metrics.TOKENS.labels(backward).inc(sum(size.token_count for size in command.sizes))
         trainer_metrics.DATUMS.labels(backward).inc(len(command.sizes))
         trainer_metrics.PACKING.set(outcome.packing_efficiency)
-        gap = mean_gap(command.decoded or (), outcome.logprobs)
+        gap = mean_logprob_gap(command.decoded or (), outcome.logprobs)
         if gap is not None and command.model_id in self._engine().models:
             trainer_metrics.LOGPROB_GAP.labels(command.model_id).set(gap)
         return outcome
@@ -157,24 +158,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Waits for seconds before the first traced loss of all, while the ranks compute what others ask for."""
         async with self._preparing:
             while not self._losses_prepared:
-                self._losses_prepared = await self._queue.submit(commands.PrepareLosses())
+                self._losses_prepared = await self._queue.submit(command_queue.PrepareLosses())
                 if not self._losses_prepared:
                     await asyncio.sleep(PREPARE_S)
 
-    def _engine(self) -> Engine:
+    def _engine(self) -> TrainingEngine:
         self._queue.check()
         return self._rank.engine
 
     def _lora(self, given: weights_pb2.LoraConfig) -> LoraSettings:
-        settings = LoraSettings(
-            rank=given.rank,
-            alpha=given.alpha or DEFAULT_ALPHA,
-            seed=given.seed,
-            train_attention=given.train_attention,
-            train_mlp=given.train_mlp,
-            train_unembedding=given.train_unembedding,
-            train_vision=given.train_vision,
-        )
+        settings = LoraSettings.of(given)
         settings.check(self._settings.max_lora_rank, self._engine().family.has_vision)
         return settings
 
@@ -222,14 +215,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def _checked(
         self, header: trainer_pb2.ForwardBackwardHeader, datums: list[trainer_pb2.Datum]
-    ) -> commands.ForwardBackward:
+    ) -> command_queue.ForwardBackward:
         engine = self._engine()
         engine.model(header.model_id)
         loss = loss_of(header)
         decoded = [decode_datum(datum, index, loss, engine.limits) for index, datum in enumerate(datums)]
         check_digests(decoded)
         sizes = [datum.size for datum in decoded]
-        return commands.ForwardBackward(
+        return command_queue.ForwardBackward(
             header.model_id,
             header.SerializeToString(),
             header.backward,

@@ -10,26 +10,23 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fovea.runtime.checkpoint import context_length
 from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
-from services.trainer import commands
+from services.trainer import command_queue
 from services.trainer.batches.datum_decoding import Datum, InputLimits
 from services.trainer.batches.micro_batch import BatchLayout
-from services.trainer.batches.vision_memory import VisionMemory
-from services.trainer.batches.vision_tensors import FeatureCache
-from services.trainer.forward_backward import LossComputer, Outcome
+from services.trainer.batches.vision_cache import FeatureCache, VisionOutputCache
+from services.trainer.forward_backward import LossComputer
+from services.trainer.loss_results import ForwardBackwardResult
 from services.trainer.losses import Sandbox
-from services.trainer.model.device_memory import DeviceMemory
-from services.trainer.model.families import Family, family_of
-from services.trainer.model.families.base import PatchNormalizer
 from services.trainer.model.lora import LoraInjector, LoraSettings
-from services.trainer.model.memory_account import MemoryAccount
-from services.trainer.model.packed_model import PackedModel
+from services.trainer.model.memory_budget import DeviceMemory, MemoryBudget
+from services.trainer.model.packed_model import load_model
 from services.trainer.model.sharding import ShardedModel
 from services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.settings import TrainerSettings
-from services.trainer.snapshots import full_weights
-from services.trainer.snapshots.checkpoint_roots import CheckpointRoots
-from services.trainer.snapshots.snapshot_memory import SnapshotMemory, packed_buckets
+from services.trainer.snapshots import weight_files
+from services.trainer.snapshots.checkpoint_folder import CheckpointRoots
+from services.trainer.snapshots.snapshot_store import SnapshotStore, packed_buckets
 from services.trainer.snapshots.snapshot_taker import SnapshotTaker
 from services.trainer.snapshots.training_state import StateStore
 from services.trainer.snapshots.transfer_groups import TransferGroups
@@ -42,7 +39,7 @@ WARM_UP_TOKENS = 67
 """Equal to no other size of a model: torch.compile takes sizes that are equal once for equal always."""
 
 
-class Engine:
+class TrainingEngine:
     """The base model and all models trained on it, on this rank.
 
     Args:
@@ -67,13 +64,13 @@ class Engine:
         self._groups = groups
         self.world_size = control.world_size
         self.models: dict[str, TrainedModel] = {}
-        self.adapters = SnapshotMemory(settings.snapshot_memory_mib * MIB)
-        self.full = SnapshotMemory(settings.snapshot_memory_mib * MIB)
+        self.adapters = SnapshotStore(settings.snapshot_memory_mib * MIB)
+        self.full = SnapshotStore(settings.snapshot_memory_mib * MIB)
         self._load(model_dir)
         self._roots = CheckpointRoots(settings.checkpoints)
         self._states = StateStore(control, settings.model)
         self._snapshots = SnapshotTaker(
-            control, self._sharded, self.adapters, self.full, self._account, model_dir, settings.model
+            control, self._sharded, self.adapters, self.full, self._memory_budget, model_dir, settings.model
         )
 
     def _load(self, model_dir: Path) -> None:
@@ -105,11 +102,11 @@ class Engine:
             settings.feature_cache_mib * MIB, patch_bytes, settings.fetch_timeout_s, settings.renderer
         )
         memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB)
-        self._account = MemoryAccount(settings, config, self.dtype, memory, self._control, self._spill)
-        vision = VisionMemory(settings.vision_memory_mib * MIB)
+        self._memory_budget = MemoryBudget(settings, config, self.dtype, memory, self._control, self._spill)
+        vision = VisionOutputCache(settings.vision_memory_mib * MIB)
         sandbox = Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib)
         self._losses = LossComputer(
-            self._sharded, self._control, features, layout, vision, self.limits, self._account, sandbox
+            self._sharded, self._control, features, layout, vision, self.limits, self._memory_budget, sandbox
         )
         self._layout = layout
         logger.info(
@@ -129,7 +126,7 @@ class Engine:
     def warm_up(self) -> None:
         """Passes of a scratch adapter, vision included. Collective."""
         settings = LoraSettings(1, 1.0, 0, True, True, True, self.family.has_vision)
-        scratch = AdapterModel(settings, self._targets, self._injector, self._device, self.dtype)
+        scratch = AdapterModel("", settings, self._targets, self._injector, self._device, self.dtype)
         self._warm_up(scratch)
         scratch.reduce_gradients()
         self._injector.activate(None)
@@ -144,44 +141,44 @@ class Engine:
         self._sharded.module(batch, model.unembedding, None).sum().backward()
         model.zero_gradients()
 
-    def execute(self, command: commands.Command) -> Any:
+    def execute(self, command: command_queue.Command) -> Any:
         """Does one command. Raises FoveaError on all ranks alike; anything else is the end of this trainer."""
         if uri := getattr(command, "uri", ""):
             self._control.agree(lambda: self._roots.check(uri))
         match command:
-            case commands.CreateModel():
+            case command_queue.CreateModel():
                 return self._create(command)
-            case commands.DeleteModel():
+            case command_queue.DeleteModel():
                 return self._delete(command)
-            case commands.PrepareLosses():
+            case command_queue.PrepareLosses():
                 return self._losses.prepare()
-            case commands.ForwardBackward():
+            case command_queue.ForwardBackward():
                 return self._forward_backward(command)
-            case commands.ClearGradients():
+            case command_queue.ClearGradients():
                 return self.model(command.model_id).zero_gradients()
-            case commands.OptimStep():
+            case command_queue.OptimStep():
                 return self._optim_step(command)
-            case commands.SaveState():
+            case command_queue.SaveState():
                 model = self.model(command.model_id)
                 return self._states.save(model, command.uri), model.step
-            case commands.LoadState():
+            case command_queue.LoadState():
                 return self._states.load(self.model(command.model_id), command.uri, command.optimizer)
-            case commands.TakeSnapshot():
+            case command_queue.TakeSnapshot():
                 return self._snapshots.take(command, self.model(command.model_id))
-            case commands.RestoreSnapshot():
+            case command_queue.RestoreSnapshot():
                 return self._snapshots.restore(command.snapshot_id, command.uri).identity
-            case commands.ForgetSnapshot():
+            case command_queue.ForgetSnapshot():
                 self.adapters.drop(command.snapshot_id)
                 return self.full.drop(command.snapshot_id)
-            case commands.DescribeFull():
+            case command_queue.DescribeFull():
                 found = self._snapshots.describe_full(command.snapshot_id, self._live_full())
                 self.full.pin(command.snapshot_id)
                 return found
-            case commands.UnpinFull():
+            case command_queue.UnpinFull():
                 return self.full.unpin(command.snapshot_id)
-            case commands.BroadcastFull():
+            case command_queue.BroadcastFull():
                 return self._broadcast_full(command)
-            case commands.Heartbeat():
+            case command_queue.Heartbeat():
                 return self._control.barrier()
         raise TypeError(f"no such command: {command!r}")
 
@@ -191,7 +188,7 @@ class Engine:
             raise NotFound(f"model_id {model_id!r} is unknown to this trainer", field="model_id")
         return self.models[model_id]
 
-    def _create(self, command: commands.CreateModel) -> int:
+    def _create(self, command: command_queue.CreateModel) -> int:
         existing = self.models.get(command.model_id)
         if existing is not None:
             if getattr(existing, "settings", None) != command.lora:
@@ -210,21 +207,24 @@ class Engine:
             )
         if len(self.models) >= self._settings.max_models:
             raise ResourceExhausted(f"{len(self.models)} models exist, which is the most: delete one", field="model_id")
-        model = self._new_full() if command.lora is None else self._new_adapter(command.lora)
-        model.model_id = command.model_id
+        model = (
+            self._new_full(command.model_id)
+            if command.lora is None
+            else self._new_adapter(command.model_id, command.lora)
+        )
         self.models[command.model_id] = model
         return model.trainable_parameter_count
 
-    def _new_adapter(self, settings: LoraSettings) -> AdapterModel:
+    def _new_adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
         size_bytes = AdapterModel.size_bytes(settings, self._targets, self.dtype)
-        self._account.admit(size_bytes, settings.train_vision, f"an adapter of rank {settings.rank}")
+        self._memory_budget.admit(size_bytes, settings.train_vision, f"an adapter of rank {settings.rank}")
         return self._control.agree(
-            lambda: AdapterModel(settings, self._targets, self._injector, self._device, self.dtype)
+            lambda: AdapterModel(model_id, settings, self._targets, self._injector, self._device, self.dtype)
         )
 
-    def _new_full(self) -> FullModel:
-        self._account.admit(FullModel.size_bytes(self._sharded), True, "training all parameters")
-        model = self._control.agree(lambda: FullModel(self._sharded, self._injector))
+    def _new_full(self, model_id: str) -> FullModel:
+        self._memory_budget.admit(FullModel.size_bytes(self._sharded), True, "training all parameters")
+        model = self._control.agree(lambda: FullModel(model_id, self._sharded, self._injector))
         model.take_over()
         if not self._sharded.computes_alone(True):
             self._warm_up(model)
@@ -237,7 +237,7 @@ class Engine:
             raise
         return model
 
-    def _delete(self, command: commands.DeleteModel) -> None:
+    def _delete(self, command: command_queue.DeleteModel) -> None:
         model = self.models.pop(command.model_id, None)
         if isinstance(model, FullModel):
             model.restore_base()
@@ -246,20 +246,20 @@ class Engine:
         self.adapters.release_model(command.model_id)
         self.full.release_model(command.model_id)
 
-    def _forward_backward(self, command: commands.ForwardBackward) -> Outcome:
+    def _forward_backward(self, command: command_queue.ForwardBackward) -> ForwardBackwardResult:
         model = self.model(command.model_id)
         if command.backward and command.drop_gradients:
             model.zero_gradients()
         return self._losses.run(command, model)
 
-    def _optim_step(self, command: commands.OptimStep) -> tuple[dict[str, float], int]:
+    def _optim_step(self, command: command_queue.OptimStep) -> tuple[dict[str, float], int]:
         model = self.model(command.model_id)
         return model.optim_step(command.adam, self._control), model.step
 
     def _live_full(self) -> FullModel | None:
         return next((model for model in self.models.values() if isinstance(model, FullModel)), None)
 
-    def _broadcast_full(self, command: commands.BroadcastFull) -> str:
+    def _broadcast_full(self, command: command_queue.BroadcastFull) -> str:
         """Gathers and sends; returns what went wrong with sending, empty if nothing.
 
         A transfer that breaks must not stop the gathering: the other ranks are in the middle of it.
@@ -267,7 +267,7 @@ class Engine:
         _, specs = self._snapshots.describe_full(command.snapshot_id, self._live_full())
         shards = self._snapshots.locals_of(command.snapshot_id, self._live_full())
         like = dict(self._sharded.named_shards())
-        whole = full_weights.gathered(shards, like)
+        whole = weight_files.gathered(shards, like)
         if self._groups is None:
             deque(whole, maxlen=0)  # this rank takes part in the gathering and sends nothing
             return ""
@@ -280,32 +280,6 @@ class Engine:
                     logger.warning("broadcast over %s failed: %s", command.group_id, failure)
                     error = f"the broadcast failed: {failure}"
         return error
-
-
-def load_model(
-    settings: TrainerSettings, model_dir: Path, device: torch.device
-) -> tuple[Family, torch.dtype, PackedModel]:
-    """The base model, frozen and on the CPU, ready to be sharded. Raises ValueError for unsupported ones."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model_dir)
-    family = family_of(config.model_type)
-    default = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = default if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    hf = family.load(model_dir, dtype)
-    normalizer = None
-    if family.has_vision:
-        channels = int(hf.config.vision_config.in_channels)
-        normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, family.patch_bytes(hf.config)).to(device)
-    head_dtype = torch.float32 if settings.head_dtype == "float32" else dtype
-    chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, head_dtype)
-    return family, dtype, PackedModel(family, hf, normalizer, chunk, head_dtype)
-
-
-def _logit_chunk(size_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:
-    """Positions of one chunk; whole tiles of a matrix product where there are many."""
-    positions = max(1, size_bytes // (dtype.itemsize * vocabulary_size))
-    return positions // 128 * 128 or positions
 
 
 def _keep_gathered_bytes(device: torch.device) -> int:

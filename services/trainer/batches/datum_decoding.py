@@ -19,6 +19,10 @@ from services.trainer.losses import TARGETS, Loss
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
+Patches = npt.NDArray[np.uint8]
+"""Of an image, [P, W]: P patches of W bytes."""
+Grid = tuple[int, int, int]
+"""Time, height and width of an image in patches."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Span:
 
     offset: int
     length: int
-    grid_thw: tuple[int, int, int]
+    grid_thw: Grid
     feature: model_input_pb2.VisionFeature
 
     @property
@@ -107,7 +111,7 @@ def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: Input
 
 def check_digests(datums: Iterable[Datum]) -> None:
     """Raises InvalidInput if one image, by its digest, is said to have two grids within a call."""
-    grids: dict[str, tuple[int, int, int]] = {}
+    grids: dict[str, Grid] = {}
     for datum in datums:
         for number, span in enumerate(datum.spans):
             known = grids.setdefault(span.feature.digest, span.grid_thw)

@@ -13,14 +13,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.batches.datum_decoding import Datum
-from services.trainer.batches.vision_memory import Grid
-from services.trainer.model.families.base import Documents
+from services.trainer.batches.datum_decoding import Datum, Grid, Patches
 
 FILLER_TOKENS = 2
 """Of a rank without a datum in a step. One would have torch.compile make kernels for that size alone."""
 
-Patches = npt.NDArray[np.uint8]
+
+@dataclass(frozen=True)
+class Documents:
+    """Bounds of packed documents: int32 [N + 1] (0, end of first, ..., T), and the longest."""
+
+    bounds: Tensor
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -106,19 +110,19 @@ class BatchLayout:
         datums: Sequence[Datum],
         patches: Mapping[str, Patches],
         run_tower: bool,
-        seen: Container[str] | None,
+        cached: Container[str] | None,
     ) -> Batch:
         """Packs datums; an empty list makes a filler.
 
         Args:
             patches: uint8 [P, W] by digest.
             run_tower: Whether the ranks run the vision tower in this step.
-            seen: Digests of images whose output is known; None if the tower is trained and every image is run.
+            cached: Digests of images whose output is known; None if the tower is trained and every image is run.
         """
         lengths = [len(datum.tokens) for datum in datums] or [FILLER_TOKENS]
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         width = max((datum.targets.shape[1] for datum in datums), default=1)
-        tower = self._tower(datums, patches, seen) if run_tower else None
+        tower = self._tower(datums, patches, cached) if run_tower else None
         if not datums:
             return self._filler(bounds, tower)
         return Batch(
@@ -156,9 +160,9 @@ class BatchLayout:
         return np.broadcast_to(np.arange(len(datum.tokens), dtype=np.int64), (rows, len(datum.tokens)))
 
     def _tower(
-        self, datums: Sequence[Datum], patches: Mapping[str, Patches], seen: Container[str] | None
+        self, datums: Sequence[Datum], patches: Mapping[str, Patches], cached: Container[str] | None
     ) -> TowerInput:
-        images = wanted_images(datums, seen)
+        images = wanted_images(datums, cached)
         if not images:
             side = self.merge_size
             filler = torch.zeros(side * side, self.patch_bytes, dtype=torch.uint8, device=self.device)
@@ -184,12 +188,12 @@ class BatchLayout:
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
 
-def wanted_images(datums: Iterable[Datum], seen: Container[str] | None) -> list[tuple[str, Grid]]:
-    """Digest and grid of the images that the tower must be run on: all, or each that was not seen once."""
+def wanted_images(datums: Iterable[Datum], cached: Container[str] | None) -> list[tuple[str, Grid]]:
+    """Digest and grid of the images that the tower must be run on: all, or each that is not cached, once."""
     images = [(span.feature.digest, span.grid_thw) for datum in datums for span in datum.spans]
-    if seen is None:
+    if cached is None:
         return images
-    return [(digest, grid) for digest, grid in dict(images).items() if digest not in seen]
+    return [(digest, grid) for digest, grid in dict(images).items() if digest not in cached]
 
 
 def _widen(rows: npt.NDArray, width: int) -> npt.NDArray:

@@ -34,7 +34,7 @@ class Custom(Loss):
         self._message = message
         self._graph = custom_loss.parse(message)
         self._sandbox = sandbox
-        self.seconds_left = sandbox.timeout_s if sandbox else None
+        self.limit_time(sandbox.timeout_s if sandbox else None)
         first, *others = self._graph.inputs
         self.target_ranks = (first.rank,)
         self.inputs = tuple(LossInput(given.name, rank=given.rank) for given in others)
@@ -68,7 +68,7 @@ class Custom(Loss):
         assert self._sandbox is not None, "only ranks compute losses"
         assert self.seconds_left is not None
         answer, seconds = self._sandbox.evaluate(request, self.seconds_left)
-        self.seconds_left = max(self.seconds_left - seconds, 0.0)
+        self.limit_time(max(self.seconds_left - seconds, 0.0))
         match answer:
             case Failure(place, message):
                 raise of_datum(indices[place], InvalidInput(message))

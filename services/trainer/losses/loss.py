@@ -68,8 +68,6 @@ class Loss(ABC):
     takes_others: ClassVar[bool] = False
     """Whether a datum may bring inputs that the loss does not read."""
     inputs: tuple[LossInput, ...] = ()
-    seconds_left: float | None = None
-    """What this rank's part of the call may still take, of a loss that is stopped when it takes too long."""
 
     def __init__(self, given: Mapping[str, float]) -> None:
         for key in given:
@@ -79,6 +77,16 @@ class Loss(ABC):
                     f"loss_config.{key} is unknown for {self.name}; known: {known}", field=f"loss_config.{key}"
                 )
         self.config = {**self.settings, **given}
+        self._seconds_left: float | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What this rank's part of the call may still take, of a loss that is stopped when it takes too long."""
+        return self._seconds_left
+
+    def limit_time(self, seconds: float | None) -> None:
+        """Sets `seconds_left`; None is no limit."""
+        self._seconds_left = seconds
 
     @abstractmethod
     def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:

@@ -6,18 +6,18 @@ parameter, one copy for a snapshot. Every rank holds the same values.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
-from services.trainer.model.families.base import LoraTarget, Role
-from services.trainer.model.lora_pair import LoraPair
-from services.trainer.model.products import Trained, shared_products
+from services.trainer.model.lora_linear import LoraPair, Trained, shared_products
+from services.trainer.model.model_family import LoraTarget, Role
 
 PEFT_PREFIX = "base_model.model."
 DEFAULT_ALPHA = 32.0
@@ -35,6 +35,16 @@ class LoraSettings:
     train_mlp: bool
     train_unembedding: bool
     train_vision: bool
+
+    @classmethod
+    def of(cls, given: weights_pb2.LoraConfig) -> Self:
+        """What a message says; an alpha of 0 is the default."""
+        settings = cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
+        return settings if settings.alpha else replace(settings, alpha=DEFAULT_ALPHA)
+
+    def message(self) -> weights_pb2.LoraConfig:
+        """The same on the wire."""
+        return weights_pb2.LoraConfig(**asdict(self))
 
     @property
     def scale(self) -> float:

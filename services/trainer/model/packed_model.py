@@ -6,19 +6,26 @@ Shapes: T packed tokens, K targets a position, D hidden size, M placeholder toke
 # ruff: noqa: N806 -- the suffix of a tensor's name is its shape
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from services.trainer.batches.micro_batch import Batch, TowerInput
-from services.trainer.batches.vision_memory import SeenImage, join_outputs, split_output
-from services.trainer.model.families import Family
-from services.trainer.model.families.base import PatchNormalizer, VisionOutput
-from services.trainer.model.lora_pair import LoraPair
+from services.trainer.batches.vision_cache import CachedImage, VisionOutput, join_outputs, split_output
+from services.trainer.model.lora_linear import LoraPair
+from services.trainer.model.model_family import Family, PatchNormalizer
+from services.trainer.model.qwen import Qwen3, Qwen3Vl, Qwen25Vl
 from services.trainer.model.target_logprobs import target_logprobs
+from services.trainer.settings import TrainerSettings
 
 HF_PREFIX = "hf."
+MIB = 2**20
+
+FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (Qwen3Vl, Qwen25Vl, Qwen3)}
+"""By `model_type` of the checkpoint's configuration."""
 
 
 class PackedModel(nn.Module):
@@ -31,11 +38,7 @@ class PackedModel(nn.Module):
         normalizer: None for a model without vision.
         chunk_positions: Logits are made for so many positions at a time.
         head_dtype: The type of logits.
-
-    `recompute_above` may be set: micro-batches of more tokens keep no activations but each block's input.
     """
-
-    recompute_above = math.inf
 
     def __init__(
         self, family: Family, hf: Any, normalizer: PatchNormalizer | None, chunk_positions: int, head_dtype: torch.dtype
@@ -48,23 +51,30 @@ class PackedModel(nn.Module):
         self._head_dtype = head_dtype
         hf.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def forward(self, batch: Batch, unembedding: LoraPair | Tensor | None, seen: dict[str, SeenImage] | None) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        unembedding: LoraPair | Tensor | None,
+        cached: dict[str, CachedImage] | None,
+        recompute_above: float = math.inf,
+    ) -> Tensor:
         """Log-probabilities of the targets, float32 [T, K], with gradients.
 
         Args:
             unembedding: What is trained of it, as `target_logprobs` takes it.
-            seen: What a frozen tower made of images so far, by digest; new ones are added. None if it is trained.
+            cached: What a frozen tower made of images so far, by digest; new ones are added. None if it is trained.
+            recompute_above: Tokens above which a micro-batch keeps no activations but each block's input.
         """
         for block in self.family.blocks(self.hf):
-            block.gradient_checkpointing = len(batch.tokens_T) > self.recompute_above  # type: ignore[assignment]
-        hidden_TD = self._hidden(batch, seen)
+            block.gradient_checkpointing = len(batch.tokens_T) > recompute_above  # type: ignore[assignment]
+        hidden_TD = self._hidden(batch, cached)
         return target_logprobs(
             hidden_TD, self.hf.lm_head.weight, unembedding, batch.targets_TK, self._chunk_positions, self._head_dtype
         )
 
-    def _hidden(self, batch: Batch, seen: dict[str, SeenImage] | None) -> Tensor:
+    def _hidden(self, batch: Batch, cached: dict[str, CachedImage] | None) -> Tensor:
         embeddings_TD = self.family.embed(self.hf, batch.tokens_T)
-        vision = self._vision(batch, seen)
+        vision = self._vision(batch, cached)
         index_M = None
         if batch.placement is not None and vision is not None:
             index_M = batch.placement.index_M
@@ -74,9 +84,9 @@ class PackedModel(nn.Module):
             vision = None
         return self.family.run_language(self.hf, embeddings_TD, batch.positions, batch.documents, vision, index_M)
 
-    def _vision(self, batch: Batch, seen: dict[str, SeenImage] | None) -> VisionOutput | None:
+    def _vision(self, batch: Batch, cached: dict[str, CachedImage] | None) -> VisionOutput | None:
         """The output for all images of the micro-batch, or for a filler."""
-        if seen is None:
+        if cached is None:
             return self._run_tower(batch.tower) if batch.tower else None
         if batch.tower is not None:
             with torch.no_grad():
@@ -84,10 +94,41 @@ class PackedModel(nn.Module):
             if batch.tower.images:
                 grids = [grid for _, grid in batch.tower.images]
                 images = split_output(output, grids, self.family.merge_size(self.hf.config))
-                seen |= {digest: image for (digest, _), image in zip(batch.tower.images, images, strict=True)}
-        return join_outputs(seen[digest] for digest in batch.placement.digests) if batch.placement else None
+                cached |= {digest: image for (digest, _), image in zip(batch.tower.images, images, strict=True)}
+        return join_outputs(cached[digest] for digest in batch.placement.digests) if batch.placement else None
 
     def _run_tower(self, tower: TowerInput) -> VisionOutput:
         assert self._normalizer is not None
         pixels_PW = self._normalizer(tower.patches_PW, self.hf.dtype)
         return self.family.run_vision(self.hf, pixels_PW, tower.grids_I3)
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a checkpoint. Raises ValueError naming the known ones."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[model_type]()
+
+
+def load_model(
+    settings: TrainerSettings, model_dir: Path, device: torch.device
+) -> tuple[Family, torch.dtype, PackedModel]:
+    """The base model, frozen and on the CPU, ready to be sharded. Raises ValueError for unsupported ones."""
+    config = AutoConfig.from_pretrained(model_dir)
+    family = family_of(config.model_type)
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    hf = family.load(model_dir, dtype)
+    normalizer = None
+    if family.has_vision:
+        channels = int(hf.config.vision_config.in_channels)
+        normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, family.patch_bytes(hf.config)).to(device)
+    head_dtype = torch.float32 if settings.head_dtype == "float32" else dtype
+    chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, head_dtype)
+    return family, dtype, PackedModel(family, hf, normalizer, chunk, head_dtype)
+
+
+def _logit_chunk(size_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:
+    """Positions of one chunk; whole tiles of a matrix product where there are many."""
+    positions = max(1, size_bytes // (dtype.itemsize * vocabulary_size))
+    return positions // 128 * 128 or positions

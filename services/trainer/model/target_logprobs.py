@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.trainer.model.fusing import fused
-from services.trainer.model.lora_pair import LoraPair, add_product, product
-from services.trainer.model.products import gradient_of
+from services.trainer.model.layers import fused
+from services.trainer.model.lora_linear import LoraPair, add_product, gradient_of, product
 
 
 def target_logprobs(

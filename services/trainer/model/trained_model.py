@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fovea.wire.errors import FailedPrecondition, FoveaError
-from services.trainer.model.families.base import LoraTarget
 from services.trainer.model.lora import UNEMBEDDING, LoraInjector, LoraSettings, LoraWeights
-from services.trainer.model.lora_pair import LoraPair
+from services.trainer.model.lora_linear import LoraPair
+from services.trainer.model.model_family import LoraTarget
 from services.trainer.model.optimizer import MOMENTS, Adam, AdamW, clip_factor
 from services.trainer.model.sharding import ShardedModel, local_of
 from services.trainer.ranks.control_group import ControlGroup
@@ -23,16 +23,18 @@ from services.trainer.ranks.control_group import ControlGroup
 class TrainedModel(ABC):
     """One model that a client trains."""
 
-    model_id = ""
-    step = 0
-    has_gradients = False
-    """Whether calls since the last step have added to the gradients."""
-    _held: Tensor | None = None
     optimizer: AdamW
     trains_vision: bool
     unembedding: LoraPair | Tensor | None
     """What is trained of the unembedding, as `target_logprobs` takes it."""
     trainable_parameter_count: int
+
+    def __init__(self, model_id: str) -> None:
+        self.model_id = model_id
+        self.step = 0
+        self.has_gradients = False
+        """Whether calls since the last step have added to the gradients."""
+        self._saved: Tensor | None = None
 
     @abstractmethod
     def activate(self) -> None:
@@ -51,16 +53,26 @@ class TrainedModel(ABC):
         """Sums gradients over all ranks; returns the squared global norm, float32 scalar. Collective."""
 
     @abstractmethod
-    def hold_gradients(self, place: Callable[[int], torch.device]) -> None:
-        """Remembers the gradients as they are, for `revert_gradients`, on the device that a size in bytes has there."""
+    def save_gradients(self, place: Callable[[int], torch.device]) -> None:
+        """Copies the gradients, for `restore_gradients`, to the device that `place` gives for a size in bytes."""
 
     @abstractmethod
-    def revert_gradients(self) -> bool:
-        """Drops what has come since `hold_gradients`; returns whether what was there before is there again."""
+    def restore_gradients(self) -> bool:
+        """Drops what has come since `save_gradients`; returns whether what was there before is there again."""
 
-    def forget_held_gradients(self) -> None:
-        """Ends what `hold_gradients` began."""
-        self._held = None
+    def drop_saved_gradients(self) -> None:
+        """Ends what `save_gradients` began."""
+        self._saved = None
+
+    def gradients_added(self) -> None:
+        """To be called after a call that added to the gradients."""
+        self.has_gradients = True
+
+    def resume_at(self, step: int) -> None:
+        """To be called after weights and moments of that step were loaded. Gradients are dropped."""
+        self.zero_gradients()
+        self.weights_changed()
+        self.step = step
 
     @property
     @abstractmethod
@@ -124,12 +136,14 @@ class AdapterModel(TrainedModel):
 
     def __init__(
         self,
+        model_id: str,
         settings: LoraSettings,
         targets: Sequence[LoraTarget],
         injector: LoraInjector,
         device: torch.device,
         dtype: torch.dtype,
-    ):
+    ) -> None:
+        super().__init__(model_id)
         self.settings = settings
         self.weights = LoraWeights(settings, targets, device, dtype)
         self.optimizer = AdamW([self.weights.flat])
@@ -160,16 +174,16 @@ class AdapterModel(TrainedModel):
         norm: Tensor = torch.linalg.vector_norm(self.weights.flat_grad)
         return norm.square()
 
-    def hold_gradients(self, place: Callable[[int], torch.device]) -> None:
+    def save_gradients(self, place: Callable[[int], torch.device]) -> None:
         gradients = self.weights.flat_grad
         size_bytes = gradients.numel() * gradients.element_size()
-        self._held = gradients.to(place(size_bytes), copy=True) if self.has_gradients else None
+        self._saved = gradients.to(place(size_bytes), copy=True) if self.has_gradients else None
 
-    def revert_gradients(self) -> bool:
-        if self._held is None:
+    def restore_gradients(self) -> bool:
+        if self._saved is None:
             self.zero_gradients()
         else:
-            self.weights.flat_grad.copy_(self._held)
+            self.weights.flat_grad.copy_(self._saved)
         return True
 
     @property
@@ -193,9 +207,10 @@ class FullModel(TrainedModel):
     """
 
     trains_vision = True
-    _had_gradients = False
 
-    def __init__(self, sharded: ShardedModel, injector: LoraInjector) -> None:
+    def __init__(self, model_id: str, sharded: ShardedModel, injector: LoraInjector) -> None:
+        super().__init__(model_id)
+        self._had_gradients = False
         self._sharded = sharded
         self._injector = injector
         self.shards = dict(sharded.named_shards())
@@ -231,11 +246,11 @@ class FullModel(TrainedModel):
         missing = [master for master in self.masters.values() if master.grad is None]
         return sum(tensor.numel() * torch.float32.itemsize for tensor in (*missing, *passing))
 
-    def hold_gradients(self, place: Callable[[int], torch.device]) -> None:
+    def save_gradients(self, place: Callable[[int], torch.device]) -> None:
         """Nothing is copied: gradients of a whole model are too large to keep twice."""
         self._had_gradients = self.has_gradients
 
-    def revert_gradients(self) -> bool:
+    def restore_gradients(self) -> bool:
         self.zero_gradients()
         return not self._had_gradients
 

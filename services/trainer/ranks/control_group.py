@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from fovea.wire.errors import FoveaError, Internal, ResourceExhausted
-from services.trainer.model.device_memory import is_out_of_memory
 from services.trainer.ranks import plain_pickle
-from services.trainer.snapshots.checkpoint_folder import Folder
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONTROL_TIMEOUT = timedelta(days=7)
 """An idle rank waits this long for the next command; heartbeats keep it from ever running out."""
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "bad_alloc")
 
 
 class ControlGroup:
@@ -87,7 +87,7 @@ class ControlGroup:
         result = self.agree(action if self.rank == 0 else lambda: cast(T, None))
         return self.broadcast(result)
 
-    def any_of_each(self, flags: list[bool]) -> list[bool]:
+    def any_each(self, flags: list[bool]) -> list[bool]:
         """For each place, whether any rank's flag is set. All ranks must give as many."""
         counts = torch.tensor(flags, dtype=torch.int32)
         dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.group)
@@ -105,8 +105,8 @@ class ControlGroup:
         return bool(self._flag.item())
 
 
-def begin_together(control: ControlGroup, uri: str) -> tuple[Folder, Folder]:
-    """The folder at `uri` and a new draft beside it, the same on all ranks. Raises what `Folder.begin` raises."""
-    target = control.agree(lambda: Folder.at(uri))
-    suffix = control.on_first(lambda: target.begin().path.removeprefix(target.path))
-    return target, Folder(target.files, target.path + suffix)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory. Of a CPU torch says so with a RuntimeError, as cuBLAS does."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -16,16 +16,16 @@ logger = logging.getLogger(__name__)
 
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
-_PROVE_S = 5.0
+_PROOF_TIMEOUT_S = 5.0
 _AT_ONCE = 64
 
 
-class Stranger(OSError):
+class AuthenticationFailed(OSError):
     """The other end does not know the secret. The message says what to look at."""
 
 
-def dial(address: str | tuple[str, int], secret: bytes, timeout_s: float) -> socket.socket:
-    """A connection to a `Door` at a path or at (host, port).
+def connect(address: str | tuple[str, int], secret: bytes, timeout_s: float) -> socket.socket:
+    """A connection to an `AuthenticatedListener` at a path or at (host, port).
 
     Raises OSError if nobody listens, Stranger if the secrets differ.
     """
@@ -35,10 +35,10 @@ def dial(address: str | tuple[str, int], secret: bytes, timeout_s: float) -> soc
         connection.connect(address)
     else:
         connection = socket.create_connection(address, timeout=timeout_s)
-    return _kept(connection, secret, dials=True)
+    return _authenticated(connection, secret, connects=True)
 
 
-class Door:
+class AuthenticatedListener:
     """Accepts connections. Those whose other end does not prove itself within seconds are closed and hold up nobody.
 
     Args:
@@ -49,21 +49,21 @@ class Door:
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
         self._listener = listener
         self._secret = secret
-        self._known: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._accepted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         self._places = threading.BoundedSemaphore(_AT_ONCE)
         listener.settimeout(None)
-        threading.Thread(target=self._accept, name="door", daemon=True).start()
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where to `dial`, if it is not a path."""
+        """Where to `connect`, if it is not a path."""
         host, port, *_ = self._listener.getsockname()
         return host, port
 
-    def next(self, deadline: float | None = None) -> socket.socket:
+    def accept(self, deadline: float | None = None) -> socket.socket:
         """The next connection. Raises TimeoutError at `deadline`, a time of `time.monotonic`; none waits for ever."""
         try:
-            return self._known.get(timeout=None if deadline is None else max(0.001, deadline - time.monotonic()))
+            return self._accepted.get(timeout=None if deadline is None else max(0.001, deadline - time.monotonic()))
         except queue.Empty:
             raise TimeoutError("nobody came") from None
 
@@ -86,27 +86,27 @@ class Door:
 
     def _prove(self, connection: socket.socket) -> None:
         try:
-            connection.settimeout(_PROVE_S)
-            self._known.put(_kept(connection, self._secret, dials=False))
+            connection.settimeout(_PROOF_TIMEOUT_S)
+            self._accepted.put(_authenticated(connection, self._secret, connects=False))
         except OSError as error:
             logger.debug("turned away %s: %s", connection, error)
         finally:
             self._places.release()
 
 
-def _kept(connection: socket.socket, secret: bytes, dials: bool) -> socket.socket:
+def _authenticated(connection: socket.socket, secret: bytes, connects: bool) -> socket.socket:
     """`connection` once both ends have proven themselves; closed if not. Raises OSError.
 
     Both send a random number and then the HMAC of both numbers, each under a label of its own: an answer cannot be sent
-    back as one's own. Who dials proves itself first.
+    back as one's own. Who connects proves itself first.
     """
     try:
         mine = secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(mine)
         theirs = _exactly(connection, _NONCE_BYTES)
-        numbers = mine + theirs if dials else theirs + mine
+        numbers = mine + theirs if connects else theirs + mine
         own, other = (hmac.digest(secret, label + numbers, "sha256") for label in (b"dials", b"accepts"))
-        if dials:
+        if connects:
             connection.sendall(own)
             _check(_exactly(connection, _PROOF_BYTES), other)
         else:
@@ -119,9 +119,9 @@ def _kept(connection: socket.socket, secret: bytes, dials: bool) -> socket.socke
     return connection
 
 
-def _check(said: bytes, expected: bytes) -> None:
-    if not hmac.compare_digest(said, expected):
-        raise Stranger("it does not know this service's secret: is FOVEA_SERVICE_SECRET the same on both?")
+def _check(proof: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(proof, expected):
+        raise AuthenticationFailed("it does not know this service's secret: is FOVEA_SERVICE_SECRET the same on both?")
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -130,5 +130,5 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     except ConnectionResetError:
         data = b""
     if len(data) < size:
-        raise Stranger("it closed the connection: is FOVEA_SERVICE_SECRET the same on both?")
+        raise AuthenticationFailed("it closed the connection: is FOVEA_SERVICE_SECRET the same on both?")
     return data

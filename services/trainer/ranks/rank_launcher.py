@@ -1,16 +1,112 @@
 """Starts the ranks of this node, each a process of its own, and ends with them. Needs no torch: it starts fast."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import sys
 import tempfile
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from fovea.runtime.checkpoint import read_config, read_image_processor
 from fovea.runtime.hosts import interface_of, is_loopback
-from services.trainer.ranks.place import Place
-from services.trainer.ranks.rendezvous import Meeting, NodesMissing, meet
+from services.trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
 from services.trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+_LAUNCHER = "FOVEA_LAUNCHER_PID"
+_RENDEZVOUS = "FOVEA_RENDEZVOUS"
+_LISTENER = "FOVEA_STORE_FD"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """One rank's place among all, and where it meets the others. The launcher tells each one in its environment.
+
+    Attributes:
+        rank: Among all ranks.
+        world_size: How many ranks there are.
+        local_rank: Among the ranks of this node, which have a device each.
+        node: The node that this rank runs on.
+        rendezvous: A private folder if all ranks are on one node, host:port of node 0 if not.
+        launcher: Process id of what started this rank.
+        store_fd: On rank 0 of several nodes, the bound socket that listens at `rendezvous`.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: int
+    rendezvous: str
+    launcher: int
+    store_fd: int | None = None
+
+    @classmethod
+    def from_environ(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """This process's place; None if no launcher started it."""
+        if _LAUNCHER not in environment:
+            return None
+        rank, world_size, local_rank, node, launcher = (
+            int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", _LAUNCHER)
+        )
+        store_fd = int(environment[_LISTENER]) if _LISTENER in environment else None
+        return cls(rank, world_size, local_rank, node, environment[_RENDEZVOUS], launcher, store_fd)
+
+    def to_environ(self) -> dict[str, str]:
+        """What `from_environ` reads, under the names that torch reads too."""
+        listener = {} if self.store_fd is None else {_LISTENER: str(self.store_fd)}
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "GROUP_RANK": str(self.node),
+            _RENDEZVOUS: self.rendezvous,
+            _LAUNCHER: str(self.launcher),
+            **listener,
+        }
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this rank is the one of its node that shows health and metrics."""
+        return self.local_rank == 0
+
+    def die_with_launcher(self) -> None:
+        """Has the kernel kill this process when its launcher dies, whatever kills the launcher."""
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self.launcher:
+            os._exit(1)
+
+    @property
+    def folder(self) -> Path | None:
+        """The private folder in which the ranks of one node meet; None if there are several nodes."""
+        return Path(self.rendezvous) if self.rendezvous.startswith("/") else None
+
+    @property
+    def host(self) -> str:
+        """Address of rank 0 among several nodes."""
+        return self.rendezvous.rpartition(":")[0]
+
+    def open_store(self, timeout: timedelta) -> "Store":
+        """The store in which the ranks find each other: a file of the private folder, or served by rank 0."""
+        from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+
+        if self.folder:
+            return FileStore(str(self.folder / "store"), self.world_size)
+        port = int(self.rendezvous.rpartition(":")[2])
+        return TCPStore(
+            self.host, port, None, self.store_fd is not None, timeout, False, master_listen_fd=self.store_fd
+        )
+
+
+MODEL_TYPES = ("qwen2_5_vl", "qwen3", "qwen3_vl")
+"""Those of `FAMILIES` in model/packed_model.py: known before torch is imported, so that others are refused at once."""
 
 LEAVE_S = 8.0
 """How long the ranks get to leave together after the last call has ended."""
@@ -32,53 +128,66 @@ def launch(settings: TrainerSettings) -> int:
     name = f"trainer: node {settings.node_rank}"
     if settings.nodes == 1:
         with tempfile.TemporaryDirectory(prefix="fovea-trainer-") as folder:  # which others may not enter
-            return asyncio.run(_Node(settings, name, folder, Meeting([settings.ranks], "127.0.0.1", 0)).run())
+            return asyncio.run(_Node(settings, name, folder, Rendezvous([settings.ranks], "127.0.0.1", 0)).run())
     try:
         print(f"{name}: meets {settings.nodes - 1} more at {settings.master_addr}", file=sys.stderr, flush=True)
-        meeting = meet(settings)
-    except NodesMissing as error:
+        nodes = rendezvous(settings)
+    except RendezvousFailed as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
-    store = f"{settings.master_addr}:{meeting.store_port}"
-    return asyncio.run(_Node(settings, name, store, meeting).run())
+    store = f"{settings.master_addr}:{nodes.store_port}"
+    return asyncio.run(_Node(settings, name, store, nodes).run())
+
+
+def check_checkpoint(model: str) -> None:
+    """Reads little files only. Raises ValueError or OSError for a checkpoint that cannot be trained."""
+    from huggingface_hub import hf_hub_download
+
+    config = read_config(model, hf_hub_download)
+    if config.get("model_type") not in MODEL_TYPES:
+        raise ValueError(
+            f"model_type {config.get('model_type')!r} of {model} is not supported; known: {', '.join(MODEL_TYPES)}"
+        )
+    if "vision_config" in config and Path(model).is_dir():
+        read_image_processor(Path(model))
 
 
 class _Node:
     """The ranks of this node."""
 
-    def __init__(self, settings: TrainerSettings, name: str, store: str, meeting: Meeting) -> None:
+    def __init__(self, settings: TrainerSettings, name: str, store: str, nodes: Rendezvous) -> None:
         self._settings = settings
         self._name = name
         self._store = store
-        self._meeting = meeting
-        self._first = sum(meeting.ranks[: settings.node_rank])
-        self._told = asyncio.Event()
+        self._nodes = nodes
+        self._first = sum(nodes.ranks[: settings.node_rank])
+        self._stop_requested = asyncio.Event()
         self._running: dict[asyncio.Task[int], tuple[int, asyncio.subprocess.Process]] = {}
 
     async def run(self) -> int:
         """Returns the exit status, once no rank is left."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._told.set)
+            asyncio.get_running_loop().add_signal_handler(number, self._stop_requested.set)
         for local_rank in range(self._settings.ranks):
             process = await self._start(local_rank)
             self._running[asyncio.create_task(process.wait())] = (self._first + local_rank, process)
-        if self._meeting.store_listener:
-            self._meeting.store_listener.close()  # rank 0 has it
-        told = asyncio.create_task(self._told.wait())
-        while self._running and not told.done():
-            ended = await self._ended({told})
+        if self._nodes.store_listener:
+            self._nodes.store_listener.close()  # rank 0 has it
+        stop = asyncio.create_task(self._stop_requested.wait())
+        while self._running and not stop.done():
+            ended = await self._ended({stop})
             if any(ended.values()):
                 await self._stop()
-                return self._complain(ended, "")
-        return self._complain(await self._stop(), " after it was told to stop") if told.done() else 0
+                return self._report(ended, "")
+        return self._report(await self._stop(), " after it was told to stop") if stop.done() else 0
 
     async def _start(self, local_rank: int) -> asyncio.subprocess.Process:
         rank, fd = self._first + local_rank, None
-        if rank == 0 and self._meeting.store_listener:
-            fd = self._meeting.store_listener.fileno()
-        place = Place(
+        if rank == 0 and self._nodes.store_listener:
+            fd = self._nodes.store_listener.fileno()
+        rank_env = RankEnvironment(
             rank,
-            sum(self._meeting.ranks),
+            sum(self._nodes.ranks),
             local_rank,
             self._settings.node_rank,
             self._store,
@@ -87,7 +196,7 @@ class _Node:
         )
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.trainer", *sys.argv[1:]),
-            env=_defaults(self._settings, self._meeting.address) | os.environ | _fixed(self._settings, place),
+            env=_defaults(self._settings, self._nodes.address) | os.environ | _fixed(self._settings, rank_env),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=() if fd is None else (fd,),
             start_new_session=True,  # Ctrl-C reaches this process alone, which tells the ranks
@@ -112,7 +221,7 @@ class _Node:
             ended |= await self._ended(set(), max(0.1, deadline - loop.time()))
         return {rank: status for rank, status in ended.items() if status != -signal.SIGTERM}
 
-    def _complain(self, ended: dict[int, int], when: str) -> int:
+    def _report(self, ended: dict[int, int], when: str) -> int:
         """Names the rank that ended badly; returns the exit status. One that a signal ended died before the others."""
         failures = sorted((status > 0, rank, status) for rank, status in ended.items() if status)
         if not failures:
@@ -139,9 +248,9 @@ def _defaults(settings: TrainerSettings, address: str) -> dict[str, str]:
     return found
 
 
-def _fixed(settings: TrainerSettings, place: Place) -> dict[str, str]:
+def _fixed(settings: TrainerSettings, rank_env: RankEnvironment) -> dict[str, str]:
     local = {"LOCAL_WORLD_SIZE": str(settings.ranks), "OMP_NUM_THREADS": str(settings.threads)}
-    return place.environment() | local
+    return rank_env.to_environ() | local
 
 
 def _leave(*_: Any) -> NoReturn:

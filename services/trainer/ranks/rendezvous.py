@@ -10,20 +10,20 @@ from typing import Any
 
 from fovea.runtime.hosts import listening
 from fovea.runtime.secret import service_secret
-from services.trainer.ranks.handshake import Door, Stranger, dial
+from services.trainer.ranks.handshake import AuthenticatedListener, AuthenticationFailed, connect
 from services.trainer.settings import TrainerSettings
 
 POLL_S = 0.2
-_KNOCK_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
 _LINE_BYTES = 65536
 
 
-class NodesMissing(Exception):
+class RendezvousFailed(Exception):
     """Not all nodes came in time. The message names those that did not."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """What every node knows once all have met.
 
     Attributes:
@@ -39,10 +39,10 @@ class Meeting:
     store_listener: socket.socket | None = None
 
 
-def meet(settings: TrainerSettings) -> Meeting:
+def rendezvous(settings: TrainerSettings) -> Rendezvous:
     """Waits until the launchers of all nodes are here. Each proves that it knows the service secret.
 
-    Raises NodesMissing after `rendezvous_timeout_s`, and if this node cannot be node 0.
+    Raises RendezvousFailed after `rendezvous_timeout_s`, and if this node cannot be node 0.
     """
     deadline = time.monotonic() + settings.rendezvous_timeout_s
     return _Host(settings, deadline).gather() if settings.node_rank == 0 else _join(settings, deadline)
@@ -55,90 +55,91 @@ class _Host:
         self._settings = settings
         self._deadline = deadline
         self._ranks = {0: settings.ranks}
-        self._came: dict[int, socket.socket] = {}
+        self._connections: dict[int, socket.socket] = {}
 
-    def gather(self) -> Meeting:
-        """Waits for the others and tells them the store's port. Turns away who comes later, as long as this runs."""
+    def gather(self) -> Rendezvous:
+        """Waits for the others and tells them the store's port. Refuses who comes later, as long as this runs."""
         listener = _listener(self._settings, self._deadline)
         address = str(listener.getsockname()[0])
-        door = Door(listener, service_secret().encode())
+        guarded = AuthenticatedListener(listener, service_secret().encode())
         try:
             while missing := self._missing():
                 try:
-                    self._welcome(door.next(min(self._deadline, time.monotonic() + 1.0)))
+                    self._admit(guarded.accept(min(self._deadline, time.monotonic() + 1.0)))
                 except TimeoutError:
                     if time.monotonic() >= self._deadline:
                         waited = f"within {self._settings.rendezvous_timeout_s:.0f} s"
-                        raise NodesMissing(
+                        raise RendezvousFailed(
                             f"of {self._settings.nodes} nodes these did not come {waited}: {missing}"
                         ) from None
-        except NodesMissing:
-            door.close()
-            self._part()
+        except RendezvousFailed:
+            guarded.close()
+            self._close_all()
             raise
         store = listening(address)
-        meeting = Meeting([self._ranks[node] for node in sorted(self._ranks)], address, store.getsockname()[1], store)
-        for connection in self._came.values():
-            _say(connection, {"ranks": meeting.ranks, "store_port": meeting.store_port})
-        self._part()
-        threading.Thread(target=self._turn_away, args=(door,), name="meeting", daemon=True).start()
-        return meeting
+        found = Rendezvous([self._ranks[node] for node in sorted(self._ranks)], address, store.getsockname()[1], store)
+        for connection in self._connections.values():
+            _send(connection, {"ranks": found.ranks, "store_port": found.store_port})
+        self._close_all()
+        threading.Thread(target=self._refuse_all, args=(guarded,), name="rendezvous", daemon=True).start()
+        return found
 
     def _missing(self) -> list[int]:
-        return [node for node in range(1, self._settings.nodes) if _is_gone(self._came.get(node))]
+        return [node for node in range(1, self._settings.nodes) if _is_gone(self._connections.get(node))]
 
-    def _welcome(self, connection: socket.socket) -> None:
-        said = _hear(connection)
-        node, nodes = said.get("node"), said.get("nodes")
+    def _admit(self, connection: socket.socket) -> None:
+        message = _receive(connection)
+        node, nodes = message.get("node"), message.get("nodes")
         if not isinstance(node, int) or nodes != self._settings.nodes or not 0 < node < nodes:
             problem = f"is one of {self._settings.nodes}, this is node {node} of {nodes}: give all the same --nodes"
-        elif not _is_gone(self._came.get(node)):
+        elif not _is_gone(self._connections.get(node)):
             problem = _taken(node)
         else:
             connection.setblocking(False)
-            self._came[node] = connection
-            self._ranks[node] = int(said["ranks"])
+            self._connections[node] = connection
+            self._ranks[node] = int(message["ranks"])
             return
-        _turn_away(connection, problem)
+        _refuse(connection, problem)
 
-    def _turn_away(self, door: Door) -> None:
+    def _refuse_all(self, guarded: AuthenticatedListener) -> None:
         while True:
-            connection = door.next()
-            _turn_away(connection, _taken(_hear(connection).get("node")))
+            connection = guarded.accept()
+            _refuse(connection, _taken(_receive(connection).get("node")))
 
-    def _part(self) -> None:
-        for connection in self._came.values():
+    def _close_all(self) -> None:
+        for connection in self._connections.values():
             connection.close()
 
 
-def _join(settings: TrainerSettings, deadline: float) -> Meeting:
+def _join(settings: TrainerSettings, deadline: float) -> Rendezvous:
     problem = "cannot be reached"
     while time.monotonic() < deadline:
         try:
-            connection = dial((settings.master_addr, settings.master_port), service_secret().encode(), _KNOCK_S)
-        except Stranger as error:
+            address = (settings.master_addr, settings.master_port)
+            connection = connect(address, service_secret().encode(), _CONNECT_TIMEOUT_S)
+        except AuthenticationFailed as error:
             problem = f"sent this one away: {error}"
         except OSError as error:
             problem = f"cannot be reached: {error}"
         else:
             with connection:
-                said = _ask(connection, settings, deadline)
-                if "ranks" in said:
-                    return Meeting(said["ranks"], connection.getsockname()[0], said["store_port"])
-                problem = said.get("problem", "has gone again")
+                message = _ask(connection, settings, deadline)
+                if "ranks" in message:
+                    return Rendezvous(message["ranks"], connection.getsockname()[0], message["store_port"])
+                problem = message.get("problem", "has gone again")
         time.sleep(POLL_S)
     place = f"{settings.master_addr}:{settings.master_port}"
-    raise NodesMissing(f"node 0 at {place} {problem} ({settings.rendezvous_timeout_s:.0f} s)")
+    raise RendezvousFailed(f"node 0 at {place} {problem} ({settings.rendezvous_timeout_s:.0f} s)")
 
 
 def _ask(connection: socket.socket, settings: TrainerSettings, deadline: float) -> dict[str, Any]:
     """Node 0's answer, once all have come; nothing if it goes. Raises NodesMissing at the deadline."""
-    _say(connection, {"node": settings.node_rank, "nodes": settings.nodes, "ranks": settings.ranks})
+    _send(connection, {"node": settings.node_rank, "nodes": settings.nodes, "ranks": settings.ranks})
     connection.settimeout(max(deadline - time.monotonic(), 0.001))
-    said = _hear(connection)
-    if not said and time.monotonic() >= deadline:
-        raise NodesMissing(f"node 0 still waits for others after {settings.rendezvous_timeout_s:.0f} s")
-    return said
+    message = _receive(connection)
+    if not message and time.monotonic() >= deadline:
+        raise RendezvousFailed(f"node 0 still waits for others after {settings.rendezvous_timeout_s:.0f} s")
+    return message
 
 
 def _listener(settings: TrainerSettings, deadline: float) -> socket.socket:
@@ -148,9 +149,9 @@ def _listener(settings: TrainerSettings, deadline: float) -> socket.socket:
             return listening(settings.master_addr, settings.master_port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise NodesMissing(f"--master-port {settings.master_port} cannot be listened on: {error}") from None
+                raise RendezvousFailed(f"--master-port {settings.master_port} cannot be listened on: {error}") from None
             if time.monotonic() >= deadline:
-                raise NodesMissing(
+                raise RendezvousFailed(
                     f"--master-addr {settings.master_addr} is no address of this machine, which is node 0: {error}"
                 ) from None
         time.sleep(POLL_S)
@@ -160,12 +161,12 @@ def _taken(node: Any) -> str:
     return f"has another node {node} already: an earlier run that does not end, or a mistake"
 
 
-def _turn_away(connection: socket.socket, problem: str) -> None:
+def _refuse(connection: socket.socket, problem: str) -> None:
     with connection:
-        _say(connection, {"problem": problem})
+        _send(connection, {"problem": problem})
 
 
-def _say(connection: socket.socket, message: dict[str, Any]) -> None:
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     """Sends a line; who has gone meanwhile will be missed later."""
     try:
         connection.sendall(json.dumps(message).encode() + b"\n")
@@ -173,14 +174,14 @@ def _say(connection: socket.socket, message: dict[str, Any]) -> None:
         return
 
 
-def _hear(connection: socket.socket) -> dict[str, Any]:
+def _receive(connection: socket.socket) -> dict[str, Any]:
     """A line that was sent; nothing if the other end has gone, or says nothing in time."""
     try:
         with connection.makefile("rb") as lines:
-            said = json.loads(lines.readline(_LINE_BYTES) or b"{}")
+            message = json.loads(lines.readline(_LINE_BYTES) or b"{}")
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return message if isinstance(message, dict) else {}
 
 
 def _is_gone(connection: socket.socket | None) -> bool:

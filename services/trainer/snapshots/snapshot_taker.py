@@ -15,18 +15,18 @@ from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
 from fovea.wire.manifest import SnapshotDigest, padded_bytes
 from fovea.wire.names import SNAPSHOT_FILE
-from services.trainer.commands import TakeSnapshot
+from services.trainer.command_queue import TakeSnapshot
 from services.trainer.model.lora import PEFT_PREFIX, LoraWeights
-from services.trainer.model.memory_account import MemoryAccount
+from services.trainer.model.memory_budget import MemoryBudget
 from services.trainer.model.sharding import ShardedModel, local_of
 from services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
-from services.trainer.ranks.control_group import ControlGroup, begin_together
-from services.trainer.snapshots import full_weights, peft_format
-from services.trainer.snapshots.checkpoint_folder import Folder, write_folder
-from services.trainer.snapshots.snapshot_memory import (
+from services.trainer.ranks.control_group import ControlGroup
+from services.trainer.snapshots import weight_files
+from services.trainer.snapshots.checkpoint_folder import Folder, begin_together, write_folder
+from services.trainer.snapshots.snapshot_store import (
     PACKED,
-    HeldSnapshot,
-    SnapshotMemory,
+    SnapshotStore,
+    StoredSnapshot,
     digest_of,
     packed,
     size_of,
@@ -50,9 +50,9 @@ class SnapshotTaker:
         self,
         control: ControlGroup,
         sharded: ShardedModel,
-        adapters: SnapshotMemory,
-        full: SnapshotMemory,
-        account: MemoryAccount,
+        adapters: SnapshotStore,
+        full: SnapshotStore,
+        account: MemoryBudget,
         model_dir: Path,
         base_model: str,
     ) -> None:
@@ -60,7 +60,7 @@ class SnapshotTaker:
         self._sharded = sharded
         self._adapters = adapters
         self._full = full
-        self._account = account
+        self._memory_budget = account
         self._model_dir = model_dir
         self._base_model = base_model
         self._base_identity: weights_pb2.Snapshot | None = None
@@ -89,7 +89,7 @@ class SnapshotTaker:
         specs = specs_of(like)
         if self._base_identity is None:
             self._base_identity = weights_pb2.Snapshot(
-                digest=digest_of(specs, full_weights.gathered(self._base_locals(live), like)),
+                digest=digest_of(specs, weight_files.gathered(self._base_locals(live), like)),
                 size_bytes=size_of(specs),
                 kind=weights_pb2.SNAPSHOT_KIND_FULL,
             )
@@ -99,7 +99,7 @@ class SnapshotTaker:
         """This rank's shards of held full parameters, or of the base. Raises NotFound."""
         return self._held_full(snapshot_id).tensors if snapshot_id else self._base_locals(live)
 
-    def restore(self, snapshot_id: str, uri: str) -> HeldSnapshot:
+    def restore(self, snapshot_id: str, uri: str) -> StoredSnapshot:
         """Reads a snapshot back that `take` wrote to storage. Raises NotFound, InvalidInput if it is another one."""
         identity = self._control.on_first(lambda: _read_identity(Folder.at(uri), snapshot_id))
         if identity.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
@@ -108,12 +108,12 @@ class SnapshotTaker:
                 self._adapters.put(held)
             return held
         like = dict(self._sharded.named_shards())
-        shards = self._control.agree(lambda: full_weights.read_shards(Folder.at(uri), like))
-        held = HeldSnapshot(identity, shards, specs_of(like), None)
+        shards = self._control.agree(lambda: weight_files.read_shards(Folder.at(uri), like))
+        held = StoredSnapshot(identity, shards, specs_of(like), None)
         self._full.put(held)
         return held
 
-    def _held_full(self, snapshot_id: str) -> HeldSnapshot:
+    def _held_full(self, snapshot_id: str) -> StoredSnapshot:
         held = self._full.get(snapshot_id)
         if held is None:
             raise NotFound(f"snapshot {snapshot_id!r} is not held by this trainer", field="snapshot_id")
@@ -139,12 +139,13 @@ class SnapshotTaker:
         identity.size_bytes = layout.size_bytes
         _refuse_reuse(self._adapters.get(identity.snapshot_id), identity)
         settings = model.settings
+        lora = settings.message()
         if uri:
             tensors = model.weights.named(flat)
-            files = peft_format.peft_files(tensors, settings.rank, settings.alpha, self._base_model)
-            lora = json_format.MessageToJson(model_lora(model)).encode()
-            write_folder(uri, {**files, LORA: lora, SNAPSHOT_FILE: _identity_json(identity)})
-        self._adapters.put(HeldSnapshot(identity, {PACKED: data}, layout.specs, model_lora(model)))
+            files = weight_files.peft_files(tensors, settings.rank, settings.alpha, self._base_model)
+            lora_json = json_format.MessageToJson(lora).encode()
+            write_folder(uri, {**files, LORA: lora_json, SNAPSHOT_FILE: _identity_json(identity)})
+        self._adapters.put(StoredSnapshot(identity, {PACKED: data}, layout.specs, lora))
         return identity
 
     def _take_full(self, identity: weights_pb2.Snapshot, model: FullModel, uri: str) -> weights_pb2.Snapshot:
@@ -153,19 +154,19 @@ class SnapshotTaker:
         identity.size_bytes = size_of(specs)
         self._full.make_room(identity, identity.size_bytes)
         copies = self._control.agree(lambda: self._copied(model, identity.model_id))
-        identity.digest = digest_of(specs, full_weights.gathered(copies, model.shards))
+        identity.digest = digest_of(specs, weight_files.gathered(copies, model.shards))
         _refuse_reuse(self._full.get(identity.snapshot_id), identity)
         if uri:
             self._write_full(identity, copies, model, uri)
-        self._full.put(HeldSnapshot(identity, copies, specs, None))
+        self._full.put(StoredSnapshot(identity, copies, specs, None))
         return identity
 
-    def _place(self, held: SnapshotMemory, size_bytes: int, model_id: str) -> torch.device:
+    def _place(self, held: SnapshotStore, size_bytes: int, model_id: str) -> torch.device:
         """Where a snapshot has room, older ones being dropped for it. Raises ResourceExhausted if it has none."""
-        place = self._account.place(size_bytes)
-        if not self._account.has_room(place, size_bytes):
+        place = self._memory_budget.place(size_bytes)
+        if not self._memory_budget.has_room(place, size_bytes):
             held.drop_older()
-        self._account.check_copy(place, size_bytes, f"a snapshot of model {model_id!r}")
+        self._memory_budget.check_copy(place, size_bytes, f"a snapshot of model {model_id!r}")
         return place
 
     def _copied(self, model: FullModel, model_id: str) -> dict[str, Tensor]:
@@ -177,8 +178,8 @@ class SnapshotTaker:
         self, identity: weights_pb2.Snapshot, copies: dict[str, Tensor], model: FullModel, uri: str
     ) -> None:
         target, draft = begin_together(self._control, uri)
-        whole = full_weights.gathered(copies, model.shards)
-        full_weights.write_checkpoint(zip(copies, whole, strict=True), draft, self._model_dir, self._control)
+        whole = weight_files.gathered(copies, model.shards)
+        weight_files.write_checkpoint(zip(copies, whole, strict=True), draft, self._model_dir, self._control)
 
         def finish() -> None:
             draft.write(SNAPSHOT_FILE, _identity_json(identity))
@@ -210,21 +211,7 @@ def packed_digest(specs: Sequence[weights_pb2.TensorSpec], data: Tensor, device:
     return digest.hexdigest()
 
 
-def model_lora(model: AdapterModel) -> weights_pb2.LoraConfig:
-    """The adapter's settings on the wire."""
-    settings = model.settings
-    return weights_pb2.LoraConfig(
-        rank=settings.rank,
-        alpha=settings.alpha,
-        seed=settings.seed,
-        train_attention=settings.train_attention,
-        train_mlp=settings.train_mlp,
-        train_unembedding=settings.train_unembedding,
-        train_vision=settings.train_vision,
-    )
-
-
-def _refuse_reuse(held: HeldSnapshot | None, identity: weights_pb2.Snapshot) -> None:
+def _refuse_reuse(held: StoredSnapshot | None, identity: weights_pb2.Snapshot) -> None:
     if held is not None and held.identity.digest != identity.digest:
         raise AlreadyExists(
             f"snapshot_id {identity.snapshot_id!r} names other weights already: a snapshot never changes",
@@ -243,9 +230,9 @@ def _read_identity(folder: Folder, snapshot_id: str) -> weights_pb2.Snapshot:
     return identity
 
 
-def _read_adapter(folder: Folder, identity: weights_pb2.Snapshot) -> HeldSnapshot:
-    tensors = peft_format.read_tensors(folder.read(peft_format.WEIGHTS), folder.path)
-    order = json.loads(folder.read(peft_format.CONFIG))["target_modules"]
+def _read_adapter(folder: Folder, identity: weights_pb2.Snapshot) -> StoredSnapshot:
+    tensors = weight_files.read_tensors(folder.read(weight_files.ADAPTER_WEIGHTS), folder.path)
+    order = json.loads(folder.read(weight_files.ADAPTER_CONFIG))["target_modules"]
     named = {
         name: tensors[name]
         for module in order
@@ -257,4 +244,4 @@ def _read_adapter(folder: Folder, identity: weights_pb2.Snapshot) -> HeldSnapsho
     if digest != identity.digest:
         raise InvalidInput(f"{folder.path} has digest {digest}, not {identity.digest}: it is damaged", field="uri")
     lora = json_format.Parse(folder.read(LORA), weights_pb2.LoraConfig())
-    return HeldSnapshot(identity, {PACKED: data}, specs, lora)
+    return StoredSnapshot(identity, {PACKED: data}, specs, lora)

@@ -1,19 +1,25 @@
 """SaveState and LoadState: weights, optimizer and step count in one folder.
 
 An adapter's folder is a PEFT adapter with `optimizer.safetensors` beside it; full parameters are stored by
-torch.distributed.checkpoint under `dcp/`, readable by any number of ranks. Both have a `state.json`.
+torch.distributed.checkpoint under `dcp/`, readable by any number of ranks, and read without running anything that
+somebody else put there. Both have a `state.json`.
 """
 
+import io
 import json
 import logging
-from typing import Any
+import pickle
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.tensor import DTensor
@@ -21,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from fovea.wire.errors import FoveaError, Internal, InvalidInput
 from services.trainer.model.optimizer import MOMENTS
 from services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
-from services.trainer.ranks.control_group import ControlGroup, begin_together
-from services.trainer.snapshots import peft_format
-from services.trainer.snapshots.checkpoint_folder import Folder, write_folder
-from services.trainer.snapshots.dcp import PlainReader, TensorPlanner
+from services.trainer.ranks.control_group import ControlGroup
+from services.trainer.ranks.plain_pickle import MetadataUnpickler
+from services.trainer.snapshots import weight_files
+from services.trainer.snapshots.checkpoint_folder import Folder, begin_together, write_folder
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +38,41 @@ STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 DCP = "dcp"
 FORMAT = 1
+
+
+class PlainReader(FsspecReader):
+    """Reads the description of a checkpoint as plain data; files of tensors torch itself reads so."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As FsspecReader does. Raises InvalidInput for what is no description of a checkpoint."""
+        path = self._get_metadata_path(kwargs.get("rank"))
+        try:
+            with self.fs.create_stream(path, "rb") as file:
+                found: Metadata = MetadataUnpickler(file).load()
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            AttributeError,
+            ImportError,
+            IndexError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise InvalidInput(f"{path} is no checkpoint's description: {error}", field="uri") from None
+        files = found.storage_data.values() if isinstance(found, Metadata) else [None]
+        if not all(isinstance(file, _StorageInfo) and "/" not in file.relative_path for file in files):
+            raise InvalidInput(f"{path} does not describe files of its own folder", field="uri")
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class TensorPlanner(DefaultLoadPlanner):
+    """Loads tensors alone: for anything else torch would unpickle whatever is there."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
+        """Raises InvalidInput."""
+        raise InvalidInput(f"{read_item.storage_index.fqn} is no tensor", field="uri")
 
 
 class StateStore:
@@ -61,9 +102,7 @@ class StateStore:
         else:
             assert isinstance(model, FullModel)
             self._load_full(model, uri, optimizer, step)
-        model.zero_gradients()
-        model.weights_changed()
-        model.step = step
+        model.resume_at(step)
         return step
 
     def _adapter_files(self, model: AdapterModel) -> dict[str, bytes]:
@@ -75,13 +114,13 @@ class StateStore:
             for name, part in model.weights.named(flat)
         }
         return {
-            **peft_format.peft_files(weights, settings.rank, settings.alpha, self._base_model),
+            **weight_files.peft_files(weights, settings.rank, settings.alpha, self._base_model),
             OPTIMIZER: save_safetensors(moments, metadata={"format": "pt"}),
             STATE: _state_json("adapter", model.step),
         }
 
     def _load_adapter(self, model: AdapterModel, uri: str, optimizer: bool, step: int) -> None:
-        names = [peft_format.CONFIG, peft_format.WEIGHTS, *([OPTIMIZER] if optimizer else [])]
+        names = [weight_files.ADAPTER_CONFIG, weight_files.ADAPTER_WEIGHTS, *([OPTIMIZER] if optimizer else [])]
         files = self._control.on_first(lambda: {name: Folder.at(uri).read(name) for name in names})
         flat, moments = self._control.agree(lambda: _parse_adapter(model, files, uri))
         model.weights.flat.copy_(flat)
@@ -120,21 +159,21 @@ class StateStore:
 def _parse_adapter(model: AdapterModel, files: dict[str, bytes], uri: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Weights and moments in new flat buffers; moments are zero if no optimizer file is given."""
     settings = model.settings
-    config = json.loads(files[peft_format.CONFIG])
+    config = json.loads(files[weight_files.ADAPTER_CONFIG])
     if (found := (config["r"], config["lora_alpha"])) != (settings.rank, settings.alpha):
         raise InvalidInput(
             f"{uri} has rank and alpha {found}, the model has {(settings.rank, settings.alpha)}", field="uri"
         )
     flat = torch.empty_like(model.weights.flat)
-    tensors = peft_format.read_tensors(files[peft_format.WEIGHTS], uri)
-    peft_format.copy_into(model.weights.named(flat), tensors, uri)
+    tensors = weight_files.read_tensors(files[weight_files.ADAPTER_WEIGHTS], uri)
+    weight_files.copy_into(model.weights.named(flat), tensors, uri)
     moments = {key: torch.zeros_like(flat) for key in MOMENTS}
     if OPTIMIZER in files:
-        saved = peft_format.read_tensors(files[OPTIMIZER], uri)
+        saved = weight_files.read_tensors(files[OPTIMIZER], uri)
         parts = [
             (f"{key}.{name}", part) for key, buffer in moments.items() for name, part in model.weights.named(buffer)
         ]
-        peft_format.copy_into(parts, saved, uri)
+        weight_files.copy_into(parts, saved, uri)
     return flat, moments
 
 

@@ -31,7 +31,7 @@ from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.runtime.server import SERVER_OPTIONS
 from fovea.wire import tensors
 from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotFound, SnapshotNotLoaded
-from services.trainer.idempotency import Journal
+from services.trainer.reply_cache import ReplyCache
 
 MODEL = "fovea/fake-vl"
 VOCABULARY_SIZE = 1000
@@ -268,7 +268,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         self.instance_id = uuid.uuid4().hex
         self.models: dict[str, dict[str, Any]] = {}
         self.snapshots: dict[str, weights_pb2.Snapshot] = {}
-        self._journal = Journal()
+        self._replies = ReplyCache()
 
     def register(self, server: grpc.aio.Server) -> None:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, server)
@@ -296,7 +296,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
     async def DeleteModel(self, request: Any, context: Context) -> trainer_pb2.DeleteModelResponse:
         await self.note("DeleteModel", request)
         self.models.pop(request.model_id, None)
-        self._journal.forget(request.model_id)
+        self._replies.forget(request.model_id)
         return trainer_pb2.DeleteModelResponse()
 
     async def ForwardBackward(
@@ -305,7 +305,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         records = [record async for record in request_iterator]
         header, datums = records[0].header, [record.datum for record in records[1:]]
         seq_id = header.seq_id if header.backward else 0
-        for response in await self._journal.once(header.model_id, seq_id, lambda: self._computed(header, datums)):
+        for response in await self._replies.once(header.model_id, seq_id, lambda: self._computed(header, datums)):
             yield response
 
     async def _computed(
@@ -337,7 +337,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         ]
 
     async def ClearGradients(self, request: Any, context: Context) -> trainer_pb2.ClearGradientsResponse:
-        return await self._journal.once(request.model_id, request.seq_id, lambda: self._cleared(request))
+        return await self._replies.once(request.model_id, request.seq_id, lambda: self._cleared(request))
 
     async def _cleared(self, request: trainer_pb2.ClearGradientsRequest) -> trainer_pb2.ClearGradientsResponse:
         await self.note("ClearGradients", request)
@@ -345,7 +345,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ClearGradientsResponse()
 
     async def OptimStep(self, request: Any, context: Context) -> trainer_pb2.OptimStepResponse:
-        return await self._journal.once(request.model_id, request.seq_id, lambda: self._stepped(request))
+        return await self._replies.once(request.model_id, request.seq_id, lambda: self._stepped(request))
 
     async def _stepped(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
         await self.note("OptimStep", request)
@@ -361,7 +361,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.SaveStateResponse(size_bytes=100, step=self.models[request.model_id]["step"])
 
     async def LoadState(self, request: Any, context: Context) -> trainer_pb2.LoadStateResponse:
-        return await self._journal.once(request.model_id, request.seq_id, lambda: self._loaded(request))
+        return await self._replies.once(request.model_id, request.seq_id, lambda: self._loaded(request))
 
     async def _loaded(self, request: trainer_pb2.LoadStateRequest) -> trainer_pb2.LoadStateResponse:
         await self.note("LoadState", request)

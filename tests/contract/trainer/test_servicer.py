@@ -16,14 +16,14 @@ from fovea.runtime.server import ServiceServer
 from fovea.wire import tensors
 from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
 from fovea.wire.names import TRAINER_SERVICE
-from services.trainer import commands, trainer_metrics
+from services.trainer import command_queue, trainer_metrics
 from services.trainer.batches.datum_decoding import InputLimits
 from services.trainer.batches.packing import DatumSize
-from services.trainer.command_queue import CommandQueue, settle
-from services.trainer.forward_backward import Outcome
-from services.trainer.model.families import family_of
+from services.trainer.command_queue import CommandQueue, resolve
+from services.trainer.loss_results import ForwardBackwardResult
 from services.trainer.model.lora import LoraSettings
 from services.trainer.model.optimizer import Adam
+from services.trainer.model.packed_model import family_of
 from services.trainer.settings import TrainerSettings
 from services.trainer.trainer_servicer import TrainerServicer
 from tests.otlp_collector import Collector
@@ -35,7 +35,7 @@ class RecordingRank:
     """Stands where rank 0's thread stands: takes commands off the real queue and answers from a list."""
 
     def __init__(self, queue: CommandQueue) -> None:
-        self.commands: list[commands.Command] = []
+        self.commands: list[command_queue.Command] = []
         self.answers: list[Any] = []
         self._queue = queue
         self.engine = self
@@ -48,12 +48,12 @@ class RecordingRank:
         """Every model is known."""
 
     def _run(self) -> None:
-        while not isinstance((job := self._queue.next()).command, commands.Shutdown):
+        while not isinstance((job := self._queue.next()).command, command_queue.Shutdown):
             with job.traced():
                 self.commands.append(job.command)
             answer = self.answers.pop(0) if self.answers else None
             error = answer if isinstance(answer, Exception) else None
-            settle(job.result, answer, error)
+            resolve(job.result, answer, error)
 
 
 class Trainer:
@@ -62,7 +62,7 @@ class Trainer:
     def __init__(self, queue: CommandQueue, rank: RecordingRank, client: TrainerClient) -> None:
         self.queue, self.rank, self.client = queue, rank, client
 
-    async def asked(self, call: Any, answer: Any = None) -> tuple[Any, commands.Command]:
+    async def asked(self, call: Any, answer: Any = None) -> tuple[Any, command_queue.Command]:
         """The call's result and the one command that it made."""
         self.rank.answers[:] = [answer]
         self.rank.commands.clear()
@@ -91,15 +91,15 @@ async def test_create_and_delete(trainer: Trainer) -> None:
     lora = weights_pb2.LoraConfig(rank=4, seed=9, train_mlp=True, train_vision=True)
     count, command = await trainer.asked(trainer.client.create_model("m", lora), 123)
     assert count == 123
-    assert command == commands.CreateModel("m", LoraSettings(4, 32.0, 9, False, True, False, True))
+    assert command == command_queue.CreateModel("m", LoraSettings(4, 32.0, 9, False, True, False, True))
     _, command = await trainer.asked(trainer.client.create_model("m", None), 5)
-    assert command == commands.CreateModel("m", None)
+    assert command == command_queue.CreateModel("m", None)
     _, command = await trainer.asked(trainer.client.delete_model("m"))
-    assert command == commands.DeleteModel("m")
+    assert command == command_queue.DeleteModel("m")
 
 
 async def test_a_broken_trainer_says_so_and_names_no_model(trainer: Trainer) -> None:
-    trainer.queue.break_down(Unavailable("rank 1 died"))
+    trainer.queue.fail_all(Unavailable("rank 1 died"))
     with pytest.raises(Unavailable, match="rank 1 died"):
         await trainer.client.info()
 
@@ -109,9 +109,11 @@ async def test_forward_backward(trainer: Trainer) -> None:
     header = trainer_pb2.ForwardBackwardHeader(
         model_id="m", loss_function="cross_entropy", backward=True, datum_count=2
     )
-    outcome = Outcome({1: np.arange(5, dtype=np.float32), 0: np.zeros(3, np.float32)}, {"loss:sum": 2.5}, 0.9)
+    outcome = ForwardBackwardResult(
+        {1: np.arange(5, dtype=np.float32), 0: np.zeros(3, np.float32)}, {"loss:sum": 2.5}, 0.9
+    )
     result, command = await trainer.asked(trainer.client.forward_backward(header, datums), outcome)
-    assert isinstance(command, commands.ForwardBackward)
+    assert isinstance(command, command_queue.ForwardBackward)
     assert command.sizes == [DatumSize(3, 0), DatumSize(5, 0)]
     assert [trainer_pb2.Datum.FromString(data) for data in command.datums] == datums
     assert command.backward
@@ -128,7 +130,7 @@ async def test_the_gap_to_the_sampler_is_shown_for_the_model(trainer: Trainer) -
     header = trainer_pb2.ForwardBackwardHeader(
         model_id="m", loss_function="importance_sampling", backward=True, datum_count=1
     )
-    outcome = Outcome({0: np.array([-9.0, -1.5, -2.25], np.float32)}, {}, 0.9)
+    outcome = ForwardBackwardResult({0: np.array([-9.0, -1.5, -2.25], np.float32)}, {}, 0.9)
     await trainer.asked(trainer.client.forward_backward(header, [datum]), outcome)
     gap = "fovea_trainer_logprob_gap_nats"
     assert REGISTRY.get_sample_value(gap, {"model": "m"}) == pytest.approx(0.375)
@@ -151,35 +153,35 @@ async def test_a_command_goes_on_in_its_callers_trace(trainer: Trainer) -> None:
 
 async def test_optim_step_carries_every_field(trainer: Trainer) -> None:
     response, command = await trainer.asked(trainer.client.optim_step("m", ADAM), ({"grad_norm:mean": 1.5}, 7))
-    assert command == commands.OptimStep("m", Adam(0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
+    assert command == command_queue.OptimStep("m", Adam(0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
     assert response.step == 7
     assert dict(response.metrics.values) == {"grad_norm:mean": 1.5}
     _, command = await trainer.asked(trainer.client.clear_gradients("m"))
-    assert command == commands.ClearGradients("m")
+    assert command == command_queue.ClearGradients("m")
 
 
 async def test_what_adam_leaves_out_is_the_documented_default(trainer: Trainer) -> None:
     answer: tuple[dict[str, float], int] = ({}, 1)
     _, command = await trainer.asked(trainer.client.optim_step("m", trainer_pb2.AdamParams(learning_rate=0.1)), answer)
-    assert command == commands.OptimStep("m", Adam(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0))
+    assert command == command_queue.OptimStep("m", Adam(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0))
     _, command = await trainer.asked(trainer.client.optim_step("m", trainer_pb2.AdamParams()), answer)
-    assert command == commands.OptimStep("m", Adam(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0))
+    assert command == command_queue.OptimStep("m", Adam(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0))
     zero = trainer_pb2.AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0, eps=0.0)
     _, command = await trainer.asked(trainer.client.optim_step("m", zero), answer)
-    assert command == commands.OptimStep("m", Adam(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)), "given is given"
+    assert command == command_queue.OptimStep("m", Adam(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)), "given is given"
 
 
 async def test_state_and_snapshots(trainer: Trainer) -> None:
     saved, command = await trainer.asked(trainer.client.save_state("m", "/x"), (99, 3))
-    assert command == commands.SaveState("m", "/x")
+    assert command == command_queue.SaveState("m", "/x")
     assert (saved.size_bytes, saved.step) == (99, 3)
     step, command = await trainer.asked(trainer.client.load_state("m", "/x", optimizer=True), 3)
-    assert (step, command) == (3, commands.LoadState("m", "/x", True))
+    assert (step, command) == (3, command_queue.LoadState("m", "/x", True))
     identity = weights_pb2.Snapshot(snapshot_id="m@1", model_id="m", step=3)
     snapshot, command = await trainer.asked(trainer.client.take_snapshot("m", "m@1", "/y"), identity)
-    assert (snapshot, command) == (identity, commands.TakeSnapshot("m", "m@1", "/y"))
+    assert (snapshot, command) == (identity, command_queue.TakeSnapshot("m", "m@1", "/y"))
     _, command = await trainer.asked(trainer.client.forget_snapshot("m@1"))
-    assert command == commands.ForgetSnapshot("m@1")
+    assert command == command_queue.ForgetSnapshot("m@1")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ async def test_unmapped_errors_say_nothing(trainer: Trainer) -> None:
 
 
 async def test_a_broken_trainer_answers_at_once(trainer: Trainer) -> None:
-    trainer.queue.break_down(Unavailable("rank 1 of the trainer died"))
+    trainer.queue.fail_all(Unavailable("rank 1 of the trainer died"))
     async with asyncio.timeout(10):
         with pytest.raises(Unavailable, match="rank 1"):
             await trainer.client.clear_gradients("m")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fovea.api.v1 import trainer_pb2
 from services.trainer.batches.datum_decoding import decode_datum
-from services.trainer.commands import CreateModel, ForwardBackward, OptimStep
+from services.trainer.command_queue import CreateModel, ForwardBackward, OptimStep
 from services.trainer.losses import loss_of
 from services.trainer.model.lora import LoraSettings
 from services.trainer.model.optimizer import Adam
@@ -27,7 +27,7 @@ from services.trainer.model.sharding import full_of
 from services.trainer.model.trained_model import FullModel, TrainedModel
 from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.settings import TrainerSettings
-from services.trainer.training_engine import Engine
+from services.trainer.training_engine import TrainingEngine
 
 MODEL = "m"
 
@@ -67,7 +67,7 @@ def run_ranks(model_dir: Path, call: Call, world_size: int, scratch: Path) -> di
     return found
 
 
-def train(engine: Engine, call: Call) -> dict[str, Any]:
+def train(engine: TrainingEngine, call: Call) -> dict[str, Any]:
     """The gradients of the first step, the metrics of each, and the float32 weights after the last."""
     engine.execute(CreateModel(MODEL, call.lora))
     model = engine.model(MODEL)
@@ -119,7 +119,7 @@ def main() -> None:
         timeout=timedelta(seconds=120),
     )
     settings = TrainerSettings(model=model_dir, device="cpu", **call.settings)
-    engine = Engine(settings, Path(model_dir), ControlGroup(), torch.device("cpu"), None)
+    engine = TrainingEngine(settings, Path(model_dir), ControlGroup(), torch.device("cpu"), None)
     engine.warm_up()
     found = train(engine, call)
     if rank == "0":

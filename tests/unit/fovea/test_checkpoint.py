@@ -13,7 +13,7 @@ from fovea.runtime import checkpoint
 from fovea.runtime.checkpoint import context_length, read_image_processor
 from services.renderer import model_directory as renderer_checkpoint
 from services.renderer.image_processor import ImagePatcher
-from services.trainer.model.families.base import PatchNormalizer
+from services.trainer.model.model_family import PatchNormalizer
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 

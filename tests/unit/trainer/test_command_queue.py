@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from fovea.wire.errors import InvalidInput, Unavailable
-from services.trainer.command_queue import CommandQueue, settle
-from services.trainer.commands import ClearGradients, Heartbeat, Shutdown
+from services.trainer.command_queue import ClearGradients, CommandQueue, Heartbeat, Shutdown, resolve
 
 
 def _serve(queue: CommandQueue, seen: list[str], gate: threading.Event) -> threading.Thread:
@@ -17,7 +16,7 @@ def _serve(queue: CommandQueue, seen: list[str], gate: threading.Event) -> threa
             if isinstance(job.command, ClearGradients):
                 seen.append(job.command.model_id)
                 wrong = job.command.model_id == "bad"
-                settle(job.result, job.command.model_id, InvalidInput("bad") if wrong else None)
+                resolve(job.result, job.command.model_id, InvalidInput("bad") if wrong else None)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -63,7 +62,7 @@ async def test_a_broken_trainer_fails_everything_at_once() -> None:
     calls = [asyncio.create_task(queue.submit(ClearGradients(name))) for name in ("a", "b")]
     await asyncio.sleep(0)
     running = queue.next()
-    await asyncio.to_thread(queue.break_down, Unavailable("rank 1 died"))
+    await asyncio.to_thread(queue.fail_all, Unavailable("rank 1 died"))
     for call in calls:
         with pytest.raises(Unavailable, match="rank 1 died"):
             await call
@@ -71,7 +70,7 @@ async def test_a_broken_trainer_fails_everything_at_once() -> None:
         await queue.submit(ClearGradients("c"))
     with pytest.raises(Unavailable, match="rank 1 died"):
         queue.check()
-    settle(running.result, "too late")
+    resolve(running.result, "too late")
 
 
 def test_idleness_makes_heartbeats() -> None:

@@ -2,8 +2,7 @@
 
 import torch
 
-from services.trainer.batches.vision_memory import VisionMemory, join_outputs, split_output
-from services.trainer.model.families.base import VisionOutput
+from services.trainer.batches.vision_cache import VisionOutput, VisionOutputCache, join_outputs, split_output
 
 GRIDS = [(1, 4, 4), (1, 2, 2), (2, 2, 4)]
 
@@ -29,7 +28,7 @@ def test_families_without_deepstack() -> None:
 
 
 def test_recalled_under_the_same_grid_only() -> None:
-    memory = VisionMemory(10**6)
+    memory = VisionOutputCache(10**6)
     images = split_output(_output(), GRIDS, 2)
     memory.remember({"a": images[0], "b": images[1]})
     assert set(memory.recall({"a": (1, 4, 4), "b": (1, 2, 2), "c": (1, 2, 2)})) == {"a", "b"}
@@ -38,11 +37,11 @@ def test_recalled_under_the_same_grid_only() -> None:
 
 def test_least_recently_used_goes_first() -> None:
     images = split_output(_output(), GRIDS, 2)
-    memory = VisionMemory(images[0].size_bytes * 2)
+    memory = VisionOutputCache(images[0].size_bytes * 2)
     memory.remember({"a": images[0], "b": images[2]})
     memory.recall({"a": GRIDS[0]})
     memory.remember({"c": images[1]})
     assert set(memory.recall({"a": GRIDS[0], "b": GRIDS[2], "c": GRIDS[1]})) == {"a", "c"}
-    nothing = VisionMemory(0)
+    nothing = VisionOutputCache(0)
     nothing.remember({"a": images[0]})
     assert nothing.recall({"a": GRIDS[0]}) == {}

@@ -13,7 +13,7 @@ from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
 from fovea.wire.errors import FeatureEvicted, to_status
 from fovea.wire.features import FeatureTensors, iter_pieces, tensors_sha256
 from services.trainer.batches.datum_decoding import Datum, Span
-from services.trainer.batches.vision_tensors import FeatureCache
+from services.trainer.batches.vision_cache import FeatureCache
 
 COUNT, HELD = 7, 2
 

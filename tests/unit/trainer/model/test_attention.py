@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.trainer.model.attention import group_by_length, packed_attention
+from services.trainer.model.layers import group_by_length, packed_attention
 
 CASES = [[5], [3, 3, 3], [1, 4, 2], [4, 2, 4, 2, 4], [7, 1, 1, 7, 3], [2, 5, 2]]
 

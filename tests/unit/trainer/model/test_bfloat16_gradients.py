@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.losses import LOSSES
-from services.trainer.model.lora_pair import LoraPair
+from services.trainer.model.lora_linear import LoraPair
 from services.trainer.model.target_logprobs import target_logprobs
 from tests.unit.trainer.losses import loss_references
 from tests.unit.trainer.losses.test_losses import Arrays, compute, make_loss

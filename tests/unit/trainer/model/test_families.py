@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tinyvlm
+from services.trainer.model.packed_model import load_model
 from services.trainer.settings import TrainerSettings
-from services.trainer.training_engine import load_model
 
 CPU = torch.device("cpu")
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "factor": 2.0}

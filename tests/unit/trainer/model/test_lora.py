@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from fovea.wire.errors import InvalidInput
-from services.trainer.model.families.base import LoraTarget, Role
 from services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
-from services.trainer.snapshots.peft_format import copy_into, peft_files, read_tensors
+from services.trainer.model.model_family import LoraTarget, Role
+from services.trainer.snapshots.weight_files import copy_into, peft_files, read_tensors
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.model.lora_pair import LoraPair
+from services.trainer.model.lora_linear import LoraPair
 from services.trainer.model.target_logprobs import target_logprobs
 
 T, K, D, V, R = 7, 3, 5, 11, 2

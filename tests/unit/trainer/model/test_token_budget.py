@@ -3,7 +3,7 @@
 import torch
 from transformers import Qwen3Config, Qwen3VLConfig
 
-from services.trainer.model.token_budget import (
+from services.trainer.model.memory_budget import (
     MOST_PATCHES,
     MOST_TOKENS,
     activation_bytes,

@@ -7,25 +7,25 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.trainer.ranks.handshake import Door, Stranger, dial
+from services.trainer.ranks.handshake import AuthenticatedListener, AuthenticationFailed, connect
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    door = Door(socket.create_server(("127.0.0.1", 0)), b"secret")
-    yield door
-    door.close()
+def listener() -> Iterator[AuthenticatedListener]:
+    listener = AuthenticatedListener(socket.create_server(("127.0.0.1", 0)), b"secret")
+    yield listener
+    listener.close()
 
 
-def test_both_ends_know_the_secret(door: Door) -> None:
-    with dial(door.address, b"secret", 30.0) as near, door.next(time.monotonic() + 30.0) as far:
+def test_both_ends_know_the_secret(listener: AuthenticatedListener) -> None:
+    with connect(listener.address, b"secret", 30.0) as near, listener.accept(time.monotonic() + 30.0) as far:
         near.sendall(b"hello")
         assert far.recv(5, socket.MSG_WAITALL) == b"hello"
 
 
-def test_another_secret_is_turned_away(door: Door) -> None:
-    with pytest.raises(Stranger, match="FOVEA_SERVICE_SECRET"):
-        dial(door.address, b"other", 30.0)
+def test_another_secret_is_turned_away(listener: AuthenticatedListener) -> None:
+    with pytest.raises(AuthenticationFailed, match="FOVEA_SERVICE_SECRET"):
+        connect(listener.address, b"other", 30.0)
 
 
 def test_who_took_the_place_of_node_0_is_left() -> None:
@@ -39,13 +39,13 @@ def test_who_took_the_place_of_node_0_is_left() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=echo, args=(listener,), daemon=True).start()
-        with pytest.raises(Stranger):
-            dial(listener.getsockname(), b"secret", 30.0)
+        with pytest.raises(AuthenticationFailed):
+            connect(listener.getsockname(), b"secret", 30.0)
 
 
-def test_the_silent_hold_up_nobody(door: Door) -> None:
-    silent = [socket.create_connection(door.address) for _ in range(8)]
-    with dial(door.address, b"secret", 30.0), door.next(time.monotonic() + 30.0):
+def test_the_silent_hold_up_nobody(listener: AuthenticatedListener) -> None:
+    silent = [socket.create_connection(listener.address) for _ in range(8)]
+    with connect(listener.address, b"secret", 30.0), listener.accept(time.monotonic() + 30.0):
         pass
     for connection in silent:
         connection.close()

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import FeatureEvicted, InvalidInput
-from services.trainer import commands
+from services.trainer import command_queue
 from services.trainer.batches.packing import DatumSize
 from services.trainer.model.lora import LoraSettings
 from services.trainer.ranks import plain_pickle
-from services.trainer.ranks.peers import Peer
+from services.trainer.ranks.peer_monitor import Peer
 from services.trainer.ranks.plain_pickle import MessagePickler, MessageUnpickler, MetadataUnpickler, NotPlain
-from services.trainer.snapshots.dcp import PlainReader, TensorPlanner
+from services.trainer.snapshots.training_state import PlainReader, TensorPlanner
 
 
 class Call:
@@ -104,10 +104,10 @@ def test_torchs_collectives_of_objects_refuse_it_too(tmp_path: Path, install: No
 @pytest.mark.parametrize(
     "said",
     [
-        commands.Heartbeat(),
-        commands.CreateModel("m", LoraSettings(4, 8.0, 1, True, False, True, False)),
-        commands.ForwardBackward("m", b"header", True, False, [b"datum"], [DatumSize(3, 4)]),
-        commands.LoadState("m", "/uri", True),
+        command_queue.Heartbeat(),
+        command_queue.CreateModel("m", LoraSettings(4, 8.0, 1, True, False, True, False)),
+        command_queue.ForwardBackward("m", b"header", True, False, [b"datum"], [DatumSize(3, 4)]),
+        command_queue.LoadState("m", "/uri", True),
         Peer(1, 0),
         weights_pb2.Snapshot(snapshot_id="s", size_bytes=3),
         {"a.safetensors": bytes(1000)},

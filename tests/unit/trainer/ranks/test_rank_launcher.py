@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[4]
 RANK = """
 import os, signal, sys, time
 rank = os.environ["RANK"]
-os.write(1, f"rank {rank} of {os.environ['WORLD_SIZE']} in {os.environ['FOVEA_MEETING']}\\n".encode())  # at once
+os.write(1, f"rank {rank} of {os.environ['WORLD_SIZE']} in {os.environ['FOVEA_RENDEZVOUS']}\\n".encode())  # at once
 what = dict(word.split("=") for word in sys.argv[-1].split(",")).get(rank, "sleep")
 if what == "ignore":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -4,20 +4,20 @@ import torch
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.manifest import SnapshotDigest
-from services.trainer.snapshots.snapshot_memory import HeldSnapshot, SnapshotMemory, digest_of, packed_buckets, specs_of
+from services.trainer.snapshots.snapshot_store import SnapshotStore, StoredSnapshot, digest_of, packed_buckets, specs_of
 
 
-def _held(name: str, size_bytes: int = 10) -> HeldSnapshot:
+def _held(name: str, size_bytes: int = 10) -> StoredSnapshot:
     identity = weights_pb2.Snapshot(snapshot_id=name, model_id=name.partition("@")[0], size_bytes=size_bytes)
-    return HeldSnapshot(identity, {}, [], None)
+    return StoredSnapshot(identity, {}, [], None)
 
 
-def _names(memory: SnapshotMemory, *names: str) -> list[str]:
+def _names(memory: SnapshotStore, *names: str) -> list[str]:
     return [name for name in names if memory.get(name)]
 
 
 def test_least_recently_used_goes_first() -> None:
-    memory = SnapshotMemory(30)
+    memory = SnapshotStore(30)
     for name in ("a@1", "a@2", "a@3"):
         memory.put(_held(name))
     assert memory.get("a@1")
@@ -26,7 +26,7 @@ def test_least_recently_used_goes_first() -> None:
 
 
 def test_newest_of_a_model_stays_above_the_limit() -> None:
-    memory = SnapshotMemory(15)
+    memory = SnapshotStore(15)
     for name in ("a@1", "b@1", "b@2", "c@1"):
         memory.put(_held(name))
     assert _names(memory, "a@1", "b@1", "b@2", "c@1") == ["a@1", "b@2", "c@1"]
@@ -36,7 +36,7 @@ def test_newest_of_a_model_stays_above_the_limit() -> None:
 
 
 def test_dropping() -> None:
-    memory = SnapshotMemory(100)
+    memory = SnapshotStore(100)
     memory.put(_held("a@1"))
     memory.drop("a@1")
     memory.drop("a@1")
@@ -76,7 +76,7 @@ def test_digest_does_not_depend_on_how_tensors_are_sent() -> None:
 
 
 def test_room_is_made_of_the_models_own_last_snapshot_but_not_of_others() -> None:
-    memory = SnapshotMemory(25)
+    memory = SnapshotStore(25)
     for name in ("a@1", "b@1"):
         memory.put(_held(name))
     memory.make_room(weights_pb2.Snapshot(snapshot_id="a@2", model_id="a"), 10)
@@ -84,7 +84,7 @@ def test_room_is_made_of_the_models_own_last_snapshot_but_not_of_others() -> Non
 
 
 def test_what_is_being_sent_stays_until_it_is() -> None:
-    memory = SnapshotMemory(15)
+    memory = SnapshotStore(15)
     memory.put(_held("a@1"))
     memory.pin("a@1")
     memory.make_room(weights_pb2.Snapshot(snapshot_id="a@2", model_id="a"), 10)

@@ -1,0 +1,223 @@
+"""Vision tensors of images by digest, kept between calls: patches from renderers, outputs of the frozen tower.
+
+While an adapter leaves the tower alone, its output depends on the image only. Prompts come back (epochs, groups of
+samples, turns), so remembering it saves most of the tower's work. Models that train the tower have no cached outputs.
+"""
+
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fovea.api.v1 import model_input_pb2
+from fovea.client import FeatureFetcher
+from fovea.runtime.byte_lru import ByteLru
+from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, FoveaError, InvalidInput, NotFound, Unavailable
+from fovea.wire.features import FeatureTensors
+from services.trainer import trainer_metrics
+from services.trainer.batches.datum_decoding import Datum, Grid, Patches, Span
+
+_MOST_NAMED = 512
+"""Datums that an error names: it travels in the trailing metadata of a call, which has a limit."""
+
+
+@dataclass(frozen=True)
+class RenderedImage:
+    """What a renderer made of one image: uint8 [P, W] and its grid."""
+
+    patches: Patches
+    grid_thw: tuple[int, ...]
+
+
+class FeatureCache:
+    """Least recently used patches, by digest.
+
+    Args:
+        max_bytes: What is kept between calls; what a call needs is held for the call in any case.
+        patch_bytes: Width of a patch row.
+        fetch_timeout_s: Deadline of a fetch from one renderer.
+        default_source: Renderer for images that name none; empty refuses them.
+    """
+
+    def __init__(self, max_bytes: int, patch_bytes: int, fetch_timeout_s: float, default_source: str) -> None:
+        self._patch_bytes = patch_bytes
+        self._timeout_s = fetch_timeout_s
+        self._default_source = default_source
+        self._fetcher = FeatureFetcher()
+        self._kept: ByteLru[RenderedImage] = ByteLru(max_bytes)
+        self._staged: dict[str, dict[str, RenderedImage]] = {}
+
+    def patches_of(self, model_id: str, datums: Sequence[Datum], spare: Container[str]) -> dict[str, Patches]:
+        """uint8 [P, W] by digest for all images of the datums but those in `spare`.
+
+        Raises FeatureEvicted if a renderer no longer holds one or does not answer, InvalidInput naming
+        `datum[i]...feature` for tensors that do not fit their grid. The metadata of FeatureEvicted names the datums to
+        render again; what came of the others waits here for the model's next call, so that a batch which is more than
+        renderers hold at once comes in portions.
+        """
+        places = [
+            (span, f"datum[{datum.index}].input.spans[{number}].feature")
+            for datum in datums
+            for number, span in enumerate(datum.spans)
+            if span.feature.digest not in spare
+        ]
+        wanted = {span.feature.digest: (span, field) for span, field in places}
+        staged = self._staged.pop(model_id, {})
+        held = {digest: image for digest in wanted if (image := staged.get(digest) or self._kept.get(digest))}
+        trainer_metrics.FEATURES.labels("hit").inc(len(held))
+        trainer_metrics.FEATURES.labels("miss").inc(len(wanted) - len(held))
+        if missing := {digest: place for digest, place in wanted.items() if digest not in held}:
+            found, error = self._fetch(missing)
+            held |= found
+            if error is not None:
+                self._staged[model_id] = held
+                raise _evicted(datums, missing.keys() - found.keys(), error)
+        for span, field in places:
+            # A digest names one grid; a datum that says another would be computed wrongly.
+            _check_grid(held[span.feature.digest], span, field)
+        return {digest: image.patches for digest, image in held.items()}
+
+    def forget(self, model_id: str) -> None:
+        """Drops what waits for a model's next call."""
+        self._staged.pop(model_id, None)
+
+    def _fetch(self, missing: dict[str, tuple[Span, str]]) -> tuple[dict[str, RenderedImage], FoveaError | None]:
+        """What the renderers hold, all at once or else one by one, and why something is not there."""
+        try:
+            return self._fetch_all(missing), None
+        except NotFound as error:
+            found: dict[str, RenderedImage] = {}
+            for digest, place in missing.items() if len(missing) > 1 else ():
+                with suppress(NotFound):
+                    found |= self._fetch_all({digest: place})
+            return found, error
+        except (Unavailable, DeadlineExceeded) as error:  # a renderer that is gone has lost its images too
+            return {}, error
+
+    def _fetch_all(self, missing: dict[str, tuple[Span, str]]) -> dict[str, RenderedImage]:
+        fetched = self._fetcher.fetch(
+            [self._sourced(span.feature, field) for span, field in missing.values()], self._timeout_s
+        )
+        images = {}
+        for digest, (_, field) in missing.items():
+            image = images[digest] = _image(fetched[digest], self._patch_bytes, field)
+            if image.patches.nbytes <= self._kept.limit_bytes:
+                self._kept.put(digest, image, image.patches.nbytes)
+        return images
+
+    def _sourced(self, feature: model_input_pb2.VisionFeature, field: str) -> model_input_pb2.VisionFeature:
+        if feature.source:
+            return feature
+        if not self._default_source:
+            raise InvalidInput(f"{field}.source is empty: name the renderer that holds the tensors", field=field)
+        named = model_input_pb2.VisionFeature()
+        named.CopyFrom(feature)
+        named.source = self._default_source
+        return named
+
+
+def _evicted(datums: Sequence[Datum], lost: Set[str], error: FoveaError) -> FeatureEvicted:
+    indexes = [datum.index for datum in datums if any(span.feature.digest in lost for span in datum.spans)]
+    named = ",".join(map(str, indexes[:_MOST_NAMED]))
+    return FeatureEvicted(
+        f"{error.message}: render the image again", error.field, **{**error.metadata, "datums": named}
+    )
+
+
+def _image(tensors: FeatureTensors, patch_bytes: int, field: str) -> RenderedImage:
+    if set(tensors) != {"pixel_values", "image_grid_thw"}:
+        raise InvalidInput(f"{field} has tensors {sorted(tensors)}, needs pixel_values and image_grid_thw", field=field)
+    patches = tensors["pixel_values"]
+    if patches.dtype != np.uint8:
+        raise InvalidInput(f"{field} has pixel_values of {patches.dtype.name}, needs uint8", field=field)
+    grid = tuple(int(extent) for extent in tensors["image_grid_thw"].flatten())
+    if patches.shape != (math.prod(grid), patch_bytes):
+        raise InvalidInput(
+            f"{field} has pixel_values {list(patches.shape)}, grid {list(grid)} needs {[math.prod(grid), patch_bytes]}",
+            field=field,
+        )
+    return RenderedImage(patches, grid)
+
+
+def _check_grid(image: RenderedImage, span: Span, field: str) -> None:
+    if image.grid_thw != span.grid_thw:
+        raise InvalidInput(
+            f"{field}.grid_thw is {list(span.grid_thw)}, the renderer has {list(image.grid_thw)}",
+            field=f"{field}.grid_thw",
+        )
+
+
+@dataclass(frozen=True)
+class VisionOutput:
+    """What the tower made of all images of a micro-batch.
+
+    Args:
+        embeddings: [M, D], in image order.
+        deepstack: Further [M, D] tensors that are added in the first language layers; empty in most families.
+    """
+
+    embeddings: Tensor
+    deepstack: tuple[Tensor, ...]
+
+    def anchored(self) -> Tensor:
+        """A scalar zero that depends on everything, so that a filler image joins the backward pass too."""
+        return sum((tensor.sum() for tensor in self.deepstack), self.embeddings.sum()) * 0.0
+
+
+@dataclass(frozen=True)
+class CachedImage:
+    """The tower's output for one image: [m, D] embeddings and deepstack features, and the grid that it had."""
+
+    grid_thw: Grid
+    output: VisionOutput
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(t.numel() * t.element_size() for t in (self.output.embeddings, *self.output.deepstack))
+
+
+class VisionOutputCache:
+    """Least recently used outputs by image digest, up to `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._held: ByteLru[CachedImage] = ByteLru(max_bytes)
+
+    def recall(self, images: Mapping[str, Grid]) -> dict[str, CachedImage]:
+        """Those of the images (digest to grid) that are held, under that grid."""
+        found = {}
+        for digest, grid in images.items():
+            image = self._held.get(digest)
+            if image is not None and image.grid_thw == grid:
+                found[digest] = image
+        return found
+
+    def remember(self, images: Mapping[str, CachedImage]) -> None:
+        """Holds outputs, dropping the least recently used above the limit."""
+        for digest, image in images.items():
+            if digest not in self._held and image.size_bytes <= self._held.limit_bytes:
+                self._held.put(digest, image, image.size_bytes)
+
+
+def split_output(output: VisionOutput, grids: Sequence[Grid], merge_size: int) -> list[CachedImage]:
+    """One entry an image, in order; copies, so that dropping one frees its memory."""
+    counts = [time * height * width // merge_size**2 for time, height, width in grids]
+    embeddings = torch.split(output.embeddings, counts)
+    deepstack = [torch.split(feature, counts) for feature in output.deepstack]
+    return [
+        CachedImage(grid, VisionOutput(embeddings[i].clone(), tuple(level[i].clone() for level in deepstack)))
+        for i, grid in enumerate(grids)
+    ]
+
+
+def join_outputs(images: Iterable[CachedImage]) -> VisionOutput:
+    """The output for several images, in order."""
+    outputs = [image.output for image in images]
+    levels = zip(*(output.deepstack for output in outputs), strict=True)
+    return VisionOutput(
+        torch.cat([output.embeddings for output in outputs]), tuple(torch.cat(list(level)) for level in levels)
+    )

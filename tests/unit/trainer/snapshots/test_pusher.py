@@ -1,0 +1,49 @@
+"""Who waits for whom."""
+
+import asyncio
+
+from services.trainer.snapshots.pusher import SharedLock
+
+
+async def _until_idle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_those_that_share_go_side_by_side_and_who_is_alone_waits_and_is_waited_for() -> None:
+    lock = SharedLock()
+    inside: list[str] = []
+    ends: dict[str, asyncio.Event] = {name: asyncio.Event() for name in ("a", "b", "full", "c")}
+
+    async def take(name: str) -> None:
+        async with lock.exclusive() if name == "full" else lock.shared():
+            inside.append(name)
+            await ends[name].wait()
+            inside.remove(name)
+
+    tasks = []
+    for name in ends:
+        tasks.append(asyncio.create_task(take(name)))
+        await _until_idle()
+    assert inside == ["a", "b"]
+    for ended, expected in (("a", ["b"]), ("b", ["full"]), ("full", ["c"]), ("c", [])):
+        ends[ended].set()
+        await _until_idle()
+        assert inside == expected
+    await asyncio.gather(*tasks)
+
+
+async def test_who_gives_up_waiting_to_be_alone_keeps_nobody() -> None:
+    lock = SharedLock()
+
+    async def alone() -> None:
+        async with lock.exclusive():
+            raise AssertionError("never had its turn")
+
+    async with lock.shared():
+        waiting = asyncio.create_task(alone())
+        await _until_idle()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        async with asyncio.timeout(10), lock.shared():
+            pass

@@ -1,0 +1,39 @@
+"""The gap counts positions with an advantage, of losses that have sampled log-probabilities, token by token."""
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from services.trainer.batches.datum_decoding import Datum
+from services.trainer.loss_results import mean_logprob_gap
+
+
+def datum(index: int, **inputs: list[float]) -> Datum:
+    given = {name: np.array(values, np.float32) for name, values in inputs.items()}
+    return dataclasses.replace(Datum.blank(3), index=index, inputs=given)
+
+
+def own(*rows: list[float]) -> dict[int, npt.NDArray[np.float32]]:
+    return {index: np.array(row, np.float32) for index, row in enumerate(rows)}
+
+
+def test_only_positions_that_count_are_compared() -> None:
+    one = datum(0, logprobs=[-9.0, -1.0, -2.0], advantages=[0.0, 1.0, -1.0], weights=[1.0, 1.0, 1.0])
+    two = datum(1, logprobs=[-1.0, -1.0, -1.0], advantages=[1.0, 1.0, 1.0], weights=[1.0, 0.0, 0.0])
+    gap = mean_logprob_gap([one, two], own([-1.0, -1.5, -1.75], [-1.75, -50.0, -50.0]))
+    assert gap == pytest.approx((0.5 + 0.25 + 0.75) / 3)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"weights": [1.0, 1.0, 1.0]},
+        {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0], "weights": [1.0, 1.0]},
+        {"logprobs": [-1.0, -1.0, -1.0], "advantages": [0.0, 0.0, 0.0], "weights": [1.0, 1.0, 1.0]},
+    ],
+    ids=["no policy gradient", "a traced loss with shapes of its own", "no advantage"],
+)
+def test_without_sampled_logprobs_there_is_no_gap(inputs: dict[str, list[float]]) -> None:
+    assert mean_logprob_gap([datum(0, **inputs)], own([-1.0, -1.0, -1.0])) is None
