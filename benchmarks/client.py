@@ -3,7 +3,7 @@
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,11 @@ class Bench:
     """One SDK client and the facts about the model that inputs need."""
 
     service: tinker.ServiceClient
+    sampler: tinker.SamplingClient
     model: str
     vision_start: int
     vision_end: int
+    _image_tokens: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def open(cls, base_url: str, api_key: str = "tml-local") -> "Bench":
@@ -34,7 +36,7 @@ class Bench:
         assert name is not None
         sampler = service.create_sampling_client(base_model=name).result(60)
         convert = sampler.get_tokenizer().convert_tokens_to_ids
-        return cls(service, name, convert(VISION_START), convert(VISION_END))
+        return cls(service, sampler, name, convert(VISION_START), convert(VISION_END))
 
     def __enter__(self) -> "Bench":
         return self
@@ -55,10 +57,13 @@ class Bench:
         """Text ids, after a JPEG of `image_side` pixels if that is not 0."""
         if not image_side:
             return types.ModelInput.from_ints(tokens)
+        if image_side not in self._image_tokens:  # the model's processor enlarges small pictures: only it knows
+            alone = types.ModelInput(chunks=[types.ImageChunk(data=picture, format="jpeg")])
+            self._image_tokens[image_side] = len(self.sampler.compute_logprobs(alone).result(600))
         return types.ModelInput(
             chunks=[
                 types.EncodedTextChunk(tokens=[self.vision_start]),
-                types.ImageChunk(data=picture, format="jpeg", expected_tokens=(image_side // 32) ** 2),
+                types.ImageChunk(data=picture, format="jpeg", expected_tokens=self._image_tokens[image_side]),
                 types.EncodedTextChunk(tokens=[self.vision_end, *tokens]),
             ]
         )
