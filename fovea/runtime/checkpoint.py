@@ -51,6 +51,14 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     return int(length * (factor if kind == "linear" else 1))
 
 
+def read_added_tokens(directory: Path) -> dict[str, int]:
+    """Ids of the added tokens of a directory's `tokenizer.json` by their text; empty if there is no such file."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    return {token["content"]: int(token["id"]) for token in read_json(path).get("added_tokens", [])}
+
+
 def read_image_processor(directory: Path) -> dict[str, Any]:
     """Settings of a checkpoint's image processor, found as transformers 5 finds them.
 

@@ -5,14 +5,12 @@ import hashlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from fovea.runtime.byte_lru import ByteLru
 from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound, ResourceExhausted
 from fovea.wire.features import FeatureTensors, size_bytes
 from fovea.wire.limits import MAX_IMAGE_BYTES
 from services.renderer import renderer_metrics
-from services.renderer.families.base import Grid
 from services.renderer.worker_pool import ProcessedImage
 
 
@@ -24,12 +22,6 @@ class Feature:
     tensors: FeatureTensors
     tensors_sha256: str
     size_bytes: int
-
-    @cached_property
-    def grid(self) -> Grid:
-        """The patch grid before merging."""
-        time, height, width = (int(extent) for extent in self.tensors["image_grid_thw"].reshape(3))
-        return time, height, width
 
 
 @dataclass

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fovea.api.v1 import model_input_pb2
+from fovea.vision.vision_family import Grid, TokenIds
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
 from services.renderer.chunk_errors import chunk_field
-from services.renderer.families.base import TokenIds
 from services.renderer.image_caches import Feature
 from services.renderer.image_header import ImageFormat
 
@@ -46,10 +46,11 @@ Chunk = TokenIds | ImageChunk
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """One image within the spliced tokens."""
+    """One image within the spliced tokens: its placeholders, its patch grid and its tensors."""
 
     offset: int
     length: int
+    grid: Grid
     feature: Feature
 
 
@@ -123,7 +124,7 @@ def _spans(images: Sequence[PlacedImage], source: str) -> list[model_input_pb2.V
             length=image.length,
             feature=model_input_pb2.VisionFeature(
                 digest=image.feature.digest,
-                grid_thw=image.feature.grid,
+                grid_thw=image.grid,
                 token_count=image.length,
                 size_bytes=image.feature.size_bytes,
                 source=source,

@@ -5,7 +5,6 @@
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NoReturn
 
 import grpc
 
@@ -15,13 +14,11 @@ from fovea.runtime.server import ServiceServer
 from fovea.wire.errors import Unavailable
 from fovea.wire.features import iter_pieces
 from fovea.wire.names import RENDERER_SERVICE
-from services.renderer import families, model_directory, model_inputs, renderer_metrics
-from services.renderer.families.base import Family
+from services.renderer import model_directory, model_inputs, renderer_metrics
 from services.renderer.image_caches import FeatureStore, ImageStore
 from services.renderer.image_fetch import ImageFetcher
-from services.renderer.image_header import ImageHeader
 from services.renderer.model_directory import Checkpoint
-from services.renderer.rendering import Renderer, ServedModel
+from services.renderer.rendering import ImageSupport, Renderer, ServedModel
 from services.renderer.settings import RendererSettings
 from services.renderer.worker_pool import WorkerPool, WorkerSettings
 
@@ -50,14 +47,15 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
     ) -> renderer_pb2.GetRendererInfoResponse:
         """See renderer.proto."""
         model = self._renderer.model
+        images = model.image_support
         return renderer_pb2.GetRendererInfoResponse(
             model=model.name,
             family=model.model_type,
-            supports_images=model.family.supports_images,
-            processor_fingerprint=model.processor_fingerprint,
+            supports_images=images is not None,
+            processor_fingerprint=images.fingerprint if images else "",
             vocabulary_size=model.vocabulary_size,
             max_context_length=model.max_context_length,
-            reserved_token_ids=sorted(model.family.reserved_ids),
+            reserved_token_ids=sorted(images.family.reserved_ids) if images else (),
             version=fovea.__version__,
         )
 
@@ -96,22 +94,19 @@ async def open_renderer(settings: RendererSettings) -> AsyncIterator[Renderer]:
 
     Raises ValueError if the model directory is not one that the renderer can serve, Unavailable if no worker starts.
     """
-    model = model_directory.read(model_directory.locate(settings.model))
-    family = families.choose(model)
+    checkpoint = model_directory.read(model_directory.locate(settings.model))
     fetcher = ImageFetcher(settings.image_hosts, settings.image_fetch_timeout_s)
     features, images = FeatureStore(settings.feature_cache_bytes), ImageStore(settings.image_store_bytes)
     try:
-        if not family.supports_images:
-            served = _served(settings, model, family(model, {}), fingerprint="")
-            yield Renderer(served, features, images, fetcher, _never)
-            return
-        pool = WorkerPool(_worker_settings(settings, model), settings.workers, settings.max_pending_images)
-        ready = await pool.start()
-        try:
-            served = _served(settings, model, family(model, ready.settings), ready.fingerprint)
-            yield Renderer(served, features, images, fetcher, pool.process)
-        finally:
-            await pool.close()
+        async with _open_image_support(settings, checkpoint) as image_support:
+            model = ServedModel(
+                name=settings.model,
+                model_type=checkpoint.model_type,
+                vocabulary_size=checkpoint.vocabulary_size,
+                max_context_length=settings.max_context_length or checkpoint.max_position_count,
+                image_support=image_support,
+            )
+            yield Renderer(model, features, images, fetcher)
     finally:
         await fetcher.close()
 
@@ -125,9 +120,8 @@ async def serve(settings: RendererSettings) -> None:
         async with open_renderer(settings) as renderer:
             servicer.attach(renderer, settings.advertise or server.address)
             model = renderer.model
-            logger.info(
-                "%s (%s), fingerprint %s", model.name, model.model_type, model.processor_fingerprint[:12] or "none"
-            )
+            fingerprint = model.image_support.fingerprint[:12] if model.image_support else "none"
+            logger.info("%s (%s), fingerprint %s", model.name, model.model_type, fingerprint)
             await server.set_serving(True)
             await server.run_until_stopped()
     finally:
@@ -135,22 +129,19 @@ async def serve(settings: RendererSettings) -> None:
         await server.grpc.stop(0)
 
 
-def _served(settings: RendererSettings, model: Checkpoint, family: Family, fingerprint: str) -> ServedModel:
-    return ServedModel(
-        name=settings.model,
-        model_type=model.model_type,
-        family=family,
-        vocabulary_size=model.vocabulary_size,
-        max_context_length=settings.max_context_length or model.max_position_count,
-        processor_fingerprint=fingerprint,
+@asynccontextmanager
+async def _open_image_support(settings: RendererSettings, checkpoint: Checkpoint) -> AsyncIterator[ImageSupport | None]:
+    """Warm workers for a vision-language model, None for one that takes text only."""
+    if checkpoint.family is None:
+        yield None
+        return
+    worker_settings = WorkerSettings(
+        checkpoint.directory, settings.worker_memory_bytes, settings.image_timeout_s, settings.start_timeout_s
     )
-
-
-def _worker_settings(settings: RendererSettings, model: Checkpoint) -> WorkerSettings:
-    return WorkerSettings(
-        model.directory, settings.worker_memory_bytes, settings.image_timeout_s, settings.start_timeout_s
-    )
-
-
-async def _never(header: ImageHeader, data: bytes) -> NoReturn:
-    raise TypeError("a text-only model has no image workers")
+    pool = WorkerPool(worker_settings, settings.workers, settings.max_pending_images)
+    ready = await pool.start()
+    try:
+        token_count = checkpoint.family.token_counter(ready.settings)
+        yield ImageSupport(checkpoint.family, token_count, pool.process, ready.fingerprint)
+    finally:
+        await pool.close()

@@ -11,11 +11,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from fovea.vision.vision_family import GridSpan, TokenCounter, TokenIds, VisionFamily
 from fovea.wire.errors import ContextOverflow, Internal, InvalidInput, ResourceExhausted
-from fovea.wire.rendered_input import find_lost_image
 from services.renderer import image_header, renderer_metrics
 from services.renderer.chunk_errors import InvalidChunk, chunk_field
-from services.renderer.families.base import Family, ImageSpan, TokenIds
 from services.renderer.image_caches import Feature, FeatureStore, ImageStore
 from services.renderer.image_fetch import ImageFetcher
 from services.renderer.image_header import ImageHeader
@@ -31,15 +30,31 @@ _HASH_INLINE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
+class ImageSupport:
+    """What a vision-language model makes of images.
+
+    Args:
+        family: Its family, bound to the checkpoint.
+        token_count: Placeholder tokens of an image of (width, height) pixels.
+        process: Turns one image into tensors.
+        fingerprint: Identity of the image processor, SHA-256 in hexadecimal.
+    """
+
+    family: VisionFamily
+    token_count: TokenCounter
+    process: ProcessImage
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class ServedModel:
-    """What is served: the model as named at start, its family, and the bounds of its inputs."""
+    """What is served: the model as named at start, the bounds of its inputs, and images unless it takes text only."""
 
     name: str
     model_type: str
-    family: Family
     vocabulary_size: int
     max_context_length: int
-    processor_fingerprint: str
+    image_support: ImageSupport | None
 
 
 @dataclass(frozen=True)
@@ -60,23 +75,15 @@ class Renderer:
         features: Tensors by digest.
         images: Uploaded images.
         fetcher: For images by address.
-        process: Turns one image into tensors; not used by a text-only model.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        features: FeatureStore,
-        images: ImageStore,
-        fetcher: ImageFetcher,
-        process: ProcessImage,
-    ) -> None:
+    def __init__(self, model: ServedModel, features: FeatureStore, images: ImageStore, fetcher: ImageFetcher) -> None:
         self.model = model
         self.features = features
         self.images = images
         self._fetcher = fetcher
-        self._process = process
-        self._first_reserved_id = min(model.family.reserved_ids, default=model.vocabulary_size)
+        reserved_ids = model.image_support.family.reserved_ids if model.image_support else ()
+        self._first_reserved_id = min(reserved_ids, default=model.vocabulary_size)
 
     async def render(self, chunks: Sequence[Chunk]) -> Rendered:
         """Splices one input.
@@ -110,8 +117,8 @@ class Renderer:
             ).at(index)
         if highest < self._first_reserved_id:
             return
-        family = self.model.family
-        lost = find_lost_image(ids, family.image_opener_id, family.reserved_ids, previous_id)
+        family = self._image_support().family
+        lost = family.find_lost_image(ids, previous_id)
         if lost is not None:
             name = family.reserved_ids[int(ids[lost])]
             raise InvalidChunk(
@@ -122,15 +129,10 @@ class Renderer:
 
     async def _check_image(self, index: int, chunk: ImageChunk) -> _CheckedImage:
         try:
-            if not self.model.family.supports_images:
-                raise InvalidChunk(
-                    "no_images",
-                    f"{self.model.name} ({self.model.model_type}) is a text-only model and takes no images;"
-                    " send text only or serve a vision-language model",
-                )
+            image_support = self._image_support()
             data = await self._bytes(index, chunk.source)
             header = image_header.read(data, chunk.format)
-            token_count = self.model.family.token_count(header.width, header.height)
+            token_count = image_support.token_count(header.width, header.height)
             if chunk.expected_token_count not in (None, token_count):
                 raise InvalidChunk(
                     "expected_tokens",
@@ -140,6 +142,15 @@ class Renderer:
             return _CheckedImage(index, data, header, token_count)
         except InvalidChunk as error:
             raise error.at(index) from error
+
+    def _image_support(self) -> ImageSupport:
+        if self.model.image_support is None:
+            raise InvalidChunk(
+                "no_images",
+                f"{self.model.name} ({self.model.model_type}) is a text-only model and takes no images;"
+                " send text only or serve a vision-language model",
+            )
+        return self.model.image_support
 
     async def _bytes(self, index: int, source: bytes | HeldImage | RemoteImage) -> bytes:
         if isinstance(source, HeldImage):
@@ -163,32 +174,24 @@ class Renderer:
             )
 
     async def _feature(self, image: _CheckedImage) -> Feature:
-        digest = await self._digest(image.data)
+        image_support = self._image_support()
+        digest = await _digest(image_support.fingerprint, image.data)
 
         def process() -> Awaitable[ProcessedImage]:
             renderer_metrics.IMAGE_BYTES.inc(len(image.data))
-            return self._process(image.header, image.data)
+            return image_support.process(image.header, image.data)
 
         try:
             feature = await self.features.get(digest, process)
         except InvalidChunk as error:
             raise error.at(image.index) from error
-        found = len(self.model.family.placeholder_ids(feature.grid))
+        found = image_support.family.token_count(image_support.family.grid_of(feature.tensors))
         if found != image.token_count:
             raise Internal(
                 f"{chunk_field(image.index)}: geometry says {image.token_count} tokens for {image.header.width}x"
                 f"{image.header.height} pixels, the image processor made {found}"
             )
         return feature
-
-    async def _digest(self, data: bytes) -> str:
-        """Identity of an image's tensors: SHA-256 over the processor's fingerprint (32 bytes) and the encoded image."""
-        digest = hashlib.sha256(bytes.fromhex(self.model.processor_fingerprint))
-        if len(data) > _HASH_INLINE_BYTES:
-            await asyncio.to_thread(digest.update, data)
-        else:
-            digest.update(data)
-        return digest.hexdigest()
 
     def _check_room(self, features: Sequence[Feature]) -> None:
         """An input whose tensors do not fit together could never be fetched: its first image is gone with its last."""
@@ -206,15 +209,27 @@ class Renderer:
         for chunk in chunks:
             if isinstance(chunk, ImageChunk):
                 feature = next(remaining)
-                part = self.model.family.placeholder_ids(feature.grid)
-                images.append(PlacedImage(offset, len(part), feature))
+                family = self._image_support().family
+                grid = family.grid_of(feature.tensors)
+                part = family.placeholder_ids(grid)
+                images.append(PlacedImage(offset, len(part), grid, feature))
             else:
                 part = chunk
             parts.append(part)
             offset += len(part)
-        spans = [ImageSpan(image.offset, image.feature.grid) for image in images]
-        positions = self.model.family.positions(offset, spans) if spans else None
+        spans = [GridSpan(image.offset, image.grid) for image in images]
+        positions = self._image_support().family.positions(offset, spans) if spans else None
         return Rendered(np.concatenate(parts), tuple(images), positions)
+
+
+async def _digest(fingerprint: str, data: bytes) -> str:
+    """Identity of an image's tensors: SHA-256 over the processor's fingerprint (32 bytes) and the encoded image."""
+    digest = hashlib.sha256(bytes.fromhex(fingerprint))
+    if len(data) > _HASH_INLINE_BYTES:
+        await asyncio.to_thread(digest.update, data)
+    else:
+        digest.update(data)
+    return digest.hexdigest()
 
 
 async def _first_error(jobs: Sequence[Awaitable[Result]]) -> list[Result]:

@@ -12,6 +12,7 @@ import tinyvlm
 from fovea.api.v1 import renderer_pb2_grpc
 from fovea.client.renderer import RendererClient
 from fovea.runtime.server import ServiceServer
+from fovea.vision.vision_family import VisionFamily
 from fovea.wire.names import RENDERER_SERVICE
 from services.renderer.renderer_service import RendererServicer, open_renderer
 from services.renderer.rendering import Renderer
@@ -30,6 +31,12 @@ class Served:
     client: RendererClient
     renderer: Renderer
     directory: Path
+
+    @property
+    def family(self) -> VisionFamily:
+        """Of the vision-language model that is served."""
+        assert self.renderer.model.image_support is not None
+        return self.renderer.model.image_support.family
 
 
 @asynccontextmanager

@@ -75,18 +75,18 @@ async def test_bad_input_is_named_and_the_next_request_works(
 
 @pytest.mark.parametrize("name", ["<|image_pad|>", "<|video_pad|>", "<|vision_pad|>"])
 async def test_a_pad_token_in_the_place_of_an_image_is_refused_by_name(vision: Served, name: str) -> None:
-    family = vision.renderer.model.family
+    family = vision.family
     reserved = {title: token_id for token_id, title in family.reserved_ids.items()}
-    assert family.image_opener_id is not None
+    assert family.opener_id is not None
     message = rf"chunks\[1\]: token 2 is {reserved[name]} \({name.replace('|', '[|]')}\), which stands for an image"
     with pytest.raises(InvalidInput, match=message):
-        await vision.client.render(model_input(image(GOOD), text(1, family.image_opener_id, reserved[name])))
+        await vision.client.render(model_input(image(GOOD), text(1, family.opener_id, reserved[name])))
     with pytest.raises(InvalidInput, match=r"chunks\[2\]: token 0"):
-        await vision.client.render(model_input(text(family.image_opener_id), text(), text(reserved[name])))
+        await vision.client.render(model_input(text(family.opener_id), text(), text(reserved[name])))
 
 
 async def test_a_pad_token_by_itself_is_a_token_that_a_model_may_have_sampled(vision: Served) -> None:
-    pad = next(iter(vision.renderer.model.family.reserved_ids))
+    pad = next(iter(vision.family.reserved_ids))
     rendered = await vision.client.render(model_input(image(GOOD), text(1, pad, 2)))
     assert token_ids(rendered)[-3:] == [1, pad, 2]
     assert len(rendered.spans) == 1

@@ -53,7 +53,6 @@ async def test_all_who_ask_at_once_share_one_processing() -> None:
     features = await asyncio.gather(*asking)
     assert work.started == 1
     assert all(feature is store.held("d") for feature in features)
-    assert features[0].grid == (1, 4, 6)
     assert features[0].size_bytes == 100
     assert await store.get("d", work) is features[0]
     assert work.started == 1

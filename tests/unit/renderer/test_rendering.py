@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +13,9 @@ from services.renderer.image_caches import FeatureStore, ImageStore
 from services.renderer.image_fetch import ImageFetcher
 from services.renderer.image_header import ImageHeader
 from services.renderer.model_inputs import Chunk, ImageChunk, Rendered
-from services.renderer.rendering import Renderer, ServedModel
+from services.renderer.rendering import ImageSupport, Renderer, ServedModel
 from services.renderer.worker_pool import ProcessedImage
-from tests.unit.renderer.checkpoints import IMAGE, VOCABULARY_SIZE, family
+from tests.unit.renderer.checkpoints import IMAGE, PROCESSORS, VOCABULARY_SIZE, family
 from tests.unit.renderer.pictures import png
 
 CONTEXT = 400
@@ -35,15 +34,16 @@ async def geometry_only(header: ImageHeader, data: bytes) -> ProcessedImage:
     return ProcessedImage({"pixel_values": pixel_values, "image_grid_thw": grid}, hashlib.sha256(data).hexdigest(), 0.0)
 
 
-def make_renderer(directory: Path, model_type: str = "qwen3_vl", cache_bytes: int = 10_000) -> Renderer:
-    bound = family(directory, model_type)
-    model = ServedModel("model", model_type, bound, VOCABULARY_SIZE, CONTEXT, "ab" * 32)
-    return Renderer(model, FeatureStore(cache_bytes), ImageStore(1000), ImageFetcher([], 1.0), geometry_only)
+def make_renderer(cache_bytes: int = 10_000, fingerprint: str = "ab" * 32) -> Renderer:
+    qwen3_vl = family("qwen3_vl")
+    images = ImageSupport(qwen3_vl, qwen3_vl.token_counter(PROCESSORS["qwen3_vl"]), geometry_only, fingerprint)
+    model = ServedModel("model", "qwen3_vl", VOCABULARY_SIZE, CONTEXT, images)
+    return Renderer(model, FeatureStore(cache_bytes), ImageStore(1000), ImageFetcher([], 1.0))
 
 
 @pytest.fixture(scope="module")
-async def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    return make_renderer(tmp_path_factory.mktemp("qwen3_vl"))
+async def renderer() -> Renderer:
+    return make_renderer()
 
 
 def text(*ids: int) -> Chunk:
@@ -79,7 +79,7 @@ async def test_splicing_keeps_every_id_and_places_every_image(renderer: Renderer
         if isinstance(chunk, ImageChunk):
             span = next(placed)
             assert span.offset == offset
-            assert span.length == int(np.prod(span.feature.grid)) // 4
+            assert span.length == int(np.prod(span.grid)) // 4
             assert rendered.tokens[offset : offset + span.length].tolist() == [IMAGE] * span.length
             offset += span.length
         else:
@@ -140,17 +140,16 @@ async def test_the_first_chunk_in_order_is_the_one_named(renderer: Renderer) -> 
         await renderer.render([text(1), image((32, 32), 1), image((224, 224), 2)])
 
 
-async def test_digests_differ_by_bytes_and_by_processor(tmp_path: Path, renderer: Renderer) -> None:
-    other = make_renderer(tmp_path)
-    object.__setattr__(other.model, "processor_fingerprint", "cd" * 32)
+async def test_digests_differ_by_bytes_and_by_processor(renderer: Renderer) -> None:
+    other = make_renderer(fingerprint="cd" * 32)
     one, two = await renderer.render([image((32, 32)), image((224, 224))]), await other.render([image((32, 32))])
     digests = [placed.feature.digest for placed in (*one.images, *two.images)]
     assert len(set(digests)) == 3
     assert digests[0] == hashlib.sha256(bytes.fromhex("ab" * 32) + IMAGES[32, 32]).hexdigest()
 
 
-async def test_images_that_never_fit_together_are_refused(tmp_path: Path) -> None:
-    tight = make_renderer(tmp_path, cache_bytes=500)
+async def test_images_that_never_fit_together_are_refused() -> None:
+    tight = make_renderer(cache_bytes=500)
     await tight.render([image((32, 32)), image((32, 32))])
     with pytest.raises(ResourceExhausted, match="feature_cache_bytes"):
         await tight.render([image((32, 32)), image((224, 224))])

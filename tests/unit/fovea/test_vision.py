@@ -1,0 +1,161 @@
+"""Vision-language families: geometry as transformers computes it, positions as get_rope_index computes them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from fovea import vision
+from fovea.vision.qwen_vl import QwenVL
+from fovea.vision.vision_family import GridSpan, VisionFamily
+from tests.unit.renderer.checkpoints import ADDED_TOKENS, IMAGE, PROCESSORS, START, VIDEO, VISION, config, family
+
+KINDS = ["qwen3_vl", "qwen2_5_vl"]
+
+
+@pytest.fixture
+def qwen3_vl() -> VisionFamily:
+    return family("qwen3_vl")
+
+
+def test_the_model_type_chooses_the_family() -> None:
+    assert vision.MODEL_TYPES == ("qwen2_5_vl", "qwen3_vl")
+    assert [vision.choose(config(kind)) for kind in KINDS] == [QwenVL, QwenVL]
+    assert vision.choose({"model_type": "qwen3"}) is vision.choose({"model_type": "llama"}) is None
+    assert vision.bind({"model_type": "qwen3"}, ADDED_TOKENS) is None
+
+
+@pytest.mark.parametrize("tower", ["vision_config", "audio_config", "mm_vision_tower", "image_token_id"])
+def test_an_unknown_vision_model_is_refused_with_the_supported_ones(tower: str) -> None:
+    with pytest.raises(ValueError, match=r"'llava' is a vision model.*supported are qwen2_5_vl, qwen3_vl, and text-"):
+        vision.bind({"model_type": "llava", tower: {}}, {})
+
+
+@pytest.mark.parametrize("entry", ["image_token_id", "vision_config"])
+def test_an_entry_that_is_missing_is_named(entry: str) -> None:
+    lacking = {key: value for key, value in config("qwen3_vl").items() if key != entry}
+    with pytest.raises(ValueError, match=rf"config\.json has no {entry}"):
+        vision.bind(lacking, ADDED_TOKENS)
+
+
+def test_a_processor_that_does_not_fit_is_named(qwen3_vl: VisionFamily) -> None:
+    with pytest.raises(ValueError, match=r"merge_size 4, config\.json has spatial_merge_size 2"):
+        qwen3_vl.token_counter(PROCESSORS["qwen3_vl"] | {"merge_size": 4})
+    with pytest.raises(ValueError, match="do_resize=false"):
+        qwen3_vl.token_counter(PROCESSORS["qwen3_vl"] | {"do_resize": False})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_placeholders_are_reserved(kind: str) -> None:
+    assert family(kind).reserved_ids == {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>", VISION: "<|vision_pad|>"}
+
+
+def test_the_configuration_alone_reserves_what_it_names() -> None:
+    bare = vision.bind(config("qwen3_vl") | {"vision_start_token_id": START}, {})
+    assert bare is not None
+    assert bare.opener_id == START
+    assert bare.reserved_ids == {IMAGE: "the image placeholder", VIDEO: "the video placeholder"}
+
+
+@pytest.mark.parametrize("placeholder", [IMAGE, VIDEO, VISION])
+def test_a_placeholder_after_the_opener_is_a_lost_image(qwen3_vl: VisionFamily, placeholder: int) -> None:
+    assert qwen3_vl.find_lost_image(np.array([1, START, placeholder])) == 2
+    assert qwen3_vl.find_lost_image(np.array([placeholder]), previous_id=START) == 0
+    assert qwen3_vl.find_lost_image(np.array([1, placeholder, START, -1])) is None  # sampled; and an image is there
+    assert qwen3_vl.find_lost_image(np.array([], np.int32)) is None
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "count"),
+    # Contract section 6, recomputed there with transformers 5.19; every size also the other way round.
+    [
+        (224, 224, 64),
+        (150, 224, 70),
+        (400, 300, 108),
+        (480, 360, 165),
+        (32, 32, 64),
+        (1920, 1080, 2040),
+        (5000, 5000, 16384),
+    ],
+)
+def test_qwen3_vl_counts(qwen3_vl: VisionFamily, width: int, height: int, count: int) -> None:
+    token_count = qwen3_vl.token_counter(PROCESSORS["qwen3_vl"])
+    assert token_count(width, height) == token_count(height, width) == count
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(1, 9000), st.integers(1, 9000), st.sampled_from(KINDS))
+def test_counts_are_those_of_smart_resize(width: int, height: int, model_type: str) -> None:
+    width, height = min(width, 200 * height), min(height, 200 * width)
+    processor = PROCESSORS[model_type]
+    size, factor = processor["size"], processor["patch_size"] * processor["merge_size"]
+    resized = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
+    assert family(model_type).token_counter(processor)(width, height) == resized[0] * resized[1] // factor**2
+
+
+def test_placeholders_are_one_a_merged_patch(qwen3_vl: VisionFamily) -> None:
+    ids = qwen3_vl.placeholder_ids((1, 6, 10))
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [IMAGE] * 15
+
+
+def test_positions_of_text_image_text(qwen3_vl: VisionFamily) -> None:
+    # Two tokens, an image of 2 rows and 3 columns after merging, two tokens.
+    positions = qwen3_vl.positions(10, [GridSpan(2, (1, 4, 6))])
+    assert positions.dtype == np.int32
+    assert positions.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
+
+
+def test_two_images_in_a_row_are_placed_one_after_the_other(qwen3_vl: VisionFamily) -> None:
+    # transformers' get_rope_index cannot say this: it takes the run of placeholders for one image.
+    positions = qwen3_vl.positions(6, [GridSpan(0, (1, 2, 4)), GridSpan(2, (1, 4, 4))])
+    assert positions.tolist() == [[0, 0, 2, 2, 2, 2], [0, 0, 2, 2, 3, 3], [0, 1, 2, 3, 2, 3]]
+
+
+@pytest.mark.parametrize(("model_type", "channels"), [("qwen3_vl", "in_channels"), ("qwen2_5_vl", "in_chans")])
+def test_what_a_well_formed_image_is(model_type: str, channels: str) -> None:
+    sizes = {"patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, channels: 3}
+    bound = vision.bind({"model_type": model_type, "image_token_id": 7, "vision_config": sizes}, {})
+    assert bound is not None
+    assert bound.token_count((1, 8, 12)) == 24
+    assert bound.tensor_shapes((1, 8, 12))["pixel_values"] == ("uint8", (96, 3 * 2 * 14 * 14))
+    tensors, grid = bound.blank_image()
+    assert not bound.grid_problem(grid)
+    assert not bound.tensors_problem(grid, tensors)
+    assert bound.grid_of(tensors) == grid
+
+
+def test_tensors_are_checked(qwen3_vl: VisionFamily) -> None:
+    tensors, grid = qwen3_vl.blank_image()
+    pixels, held_grid = tensors["pixel_values"], tensors["image_grid_thw"]
+    spoiled = {
+        "tensors are": {"pixel_values": pixels},
+        "is float32": {"pixel_values": pixels.astype(np.float32), "image_grid_thw": held_grid},
+        "pixel_values has shape": {"pixel_values": pixels[1:], "image_grid_thw": held_grid},
+        "image_grid_thw has shape": {"pixel_values": pixels, "image_grid_thw": held_grid[0]},
+        "the tensors are of the grid": {"pixel_values": pixels, "image_grid_thw": held_grid[:, ::-1]},
+    }
+    for problem, bad in spoiled.items():
+        assert problem in qwen3_vl.tensors_problem(grid, bad)
+
+
+@pytest.mark.parametrize(
+    ("grid", "problem"),
+    [
+        ([1, 2], "must have 3 extents"),
+        ([1, 0, 2], "must be positive"),
+        ([1, 2**20, 2**20], "at most 16777216 patches"),
+        ([2, 2, 2], "has 2 frames"),
+        ([1, 3, 2], "multiples of 2"),
+        ([1, 2, 4], ""),
+    ],
+)
+def test_grids_are_checked(qwen3_vl: VisionFamily, grid: list[int], problem: str) -> None:
+    found = qwen3_vl.grid_problem(grid)
+    assert problem in found
+    assert bool(problem) == bool(found)
