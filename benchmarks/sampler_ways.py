@@ -18,6 +18,7 @@ from benchmarks.running import Running
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.client import GatewayClient, RendererClient
 from fovea.runtime.secret import VARIABLE
+from fovea.wire.rendered_input import ImageSpan
 from fovea.wire.tensors import decode_tokens, encode_tokens
 
 if TYPE_CHECKING:
@@ -161,8 +162,6 @@ class Direct:
         await self._renderer.close()
 
     async def _prompt(self, model_input: model_input_pb2.ModelInput) -> Any:
-        from services.sampler.engine_api import ImageSpan
-
         rendered = await self._render(model_input)
         features, spans = [], []
         for span in rendered.spans:
@@ -171,7 +170,8 @@ class Direct:
             self.fetch_s.append(time.perf_counter() - begun)
             features.append(fetched[span.feature.digest])
             self.tensor_bytes = sum(array.nbytes for array in features[-1].values())
-            spans.append(ImageSpan(span.offset, span.length, span.feature))
+            frames, height, width = span.feature.grid_thw
+            spans.append(ImageSpan(span.offset, span.length, (frames, height, width), span.feature))
         tokens = np.frombuffer(rendered.tokens, np.int32)
         return self._maker.make(self._spec(tokens, tuple(spans)), features)
 

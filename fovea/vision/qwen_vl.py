@@ -94,7 +94,7 @@ class QwenVL(VisionFamily):
         time, height, width = (int(extent) for extent in tensors["image_grid_thw"].reshape(3))
         return time, height, width
 
-    def blank_image(self) -> tuple[Mapping[str, npt.NDArray], Grid]:
+    def blank_image(self) -> tuple[dict[str, npt.NDArray], Grid]:
         """Four by four merged patches of grey."""
         grid = (1, 4 * self.merge_size, 4 * self.merge_size)
         _, shape = self.tensor_shapes(grid)["pixel_values"]

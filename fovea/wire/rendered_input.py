@@ -6,46 +6,19 @@ size follows from the grids. N is the number of tokens.
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from fovea.api.v1 import model_input_pb2
+from fovea.vision.vision_family import Grid, VisionFamily
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
 
-Grid = tuple[int, int, int]
-"""Patches of an image: time, height, width."""
-
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-class VisionFacts(Protocol):
-    """What the checker must know of a model's images."""
-
-    @property
-    def image_token_id(self) -> int | None:
-        """The placeholder of images; None for a model that takes text only."""
-
-    @property
-    def image_opener_id(self) -> int | None:
-        """The id that an image follows, as `<|vision_start|>`; None if the model has none."""
-
-    @property
-    def reserved_token_ids(self) -> Collection[int]:
-        """Ids that stand for a piece of an image, or of what is not supported, as a video."""
-
-    def grid_problem(self, grid: Sequence[int]) -> str:
-        """What is wrong with a grid, beginning with `grid_thw`, or the empty string."""
-
-    def token_count(self, grid: Sequence[int]) -> int:
-        """Placeholder tokens of an image. The grid has no problem."""
-
-    def tensor_shapes(self, grid: Sequence[int]) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """numpy dtype name and shape of each tensor of an image. The grid has no problem."""
 
 
 @dataclass(frozen=True)
@@ -93,17 +66,19 @@ class CheckedInput:
 
 
 def check(
-    rendered: model_input_pb2.RenderedInput, limits: InputLimits, vision: VisionFacts, field: str
+    rendered: model_input_pb2.RenderedInput, limits: InputLimits, vision: VisionFamily | None, field: str
 ) -> CheckedInput:
-    """Decodes a rendered input. Raises InvalidInput, or ContextOverflow, naming the part of `field` that is wrong."""
+    """Decodes a rendered input for a model of this family, None for one that takes text only.
+
+    Raises InvalidInput, or ContextOverflow, naming the part of `field` that is wrong.
+    """
     ids = check_tokens(rendered.tokens, limits.vocabulary_size, limits.max_context_length, f"{field}.tokens")
-    spans = _check_spans(rendered.spans, ids, limits, vision, f"{field}.spans")
-    outside = ids.copy()
-    for span in spans:
-        outside[span.offset : span.offset + span.length] = -1
-    lost = find_lost_image(outside, vision.image_opener_id, vision.reserved_token_ids)
-    if lost is not None:
-        raise _wrong(f"{field}.tokens", f"has the image placeholder {ids[lost]} at position {lost}, but no image there")
+    spans: tuple[ImageSpan, ...] = ()
+    if vision is not None:
+        spans = _check_spans(rendered.spans, ids, limits, vision, f"{field}.spans")
+        _check_no_image_is_lost(ids, spans, vision, f"{field}.tokens")
+    elif rendered.spans:
+        raise _wrong(f"{field}.spans", "has images, but the model takes no images")
     return CheckedInput(ids, spans, _check_positions(rendered, ids.size, limits, f"{field}.positions"))
 
 
@@ -134,36 +109,13 @@ def check_ids(ids: npt.NDArray, vocabulary_size: int, field: str) -> None:
         )
 
 
-def find_lost_image(
-    ids: npt.NDArray, opener_id: int | None, reserved_ids: Collection[int], previous_id: int = -1
-) -> int | None:
-    """Index of the first placeholder that follows the token which opens an image, or None.
-
-    Such a placeholder stands in the place of an image that is not there. One by itself is a token like any other, since
-    a model may sample it.
-
-    Args:
-        ids: Token ids [N] without those of images that are there (or with -1 in their places).
-        opener_id: The id that an image follows, as `<|vision_start|>`; None if the model has none.
-        reserved_ids: Ids that stand for a piece of an image.
-        previous_id: The id before `ids`.
-    """
-    if opener_id is None or not len(ids):
-        return None
-    opened = np.concatenate(([previous_id], ids[:-1])) == opener_id
-    lost = np.flatnonzero(opened & np.isin(ids, list(reserved_ids)))
-    return int(lost[0]) if lost.size else None
-
-
 def _check_spans(
     spans: Sequence[model_input_pb2.VisionSpan],
     ids: npt.NDArray[np.int32],
     limits: InputLimits,
-    vision: VisionFacts,
+    vision: VisionFamily,
     field: str,
 ) -> tuple[ImageSpan, ...]:
-    if spans and vision.image_token_id is None:
-        raise _wrong(field, "has images, but the model takes no images")
     if limits.max_images is not None and len(spans) > limits.max_images:
         raise _wrong(field, f"has {len(spans)} images; at most {limits.max_images} are taken")
     checked: list[ImageSpan] = []
@@ -192,13 +144,24 @@ def _check_spans(
     return tuple(checked)
 
 
-def _check_feature(feature: model_input_pb2.VisionFeature, vision: VisionFacts, field: str) -> Grid:
+def _check_no_image_is_lost(
+    ids: npt.NDArray[np.int32], spans: Sequence[ImageSpan], vision: VisionFamily, field: str
+) -> None:
+    outside = ids.copy()
+    for span in spans:
+        outside[span.offset : span.offset + span.length] = -1
+    if (lost := vision.find_lost_image(outside)) is not None:
+        raise _wrong(field, f"has the image placeholder {ids[lost]} at position {lost}, but no image there")
+
+
+def _check_feature(feature: model_input_pb2.VisionFeature, vision: VisionFamily, field: str) -> Grid:
     for name, value in (("digest", feature.digest), ("tensors_sha256", feature.tensors_sha256)):
         if not _SHA256.fullmatch(value):
             raise _wrong(f"{field}.{name}", "must be 64 lower-case hexadecimal digits")
     if problem := vision.grid_problem(feature.grid_thw):
         raise InvalidInput(f"{field}.{problem}", field=f"{field}.grid_thw")
-    time, height, width = grid = tuple(feature.grid_thw)
+    time, height, width = feature.grid_thw
+    grid = (time, height, width)
     shapes = vision.tensor_shapes(grid).values()
     sizes = {
         "token_count": vision.token_count(grid),
@@ -207,7 +170,7 @@ def _check_feature(feature: model_input_pb2.VisionFeature, vision: VisionFacts, 
     for name, expected in sizes.items():
         if (seen := getattr(feature, name)) != expected:
             raise _wrong(f"{field}.{name}", f"is {seen}, but the grid {list(grid)} makes {expected}")
-    return time, height, width
+    return grid
 
 
 def _check_positions(

@@ -16,11 +16,10 @@ def main() -> int:
     configure("sampler", settings.log_level)
     # The order matters: the environment before torch is imported, the engine before gRPC starts threads.
     from services.sampler.engine import vllm_launch
-    from services.sampler.families import family_of
 
     vllm_launch.prepare_environment(settings)
     try:
-        family_of(vllm_launch.read_config(settings.model))
+        vllm_launch.check_model(settings.model)
         vllm_launch.context(settings)
     except (OSError, ValueError) as error:
         raise SystemExit(f"services.sampler: {error}") from None

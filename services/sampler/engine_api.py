@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from fovea.api.v1 import model_input_pb2
+from fovea.wire.rendered_input import ImageSpan
 
 SEED_MASK = 2**63 - 1
 FILLER_LOGPROB = -99999.0
@@ -49,15 +49,6 @@ class Draw:
             return None
         key = self.seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little")
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") & SEED_MASK
-
-
-@dataclass(frozen=True)
-class ImageSpan:
-    """One image in the prompt: tokens `offset` to `offset + length` are its placeholders."""
-
-    offset: int
-    length: int
-    feature: model_input_pb2.VisionFeature
 
 
 @dataclass(frozen=True)

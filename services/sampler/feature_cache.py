@@ -8,11 +8,11 @@ import grpc
 from fovea.api.v1 import model_input_pb2
 from fovea.client.renderer import RendererClient
 from fovea.runtime.byte_lru import ByteLru
+from fovea.vision.vision_family import VisionFamily
 from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, InvalidInput, NotFound, Unavailable
 from fovea.wire.features import FeatureTensors, check_feature, size_bytes
+from fovea.wire.rendered_input import ImageSpan
 from services.sampler import sampler_metrics
-from services.sampler.engine_api import ImageSpan
-from services.sampler.families.base import Family
 
 VisionFeature = model_input_pb2.VisionFeature
 
@@ -21,14 +21,16 @@ class FeatureStore:
     """A cache of features over the renderers.
 
     Args:
-        family: Knows what the tensors of an image must be.
+        vision: Knows what the tensors of an image must be; None for a model that takes text only.
         limit_bytes: The most memory of kept tensors; what was used longest ago goes first.
         default_source: Renderer to ask when a request names none.
         timeout_s: How long a renderer may take.
     """
 
-    def __init__(self, family: Family, limit_bytes: int, default_source: str, timeout_s: float = 60.0) -> None:
-        self._family = family
+    def __init__(
+        self, vision: VisionFamily | None, limit_bytes: int, default_source: str, timeout_s: float = 60.0
+    ) -> None:
+        self._vision = vision
         self._default_source = default_source
         self._timeout_s = timeout_s
         self._kept: ByteLru[FeatureTensors] = ByteLru(limit_bytes)
@@ -41,7 +43,7 @@ class FeatureStore:
         Raises FeatureEvicted if the renderer no longer holds one or does not answer, InvalidInput if what it holds does
         not fit the request, Internal if it is not what the request promises.
         """
-        return list(await asyncio.gather(*(self._get_one(span.feature) for span in spans)))
+        return list(await asyncio.gather(*(self._get_one(span) for span in spans)))
 
     async def close(self) -> None:
         """Gives up fetches and closes all channels."""
@@ -50,7 +52,9 @@ class FeatureStore:
         for client in self._clients.values():
             await client.close()
 
-    async def _get_one(self, feature: VisionFeature) -> FeatureTensors:
+    async def _get_one(self, span: ImageSpan) -> FeatureTensors:
+        assert self._vision is not None  # a request with images is refused otherwise
+        feature = span.feature
         # Both digests make the key: a caller that promises other tensors under a known image must not get those.
         key = (feature.digest, feature.tensors_sha256)
         kept = self._kept.get(key)
@@ -60,7 +64,7 @@ class FeatureStore:
             sampler_metrics.FEATURES.labels("miss").inc()
             kept = await self._fetch_once(key, feature)
         # A hit is checked too: the grid is the request's own claim.
-        if problem := self._family.tensors_problem(list(feature.grid_thw), kept):
+        if problem := self._vision.tensors_problem(span.grid, kept):
             raise InvalidInput(f"image {feature.digest}: {problem}", field="prompt.spans")
         return kept
 

@@ -4,8 +4,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
+from fovea.wire.features import FeatureTensors
 from services.sampler.engine_api import AdapterName, Event, SampleSpec
-from services.sampler.families.base import FeatureTensors
 
 
 class SampleEngine(Protocol):

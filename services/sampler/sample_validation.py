@@ -1,33 +1,32 @@
 """Refuses whatever would harm the engine. vLLM dies, for every tenant, or is silently wrong on malformed input."""
 
-import math
-import re
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from fovea.api.v1 import model_input_pb2, sampler_pb2
-from fovea.wire import tensors
+from fovea.api.v1 import sampler_pb2
+from fovea.vision.vision_family import VisionFamily
+from fovea.wire import rendered_input
 from fovea.wire.errors import ContextOverflow, InvalidInput
-from fovea.wire.rendered_input import find_lost_image
 from services.sampler import prompt_options
-from services.sampler.engine_api import Draw, ImageSpan, Limits, SampleSpec
-from services.sampler.families.base import Family
+from services.sampler.engine_api import Draw, Limits, SampleSpec
 
 _MIN_TEMPERATURE = 0.01  # vLLM would silently raise a smaller one to this
 _MAX_TEMPERATURE = 2.0  # vLLM's own bound
 _MAX_STOPS = 64
 _MAX_STOP_STRING = 1000
 _MAX_CACHE_SALT = 256
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def read_request(request: sampler_pb2.SampleRequest, limits: Limits, family: Family) -> SampleSpec:
+def read_request(request: sampler_pb2.SampleRequest, limits: Limits, vision: VisionFamily | None) -> SampleSpec:
     """The request, checked. Raises InvalidInput naming the field, ContextOverflow if the new tokens do not fit."""
-    ids = _read_tokens(request.prompt.tokens, limits)
-    spans = _read_spans(request.prompt, ids, limits, family)
-    _check_positions(request.prompt, len(ids))
+    # Positions may be there and are not used: the engine computes the same. `_read_max_tokens` checks the context.
+    taken = rendered_input.InputLimits(
+        limits.vocabulary_size,
+        positions="optional",
+        max_images=limits.max_images,
+        max_image_tokens=limits.max_image_tokens,
+    )
+    prompt = rendered_input.check(request.prompt, taken, vision, "prompt")
+    ids = prompt.tokens
     _check_range("sample_count", request.sample_count, 1, limits.max_sample_count)
     _check_range("top_prompt_logprobs", request.top_prompt_logprobs, 0, limits.max_top_logprobs)
     _check_range("alt_token_count", request.alt_token_count, 0, limits.max_top_logprobs)
@@ -39,7 +38,7 @@ def read_request(request: sampler_pb2.SampleRequest, limits: Limits, family: Fam
         request_id=request.request_id,
         snapshot_id=request.snapshot_id,
         tokens=ids,
-        spans=spans,
+        spans=prompt.spans,
         sample_count=request.sample_count,
         draw=_read_draw(request.params, len(ids), limits),
         prompt_logprobs=request.prompt_logprobs,
@@ -51,105 +50,6 @@ def read_request(request: sampler_pb2.SampleRequest, limits: Limits, family: Fam
         at_once=request.at_once,
         cache_salt=_read_cache_salt(request.cache_salt),
     )
-
-
-def _read_tokens(data: bytes, limits: Limits) -> npt.NDArray[np.int32]:
-    field = "prompt.tokens"
-    ids = tensors.decode_tokens(data, field)
-    if not ids.size:
-        raise InvalidInput("prompt.tokens is empty; at least one token is needed", field=field)
-    wrong = np.flatnonzero((ids < 0) | (ids >= limits.vocabulary_size))
-    if wrong.size:
-        place = int(wrong[0])
-        raise InvalidInput(
-            f"prompt.tokens[{place}] is {ids[place]}; ids lie in 0 .. {limits.vocabulary_size - 1}", field=field
-        )
-    return ids
-
-
-def _read_spans(
-    prompt: model_input_pb2.RenderedInput, ids: npt.NDArray[np.int32], limits: Limits, family: Family
-) -> tuple[ImageSpan, ...]:
-    if prompt.spans and family.image_token_id is None:
-        raise InvalidInput("the model takes no images", field="prompt.spans")
-    if len(prompt.spans) > limits.max_images:
-        raise InvalidInput(f"{len(prompt.spans)} images; at most {limits.max_images} are taken", field="prompt.spans")
-    outside = ids.copy()
-    end = 0
-    for number, span in enumerate(prompt.spans):
-        _check_span(f"prompt.spans[{number}]", span, ids, end, limits, family)
-        end = span.offset + span.length
-        outside[span.offset : end] = -1
-    if (place := find_lost_image(outside, family.image_opener_id, family.reserved_token_ids)) is not None:
-        raise InvalidInput(
-            f"prompt.tokens[{place}] is the placeholder {ids[place]}, but no image span covers it",
-            field="prompt.tokens",
-        )
-    return tuple(ImageSpan(span.offset, span.length, span.feature) for span in prompt.spans)
-
-
-def _check_span(
-    field: str,
-    span: model_input_pb2.VisionSpan,
-    ids: npt.NDArray[np.int32],
-    previous_end: int,
-    limits: Limits,
-    family: Family,
-) -> None:
-    if span.length < 1 or span.offset < 0 or span.offset + span.length > len(ids):
-        raise InvalidInput(
-            f"{field} covers tokens {span.offset} .. {span.offset + span.length - 1} of a prompt of {len(ids)}",
-            field=field,
-        )
-    if span.offset < previous_end:
-        raise InvalidInput(f"{field} begins at {span.offset}, inside or before the span that ends there", field=field)
-    if np.any(ids[span.offset : span.offset + span.length] != family.image_token_id):
-        raise InvalidInput(
-            f"{field} covers tokens other than the image placeholder {family.image_token_id}", field=field
-        )
-    _check_feature(f"{field}.feature", span.feature, family)
-    if span.length != span.feature.token_count:
-        raise InvalidInput(
-            f"{field} has {span.length} placeholder tokens, its image takes {span.feature.token_count}", field=field
-        )
-    if span.length > limits.max_image_tokens:
-        raise InvalidInput(
-            f"{field} has {span.length} tokens; the engine takes {limits.max_image_tokens} of one image", field=field
-        )
-
-
-def _check_feature(field: str, feature: model_input_pb2.VisionFeature, family: Family) -> None:
-    for name, value in (("digest", feature.digest), ("tensors_sha256", feature.tensors_sha256)):
-        if not _SHA256.fullmatch(value):
-            raise InvalidInput(f"{field}.{name} must be 64 lower-case hexadecimal digits", field=f"{field}.{name}")
-    grid = list(feature.grid_thw)
-    if problem := family.grid_problem(grid):
-        raise InvalidInput(f"{field}.{problem}", field=f"{field}.grid_thw")
-    if feature.token_count != (expected := family.token_count(grid)):
-        raise InvalidInput(
-            f"{field}.token_count is {feature.token_count}, the grid {grid} makes {expected}",
-            field=f"{field}.token_count",
-        )
-    size_bytes = sum(
-        math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in family.tensor_shapes(grid).values()
-    )
-    if feature.size_bytes != size_bytes:
-        raise InvalidInput(
-            f"{field}.size_bytes is {feature.size_bytes}, the grid {grid} makes {size_bytes}",
-            field=f"{field}.size_bytes",
-        )
-
-
-def _check_positions(prompt: model_input_pb2.RenderedInput, length: int) -> None:
-    """The engine computes the same positions from the grids; here they need only be possible."""
-    if not prompt.HasField("positions"):
-        return
-    field = "prompt.positions"
-    positions = tensors.decode(prompt.positions, field)
-    if positions.dtype != np.int32 or positions.shape != (3, length):
-        raise InvalidInput(
-            f"{field} is {positions.dtype.name} {list(positions.shape)}, must be int32 [3, {length}]", field=field
-        )
 
 
 def _read_draw(params: sampler_pb2.SamplingParams, prompt_length: int, limits: Limits) -> Draw:

@@ -6,15 +6,16 @@ import time
 import uuid
 from contextlib import suppress
 
+from fovea import vision
 from fovea.api.v1 import sampler_pb2_grpc
+from fovea.runtime.checkpoint import read_added_tokens
 from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.runtime.server import ServiceServer
 from fovea.wire.names import SAMPLER_SERVICE
 from services.sampler.adapters import AdapterShelf
 from services.sampler.engine.adapter_capacity import AdapterRoom
 from services.sampler.engine.vllm_engine import Engine
-from services.sampler.engine.vllm_launch import runs_on_cpu
-from services.sampler.families import family_of
+from services.sampler.engine.vllm_launch import checkpoint_directory, runs_on_cpu
 from services.sampler.feature_cache import FeatureStore
 from services.sampler.pushes import SnapshotPushes
 from services.sampler.sample_runner import Sampling
@@ -34,7 +35,8 @@ async def serve(settings: SamplerSettings, engine: Engine, room: AdapterRoom, st
     logger.info("%s", room)
     server = ServiceServer(settings, [SAMPLER_SERVICE])
     await engine.prepare()
-    family = family_of(engine.config)
+    added_tokens = read_added_tokens(checkpoint_directory(settings.model))
+    family = vision.bind(engine.config, added_tokens)
     features = FeatureStore(family, settings.feature_cache_mib << 20, settings.renderer)
     shelf = AdapterShelf(settings.max_adapters, room.held_bytes)
     snapshots = Snapshots(engine, shelf)

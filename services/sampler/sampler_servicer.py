@@ -8,11 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 import grpc
 
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
+from fovea.vision.vision_family import VisionFamily
 from fovea.wire import tensors
 from fovea.wire.errors import FoveaError, Unavailable
 from services.sampler import sampler_metrics
 from services.sampler.engine_api import AltRows, Delta, Event, Limits, PromptFacts, TopRows
-from services.sampler.families.base import Family
 from services.sampler.pushes import Loaded, Ready, SnapshotPushes
 from services.sampler.sample_runner import Sampling
 from services.sampler.sample_validation import read_request
@@ -45,10 +45,15 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
     """The sampler over gRPC."""
 
     def __init__(
-        self, facts: EngineFacts, family: Family, sampling: Sampling, snapshots: Snapshots, pushes: SnapshotPushes
+        self,
+        facts: EngineFacts,
+        vision: VisionFamily | None,
+        sampling: Sampling,
+        snapshots: Snapshots,
+        pushes: SnapshotPushes,
     ) -> None:
         self._facts = facts
-        self._family = family
+        self._vision = vision
         self._sampling = sampling
         self._snapshots = snapshots
         self._pushes = pushes
@@ -87,7 +92,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         outcome = "cancelled"
         try:
             self._require_ready()
-            spec = read_request(request, self._facts.limits, self._family)
+            spec = read_request(request, self._facts.limits, self._vision)
             async with aclosing(self._sampling.run(spec)) as events:
                 async for event in events:
                     yield _encode(event, spec.snapshot_id)

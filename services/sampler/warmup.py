@@ -5,10 +5,13 @@ import logging
 from contextlib import aclosing
 
 import numpy as np
+import numpy.typing as npt
 
 from fovea.api.v1 import model_input_pb2
-from services.sampler.engine_api import Draw, ImageSpan, Limits, SampleSpec
-from services.sampler.families.base import Family, FeatureTensors
+from fovea.vision.vision_family import VisionFamily
+from fovea.wire.features import FeatureTensors
+from fovea.wire.rendered_input import ImageSpan
+from services.sampler.engine_api import Draw, Limits, SampleSpec
 from services.sampler.ports import SampleEngine
 
 logger = logging.getLogger(__name__)
@@ -16,12 +19,12 @@ logger = logging.getLogger(__name__)
 _TEXT_TOKENS = 8
 
 
-async def warm_up(engine: SampleEngine, family: Family, limits: Limits) -> None:
-    """Draws from a text and, if the family has them, from an image; greedily, with a temperature, with all logprobs.
+async def warm_up(engine: SampleEngine, vision: VisionFamily | None, limits: Limits) -> None:
+    """Draws greedily and with a temperature, with and without logprobs; from an image too if the model takes any.
 
     Raises whatever the engine raises: then it cannot serve.
     """
-    spans, images, tokens = _prompt(family, limits)
+    spans, images, tokens = _prompt(vision)
     for draw in (Draw(max_tokens=2, temperature=0.0), Draw(max_tokens=2, top_k=2, top_p=0.9, seed=1)):
         for scored in (False, True):
             spec = SampleSpec(
@@ -42,14 +45,14 @@ async def warm_up(engine: SampleEngine, family: Family, limits: Limits) -> None:
 
 
 def _prompt(
-    family: Family, limits: Limits
-) -> tuple[tuple[ImageSpan, ...], list[FeatureTensors], "np.ndarray[tuple[int], np.dtype[np.int32]]"]:
-    text = [token for token in range(_TEXT_TOKENS + 4) if token not in family.reserved_token_ids][:_TEXT_TOKENS]
-    grey = family.grey_image()
-    if grey is None:
+    vision: VisionFamily | None,
+) -> tuple[tuple[ImageSpan, ...], list[FeatureTensors], npt.NDArray[np.int32]]:
+    reserved = vision.reserved_ids if vision else ()
+    text = [token for token in range(_TEXT_TOKENS + len(reserved)) if token not in reserved][:_TEXT_TOKENS]
+    if vision is None:
         return (), [], np.asarray(text, dtype=np.int32)
-    tensors, grid = grey
-    length = family.token_count(grid)
+    tensors, grid = vision.blank_image()
+    placeholders = vision.placeholder_ids(grid)
     feature = model_input_pb2.VisionFeature(digest=hashlib.sha256(b"warm-up").hexdigest(), grid_thw=grid)
-    tokens = np.asarray([*text, *[family.image_token_id] * length, *text], dtype=np.int32)
-    return (ImageSpan(len(text), length, feature),), [tensors], tokens
+    tokens = np.concatenate([text, placeholders, text]).astype(np.int32)
+    return (ImageSpan(len(text), len(placeholders), grid, feature),), [tensors], tokens

@@ -12,9 +12,9 @@ from vllm.inputs import mm_input, tokens_input
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
 
+from fovea.wire.features import FeatureTensors
 from fovea.wire.limits import MESSAGE_BYTES
 from services.sampler.engine_api import SampleSpec
-from services.sampler.families.base import FeatureTensors
 from services.sampler.vllm_patches.prompt_scores import PLAN_KEY, ScorePlan
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import DeadlineExceeded, Internal, InvalidInput, Unavailable
+from fovea.wire.features import FeatureTensors
 from services.sampler.engine import outputs, prompts
 from services.sampler.engine_api import AdapterName, Event, Limits, SampleSpec
-from services.sampler.families.base import FeatureTensors
 from services.sampler.settings import SamplerSettings
 from services.sampler.vllm_patches.lora_slots import request_of
 

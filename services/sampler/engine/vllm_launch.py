@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fovea import vision
 from fovea.runtime import checkpoint
 from fovea.runtime.hosts import interface_of, is_loopback
 from services.sampler.engine.adapter_capacity import AdapterRoom, adapter_room, host_memory_bytes
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CPU_KV_CACHE_MIB = 512
 _CPU_BLOCK_SIZE = 32  # vLLM's 128 would share no prefix shorter than 128 tokens
 
@@ -191,6 +193,16 @@ def read_config(model: str) -> dict[str, Any]:
     from huggingface_hub import hf_hub_download
 
     return checkpoint.read_config(model, hf_hub_download)
+
+
+def check_model(model: str) -> None:
+    """Raises ValueError for a model that cannot be served: of no known vision family, or with experts."""
+    config = read_config(model)
+    if vision.choose(config) is None and (experts := [key for key in _EXPERT_KEYS if key in config]):
+        raise ValueError(
+            f"model_type {config.get('model_type')!r} has experts ({experts[0]}), for which there are no adapters;"
+            f" supported are {', '.join(vision.MODEL_TYPES)} and dense language models (training takes qwen3 only)"
+        )
 
 
 def checkpoint_directory(model: str) -> Path:

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fovea.api.v1 import model_input_pb2, tensor_pb2, trainer_pb2
+from fovea.vision.vision_family import find_lost_image
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
-from fovea.wire.rendered_input import find_lost_image
 from services.trainer.batches.packing import DatumSize
 from services.trainer.losses import TARGETS, Loss
 

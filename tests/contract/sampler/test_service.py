@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
+from fovea import vision
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc, sampler_pb2, sampler_pb2_grpc, weights_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.runtime import tracing
@@ -18,7 +19,6 @@ from fovea.wire.errors import FeatureEvicted, InvalidInput, ResourceExhausted, S
 from fovea.wire.features import iter_pieces, size_bytes, tensors_sha256
 from services.sampler.adapters import AdapterShelf
 from services.sampler.engine_api import Limits
-from services.sampler.families import family_of
 from services.sampler.feature_cache import FeatureStore
 from services.sampler.pushes import SnapshotPushes
 from services.sampler.sample_runner import Sampling
@@ -79,12 +79,12 @@ async def served() -> AsyncIterator[Served]:
     engine, renderer = MemoryEngine(), OneImage()
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    features = FeatureStore(family_of(CONFIG), 1 << 20, default_source=address)
+    features = FeatureStore(vision.bind(CONFIG, {}), 1 << 20, default_source=address)
     snapshots = Snapshots(engine, AdapterShelf(2, 1000))
     limits = Limits(100, 50, 4, 5, 2, 8)
     facts = EngineFacts("model", "instance", "float32", 64, "gloo", 1, limits, 8, 9 << 20)
     sampling = Sampling(engine, snapshots, features, MAX_REQUESTS)
-    service = SamplerService(facts, family_of(CONFIG), sampling, snapshots, SnapshotPushes(engine, snapshots))
+    service = SamplerService(facts, vision.bind(CONFIG, {}), sampling, snapshots, SnapshotPushes(engine, snapshots))
     service.set_ready(True)
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(service, server)
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(renderer, server)

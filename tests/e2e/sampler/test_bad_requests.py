@@ -174,7 +174,7 @@ CASES: dict[str, tuple[Spoil, type[FoveaError], str]] = {
         InvalidInput,
         "pixel_values is float32",
     ),
-    "another grid": (tensor_swap("image_grid_thw", lambda a: a * 2, True), InvalidInput, "image_grid_thw is"),
+    "another grid": (tensor_swap("image_grid_thw", lambda a: a * 2, True), InvalidInput, "the tensors are of the grid"),
     "other bytes than promised": (tensor_swap("pixel_values", lambda a: a ^ 1, False), Internal, "digest"),
     "evicted image": (evicted, FeatureEvicted, "render it again"),
     "no renderer there": (
@@ -192,17 +192,17 @@ CASES: dict[str, tuple[Spoil, type[FoveaError], str]] = {
     "no digest": (set_feature(digest=""), InvalidInput, "digest"),
     "path as digest": (set_feature(digest="../../etc/passwd"), InvalidInput, "digest"),
     "no tensor digest": (set_feature(tensors_sha256=""), InvalidInput, "tensors_sha256"),
-    "short span": (set_span(length=-1), InvalidInput, "placeholder"),
-    "long span": (set_span(length=1), InvalidInput, "placeholder"),
+    "short span": (set_span(length=-1), InvalidInput, "length is"),
+    "long span": (set_span(length=1), InvalidInput, "length is"),
     "shifted span": (set_span(offset=1), InvalidInput, "placeholder"),
-    "span behind the prompt": (set_span(offset=10_000), InvalidInput, "of a prompt of"),
-    "negative span": (set_span(offset=-10_000), InvalidInput, "of a prompt of"),
-    "overlapping spans": (twice, InvalidInput, "inside or before"),
+    "span behind the prompt": (set_span(offset=10_000), InvalidInput, "offset is"),
+    "negative span": (set_span(offset=-10_000), InvalidInput, "offset is"),
+    "overlapping spans": (twice, InvalidInput, "offset is"),
     "too many images": (many, InvalidInput, "at most"),
-    "placeholder without image": (no_images, InvalidInput, "no image span covers"),
-    "stray placeholder": (stray, InvalidInput, "no image span covers"),
-    "token above the vocabulary": (set_token(0, 10**6), InvalidInput, "ids lie in"),
-    "negative token": (set_token(-1, -5), InvalidInput, "ids lie in"),
+    "placeholder without image": (no_images, InvalidInput, "but no image there"),
+    "stray placeholder": (stray, InvalidInput, "but no image there"),
+    "token above the vocabulary": (set_token(0, 10**6), InvalidInput, "the vocabulary is"),
+    "negative token": (set_token(-1, -5), InvalidInput, "the vocabulary is"),
     "positions": (positions, InvalidInput, "prompt.positions"),
     "no sequences": (set_request(sample_count=0), InvalidInput, "sample_count"),
     "too many sequences": (set_request(sample_count=10**4), InvalidInput, "sample_count"),
@@ -267,7 +267,7 @@ async def test_it_is_refused_and_harms_nobody(
 
 
 async def test_an_empty_prompt(client: SamplerClient) -> None:
-    with pytest.raises(InvalidInput, match=r"prompt\.tokens is empty"):
+    with pytest.raises(InvalidInput, match=r"prompt\.tokens has no tokens"):
         await ask(client, sampler_pb2.SampleRequest(request_id="empty", sample_count=1))
 
 

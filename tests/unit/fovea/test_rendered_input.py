@@ -1,6 +1,5 @@
 """What a rendered input may hold. Every model server refuses the same, with the same words."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,39 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fovea import vision
 from fovea.api.v1 import model_input_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
-from fovea.wire.rendered_input import CheckedInput, InputLimits, check, check_ids, find_lost_image
+from fovea.wire.rendered_input import CheckedInput, InputLimits, check, check_ids
 
 OPENER, IMAGE, VIDEO = 89, 90, 91
+SIZES = {"patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
+CONFIG = {"model_type": "qwen3_vl", "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_config": SIZES}
+VISION = vision.bind(CONFIG, {"<|vision_start|>": OPENER})
+"""Four patches of 24 bytes make a token."""
 LIMITS = InputLimits(100, max_context_length=50, positions="optional", max_images=2, max_image_tokens=8)
 SHA = "0" * 64
 Change = Callable[[model_input_pb2.RenderedInput], object]
-
-
-class Squares:
-    """Images of one frame; four patches of 24 bytes make a token."""
-
-    image_token_id: int | None = IMAGE
-    image_opener_id = OPENER
-    reserved_token_ids = (IMAGE, VIDEO)
-
-    def grid_problem(self, grid: Sequence[int]) -> str:
-        is_image = len(grid) == 3 and grid[0] == 1 and all(0 < side < 100 and not side % 2 for side in grid[1:])
-        return "" if is_image else f"grid_thw {list(grid)} is no grid"
-
-    def token_count(self, grid: Sequence[int]) -> int:
-        return math.prod(grid) // 4
-
-    def tensor_shapes(self, grid: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        return {"pixel_values": ("uint8", (math.prod(grid), 24)), "image_grid_thw": ("int64", (1, 3))}
-
-
-class TextOnly(Squares):
-    """No images."""
-
-    image_token_id = None
 
 
 def rendered(image_count: int = 1) -> model_input_pb2.RenderedInput:
@@ -61,7 +41,7 @@ def rendered(image_count: int = 1) -> model_input_pb2.RenderedInput:
 
 def checked(given: model_input_pb2.RenderedInput, limits: InputLimits = LIMITS) -> CheckedInput:
     """What the checker makes of it, under the name of `prompt`."""
-    return check(given, limits, Squares(), "prompt")
+    return check(given, limits, VISION, "prompt")
 
 
 def text(ids: Sequence[int]) -> model_input_pb2.RenderedInput:
@@ -95,7 +75,7 @@ def test_a_good_input() -> None:
         (lambda r: setattr(r.spans[0].feature, "tensors_sha256", ""), "spans[0].feature.tensors_sha256 must be 64"),
         (lambda r: setattr(r.spans[0].feature, "token_count", -4), "spans[0].feature.token_count is -4"),
         (lambda r: setattr(r.spans[0].feature, "size_bytes", 0), "spans[0].feature.size_bytes is 0, but the grid"),
-        (lambda r: r.spans[0].feature.grid_thw.append(1), "spans[0].feature.grid_thw [1, 4, 4, 1] is no grid"),
+        (lambda r: r.spans[0].feature.grid_thw.append(1), "spans[0].feature.grid_thw [1, 4, 4, 1] must have 3 extents"),
         (lambda r: setattr(r.spans[0], "length", 3), "spans[0].length is 3, but the grid [1, 4, 4] makes 4"),
         (lambda r: setattr(r.spans[0], "offset", -1), "spans[0].offset is -1"),
         (lambda r: setattr(r.spans[0], "offset", 4), "spans[0].offset is 4"),
@@ -142,7 +122,7 @@ def test_whether_positions_are_needed() -> None:
 
 def test_a_text_model_takes_no_images() -> None:
     with pytest.raises(InvalidInput, match=r"^prompt.spans has images, but the model takes no images$"):
-        check(rendered(), LIMITS, TextOnly(), "prompt")
+        check(rendered(), LIMITS, None, "prompt")
 
 
 @pytest.mark.parametrize("placeholder", [IMAGE, VIDEO])
@@ -176,12 +156,3 @@ def test_ids_lie_in_the_vocabulary(ids: list[int]) -> None:
 def test_an_id_is_named_with_its_place() -> None:
     with pytest.raises(InvalidInput, match=r"^x has token id 100 at position 1, 0; the vocabulary is 0 .. 99$"):
         check_ids(np.array([[1, 2], [100, 3]]), 100, "x")
-
-
-@pytest.mark.parametrize(
-    ("ids", "previous", "lost"),
-    [([], 8, None), ([9], 8, 0), ([9], 1, None), ([1, 8, 9], -1, 2), ([8, -1, 9], -1, None), ([9, 9, 8], -1, None)],
-)
-def test_a_lost_image_is_found(ids: list[int], previous: int, lost: int | None) -> None:
-    assert find_lost_image(np.array(ids, np.int32), 8, {9}, previous) == lost
-    assert find_lost_image(np.array(ids, np.int32), None, {9}, previous) is None

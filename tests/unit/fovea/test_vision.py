@@ -148,7 +148,9 @@ def test_tensors_are_checked(qwen3_vl: VisionFamily) -> None:
     ("grid", "problem"),
     [
         ([1, 2], "must have 3 extents"),
-        ([1, 0, 2], "must be positive"),
+        ([0, 2, 2], "must be positive"),
+        ([-1, -2, 2], "must be positive"),
+        ([1, 2**62, 2**62], "at most 16777216 patches"),
         ([1, 2**20, 2**20], "at most 16777216 patches"),
         ([2, 2, 2], "has 2 frames"),
         ([1, 3, 2], "multiples of 2"),

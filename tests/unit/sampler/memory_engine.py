@@ -8,8 +8,8 @@ import numpy as np
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import InvalidInput, Unavailable
+from fovea.wire.features import FeatureTensors
 from services.sampler.engine_api import AdapterName, AltRows, Delta, Event, PromptFacts, SampleSpec
-from services.sampler.families.base import FeatureTensors
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

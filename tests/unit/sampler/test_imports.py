@@ -9,7 +9,7 @@ LIGHT = [
     "services.sampler.sample_validation",
     "services.sampler.pushes",
     "services.sampler.sample_runner",
-    "services.sampler.families",
+    "fovea.vision",
     "services.sampler.warmup",
     "services.sampler.engine.vllm_launch",
     "services.sampler.engine.manifest_check",
