@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 
+from fovea.runtime.children import die_with_parent
 from services.trainer.ranks.rank_launcher import RankEnvironment, check_checkpoint, launch
 from services.trainer.settings import TrainerSettings
 
@@ -17,7 +18,7 @@ def main() -> None:
         except (OSError, ValueError) as error:
             raise SystemExit(f"trainer: {error}") from None
         sys.exit(launch(settings))
-    rank_env.die_with_launcher()
+    die_with_parent(rank_env.launcher)
     from fovea.runtime import logs
 
     logs.configure("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)

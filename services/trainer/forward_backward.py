@@ -86,7 +86,7 @@ class LossComputer:
 
         Raises what `Sandbox.prepare` raises, on all ranks.
         """
-        return self._control.least(int(self._control.agree(self._sandbox.prepare))) == 1
+        return self._control.minimum(int(self._control.agree(self._sandbox.prepare))) == 1
 
     def run(self, command: ForwardBackward, model: TrainedModel) -> ForwardBackwardResult:
         """Computes; adds to the model's gradients if `backward`. Collective.
@@ -117,7 +117,7 @@ class LossComputer:
             model.drop_saved_gradients()
         if command.backward:
             model.gradients_added()
-        self._vision.remember(call.cached or {})
+        self._vision.store_all(call.cached or {})
         gathered = self._control.gather((own.logprobs, dict(own.measures)))
         if not gathered:
             return ForwardBackwardResult(own.logprobs, {}, schedule.efficiency)
@@ -151,7 +151,7 @@ class LossComputer:
     def _prepare(self, command: ForwardBackward, model: TrainedModel, schedule: Plan, budgets: Budgets) -> PreparedCall:
         alone = self._sharded.computes_alone(isinstance(model, FullModel))
         if command.backward:
-            model.save_gradients(self._memory.place)
+            model.save_gradients(self._memory.device_for)
         if not alone:
             for step in schedule.steps:
                 self._memory.check_fits(self._tokens_of(command, step), budgets)
@@ -160,7 +160,7 @@ class LossComputer:
         cached = None
         if not model.trains_vision:
             grids = {span.feature.digest: span.grid_thw for datum in datums.values() for span in datum.spans}
-            cached = self._vision.recall(grids)
+            cached = self._vision.lookup(grids)
         patches = self._features.patches_of(command.model_id, list(datums.values()), cached or {})
         return PreparedCall(command, model, alone, loss, datums, patches, cached)
 
@@ -221,7 +221,7 @@ class LossComputer:
         """
         if loss.seconds_left is None:
             return True
-        left_us = self._control.least(-1 if result.failure else int(loss.seconds_left * 1e6))
+        left_us = self._control.minimum(-1 if result.failure else int(loss.seconds_left * 1e6))
         loss.limit_time(left_us / 1e6)
         return left_us >= 0
 

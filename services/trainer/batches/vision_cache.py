@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from fovea.api.v1 import model_input_pb2
 from fovea.client import FeatureFetcher
-from fovea.runtime.byte_lru import ByteLru
 from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, FoveaError, InvalidInput, NotFound, Unavailable
 from fovea.wire.features import FeatureTensors
 from services.trainer import trainer_metrics
@@ -48,11 +48,11 @@ class FeatureCache:
         self._timeout_s = fetch_timeout_s
         self._default_source = default_source
         self._fetcher = FeatureFetcher()
-        self._kept: ByteLru[RenderedImage] = ByteLru(max_bytes)
+        self._kept: LRUCache[str, RenderedImage] = LRUCache(max_bytes, lambda image: image.patches.nbytes)
         self._staged: dict[str, dict[str, RenderedImage]] = {}
 
-    def patches_of(self, model_id: str, datums: Sequence[Datum], spare: Container[str]) -> dict[str, Patches]:
-        """uint8 [P, W] by digest for all images of the datums but those in `spare`.
+    def patches_of(self, model_id: str, datums: Sequence[Datum], skip: Container[str]) -> dict[str, Patches]:
+        """uint8 [P, W] by digest for all images of the datums but those in `skip`.
 
         Raises FeatureEvicted if a renderer no longer holds one or does not answer, InvalidInput naming
         `datum[i]...feature` for tensors that do not fit their grid. The metadata of FeatureEvicted names the datums to
@@ -63,7 +63,7 @@ class FeatureCache:
             (span, f"datum[{datum.index}].input.spans[{number}].feature")
             for datum in datums
             for number, span in enumerate(datum.spans)
-            if span.feature.digest not in spare
+            if span.feature.digest not in skip
         ]
         wanted = {span.feature.digest: (span, field) for span, field in places}
         staged = self._staged.pop(model_id, {})
@@ -105,8 +105,8 @@ class FeatureCache:
         images = {}
         for digest, (_, field) in missing.items():
             image = images[digest] = _image(fetched[digest], self._patch_bytes, field)
-            if image.patches.nbytes <= self._kept.limit_bytes:
-                self._kept.put(digest, image, image.patches.nbytes)
+            if image.patches.nbytes <= self._kept.maxsize:
+                self._kept[digest] = image
         return images
 
     def _sourced(self, feature: model_input_pb2.VisionFeature, field: str) -> model_input_pb2.VisionFeature:
@@ -185,9 +185,9 @@ class VisionOutputCache:
     """Least recently used outputs by image digest, up to `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._held: ByteLru[CachedImage] = ByteLru(max_bytes)
+        self._held: LRUCache[str, CachedImage] = LRUCache(max_bytes, lambda image: image.size_bytes)
 
-    def recall(self, images: Mapping[str, Grid]) -> dict[str, CachedImage]:
+    def lookup(self, images: Mapping[str, Grid]) -> dict[str, CachedImage]:
         """Those of the images (digest to grid) that are held, under that grid."""
         found = {}
         for digest, grid in images.items():
@@ -196,11 +196,11 @@ class VisionOutputCache:
                 found[digest] = image
         return found
 
-    def remember(self, images: Mapping[str, CachedImage]) -> None:
+    def store_all(self, images: Mapping[str, CachedImage]) -> None:
         """Holds outputs, dropping the least recently used above the limit."""
         for digest, image in images.items():
-            if digest not in self._held and image.size_bytes <= self._held.limit_bytes:
-                self._held.put(digest, image, image.size_bytes)
+            if digest not in self._held and image.size_bytes <= self._held.maxsize:
+                self._held[digest] = image
 
 
 def split_output(output: VisionOutput, grids: Sequence[Grid], merge_size: int) -> list[CachedImage]:

@@ -4,7 +4,6 @@ This process loads torch once and never runs a graph: it forks one that does, an
 ends with its parent, holds no file but what it talks through, and has nothing in its environment.
 """
 
-import ctypes
 import mmap
 import os
 import resource
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from fovea.api.v1 import trainer_pb2
+from fovea.runtime.children import die_with_parent
 from fovea.wire import custom_loss
 from fovea.wire.errors import InvalidInput
 from services.trainer.losses import operations
@@ -27,13 +27,12 @@ from services.trainer.losses.frames import HELLO, PROGRESS, Answer, Failure, Req
 from services.trainer.losses.graph_evaluation import evaluate
 
 _MIB = 2**20
-_PR_SET_PDEATHSIG = 1
 _MAX_FILES = 32
 
 
 def main(control_fd: int, parent: int, memory_mib: int, timeout_s: float) -> None:
     """Forks a worker for each pair of a socket and a progress page that comes over `control_fd`, one at a time."""
-    _die_with(parent)
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank ends what runs, and then us
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.dont_write_bytecode = True
@@ -47,7 +46,7 @@ def main(control_fd: int, parent: int, memory_mib: int, timeout_s: float) -> Non
         zygote = os.getpid()
         if not (pid := os.fork()):
             control.close()
-            _die_with(zygote)
+            die_with_parent(zygote)
             _limit(memory_mib)
             progress = mmap.mmap(fds[1], PROGRESS.size)  # which has a descriptor of its own
             os.close(fds[1])
@@ -110,12 +109,6 @@ class _Worker:
 @lru_cache(maxsize=8)
 def _graph(message: bytes) -> custom_loss.Graph:
     return custom_loss.parse(trainer_pb2.CustomLoss.FromString(message))
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _limit(memory_mib: int) -> None:

@@ -171,7 +171,7 @@ class MemoryBudget:
         self._control = control
         self._spill = spill
         self._has_vision = hasattr(config, "vision_config")
-        self._said: Budgets | None = None
+        self._logged: Budgets | None = None
 
     def budgets(self, pending_bytes: int, trains_vision: bool) -> Budgets:
         """Of the micro-batches of one call, by what is free now and `pending_bytes` that the call takes besides."""
@@ -181,11 +181,11 @@ class MemoryBudget:
             room_bytes = self._free(pending_bytes + _WORKING_BYTES) - pending_bytes
             fitting = budgets_within(room_bytes, self._config, self._dtype, trains_vision and self._has_vision)
         found = Budgets(
-            self._control.least(settings.token_budget or fitting.tokens),
-            self._control.least(settings.patch_budget or fitting.patches),
+            self._control.minimum(settings.token_budget or fitting.tokens),
+            self._control.minimum(settings.patch_budget or fitting.patches),
         )
-        if found != self._said:
-            self._said = found
+        if found != self._logged:
+            self._logged = found
             logger.info("micro-batches of up to %d tokens, %d patches", found.tokens, found.patches)
         return found
 
@@ -197,7 +197,7 @@ class MemoryBudget:
         """Raises ResourceExhausted, on all ranks, if `what` does not fit beside a reserve for computing."""
         logit_bytes = self._settings.logit_chunk_mib * 2**20
         reserve_bytes = least_bytes(self._config, self._dtype, logit_bytes, trains_vision and self._has_vision)
-        room_bytes = self._control.least(self._free(size_bytes + reserve_bytes) - reserve_bytes)
+        room_bytes = self._control.minimum(self._free(size_bytes + reserve_bytes) - reserve_bytes)
         if size_bytes > room_bytes:
             raise ResourceExhausted(
                 f"{what} needs {mib(size_bytes)} on each of the trainer's devices, {mib(room_bytes)} are free beside "
@@ -215,25 +215,25 @@ class MemoryBudget:
                 "shorter datums, or delete models"
             )
 
-    def place(self, size_bytes: int) -> torch.device:
+    def device_for(self, size_bytes: int) -> torch.device:
         """Where a copy of that size waits for its use: on this rank's device while work has room. Not collective."""
         has_room = not self._memory.is_known or self._memory.free_bytes() > 2 * size_bytes + _WORKING_BYTES
         return self._memory.device if has_room else torch.device("cpu")
 
-    def has_room(self, place: torch.device, size_bytes: int) -> bool:
-        """Whether a copy of that size fits where `place` puts it. Not collective."""
-        return size_bytes + _HOST_RESERVE_BYTES <= self._free_at(place)
+    def has_room(self, device: torch.device, size_bytes: int) -> bool:
+        """Whether a copy of that size fits on a device that `device_for` gave. Not collective."""
+        return size_bytes + _HOST_RESERVE_BYTES <= self._free_at(device)
 
-    def check_copy(self, place: torch.device, size_bytes: int, what: str) -> None:
+    def check_copy(self, device: torch.device, size_bytes: int, what: str) -> None:
         """Raises ResourceExhausted if it does not. Not collective."""
-        if not self.has_room(place, size_bytes):
+        if not self.has_room(device, size_bytes):
             raise ResourceExhausted(
                 f"{what} needs {mib(size_bytes)} of the trainer's memory beside {mib(_HOST_RESERVE_BYTES)} kept free, "
-                f"{mib(self._free_at(place))} are free: delete a model, or take a lower rank"
+                f"{mib(self._free_at(device))} are free: delete a model, or take a lower rank"
             )
 
-    def _free_at(self, place: torch.device) -> int:
-        away = place.type == "cpu" and self._memory.device.type != "cpu"
+    def _free_at(self, device: torch.device) -> int:
+        away = device.type == "cpu" and self._memory.device.type != "cpu"
         return host_free_bytes() if away else self._memory.free_bytes()
 
     def collect(self) -> None:

@@ -53,8 +53,8 @@ class TrainedModel(ABC):
         """Sums gradients over all ranks; returns the squared global norm, float32 scalar. Collective."""
 
     @abstractmethod
-    def save_gradients(self, place: Callable[[int], torch.device]) -> None:
-        """Copies the gradients, for `restore_gradients`, to the device that `place` gives for a size in bytes."""
+    def save_gradients(self, device_for: Callable[[int], torch.device]) -> None:
+        """Copies the gradients, for `restore_gradients`, to the device that `device_for` gives for a size in bytes."""
 
     @abstractmethod
     def restore_gradients(self) -> bool:
@@ -174,10 +174,10 @@ class AdapterModel(TrainedModel):
         norm: Tensor = torch.linalg.vector_norm(self.weights.flat_grad)
         return norm.square()
 
-    def save_gradients(self, place: Callable[[int], torch.device]) -> None:
+    def save_gradients(self, device_for: Callable[[int], torch.device]) -> None:
         gradients = self.weights.flat_grad
         size_bytes = gradients.numel() * gradients.element_size()
-        self._saved = gradients.to(place(size_bytes), copy=True) if self.has_gradients else None
+        self._saved = gradients.to(device_for(size_bytes), copy=True) if self.has_gradients else None
 
     def restore_gradients(self) -> bool:
         if self._saved is None:
@@ -246,7 +246,7 @@ class FullModel(TrainedModel):
         missing = [master for master in self.masters.values() if master.grad is None]
         return sum(tensor.numel() * torch.float32.itemsize for tensor in (*missing, *passing))
 
-    def save_gradients(self, place: Callable[[int], torch.device]) -> None:
+    def save_gradients(self, device_for: Callable[[int], torch.device]) -> None:
         """Nothing is copied: gradients of a whole model are too large to keep twice."""
         self._had_gradients = self.has_gradients
 

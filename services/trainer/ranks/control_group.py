@@ -82,7 +82,7 @@ class ControlGroup:
             raise next(found for found in errors if found is not None)
         return result
 
-    def on_first(self, action: Callable[[], T]) -> T:
+    def on_rank_0(self, action: Callable[[], T]) -> T:
         """Runs `action` on rank 0 only and hands its result to all; an error is raised on all."""
         result = self.agree(action if self.rank == 0 else lambda: cast(T, None))
         return self.broadcast(result)
@@ -93,7 +93,7 @@ class ControlGroup:
         dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.group)
         return [bool(count) for count in counts.tolist()]
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """The smallest value of any rank."""
         found = torch.tensor(value)
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)

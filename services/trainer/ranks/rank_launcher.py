@@ -1,7 +1,6 @@
 """Starts the ranks of this node, each a process of its own, and ends with them. Needs no torch: it starts fast."""
 
 import asyncio
-import ctypes
 import os
 import signal
 import sys
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 _LAUNCHER = "FOVEA_LAUNCHER_PID"
 _RENDEZVOUS = "FOVEA_RENDEZVOUS"
 _LISTENER = "FOVEA_STORE_FD"
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,6 @@ class RankEnvironment:
     def is_first_of_node(self) -> bool:
         """Whether this rank is the one of its node that shows health and metrics."""
         return self.local_rank == 0
-
-    def die_with_launcher(self) -> None:
-        """Has the kernel kill this process when its launcher dies, whatever kills the launcher."""
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self.launcher:
-            os._exit(1)
 
     @property
     def folder(self) -> Path | None:

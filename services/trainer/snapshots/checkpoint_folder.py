@@ -125,7 +125,7 @@ def write_folder(uri: str, files: Mapping[str, bytes | Callable[[], bytes]]) -> 
 def begin_together(control: ControlGroup, uri: str) -> tuple[Folder, Folder]:
     """The folder at `uri` and a new draft beside it, the same on all ranks. Raises what `Folder.begin` raises."""
     target = control.agree(lambda: Folder.at(uri))
-    suffix = control.on_first(lambda: target.begin().path.removeprefix(target.path))
+    suffix = control.on_rank_0(lambda: target.begin().path.removeprefix(target.path))
     return target, Folder(target.files, target.path + suffix)
 
 

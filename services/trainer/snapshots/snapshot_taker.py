@@ -70,7 +70,7 @@ class SnapshotTaker:
         """Freezes a model, in storage too if asked. Raises AlreadyExists for a name that other weights have."""
         identity = weights_pb2.Snapshot(snapshot_id=command.snapshot_id, model_id=command.model_id, step=model.step)
         if isinstance(model, AdapterModel):
-            return self._control.on_first(lambda: self._take_adapter(identity, model, command.uri))
+            return self._control.on_rank_0(lambda: self._take_adapter(identity, model, command.uri))
         assert isinstance(model, FullModel)
         return self._take_full(identity, model, command.uri)
 
@@ -101,7 +101,7 @@ class SnapshotTaker:
 
     def restore(self, snapshot_id: str, uri: str) -> StoredSnapshot:
         """Reads a snapshot back that `take` wrote to storage. Raises NotFound, InvalidInput if it is another one."""
-        identity = self._control.on_first(lambda: _read_identity(Folder.at(uri), snapshot_id))
+        identity = self._control.on_rank_0(lambda: _read_identity(Folder.at(uri), snapshot_id))
         if identity.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
             held = self._control.agree(lambda: _read_adapter(Folder.at(uri), identity))
             if self._control.rank == 0:
@@ -129,8 +129,8 @@ class SnapshotTaker:
         if model.weights not in self._layouts:
             self._layouts[model.weights] = _Layout.of(dict(model.weights.named(live)))
         layout = self._layouts[model.weights]
-        place = self._place(self._adapters, layout.packed_bytes, identity.model_id)
-        flat = live.to(place, copy=True)
+        device = self._device_for(self._adapters, layout.packed_bytes, identity.model_id)
+        flat = live.to(device, copy=True)
         data = flat.view(torch.uint8)
         if data.numel() != layout.packed_bytes:  # an odd size somewhere
             data = packed(layout.specs, dict(model.weights.named(flat)).values())
@@ -161,18 +161,18 @@ class SnapshotTaker:
         self._full.put(StoredSnapshot(identity, copies, specs, None))
         return identity
 
-    def _place(self, held: SnapshotStore, size_bytes: int, model_id: str) -> torch.device:
+    def _device_for(self, held: SnapshotStore, size_bytes: int, model_id: str) -> torch.device:
         """Where a snapshot has room, older ones being dropped for it. Raises ResourceExhausted if it has none."""
-        place = self._memory_budget.place(size_bytes)
-        if not self._memory_budget.has_room(place, size_bytes):
+        device = self._memory_budget.device_for(size_bytes)
+        if not self._memory_budget.has_room(device, size_bytes):
             held.drop_older()
-        self._memory_budget.check_copy(place, size_bytes, f"a snapshot of model {model_id!r}")
-        return place
+        self._memory_budget.check_copy(device, size_bytes, f"a snapshot of model {model_id!r}")
+        return device
 
     def _copied(self, model: FullModel, model_id: str) -> dict[str, Tensor]:
         size_bytes = sum(local.numel() * local.element_size() for local in model.locals.values())
-        place = self._place(self._full, size_bytes, model_id)
-        return {name: local.to(place, copy=True) for name, local in model.locals.items()}
+        device = self._device_for(self._full, size_bytes, model_id)
+        return {name: local.to(device, copy=True) for name, local in model.locals.items()}
 
     def _write_full(
         self, identity: weights_pb2.Snapshot, copies: dict[str, Tensor], model: FullModel, uri: str
@@ -185,7 +185,7 @@ class SnapshotTaker:
             draft.write(SNAPSHOT_FILE, _identity_json(identity))
             target.commit(draft)
 
-        self._control.on_first(finish)
+        self._control.on_rank_0(finish)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class StateStore:
     def save(self, model: TrainedModel, uri: str) -> int:
         """Replaces the folder at `uri`; returns its size in bytes."""
         if isinstance(model, AdapterModel):
-            return self._control.on_first(lambda: write_folder(uri, self._adapter_files(model)))
+            return self._control.on_rank_0(lambda: write_folder(uri, self._adapter_files(model)))
         assert isinstance(model, FullModel)
         return self._save_full(model, uri)
 
@@ -95,7 +95,7 @@ class StateStore:
         Raises NotFound if nothing is there, InvalidInput if it does not fit the model; the model is then unchanged.
         """
         kind = "adapter" if isinstance(model, AdapterModel) else "full"
-        saved_step = self._control.on_first(lambda: _saved_step(Folder.at(uri), kind))
+        saved_step = self._control.on_rank_0(lambda: _saved_step(Folder.at(uri), kind))
         step = saved_step if optimizer else 0
         if isinstance(model, AdapterModel):
             self._load_adapter(model, uri, optimizer, step)
@@ -121,7 +121,7 @@ class StateStore:
 
     def _load_adapter(self, model: AdapterModel, uri: str, optimizer: bool, step: int) -> None:
         names = [weight_files.ADAPTER_CONFIG, weight_files.ADAPTER_WEIGHTS, *([OPTIMIZER] if optimizer else [])]
-        files = self._control.on_first(lambda: {name: Folder.at(uri).read(name) for name in names})
+        files = self._control.on_rank_0(lambda: {name: Folder.at(uri).read(name) for name in names})
         flat, moments = self._control.agree(lambda: _parse_adapter(model, files, uri))
         model.weights.flat.copy_(flat)
         model.optimizer.load([moments], step)
@@ -132,9 +132,9 @@ class StateStore:
             writer = FsspecWriter(draft.url(DCP))
             save_checkpoint(_full_state(model), storage_writer=writer, process_group=self._control.group)
         except CheckpointException as error:
-            self._control.on_first(draft.discard)
+            self._control.on_rank_0(draft.discard)
             raise _checkpoint_failure(error, uri) from None
-        return self._control.on_first(lambda: _finish_full(target, draft, model.step))
+        return self._control.on_rank_0(lambda: _finish_full(target, draft, model.step))
 
     def _load_full(self, model: FullModel, uri: str, optimizer: bool, step: int) -> None:
         folder = self._control.agree(lambda: Folder.at(uri))
@@ -142,7 +142,7 @@ class StateStore:
         state = _full_state(model, fresh=True)
         if not optimizer:
             state = {"weights": state["weights"]}
-        self._control.on_first(lambda: _check_shapes(reader, state, uri))
+        self._control.on_rank_0(lambda: _check_shapes(reader, state, uri))
         try:
             load_checkpoint(state, storage_reader=reader, planner=TensorPlanner(), process_group=self._control.group)
         except CheckpointException as error:

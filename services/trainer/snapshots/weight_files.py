@@ -59,7 +59,7 @@ def write_checkpoint(
         part[name] = tensor.cpu().contiguous() if control.rank == 0 else torch.empty(0)
         part_bytes += size_bytes
     control.agree(flush)
-    control.on_first(lambda: _write_rest(folder, model_dir, files))
+    control.on_rank_0(lambda: _write_rest(folder, model_dir, files))
 
 
 def _write_rest(folder: Folder, model_dir: Path, files: dict[str, str]) -> None:

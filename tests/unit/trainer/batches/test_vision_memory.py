@@ -30,18 +30,18 @@ def test_families_without_deepstack() -> None:
 def test_recalled_under_the_same_grid_only() -> None:
     memory = VisionOutputCache(10**6)
     images = split_output(_output(), GRIDS, 2)
-    memory.remember({"a": images[0], "b": images[1]})
-    assert set(memory.recall({"a": (1, 4, 4), "b": (1, 2, 2), "c": (1, 2, 2)})) == {"a", "b"}
-    assert memory.recall({"a": (1, 2, 8)}) == {}
+    memory.store_all({"a": images[0], "b": images[1]})
+    assert set(memory.lookup({"a": (1, 4, 4), "b": (1, 2, 2), "c": (1, 2, 2)})) == {"a", "b"}
+    assert memory.lookup({"a": (1, 2, 8)}) == {}
 
 
 def test_least_recently_used_goes_first() -> None:
     images = split_output(_output(), GRIDS, 2)
     memory = VisionOutputCache(images[0].size_bytes * 2)
-    memory.remember({"a": images[0], "b": images[2]})
-    memory.recall({"a": GRIDS[0]})
-    memory.remember({"c": images[1]})
-    assert set(memory.recall({"a": GRIDS[0], "b": GRIDS[2], "c": GRIDS[1]})) == {"a", "c"}
+    memory.store_all({"a": images[0], "b": images[2]})
+    memory.lookup({"a": GRIDS[0]})
+    memory.store_all({"c": images[1]})
+    assert set(memory.lookup({"a": GRIDS[0], "b": GRIDS[2], "c": GRIDS[1]})) == {"a", "c"}
     nothing = VisionOutputCache(0)
-    nothing.remember({"a": images[0]})
-    assert nothing.recall({"a": GRIDS[0]}) == {}
+    nothing.store_all({"a": images[0]})
+    assert nothing.lookup({"a": GRIDS[0]}) == {}
