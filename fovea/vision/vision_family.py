@@ -1,7 +1,7 @@
 """The interface of a vision-language family, bound to one checkpoint. It computes on numbers, never on a model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -112,7 +112,11 @@ class VisionFamily(ABC):
             ids: Token ids [N] without those of images that are there (or with -1 in their places).
             previous_id: The id before `ids`.
         """
-        return find_lost_image(ids, self.opener_id, self.reserved_ids, previous_id)
+        if self.opener_id is None or not len(ids):
+            return None
+        opened = np.concatenate(([previous_id], ids[:-1])) == self.opener_id
+        lost = np.flatnonzero(opened & np.isin(ids, list(self.reserved_ids)))
+        return int(lost[0]) if lost.size else None
 
     def tensors_problem(self, grid: Grid, tensors: Mapping[str, npt.NDArray]) -> str:
         """What is wrong with the tensors of an image of this grid, or the empty string."""
@@ -128,17 +132,6 @@ class VisionFamily(ABC):
         if (found := self.grid_of(tensors)) != tuple(grid):
             return f"the tensors are of the grid {list(found)}, the request says {list(grid)}"
         return ""
-
-
-def find_lost_image(
-    ids: npt.NDArray, opener_id: int | None, reserved_ids: Collection[int], previous_id: int = -1
-) -> int | None:
-    """See `VisionFamily.find_lost_image`."""
-    if opener_id is None or not len(ids):
-        return None
-    opened = np.concatenate(([previous_id], ids[:-1])) == opener_id
-    lost = np.flatnonzero(opened & np.isin(ids, list(reserved_ids)))
-    return int(lost[0]) if lost.size else None
 
 
 def require(config: Mapping[str, Any], key: str) -> Any:

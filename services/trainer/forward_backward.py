@@ -159,7 +159,7 @@ class LossComputer:
         datums = {index: self._datum(command, index, loss) for index in schedule.datums_of(self._control.rank)}
         cached = None
         if not model.trains_vision:
-            grids = {span.feature.digest: span.grid_thw for datum in datums.values() for span in datum.spans}
+            grids = {span.feature.digest: span.grid for datum in datums.values() for span in datum.spans}
             cached = self._vision.lookup(grids)
         patches = self._features.patches_of(command.model_id, list(datums.values()), cached or {})
         return PreparedCall(command, model, alone, loss, datums, patches, cached)

@@ -86,20 +86,15 @@ class TrainingEngine:
         mesh = init_device_mesh(self._device.type, (self._control.world_size,))
         self._sharded = ShardedModel(module, mesh, keep)
         text = config.get_text_config()
-        patch_bytes = self.family.patch_bytes(config) if self.family.has_vision else 0
-        merge_size = self.family.merge_size(config) if self.family.has_vision else 0
         context = context_length(config.to_dict()) or text.max_position_embeddings
         self.limits = InputLimits(
             text.vocab_size,
             min(settings.max_context_length or context, context),
-            merge_size,
-            self.family.uses_mrope,
-            self.family.reserved_ids(config),
-            self.family.image_opener_id(config),
+            module.vision,
         )
-        layout = BatchLayout(self.family.uses_mrope, patch_bytes, merge_size, self._device)
+        layout = BatchLayout(module.vision, self._device)
         features = FeatureCache(
-            settings.feature_cache_mib * MIB, patch_bytes, settings.fetch_timeout_s, settings.renderer
+            settings.feature_cache_mib * MIB, module.vision, settings.fetch_timeout_s, settings.renderer
         )
         memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB)
         self._memory_budget = MemoryBudget(settings, config, self.dtype, memory, self._control, self._spill)
@@ -125,7 +120,7 @@ class TrainingEngine:
 
     def warm_up(self) -> None:
         """Passes of a scratch adapter, vision included. Collective."""
-        settings = LoraSettings(1, 1.0, 0, True, True, True, self.family.has_vision)
+        settings = LoraSettings(1, 1.0, 0, True, True, True, self.limits.vision is not None)
         scratch = AdapterModel("", settings, self._targets, self._injector, self._device, self.dtype)
         self._warm_up(scratch)
         scratch.reduce_gradients()
@@ -135,7 +130,7 @@ class TrainingEngine:
     def _warm_up(self, model: TrainedModel) -> None:
         """Passes without gradients and with them, so that no kernel is compiled at the first call."""
         model.activate()
-        batch = self._layout.pack([Datum.blank(WARM_UP_TOKENS)], {}, self.family.has_vision, None)
+        batch = self._layout.pack([Datum.blank(WARM_UP_TOKENS)], {}, self.limits.vision is not None, None)
         with torch.no_grad():
             self._sharded.module(batch, model.unembedding, None)
         self._sharded.module(batch, model.unembedding, None).sum().backward()

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fovea.api.v1 import model_input_pb2, tensor_pb2, trainer_pb2
-from fovea.vision.vision_family import find_lost_image
-from fovea.wire import tensors
+from fovea.api.v1 import tensor_pb2, trainer_pb2
+from fovea.vision.vision_family import Grid, VisionFamily
+from fovea.wire import rendered_input, tensors
 from fovea.wire.errors import InvalidInput
+from fovea.wire.rendered_input import ImageSpan
 from services.trainer.batches.packing import DatumSize
 from services.trainer.losses import TARGETS, Loss
 
@@ -21,8 +22,6 @@ FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 Patches = npt.NDArray[np.uint8]
 """Of an image, [P, W]: P patches of W bytes."""
-Grid = tuple[int, int, int]
-"""Time, height and width of an image in patches."""
 
 
 @dataclass(frozen=True)
@@ -32,33 +31,12 @@ class InputLimits:
     Args:
         vocabulary_size: Token ids lie below it.
         max_context_length: The most tokens of a datum.
-        merge_size: Patches along each side of the square that becomes one token; 0 for a text model.
-        uses_mrope: Whether an input with images must bring positions [3, N].
-        reserved_ids: Token ids that stand for a piece of an image.
-        image_opener_id: The token id that an image follows, if there is one.
+        vision: The family of a vision-language model; None for one that takes text only.
     """
 
     vocabulary_size: int
     max_context_length: int
-    merge_size: int
-    uses_mrope: bool
-    reserved_ids: frozenset[int] = frozenset()
-    image_opener_id: int | None = None
-
-
-@dataclass(frozen=True)
-class Span:
-    """Where an image stands in a datum, and which tensors belong there."""
-
-    offset: int
-    length: int
-    grid_thw: Grid
-    feature: model_input_pb2.VisionFeature
-
-    @property
-    def patch_count(self) -> int:
-        """Patches before merging."""
-        return math.prod(self.grid_thw)
+    vision: VisionFamily | None
 
 
 @dataclass(frozen=True)
@@ -79,7 +57,7 @@ class Datum:
     index: int
     tokens: IntArray
     positions: IntArray | None
-    spans: tuple[Span, ...]
+    spans: tuple[ImageSpan, ...]
     targets: IntArray
     inputs: dict[str, npt.NDArray]
     flat_targets: bool
@@ -87,7 +65,7 @@ class Datum:
     @property
     def size(self) -> DatumSize:
         """What it costs."""
-        return DatumSize(len(self.tokens), sum(span.patch_count for span in self.spans))
+        return DatumSize(len(self.tokens), sum(math.prod(span.grid) for span in self.spans))
 
     @classmethod
     def blank(cls, length: int) -> "Datum":
@@ -99,14 +77,18 @@ class Datum:
 def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: InputLimits) -> Datum:
     """Decodes one example. Raises InvalidInput naming `datum[index].field` for anything that is not computable."""
     path = f"datum[{index}]"
-    tokens = _tokens(datum.input, limits, f"{path}.input.tokens")
-    spans = _spans(datum.input, len(tokens), limits, f"{path}.input.spans")
-    _check_no_image_is_lost(tokens, spans, limits, f"{path}.input.tokens")
-    positions = _positions(datum.input, len(tokens), bool(spans), limits, f"{path}.input.positions")
+    taken = rendered_input.InputLimits(
+        limits.vocabulary_size,
+        limits.max_context_length,
+        positions="required" if limits.vision is not None and limits.vision.uses_mrope else "refused",
+    )
+    given = rendered_input.check(datum.input, taken, limits.vision, f"{path}.input")
+    tokens = given.tokens.astype(np.int64)
+    positions = None if given.positions is None else given.positions.astype(np.int64)
     targets, flat = _targets(datum, loss, limits, len(tokens), f"{path}.loss_inputs.{TARGETS}")
     shape = targets.shape[:1] if flat else targets.shape
     inputs = _loss_inputs(datum, loss, shape, f"{path}.loss_inputs")
-    return Datum(index, tokens, positions, spans, targets, inputs, flat)
+    return Datum(index, tokens, positions, given.spans, targets, inputs, flat)
 
 
 def check_digests(datums: Iterable[Datum]) -> None:
@@ -114,90 +96,16 @@ def check_digests(datums: Iterable[Datum]) -> None:
     grids: dict[str, Grid] = {}
     for datum in datums:
         for number, span in enumerate(datum.spans):
-            known = grids.setdefault(span.feature.digest, span.grid_thw)
-            if known != span.grid_thw:
+            known = grids.setdefault(span.feature.digest, span.grid)
+            if known != span.grid:
                 raise _invalid(
                     f"datum[{datum.index}].input.spans[{number}].feature.grid_thw",
-                    f"is {list(span.grid_thw)}, but the same digest came with {list(known)} before",
+                    f"is {list(span.grid)}, but the same digest came with {list(known)} before",
                 )
 
 
 def _invalid(field: str, problem: str) -> InvalidInput:
     return InvalidInput(f"{field} {problem}", field=field)
-
-
-def _tokens(rendered: model_input_pb2.RenderedInput, limits: InputLimits, field: str) -> IntArray:
-    tokens = tensors.decode_tokens(rendered.tokens, field).astype(np.int64)
-    if not len(tokens):
-        raise _invalid(field, "is empty: at least one token is needed")
-    if len(tokens) > limits.max_context_length:
-        raise _invalid(field, f"has {len(tokens)} tokens, the context takes {limits.max_context_length}")
-    _check_ids(tokens, limits, field)
-    return tokens
-
-
-def _check_ids(ids: IntArray, limits: InputLimits, field: str) -> None:
-    wrong = (ids < 0) | (ids >= limits.vocabulary_size)
-    if wrong.any():
-        where = tuple(int(i) for i in np.argwhere(wrong)[0])
-        place = ", ".join(map(str, where))
-        raise _invalid(field, f"has id {ids[where]} at [{place}], ids lie in 0 .. {limits.vocabulary_size - 1}")
-
-
-def _spans(
-    rendered: model_input_pb2.RenderedInput, token_count: int, limits: InputLimits, field: str
-) -> tuple[Span, ...]:
-    if rendered.spans and not limits.merge_size:
-        raise _invalid(field, "has images, but the model takes text only")
-    spans: list[Span] = []
-    end = 0
-    for number, span in enumerate(rendered.spans):
-        place = f"{field}[{number}]"
-        grid = tuple(span.feature.grid_thw)
-        if len(grid) != 3 or min(grid) < 1 or grid[1] % limits.merge_size or grid[2] % limits.merge_size:
-            raise _invalid(
-                f"{place}.feature.grid_thw",
-                f"is {list(grid)}, needs time, height, width above 0, the last two multiples of {limits.merge_size}",
-            )
-        expected = math.prod(grid) // limits.merge_size**2
-        if span.length != expected or span.feature.token_count != expected:
-            raise _invalid(
-                f"{place}.length",
-                f"is {span.length} and token_count {span.feature.token_count}, but grid {list(grid)} makes {expected}",
-            )
-        if span.offset < end or span.offset + span.length > token_count:
-            raise _invalid(
-                f"{place}.offset",
-                f"is {span.offset}: spans of {span.length} must rise from {end} and end by {token_count}",
-            )
-        end = span.offset + span.length
-        spans.append(Span(span.offset, span.length, grid, span.feature))
-    return tuple(spans)
-
-
-def _check_no_image_is_lost(tokens: IntArray, spans: tuple[Span, ...], limits: InputLimits, field: str) -> None:
-    outside = tokens.copy()
-    for span in spans:
-        outside[span.offset : span.offset + span.length] = -1
-    if (place := find_lost_image(outside, limits.image_opener_id, limits.reserved_ids)) is not None:
-        raise _invalid(field, f"has the image placeholder {tokens[place]} at [{place}], but no image is there")
-
-
-def _positions(
-    rendered: model_input_pb2.RenderedInput, token_count: int, has_images: bool, limits: InputLimits, field: str
-) -> IntArray | None:
-    if not rendered.HasField("positions"):
-        if has_images and limits.uses_mrope:
-            raise _invalid(field, "is missing: an input with images needs positions [3, N] for this model")
-        return None
-    if not limits.uses_mrope:
-        raise _invalid(field, "is set, but this model has no multimodal RoPE")
-    positions = tensors.decode(rendered.positions, field)
-    if positions.dtype.kind != "i" or positions.shape != (3, token_count):
-        raise _invalid(field, f"is {positions.dtype.name} {list(positions.shape)}, needs int32 [3, {token_count}]")
-    if positions.min() < 0:
-        raise _invalid(field, f"has a negative value {positions.min()}")
-    return positions.astype(np.int64)
 
 
 def _loss_inputs(datum: trainer_pb2.Datum, loss: Loss, shape: tuple[int, ...], path: str) -> dict[str, npt.NDArray]:
@@ -239,7 +147,7 @@ def _targets(
     if targets.ndim == 2 and not targets.shape[1]:
         raise _invalid(field, "has no target at any position")
     ids: IntArray = targets.astype(np.int64)
-    _check_ids(ids, limits, field)
+    rendered_input.check_ids(ids, limits.vocabulary_size, field)
     return ids.reshape(token_count, -1), targets.ndim == 1
 
 

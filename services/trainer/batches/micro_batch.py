@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.batches.datum_decoding import Datum, Grid, Patches
+from fovea.vision.vision_family import Grid, VisionFamily
+from services.trainer.batches.datum_decoding import Datum, Patches
 
 FILLER_TOKENS = 2
 """Of a rank without a datum in a step. One would have torch.compile make kernels for that size alone."""
@@ -94,15 +95,11 @@ class BatchLayout:
     """What batches of a model look like.
 
     Args:
-        uses_mrope: Whether positions are [3, T].
-        patch_bytes: W; 0 for a text model.
-        merge_size: Patches along each side of a token's square.
+        vision: The family of a vision-language model; None for one that takes text only.
         device: Where batches go.
     """
 
-    uses_mrope: bool
-    patch_bytes: int
-    merge_size: int
+    vision: VisionFamily | None
     device: torch.device
 
     def pack(
@@ -150,22 +147,27 @@ class BatchLayout:
 
     def _filler(self, bounds: npt.NDArray[np.int32], tower: TowerInput | None) -> Batch:
         zeros = torch.zeros(FILLER_TOKENS, 1, dtype=torch.int64, device=self.device)
-        positions = zeros.T.expand(3 if self.uses_mrope else 1, -1)
+        positions = zeros.T.expand(self._position_rows, -1)
         return Batch(zeros[:, 0], positions, Documents(self._move(bounds), FILLER_TOKENS), zeros, (), tower, None, ())
 
     def _positions(self, datum: Datum) -> npt.NDArray[np.int64]:
-        rows = 3 if self.uses_mrope else 1
         if datum.positions is not None:
             return datum.positions
-        return np.broadcast_to(np.arange(len(datum.tokens), dtype=np.int64), (rows, len(datum.tokens)))
+        count = len(datum.tokens)
+        return np.broadcast_to(np.arange(count, dtype=np.int64), (self._position_rows, count))
+
+    @property
+    def _position_rows(self) -> int:
+        return 3 if self.vision is not None and self.vision.uses_mrope else 1
 
     def _tower(
         self, datums: Sequence[Datum], patches: Mapping[str, Patches], cached: Container[str] | None
     ) -> TowerInput:
         images = wanted_images(datums, cached)
         if not images:
-            side = self.merge_size
-            filler = torch.zeros(side * side, self.patch_bytes, dtype=torch.uint8, device=self.device)
+            assert self.vision is not None  # a text model runs no tower
+            side = self.vision.merge_size
+            filler = torch.zeros(side * side, self.vision.patch_bytes, dtype=torch.uint8, device=self.device)
             return TowerInput(filler, torch.tensor([[1, side, side]], device=self.device), ())
         return TowerInput(
             self._move(np.concatenate([patches[digest] for digest, _ in images])),
@@ -190,7 +192,7 @@ class BatchLayout:
 
 def wanted_images(datums: Iterable[Datum], cached: Container[str] | None) -> list[tuple[str, Grid]]:
     """Digest and grid of the images that the tower must be run on: all, or each that is not cached, once."""
-    images = [(span.feature.digest, span.grid_thw) for datum in datums for span in datum.spans]
+    images = [(span.feature.digest, span.grid) for datum in datums for span in datum.spans]
     if cached is None:
         return images
     return [(digest, grid) for digest, grid in dict(images).items() if digest not in cached]

@@ -4,22 +4,21 @@ While an adapter leaves the tower alone, its output depends on the image only. P
 samples, turns), so remembering it saves most of the tower's work. Models that train the tower have no cached outputs.
 """
 
-import math
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from cachetools import LRUCache
 from torch import Tensor
 
 from fovea.api.v1 import model_input_pb2
 from fovea.client import FeatureFetcher
+from fovea.vision.vision_family import Grid, VisionFamily
 from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, FoveaError, InvalidInput, NotFound, Unavailable
-from fovea.wire.features import FeatureTensors
+from fovea.wire.rendered_input import ImageSpan
 from services.trainer import trainer_metrics
-from services.trainer.batches.datum_decoding import Datum, Grid, Patches, Span
+from services.trainer.batches.datum_decoding import Datum, Patches
 
 _MOST_NAMED = 512
 """Datums that an error names: it travels in the trailing metadata of a call, which has a limit."""
@@ -30,7 +29,7 @@ class RenderedImage:
     """What a renderer made of one image: uint8 [P, W] and its grid."""
 
     patches: Patches
-    grid_thw: tuple[int, ...]
+    grid: Grid
 
 
 class FeatureCache:
@@ -38,13 +37,15 @@ class FeatureCache:
 
     Args:
         max_bytes: What is kept between calls; what a call needs is held for the call in any case.
-        patch_bytes: Width of a patch row.
+        vision: The family of a vision-language model; None for one that takes text only.
         fetch_timeout_s: Deadline of a fetch from one renderer.
         default_source: Renderer for images that name none; empty refuses them.
     """
 
-    def __init__(self, max_bytes: int, patch_bytes: int, fetch_timeout_s: float, default_source: str) -> None:
-        self._patch_bytes = patch_bytes
+    def __init__(
+        self, max_bytes: int, vision: VisionFamily | None, fetch_timeout_s: float, default_source: str
+    ) -> None:
+        self._vision = vision
         self._timeout_s = fetch_timeout_s
         self._default_source = default_source
         self._fetcher = FeatureFetcher()
@@ -85,7 +86,7 @@ class FeatureCache:
         """Drops what waits for a model's next call."""
         self._staged.pop(model_id, None)
 
-    def _fetch(self, missing: dict[str, tuple[Span, str]]) -> tuple[dict[str, RenderedImage], FoveaError | None]:
+    def _fetch(self, missing: dict[str, tuple[ImageSpan, str]]) -> tuple[dict[str, RenderedImage], FoveaError | None]:
         """What the renderers hold, all at once or else one by one, and why something is not there."""
         try:
             return self._fetch_all(missing), None
@@ -98,13 +99,16 @@ class FeatureCache:
         except (Unavailable, DeadlineExceeded) as error:  # a renderer that is gone has lost its images too
             return {}, error
 
-    def _fetch_all(self, missing: dict[str, tuple[Span, str]]) -> dict[str, RenderedImage]:
+    def _fetch_all(self, missing: dict[str, tuple[ImageSpan, str]]) -> dict[str, RenderedImage]:
         fetched = self._fetcher.fetch(
             [self._sourced(span.feature, field) for span, field in missing.values()], self._timeout_s
         )
         images = {}
-        for digest, (_, field) in missing.items():
-            image = images[digest] = _image(fetched[digest], self._patch_bytes, field)
+        assert self._vision is not None  # a text model refuses datums with images
+        for digest, (span, field) in missing.items():
+            if problem := self._vision.tensors_problem(span.grid, fetched[digest]):
+                raise InvalidInput(f"{field} does not fit what the renderer has: {problem}", field=field)
+            image = images[digest] = RenderedImage(fetched[digest]["pixel_values"], span.grid)
             if image.patches.nbytes <= self._kept.maxsize:
                 self._kept[digest] = image
         return images
@@ -128,25 +132,10 @@ def _evicted(datums: Sequence[Datum], lost: Set[str], error: FoveaError) -> Feat
     )
 
 
-def _image(tensors: FeatureTensors, patch_bytes: int, field: str) -> RenderedImage:
-    if set(tensors) != {"pixel_values", "image_grid_thw"}:
-        raise InvalidInput(f"{field} has tensors {sorted(tensors)}, needs pixel_values and image_grid_thw", field=field)
-    patches = tensors["pixel_values"]
-    if patches.dtype != np.uint8:
-        raise InvalidInput(f"{field} has pixel_values of {patches.dtype.name}, needs uint8", field=field)
-    grid = tuple(int(extent) for extent in tensors["image_grid_thw"].flatten())
-    if patches.shape != (math.prod(grid), patch_bytes):
+def _check_grid(image: RenderedImage, span: ImageSpan, field: str) -> None:
+    if image.grid != span.grid:
         raise InvalidInput(
-            f"{field} has pixel_values {list(patches.shape)}, grid {list(grid)} needs {[math.prod(grid), patch_bytes]}",
-            field=field,
-        )
-    return RenderedImage(patches, grid)
-
-
-def _check_grid(image: RenderedImage, span: Span, field: str) -> None:
-    if image.grid_thw != span.grid_thw:
-        raise InvalidInput(
-            f"{field}.grid_thw is {list(span.grid_thw)}, the renderer has {list(image.grid_thw)}",
+            f"{field}.grid_thw is {list(span.grid)}, the renderer has {list(image.grid)}",
             field=f"{field}.grid_thw",
         )
 
@@ -203,9 +192,9 @@ class VisionOutputCache:
                 self._held[digest] = image
 
 
-def split_output(output: VisionOutput, grids: Sequence[Grid], merge_size: int) -> list[CachedImage]:
+def split_output(output: VisionOutput, grids: Sequence[Grid], vision: VisionFamily) -> list[CachedImage]:
     """One entry an image, in order; copies, so that dropping one frees its memory."""
-    counts = [time * height * width // merge_size**2 for time, height, width in grids]
+    counts = [vision.token_count(grid) for grid in grids]
     embeddings = torch.split(output.embeddings, counts)
     deepstack = [torch.split(feature, counts) for feature in output.deepstack]
     return [

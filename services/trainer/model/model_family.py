@@ -81,8 +81,6 @@ class Family(ABC):
 
     model_type: ClassVar[str]
     architecture: ClassVar[type[PreTrainedModel]]
-    uses_mrope: ClassVar[bool] = False
-    """Whether inputs with images need position ids of shape [3, N]."""
 
     def load(self, model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
         """The model on the CPU, in training mode without dropout, with packed attention throughout.
@@ -111,11 +109,6 @@ class Family(ABC):
             )
         if getattr(text, "attention_dropout", 0.0):
             raise ValueError("attention_dropout must be 0")
-
-    @property
-    def has_vision(self) -> bool:
-        """Whether the family has a vision tower."""
-        return False
 
     @abstractmethod
     def blocks(self, model: Any) -> Iterator[nn.Module]:
@@ -150,25 +143,6 @@ class Family(ABC):
     def run_vision(self, model: Any, pixels_PW: Tensor, grids_I3: Tensor) -> VisionOutput:
         """Runs the tower on normalised patches. Raises ValueError for a family without one."""
         raise ValueError(f"{self.model_type} has no vision tower")
-
-    def reserved_ids(self, config: PretrainedConfig) -> frozenset[int]:
-        """Token ids that stand for a piece of an image."""
-        names = ("image_token_id", "video_token_id")
-        return frozenset(getattr(config, name) for name in names if getattr(config, name, None) is not None)
-
-    def image_opener_id(self, config: PretrainedConfig) -> int | None:
-        """The token id that an image follows, if there is one."""
-        return getattr(config, "vision_start_token_id", None)
-
-    def patch_bytes(self, config: PretrainedConfig) -> int:
-        """W: uint8 values of one patch."""
-        vision: Any = config.vision_config
-        return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
-
-    def merge_size(self, config: PretrainedConfig) -> int:
-        """Patches along each side of the square that becomes one token."""
-        vision: Any = config.vision_config
-        return int(vision.spatial_merge_size)
 
 
 def named_linears(prefix: str, root: nn.Module, roles: dict[str, Role], vision: bool) -> Iterator[LoraTarget]:

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from fovea import vision
+from fovea.runtime.checkpoint import read_added_tokens
+from fovea.vision.vision_family import VisionFamily
 from services.trainer.batches.micro_batch import Batch, TowerInput
 from services.trainer.batches.vision_cache import CachedImage, VisionOutput, join_outputs, split_output
 from services.trainer.model.lora_linear import LoraPair
@@ -35,16 +38,24 @@ class PackedModel(nn.Module):
     hooks surround.
 
     Args:
-        normalizer: None for a model without vision.
+        vision: What its images are; None for a model that takes text only.
+        normalizer: None for such a model too.
         chunk_positions: Logits are made for so many positions at a time.
         head_dtype: The type of logits.
     """
 
     def __init__(
-        self, family: Family, hf: Any, normalizer: PatchNormalizer | None, chunk_positions: int, head_dtype: torch.dtype
+        self,
+        family: Family,
+        vision: VisionFamily | None,
+        hf: Any,
+        normalizer: PatchNormalizer | None,
+        chunk_positions: int,
+        head_dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.family = family
+        self.vision = vision
         self.hf = hf
         self._normalizer = normalizer
         self._chunk_positions = chunk_positions
@@ -92,8 +103,9 @@ class PackedModel(nn.Module):
             with torch.no_grad():
                 output = self._run_tower(batch.tower)
             if batch.tower.images:
+                assert self.vision is not None
                 grids = [grid for _, grid in batch.tower.images]
-                images = split_output(output, grids, self.family.merge_size(self.hf.config))
+                images = split_output(output, grids, self.vision)
                 cached |= {digest: image for (digest, _), image in zip(batch.tower.images, images, strict=True)}
         return join_outputs(cached[digest] for digest in batch.placement.digests) if batch.placement else None
 
@@ -119,13 +131,14 @@ def load_model(
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = default if settings.dtype == "auto" else getattr(torch, settings.dtype)
     hf = family.load(model_dir, dtype)
+    images = vision.bind(config.to_dict(), read_added_tokens(model_dir))
     normalizer = None
-    if family.has_vision:
+    if images is not None:
         channels = int(hf.config.vision_config.in_channels)
-        normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, family.patch_bytes(hf.config)).to(device)
+        normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, images.patch_bytes).to(device)
     head_dtype = torch.float32 if settings.head_dtype == "float32" else dtype
     chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, head_dtype)
-    return family, dtype, PackedModel(family, hf, normalizer, chunk, head_dtype)
+    return family, dtype, PackedModel(family, images, hf, normalizer, chunk, head_dtype)
 
 
 def _logit_chunk(size_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:

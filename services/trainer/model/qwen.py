@@ -27,12 +27,7 @@ from services.trainer.model.model_family import LANGUAGE_ROLES, Family, LoraTarg
 class QwenVl(Family):
     """Base of Qwen2.5-VL and Qwen3-VL, whose modules have the same places."""
 
-    uses_mrope = True
     vision_roles: ClassVar[dict[str, Role]]
-
-    @property
-    def has_vision(self) -> bool:
-        return True
 
     def load(self, model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
         model: Any = super().load(model_dir, dtype)

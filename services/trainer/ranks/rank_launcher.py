@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from fovea import vision
 from fovea.runtime.checkpoint import read_config, read_image_processor
 from fovea.runtime.hosts import interface_of, is_loopback
 from services.trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
@@ -97,7 +98,7 @@ class RankEnvironment:
         )
 
 
-MODEL_TYPES = ("qwen2_5_vl", "qwen3", "qwen3_vl")
+MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, "qwen3"}))
 """Those of `FAMILIES` in model/packed_model.py: known before torch is imported, so that others are refused at once."""
 
 LEAVE_S = 8.0

@@ -27,6 +27,7 @@ from services.trainer.model.packed_model import family_of
 from services.trainer.settings import TrainerSettings
 from services.trainer.trainer_servicer import TrainerServicer
 from tests.otlp_collector import Collector
+from tests.vision_families import small_qwen3_vl
 
 ADAM = trainer_pb2.AdamParams(learning_rate=0.1, beta1=0.2, beta2=0.3, eps=0.4, weight_decay=0.5, grad_clip_norm=0.6)
 
@@ -40,7 +41,7 @@ class RecordingRank:
         self._queue = queue
         self.engine = self
         self.family = family_of("qwen3_vl")
-        self.limits = InputLimits(100, 16, 2, True)
+        self.limits = InputLimits(100, 16, small_qwen3_vl())
         self.models = {"m": None}
         threading.Thread(target=self._run, daemon=True).start()
 

@@ -9,17 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fovea import vision
 from fovea.api.v1 import model_input_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
 from fovea.wire.rendered_input import CheckedInput, InputLimits, check, check_ids
+from tests.vision_families import IMAGE, OPENER, VIDEO, small_qwen3_vl
 
-OPENER, IMAGE, VIDEO = 89, 90, 91
-SIZES = {"patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
-CONFIG = {"model_type": "qwen3_vl", "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_config": SIZES}
-VISION = vision.bind(CONFIG, {"<|vision_start|>": OPENER})
-"""Four patches of 24 bytes make a token."""
+VISION = small_qwen3_vl()
 LIMITS = InputLimits(100, max_context_length=50, positions="optional", max_images=2, max_image_tokens=8)
 SHA = "0" * 64
 Change = Callable[[model_input_pb2.RenderedInput], object]

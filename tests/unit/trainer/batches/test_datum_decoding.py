@@ -1,7 +1,5 @@
 """What a datum may be, and what it is after decoding."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -12,9 +10,11 @@ from services.trainer.batches.datum_decoding import InputLimits, check_digests, 
 from services.trainer.batches.packing import DatumSize
 from services.trainer.losses import LOSSES, loss_of
 from tests.unit.trainer.losses.traced import square_loss
+from tests.vision_families import IMAGE, OPENER, small_qwen3_vl
 
-LIMITS = InputLimits(vocabulary_size=100, max_context_length=16, merge_size=2, uses_mrope=True)
-TEXT_ONLY = InputLimits(vocabulary_size=100, max_context_length=16, merge_size=0, uses_mrope=False)
+LIMITS = InputLimits(100, 16, small_qwen3_vl())
+TEXT_ONLY = InputLimits(100, 16, None)
+SHA = "0" * 64
 CROSS_ENTROPY, IMPORTANCE = LOSSES["cross_entropy"]({}), LOSSES["importance_sampling"]({})
 
 
@@ -26,8 +26,12 @@ def _datum(tokens: list[int], **inputs: np.ndarray) -> trainer_pb2.Datum:
 
 
 def _with_image(tokens: int, offset: int = 2, grid: tuple[int, ...] = (1, 4, 4), length: int = 4) -> trainer_pb2.Datum:
-    datum = _datum([1] * tokens, target_tokens=np.zeros(tokens, np.int64), weights=np.zeros(tokens, np.float32))
-    feature = model_input_pb2.VisionFeature(digest="d", grid_thw=grid, token_count=length)
+    ids = [IMAGE if offset <= place < offset + length else 1 for place in range(tokens)]
+    datum = _datum(ids, target_tokens=np.zeros(len(ids), np.int64), weights=np.zeros(len(ids), np.float32))
+    size_bytes = 4 * length * 24 + 24
+    feature = model_input_pb2.VisionFeature(
+        digest=SHA, grid_thw=grid, token_count=length, size_bytes=size_bytes, tensors_sha256=SHA
+    )
     datum.input.spans.add(offset=offset, length=length, feature=feature)
     datum.input.positions.CopyFrom(tensors.encode(np.ones((3, tokens), np.int32)))
     return datum
@@ -114,18 +118,17 @@ def test_a_traced_loss_says_what_its_inputs_are() -> None:
 
 
 def test_a_placeholder_in_the_place_of_an_image_is_refused() -> None:
-    limits = replace(LIMITS, reserved_ids=frozenset({90}), image_opener_id=89)
     inputs = {"target_tokens": np.zeros(3, np.int64), "weights": np.zeros(3, np.float32)}
-    with pytest.raises(InvalidInput, match=r"datum\[0\].input.tokens has the image placeholder 90 at \[2\]"):
-        decode_datum(_datum([1, 89, 90], **inputs), 0, CROSS_ENTROPY, limits)
-    sampled = decode_datum(_datum([89, 1, 90], **inputs), 0, CROSS_ENTROPY, limits)
+    with pytest.raises(InvalidInput, match=r"datum\[0\].input.tokens has the image placeholder 90 at position 2"):
+        decode_datum(_datum([1, OPENER, IMAGE], **inputs), 0, CROSS_ENTROPY, LIMITS)
+    sampled = decode_datum(_datum([OPENER, 1, IMAGE], **inputs), 0, CROSS_ENTROPY, LIMITS)
     assert sampled.tokens.tolist() == [89, 1, 90]
 
 
 def test_image_is_counted() -> None:
     datum = decode_datum(_with_image(9), 0, CROSS_ENTROPY, LIMITS)
     assert datum.size == DatumSize(9, 16)
-    assert datum.spans[0].grid_thw == (1, 4, 4)
+    assert datum.spans[0].grid == (1, 4, 4)
     assert datum.positions is not None
     assert datum.positions.shape == (3, 9)
 
@@ -138,7 +141,7 @@ def test_image_is_counted() -> None:
         (_with_image(9, grid=(1, 4)), "input.spans[0].feature.grid_thw"),
         (_with_image(9, grid=(1, 0, 4)), "input.spans[0].feature.grid_thw"),
         (_with_image(9, grid=(1, 3, 4)), "input.spans[0].feature.grid_thw"),
-        (_with_image(9, length=3), "input.spans[0].length"),
+        (_with_image(9, length=3), "input.spans[0].feature.token_count"),
         (_with_image(17), "input.tokens"),
     ],
 )
@@ -153,7 +156,7 @@ def test_overlapping_images_are_refused() -> None:
     datum = _with_image(12)
     datum.input.spans.add().CopyFrom(datum.input.spans[0])
     datum.input.spans[1].offset = 5
-    with pytest.raises(InvalidInput, match="rise from 6"):
+    with pytest.raises(InvalidInput, match=r"must lie in 6 \.\. 11"):
         decode_datum(datum, 0, CROSS_ENTROPY, LIMITS)
 
 
@@ -174,7 +177,7 @@ def test_image_without_positions_is_refused() -> None:
 
 def test_text_model_takes_neither_images_nor_positions() -> None:
     datum = _with_image(9)
-    with pytest.raises(InvalidInput, match="takes text only"):
+    with pytest.raises(InvalidInput, match="takes no images"):
         decode_datum(datum, 0, CROSS_ENTROPY, TEXT_ONLY)
     del datum.input.spans[:]
     with pytest.raises(InvalidInput, match="no multimodal RoPE"):

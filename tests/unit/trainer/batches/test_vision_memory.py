@@ -3,6 +3,7 @@
 import torch
 
 from services.trainer.batches.vision_cache import VisionOutput, VisionOutputCache, join_outputs, split_output
+from tests.vision_families import small_qwen3_vl
 
 GRIDS = [(1, 4, 4), (1, 2, 2), (2, 2, 4)]
 
@@ -13,7 +14,7 @@ def _output() -> VisionOutput:
 
 def test_split_and_joined_again() -> None:
     output = _output()
-    images = split_output(output, GRIDS, 2)
+    images = split_output(output, GRIDS, small_qwen3_vl())
     assert [len(image.output.embeddings) for image in images] == [4, 1, 4]
     joined = join_outputs(images)
     torch.testing.assert_close(joined.embeddings, output.embeddings)
@@ -23,20 +24,20 @@ def test_split_and_joined_again() -> None:
 
 
 def test_families_without_deepstack() -> None:
-    images = split_output(VisionOutput(torch.randn(9, 3), ()), GRIDS, 2)
+    images = split_output(VisionOutput(torch.randn(9, 3), ()), GRIDS, small_qwen3_vl())
     assert join_outputs(images).deepstack == ()
 
 
 def test_recalled_under_the_same_grid_only() -> None:
     memory = VisionOutputCache(10**6)
-    images = split_output(_output(), GRIDS, 2)
+    images = split_output(_output(), GRIDS, small_qwen3_vl())
     memory.store_all({"a": images[0], "b": images[1]})
     assert set(memory.lookup({"a": (1, 4, 4), "b": (1, 2, 2), "c": (1, 2, 2)})) == {"a", "b"}
     assert memory.lookup({"a": (1, 2, 8)}) == {}
 
 
 def test_least_recently_used_goes_first() -> None:
-    images = split_output(_output(), GRIDS, 2)
+    images = split_output(_output(), GRIDS, small_qwen3_vl())
     memory = VisionOutputCache(images[0].size_bytes * 2)
     memory.store_all({"a": images[0], "b": images[2]})
     memory.lookup({"a": GRIDS[0]})

@@ -12,8 +12,10 @@ import pytest
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
 from fovea.wire.errors import FeatureEvicted, to_status
 from fovea.wire.features import FeatureTensors, iter_pieces, tensors_sha256
-from services.trainer.batches.datum_decoding import Datum, Span
+from fovea.wire.rendered_input import ImageSpan
+from services.trainer.batches.datum_decoding import Datum
 from services.trainer.batches.vision_cache import FeatureCache
+from tests.vision_families import small_qwen3_vl
 
 COUNT, HELD = 7, 2
 
@@ -33,7 +35,7 @@ class SmallRenderer(renderer_pb2_grpc.RendererServiceServicer):
 
     def render(self, number: int) -> Datum:
         tensors = {
-            "pixel_values": np.full((4, 3), number, np.uint8),
+            "pixel_values": np.full((4, 6), number, np.uint8),
             "image_grid_thw": np.array([[1, 2, 2]], np.int64),
         }
         digest = f"{number:064x}"
@@ -45,7 +47,7 @@ class SmallRenderer(renderer_pb2_grpc.RendererServiceServicer):
         )
         datum = Datum.blank(3)
         object.__setattr__(datum, "index", number)
-        object.__setattr__(datum, "spans", (Span(offset=0, length=1, feature=feature, grid_thw=(1, 2, 2)),))
+        object.__setattr__(datum, "spans", (ImageSpan(0, 1, (1, 2, 2), feature),))
         return datum
 
     def FetchFeatures(self, request: renderer_pb2.FetchFeaturesRequest, context: Any) -> Any:  # noqa: N802
@@ -65,7 +67,7 @@ def renderer() -> Iterator[SmallRenderer]:
 
 
 def test_a_batch_that_is_more_than_a_renderer_holds_comes_in_portions(renderer: SmallRenderer) -> None:
-    cache = FeatureCache(0, 3, 10.0, "")
+    cache = FeatureCache(0, small_qwen3_vl(patch_size=1), 10.0, "")
     datums = [renderer.render(number) for number in range(COUNT)]
     missing = []
     for _ in range(COUNT):
@@ -83,7 +85,7 @@ def test_a_batch_that_is_more_than_a_renderer_holds_comes_in_portions(renderer: 
 
 
 def test_what_waits_for_a_model_goes_with_it(renderer: SmallRenderer) -> None:
-    cache = FeatureCache(0, 3, 10.0, "")
+    cache = FeatureCache(0, small_qwen3_vl(patch_size=1), 10.0, "")
     datums = [renderer.render(number) for number in range(3)]
     with pytest.raises(FeatureEvicted):
         cache.patches_of("m", datums, {})
