@@ -6,12 +6,16 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
-from fovea.runtime.byte_lru import ByteLru
+from cachetools import LRUCache
+
+from fovea.runtime.tasks import SingleFlight
 from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound, ResourceExhausted
 from fovea.wire.features import FeatureTensors, size_bytes
 from fovea.wire.limits import MAX_IMAGE_BYTES
 from services.renderer import renderer_metrics
 from services.renderer.worker_pool import ProcessedImage
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -24,25 +28,13 @@ class Feature:
     size_bytes: int
 
 
-@dataclass
-class _Flight:
-    """An image that is being processed, and how many wait for it."""
-
-    task: asyncio.Task[Feature]
-    waiter_count: int = 0
-
-
-class FeatureStore:
-    """Holds up to `limit_bytes` of tensors, the longest unused going first."""
+class FeatureCache:
+    """Holds up to `limit_bytes` of tensors, the least recently used going first."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._held: ByteLru[Feature] = ByteLru(limit_bytes)
-        self._flights: dict[str, _Flight] = {}
-
-    @property
-    def limit_bytes(self) -> int:
-        """The most bytes of tensors that are held."""
-        return self._held.limit_bytes
+        self.limit_bytes = limit_bytes
+        self._held: LRUCache[str, Feature] = LRUCache(limit_bytes, getsizeof=lambda feature: feature.size_bytes)
+        self._making: SingleFlight[str, Feature] = SingleFlight(abandon=True)
 
     def held(self, digest: str) -> Feature:
         """The feature of a digest. Raises FeatureEvicted if it is not held (any more)."""
@@ -60,46 +52,30 @@ class FeatureStore:
         if feature is not None:
             renderer_metrics.FEATURE_LOOKUPS.labels("hit").inc()
             return feature
-        flight = self._flights.get(digest)
-        renderer_metrics.FEATURE_LOOKUPS.labels("joined" if flight else "miss").inc()
-        if flight is None:
-            flight = _Flight(asyncio.create_task(self._make(digest, process)))
-            self._flights[digest] = flight
-        flight.waiter_count += 1
-        try:
-            return await asyncio.shield(flight.task)
-        finally:
-            flight.waiter_count -= 1
-            if flight.waiter_count == 0:
-                flight.task.cancel()
-                if self._flights.get(digest) is flight:
-                    del self._flights[digest]
+        renderer_metrics.FEATURE_LOOKUPS.labels("joined" if digest in self._making else "miss").inc()
+        return await self._making.run(digest, lambda: self._make(digest, process))
 
     async def _make(self, digest: str, process: Callable[[], Awaitable[ProcessedImage]]) -> Feature:
         processed = await process()
         feature = Feature(digest, processed.tensors, processed.tensors_sha256, size_bytes(processed.tensors))
-        try:
-            self._held.put(digest, feature, feature.size_bytes)
-        except ValueError:
+        if feature.size_bytes > self.limit_bytes:
             raise ResourceExhausted(
                 f"the tensors of one image have {feature.size_bytes} bytes, above the {self.limit_bytes} bytes"
                 " that the renderer may hold (setting feature_cache_bytes)"
-            ) from None
+            )
+        self._held[digest] = feature
         renderer_metrics.IMAGES_RENDERED.inc()
         renderer_metrics.IMAGE_SECONDS.observe(processed.seconds)
         renderer_metrics.FEATURE_BYTES.inc(feature.size_bytes)
-        renderer_metrics.HELD_BYTES.labels("features").set(self._held.used_bytes)
+        renderer_metrics.HELD_BYTES.labels("features").set(self._held.currsize)
         return feature
 
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-class ImageStore:
-    """Holds up to `limit_bytes` of encoded images, the longest unused going first."""
+class ImageCache:
+    """Holds up to `limit_bytes` of encoded images by SHA-256, the least recently used going first."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._held: ByteLru[bytes] = ByteLru(limit_bytes)
+        self._held: LRUCache[str, bytes] = LRUCache(limit_bytes, getsizeof=len)
 
     def held(self, sha256: str, field: str) -> bytes:
         """The bytes of an image. Raises NotFound, naming `field`, if it is not held."""
@@ -113,7 +89,7 @@ class ImageStore:
         """Takes an image in pieces of (sha256, bytes), the first of which says the SHA-256; returns its size in bytes.
 
         Raises InvalidInput if the SHA-256 is no such or another than that of the bytes, the image is empty, or above
-        the limit; ResourceExhausted if the store is smaller than the image.
+        the limit; ResourceExhausted if the cache is smaller than the image.
         """
         expected, data = "", bytearray()
         async for sha256, piece in pieces:
@@ -133,12 +109,11 @@ class ImageStore:
         found = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
         if found != expected:
             raise InvalidInput(f"sha256 is {expected} but the bytes have {found}; send them again", field="sha256")
-        try:
-            self._held.put(expected, bytes(data), len(data))
-        except ValueError:
+        if len(data) > self._held.maxsize:
             raise ResourceExhausted(
-                f"the image has {len(data)} bytes, above the {self._held.limit_bytes} bytes that the renderer may hold"
+                f"the image has {len(data)} bytes, above the {self._held.maxsize} bytes that the renderer may hold"
                 " (setting image_store_bytes)"
-            ) from None
-        renderer_metrics.HELD_BYTES.labels("images").set(self._held.used_bytes)
+            )
+        self._held[expected] = bytes(data)
+        renderer_metrics.HELD_BYTES.labels("images").set(self._held.currsize)
         return len(data)

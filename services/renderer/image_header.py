@@ -3,9 +3,11 @@
 A bomb (few bytes, many pixels) is known here, before anybody allocates for it. Only PNG and JPEG are read.
 """
 
-import struct
+import io
 from dataclasses import dataclass
 from typing import Literal
+
+import imagesize
 
 from fovea.wire.limits import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from services.renderer.chunk_errors import InvalidChunk
@@ -21,10 +23,6 @@ _OTHER_SIGNATURES = (
     (b"MM\x00*", "TIFF"),
     (b"%PDF", "PDF"),
 )
-# Start-of-frame markers; C4, C8 and CC lie among them and mean other things (ITU T.81, table B.1).
-_FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_BARE_MARKERS = frozenset({0x01, *range(0xD0, 0xD8)})
-_SCAN_OR_END = (0xDA, 0xD9)
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,11 @@ def read(data: bytes, declared: ImageFormat) -> ImageHeader:
         raise InvalidChunk(
             "format_mismatch", f"the image is declared {declared} but is {found}; declare it {found}, or re-encode it"
         )
-    width, height = _png_size(data) if found == "PNG" else _jpeg_size(data)
+    # As stored: what EXIF turns is turned after decoding.
+    width, height = imagesize.get(io.BytesIO(data), exif_rotation=False)
+    if min(width, height) < 0:
+        part = {"PNG": "IHDR", "JPEG": "frame"}[found]
+        raise InvalidChunk("corrupt", f"the {found} is truncated or corrupt: it has no complete {part} header")
     _check_size(width, height)
     return ImageHeader(found, width, height)
 
@@ -70,34 +72,6 @@ def _format(data: bytes) -> ImageFormat:
         name = "AVIF, HEIC or a video"
     what = f"is {name}" if name else f"starts with the bytes {data[:8].hex(' ')}, which no supported format does"
     raise InvalidChunk("unknown_format", f"the image {what}; send PNG or JPEG")
-
-
-def _png_size(data: bytes) -> tuple[int, int]:
-    if len(data) < 24 or data[12:16] != b"IHDR":
-        raise InvalidChunk("corrupt", "the PNG is truncated or corrupt: it has no complete IHDR header")
-    width, height = struct.unpack(">II", data[16:24])
-    return width, height
-
-
-def _jpeg_size(data: bytes) -> tuple[int, int]:
-    offset = 2
-    while offset + 4 <= len(data) and data[offset] == 0xFF:
-        marker = data[offset + 1]
-        if marker == 0xFF:
-            offset += 1
-            continue
-        if marker in _BARE_MARKERS:
-            offset += 2
-            continue
-        if marker in _SCAN_OR_END:
-            break
-        if marker in _FRAME_MARKERS:
-            if offset + 9 > len(data):
-                break
-            height, width = struct.unpack(">HH", data[offset + 5 : offset + 9])
-            return width, height
-        offset += 2 + struct.unpack(">H", data[offset + 2 : offset + 4])[0]
-    raise InvalidChunk("corrupt", "the JPEG is truncated or corrupt: it has no complete frame header")
 
 
 def _check_size(width: int, height: int) -> None:

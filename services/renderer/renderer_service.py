@@ -15,7 +15,7 @@ from fovea.wire.errors import Unavailable
 from fovea.wire.features import iter_pieces
 from fovea.wire.names import RENDERER_SERVICE
 from services.renderer import model_directory, model_inputs, renderer_metrics
-from services.renderer.image_caches import FeatureStore, ImageStore
+from services.renderer.image_caches import FeatureCache, ImageCache
 from services.renderer.image_fetch import ImageFetcher
 from services.renderer.model_directory import Checkpoint
 from services.renderer.rendering import ImageSupport, Renderer, ServedModel
@@ -96,7 +96,7 @@ async def open_renderer(settings: RendererSettings) -> AsyncIterator[Renderer]:
     """
     checkpoint = model_directory.read(model_directory.locate(settings.model))
     fetcher = ImageFetcher(settings.image_hosts, settings.image_fetch_timeout_s)
-    features, images = FeatureStore(settings.feature_cache_bytes), ImageStore(settings.image_store_bytes)
+    features, images = FeatureCache(settings.feature_cache_bytes), ImageCache(settings.image_store_bytes)
     try:
         async with _open_image_support(settings, checkpoint) as image_support:
             model = ServedModel(

@@ -15,7 +15,7 @@ from fovea.vision.vision_family import GridSpan, TokenCounter, TokenIds, VisionF
 from fovea.wire.errors import ContextOverflow, Internal, InvalidInput, ResourceExhausted
 from services.renderer import image_header, renderer_metrics
 from services.renderer.chunk_errors import InvalidChunk, chunk_field
-from services.renderer.image_caches import Feature, FeatureStore, ImageStore
+from services.renderer.image_caches import Feature, FeatureCache, ImageCache
 from services.renderer.image_fetch import ImageFetcher
 from services.renderer.image_header import ImageHeader
 from services.renderer.model_inputs import Chunk, HeldImage, ImageChunk, PlacedImage, RemoteImage, Rendered
@@ -77,7 +77,7 @@ class Renderer:
         fetcher: For images by address.
     """
 
-    def __init__(self, model: ServedModel, features: FeatureStore, images: ImageStore, fetcher: ImageFetcher) -> None:
+    def __init__(self, model: ServedModel, features: FeatureCache, images: ImageCache, fetcher: ImageFetcher) -> None:
         self.model = model
         self.features = features
         self.images = images

@@ -8,7 +8,7 @@ import pytest
 
 from fovea.wire.errors import FeatureEvicted, ResourceExhausted
 from services.renderer.chunk_errors import InvalidChunk
-from services.renderer.image_caches import FeatureStore
+from services.renderer.image_caches import FeatureCache
 from services.renderer.worker_pool import ProcessedImage
 
 GRID = np.array([[1, 4, 6]], dtype=np.int64)
@@ -46,7 +46,7 @@ def at_once(size_bytes: int) -> Callable[[], Awaitable[ProcessedImage]]:
 
 
 async def test_all_who_ask_at_once_share_one_processing() -> None:
-    store, work = FeatureStore(1000), Work(processed())
+    store, work = FeatureCache(1000), Work(processed())
     asking = [asyncio.create_task(store.get("d", work)) for _ in range(5)]
     await asyncio.sleep(0)
     work.let_go.set()
@@ -59,7 +59,7 @@ async def test_all_who_ask_at_once_share_one_processing() -> None:
 
 
 async def test_all_who_ask_at_once_share_one_refusal_and_the_next_tries_again() -> None:
-    store, work = FeatureStore(1000), Work(InvalidChunk("corrupt", "broken"))
+    store, work = FeatureCache(1000), Work(InvalidChunk("corrupt", "broken"))
     asking = [asyncio.create_task(store.get("d", work)) for _ in range(3)]
     await asyncio.sleep(0)
     work.let_go.set()
@@ -70,7 +70,7 @@ async def test_all_who_ask_at_once_share_one_refusal_and_the_next_tries_again() 
 
 
 async def test_one_who_gives_up_leaves_the_others_theirs() -> None:
-    store, work = FeatureStore(1000), Work(processed())
+    store, work = FeatureCache(1000), Work(processed())
     impatient, patient = (asyncio.create_task(store.get("d", work)) for _ in range(2))
     await asyncio.sleep(0)
     impatient.cancel()
@@ -81,7 +81,7 @@ async def test_one_who_gives_up_leaves_the_others_theirs() -> None:
 
 
 async def test_work_that_nobody_waits_for_is_dropped() -> None:
-    store, work = FeatureStore(1000), Work(processed())
+    store, work = FeatureCache(1000), Work(processed())
     asking = [asyncio.create_task(store.get("d", work)) for _ in range(2)]
     await asyncio.sleep(0)
     for task in asking:
@@ -93,7 +93,7 @@ async def test_work_that_nobody_waits_for_is_dropped() -> None:
 
 
 async def test_the_longest_unused_goes_first() -> None:
-    store = FeatureStore(250)
+    store = FeatureCache(250)
     await store.get("a", at_once(100))
     await store.get("b", at_once(100))
     store.held("a")
@@ -104,6 +104,6 @@ async def test_the_longest_unused_goes_first() -> None:
 
 
 async def test_a_feature_above_the_limit_names_the_setting() -> None:
-    store = FeatureStore(99)
+    store = FeatureCache(99)
     with pytest.raises(ResourceExhausted, match=r"100 bytes, above the 99 .*feature_cache_bytes"):
         await store.get("a", at_once(100))
