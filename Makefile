@@ -28,7 +28,7 @@ $(VENV)/ready: requirements/cpu.txt pyproject.toml
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --editable .
 	touch $@
 
-demo: setup ## The main job: a tiny VLM learns real digits; writes demo/report.html and demo/result.json
+demo: setup ## A tiny VLM learns real digits; writes demo/report.html and demo/result.json
 	$(BIN)/python -m demo
 
 rl: setup ## Reinforcement learning: three examples that learn; writes examples/results.json, curves and pages
@@ -79,7 +79,7 @@ format: setup ## Format the code and fix what the linter can
 e2e: setup ## End-to-end tests alone
 	$(BIN)/python -m pytest $(LANES) tests/e2e
 
-gpu: ## On a machine with GPUs: training, pushes and agreement in bfloat16, one Fovea a layout (FOVEA_GPU_SHAPE=4b for more)
+gpu: ## On a machine with GPUs: training, pushes and agreement in bfloat16, one Fovea per layout (FOVEA_GPU_SHAPE=4b for more)
 	$(or $(wildcard $(BIN)/python),python3) -m pytest tests/gpu -v
 
 bench: setup ## The benchmarks that need no GPU, one after another; JSON lines into benchmarks/results/

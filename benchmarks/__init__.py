@@ -1,1 +1,1 @@
-"""Measurements. Each prints one JSON line a figure, with the machine and the versions that it was measured on."""
+"""Measurements. Each prints one JSON line per figure, with the machine and the versions that it was measured on."""

@@ -5,7 +5,7 @@ The trainer scores the same tokens, all datums in one call and each in one of it
 of temperature 1: for 0.7 it is asked for the whole vocabulary, of fewer and shorter samples. The figures, each for
 every seed, are the mean KL from sampler to trainer (the k3 estimate, mean of exp(d) - 1 - d with d = trainer - sampler,
 Schulman 2020), and the largest difference at any token, for prompts of text and for prompts with an image, before and
-after training steps. `--wave 256` also measures how many tokens a second so many samples at once get.
+after training steps. `--wave 256` also measures how many tokens per second so many samples at once get.
 
 With `--float32 DIRECTORY` the base model in float32, on a GPU, scores text too: how far sampler and trainer are from it
 is what bfloat16 costs each, and how large a difference between them is no fault of either.
@@ -169,7 +169,7 @@ def float32_logprobs(directory: str, device: str, drawn: list[Drawn]) -> Logprob
 
 
 def wave(bench: Bench, training: tinker.TrainingClient, count: int, repeats: int = 3) -> list[float]:
-    """Sampled tokens a second, the first round apart, which warms up."""
+    """Sampled tokens per second, the first round apart, which warms up."""
     sampler = training.save_weights_and_get_sampling_client().result(600)
     rates = []
     for round_ in range(repeats + 1):

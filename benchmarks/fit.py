@@ -53,7 +53,7 @@ def texts(seed: int, count: int, length: int, vocabulary_size: int) -> list[trai
 
 
 def fit(engine: TrainingEngine, seed: int, options: argparse.Namespace) -> list[float]:
-    """The loss of each step, nat a token."""
+    """The loss of each step, nats per token."""
     model_id = f"fit-{seed}"
     vocabulary_size = min(options.vocabulary, engine.limits.vocabulary_size)
     data = texts(seed, options.texts, options.length, vocabulary_size)
@@ -82,7 +82,7 @@ def fit(engine: TrainingEngine, seed: int, options: argparse.Namespace) -> list[
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="of the base model")
+    parser.add_argument("directory", type=Path, help="folder of the base model")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=300)

@@ -27,7 +27,7 @@ _WIDTH = 120
 
 def main(
     recipes: Annotated[str, typer.Option(help="Names, split by commas; by default all.")] = "",
-    versions: Annotated[str, typer.Option(help="Of tinker-cookbook.")] = ",".join(ENVIRONMENTS),
+    versions: Annotated[str, typer.Option(help="Versions of tinker-cookbook.")] = ",".join(ENVIRONMENTS),
     base_url: Annotated[
         str | None, typer.Option(help="A Tinker server that runs already; else one is started.")
     ] = None,

@@ -22,7 +22,7 @@ API_KEY = "tml-local"
 
 def main(
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the 1,497 training scans.")] = Recipe.epochs,
-    seed: Annotated[int, typer.Option(help="Of the split, the adapter and the order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the split, the adapter and the order.")] = 0,
     out: Annotated[pathlib.Path, typer.Option(help="Where report.html and result.json go.")] = OUT,
     base_url: Annotated[str | None, typer.Option(help="Use a Tinker server that runs already.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Its model; needed with --base-url.")] = None,

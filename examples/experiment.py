@@ -43,13 +43,17 @@ SHOWN = 64
 def read_arguments(about: str, *, steps: int, warm_up: int, stages: int = 1) -> argparse.Namespace:
     """Of the command line. `steps` and `warm_up` are defaults; each of the `stages` needs a step."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
-    parser.add_argument("--base-url", help="of a Tinker server; default: TINKER_BASE_URL")
+    parser.add_argument("--base-url", help="address of a Tinker server; default: TINKER_BASE_URL")
     parser.add_argument("--api-key", help="default: TINKER_API_KEY")
     parser.add_argument("--model", help="default: the first that the server has")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=steps, help="of reinforcement learning (default: %(default)s)")
-    parser.add_argument("--warm-up", type=int, default=warm_up, help="steps that teach the format (%(default)s)")
-    parser.add_argument("--held-out", type=int, default=200, help="episodes of each measurement (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=steps, help="steps of reinforcement learning (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warm-up", type=int, default=warm_up, help="steps that teach the format of an answer (default: %(default)s)"
+    )
+    parser.add_argument("--held-out", type=int, default=200, help="episodes of each evaluation (default: %(default)s)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("examples/out"))
     arguments = parser.parse_args()
     if arguments.steps < stages:

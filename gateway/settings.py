@@ -45,7 +45,7 @@ class GatewaySettings(ServiceSettings):
         description="Keys that clients may use, each tml-KEY, or OWNER=tml-KEY: an owner's keys see the same. Everybody"
         " can read arguments in `ps`: use the environment or api_key_file. Without any, tml-local is good on loopback.",
     )
-    api_key_file: Path | None = Field(None, description="A file of further such keys, one a line.")
+    api_key_file: Path | None = Field(None, description="A file of further such keys, one per line.")
 
     max_body_bytes: int = Field(
         128 * 2**20, gt=0, description="The largest body of samples and losses, before and after zstd."

@@ -51,7 +51,7 @@ def up(
         ),
     ] = None,
     api_key_file: Annotated[
-        pathlib.Path | None, typer.Option(exists=True, dir_okay=False, help="A file of accepted keys, one a line.")
+        pathlib.Path | None, typer.Option(exists=True, dir_okay=False, help="A file of accepted keys, one per line.")
     ] = None,
     ready_timeout_s: Annotated[float, typer.Option(help="Seconds that the services may take to come up.")] = 300.0,
     drain_s: Annotated[float, typer.Option(help="Seconds that work in flight gets at a stop.")] = 20.0,

@@ -38,7 +38,7 @@ class UpOptions:
         ranks: Trainer processes.
         state_dir: Database, checkpoints and `up.json`.
         api_keys: Accepted keys, as the gateway's settings take them; those of its database are accepted too.
-        api_key_file: Further keys, one a line.
+        api_key_file: Further keys, one per line.
         ready_timeout_s: How long the services may take to come up.
         drain_s: How long a stop waits for work in flight.
         trainer_gpus: Devices that the trainer sees, as CUDA numbers them; empty leaves the environment as it is.

@@ -24,7 +24,7 @@ class RendererSettings(ServiceSettings):
         1, ge=1, le=256, description="Image worker processes, one image each at a time; about 0.8 GiB each."
     )
     worker_memory_bytes: int = Field(
-        4 * GIB, ge=0, description="Memory of one image worker; more ends its job, not the service. 0 is no limit."
+        4 * GIB, ge=0, description="Memory of one image worker; more ends its image, not the service. 0 is no limit."
     )
     image_timeout_s: float = Field(60.0, gt=0, description="Seconds that one image may take in a worker.")
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds that a worker may take to start.")

@@ -17,7 +17,7 @@ class TrainerSettings(ServiceSettings):
 
     model: str = Field(description="Directory or hub name of the base model.")
     renderer: str = Field("", description="host:port of a renderer, for images that name no source of their tensors.")
-    ranks: int = Field(2, ge=1, le=64, description="Processes of each node, one a device.")
+    ranks: int = Field(2, ge=1, le=64, description="Processes of each node, one per device.")
     nodes: int = Field(1, ge=1, description="Machines, or pods, that train together; each runs this command.")
     node_rank: int = Field(0, ge=0, description="Which of the nodes this is; node 0 serves, all compute.")
     master_addr: str = Field(
