@@ -16,7 +16,7 @@ from fovea_rollout.environment import Answer, Environment, Step
 from fovea_rollout.messages import Message, parse_messages
 
 Outcome = tuple[Any, BaseException | None]
-Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Outcome]", Callable[..., Any], tuple[Any, ...]]
+Call = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Outcome]", Callable[..., Any], tuple[Any, ...]]
 
 
 class EnvironmentHost:
@@ -32,8 +32,8 @@ class EnvironmentHost:
     def __init__(self, factory: Callable[[], Environment]) -> None:
         self._factory = factory
         self._environment: Environment | None = None
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name="environment", daemon=True)
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._calls,), name="environment", daemon=True)
         self._thread.start()
 
     async def make(self) -> None:
@@ -62,7 +62,7 @@ class EnvironmentHost:
         try:
             await self._call(self._close)
         finally:
-            self._jobs.put(None)
+            self._calls.put(None)
 
     def _make(self) -> None:
         self._environment = self._factory()
@@ -76,16 +76,16 @@ class EnvironmentHost:
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Outcome] = loop.create_future()
-        self._jobs.put((loop, outcome, function, arguments))
+        self._calls.put((loop, outcome, function, arguments))
         value, error = await outcome
         if error is not None:
             raise error
         return await value if inspect.isawaitable(value) else value
 
 
-def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        loop, outcome, function, arguments = job
+def _work(calls: queue.SimpleQueue[Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        loop, outcome, function, arguments = call
         result: Outcome
         try:
             result = function(*arguments), None
