@@ -9,7 +9,9 @@ ROLLOUT = ["fovea_rollout.rollout", "fovea_rollout.template", "fovea_rollout.grp
 HEAVY = {"torch", "vllm", "transformers", "torchvision", "peft", "matplotlib", "sklearn"}
 
 
-@pytest.mark.parametrize("module", ["fovea.cli.main", "fovea.client", "fovea.runtime.server", "gateway.app", *ROLLOUT])
+@pytest.mark.parametrize(
+    "module", ["fovea.cli.main", "fovea.client", "fovea.vision", "fovea.runtime.server", "gateway.app", *ROLLOUT]
+)
 def test_importing_loads_no_heavy_module(module: str) -> None:
     program = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
