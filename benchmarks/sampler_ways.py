@@ -128,13 +128,14 @@ class Direct:
 
     def __init__(self, llm: "AsyncLLM", running: Running, new_tokens: int) -> None:
         from services.sampler.engine import prompts
-        from services.sampler.engine_api import Draw
 
         self._llm = llm
         os.environ[VARIABLE] = running.service_secret
         self._renderer = RendererClient(running.addresses["renderer"])
         self._maker = prompts.PromptMaker(llm)
-        self._draw = Draw(max_tokens=new_tokens, ignore_eos=True)
+        self._drawing = sampler_pb2.SamplingParams(
+            max_tokens=new_tokens, temperature=1.0, top_p=1.0, top_k=-1, stop=sampler_pb2.StopCondition(ignore_eos=True)
+        )
         self._params = prompts.sampling_params(self._spec(np.zeros(1, np.int32), ()), 0, (), None)
         self._numbers = itertools.count()
         self._seen: set[str] = set()
@@ -188,7 +189,7 @@ class Direct:
     def _spec(self, tokens: "np.ndarray[Any, np.dtype[np.int32]]", spans: tuple[Any, ...]) -> Any:
         from services.sampler.engine_api import SampleSpec
 
-        return SampleSpec("", "", tokens, spans, 1, self._draw)
+        return SampleSpec(sampler_pb2.SampleRequest(sample_count=1), self._drawing, tokens, spans)
 
 
 def as_proto(model_input: types.ModelInput) -> model_input_pb2.ModelInput:

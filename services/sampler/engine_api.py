@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from fovea.api.v1 import sampler_pb2
 from fovea.wire.rendered_input import ImageSpan
 
 SEED_MASK = 2**63 - 1
@@ -28,30 +29,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Draw:
-    """How to draw tokens. `max_tokens` is resolved: prompt and new tokens fit into the context."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-    def seed_of(self, index: int) -> int | None:
-        """What sequence `index` draws with: a hash of both, in the 63 bits that the engine tells apart.
-
-        With seed + index, which vLLM takes for its n > 1, requests of neighbouring seeds share nearly all sequences.
-        """
-        if self.seed is None:
-            return None
-        key = self.seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little")
-        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") & SEED_MASK
-
-
-@dataclass(frozen=True)
 class TargetRows:
     """Tokens to score: ids int32 [M], of which row i, for prompt position i + 1, begins at offset i of int64 [P]."""
 
@@ -61,31 +38,41 @@ class TargetRows:
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """One sample request, every part of it checked. `prompt_logprobs_last_n` is 0 for all.
+    """One sample request, every part of it checked.
 
-    With `at_once` each sequence comes as one Delta if it is small. Only requests of the same `cache_salt` share what
-    the engine caches of their prompts.
+    Attributes:
+        request: As it came: what is asked is read from here, but for what follows.
+        params: Its `params`, complete: what was absent has its default, and `max_tokens` fits into the context. Only
+            `seed` may still be absent.
+        tokens: The prompt, int32 [P].
+        spans: Its images.
+        targets: Tokens to score.
     """
 
-    request_id: str
-    snapshot_id: str
+    request: sampler_pb2.SampleRequest
+    params: sampler_pb2.SamplingParams
     tokens: npt.NDArray[np.int32]
-    spans: tuple[ImageSpan, ...]
-    sample_count: int
-    draw: Draw
-    prompt_logprobs: bool = False
-    top_prompt_logprobs: int = 0
-    top_sample_logprobs: int = 0
+    spans: tuple[ImageSpan, ...] = ()
     targets: TargetRows | None = None
-    alt_token_count: int = 0
-    prompt_logprobs_last_n: int = 0
-    at_once: bool = False
-    cache_salt: str = ""
 
     @property
     def scores_prompt(self) -> bool:
         """Whether anything is asked of the prompt's distributions."""
-        return bool(self.prompt_logprobs or self.top_prompt_logprobs or self.targets or self.alt_token_count)
+        request = self.request
+        return bool(request.prompt_logprobs or request.top_prompt_logprobs or self.targets or request.alt_token_count)
+
+    def seed_of(self, index: int) -> int | None:
+        """What sequence `index` draws with; None if its draws need not be repeatable."""
+        return sequence_seed(self.params.seed, index) if self.params.HasField("seed") else None
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """A hash of the request's seed and of the sequence's index, in the 63 bits that the engine tells apart.
+
+    With seed + index, which vLLM takes for its n > 1, requests of neighbouring seeds share nearly all sequences.
+    """
+    key = seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") & SEED_MASK
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,10 @@ class Sampling:
         sampler_metrics.IN_FLIGHT.inc()
         try:
             # Asked before the images are fetched, so that a push can begin at once; asked again when they are there.
-            self._snapshots.require(spec.snapshot_id)
+            self._snapshots.require(spec.request.snapshot_id)
             images = await self._features.get(spec.spans)
             async with (
-                self._snapshots.use(spec.snapshot_id) as adapter,
+                self._snapshots.use(spec.request.snapshot_id) as adapter,
                 aclosing(self._draw_all(spec, self._engine.prompt(spec, images), adapter)) as events,
             ):
                 async for event in events:
@@ -63,7 +63,7 @@ class Sampling:
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._draw_one(spec, index, prompt, adapter, queue))
-            for index in range(spec.sample_count)
+            for index in range(spec.request.sample_count)
         ]
         early: list[Event] | None = []
         running = len(tasks)

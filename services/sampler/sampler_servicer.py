@@ -95,7 +95,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             spec = read_request(request, self._facts.limits, self._vision)
             async with aclosing(self._sampling.run(spec)) as events:
                 async for event in events:
-                    yield _encode(event, spec.snapshot_id)
+                    yield _encode(event, request.snapshot_id)
             outcome = "ok"
         except FoveaError as error:
             outcome = error.reason.lower()

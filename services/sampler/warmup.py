@@ -7,11 +7,11 @@ from contextlib import aclosing
 import numpy as np
 import numpy.typing as npt
 
-from fovea.api.v1 import model_input_pb2
+from fovea.api.v1 import model_input_pb2, sampler_pb2
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
-from services.sampler.engine_api import Draw, Limits, SampleSpec
+from services.sampler.engine_api import Limits, SampleSpec
 from services.sampler.ports import SampleEngine
 
 logger = logging.getLogger(__name__)
@@ -25,20 +25,17 @@ async def warm_up(engine: SampleEngine, vision: VisionFamily | None, limits: Lim
     Raises whatever the engine raises: then it cannot serve.
     """
     spans, images, tokens = _prompt(vision)
-    for draw in (Draw(max_tokens=2, temperature=0.0), Draw(max_tokens=2, top_k=2, top_p=0.9, seed=1)):
-        for scored in (False, True):
-            spec = SampleSpec(
-                request_id="warm-up",
-                snapshot_id="",
-                tokens=tokens,
-                spans=spans,
-                sample_count=1,
-                draw=draw,
-                prompt_logprobs=scored,
-                top_prompt_logprobs=min(2, limits.max_top_logprobs) if scored else 0,
-                alt_token_count=min(2, limits.max_top_logprobs) if scored else 0,
-                top_sample_logprobs=min(2, limits.max_top_logprobs) if scored else 0,
-            )
+    count = min(2, limits.max_top_logprobs)
+    scores = sampler_pb2.SampleRequest(
+        prompt_logprobs=True, top_prompt_logprobs=count, alt_token_count=count, top_sample_logprobs=count
+    )
+    greedy = sampler_pb2.SamplingParams(max_tokens=2, temperature=0.0, top_p=1.0, top_k=-1)
+    drawn = sampler_pb2.SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, top_k=2, seed=1)
+    for params in (greedy, drawn):
+        for asked in (sampler_pb2.SampleRequest(), scores):
+            request = sampler_pb2.SampleRequest(request_id="warm-up", sample_count=1)
+            request.MergeFrom(asked)
+            spec = SampleSpec(request, params, tokens, spans)
             async with aclosing(engine.sample(spec, 0, engine.prompt(spec, images), None)) as events:
                 async for _ in events:
                     pass

@@ -28,11 +28,11 @@ def prompt_facts(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | None
     except ValueError as error:
         raise Internal(f"the engine sent other scores of the prompt than were asked for: {error}") from error
     return PromptFacts(
-        logprobs=_from(plan, scores.actual, np.nan) if spec.prompt_logprobs else None,
-        top=_top_from(plan, scores.top) if spec.top_prompt_logprobs else None,
+        logprobs=_from(plan, scores.actual, np.nan) if spec.request.prompt_logprobs else None,
+        top=_top_from(plan, scores.top) if spec.request.top_prompt_logprobs else None,
         cached_token_count=cached_token_count,
         target_logprobs=scores.targets if spec.targets else None,
-        alt=scores.alt if spec.alt_token_count else None,
+        alt=scores.alt if spec.request.alt_token_count else None,
     )
 
 
@@ -44,7 +44,7 @@ def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delt
     if not len(tokens) and finish is None:
         return
     flat = output.logprobs if isinstance(output.logprobs, FlatLogprobs) else FlatLogprobs()
-    logprobs, top = _split(flat, len(tokens), spec.top_sample_logprobs)
+    logprobs, top = _split(flat, len(tokens), spec.request.top_sample_logprobs)
     yield Delta(index, tokens, logprobs, top, finish)
 
 

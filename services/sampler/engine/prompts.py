@@ -33,14 +33,14 @@ class PromptMaker:
 
     def make(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
         """The engine input; `images` holds the tensors of each span."""
-        tokens, salt = spec.tokens.tolist(), spec.cache_salt or None
+        tokens, salt = spec.tokens.tolist(), spec.request.cache_salt or None
         if not spec.spans:
             return tokens_input(tokens, cache_salt=salt)
         return mm_input(
             tokens,
             MultiModalKwargsItems({_MODALITY: [self._item(tensors) for tensors in images]}),
             # vLLM salts the prefix cache alone; its encoder cache goes by these names.
-            {_MODALITY: [f"{spec.cache_salt}:{span.feature.digest}" for span in spec.spans]},
+            {_MODALITY: [f"{spec.request.cache_salt}:{span.feature.digest}" for span in spec.spans]},
             {_MODALITY: [PlaceholderRange(offset=span.offset, length=span.length) for span in spec.spans]},
             cache_salt=salt,
         )
@@ -61,7 +61,7 @@ def score_plan(spec: SampleSpec, index: int) -> ScorePlan | None:
     """What to score of the prompt while sequence `index` is drawn: the first one does it for all."""
     if index or not spec.scores_prompt:
         return None
-    seed = spec.draw.seed_of(0)
+    seed = spec.seed_of(0)
     return ScorePlan.of(spec, secrets.randbits(63) if seed is None else seed)
 
 
@@ -69,21 +69,21 @@ def sampling_params(
     spec: SampleSpec, index: int, eos_token_ids: Sequence[int], plan: ScorePlan | None
 ) -> SamplingParams:
     """How sequence `index` is drawn, and what is scored of the prompt meanwhile."""
-    draw = spec.draw
-    stops = draw.stop_token_ids if draw.ignore_eos else (*draw.stop_token_ids, *eos_token_ids)
+    params = spec.params
+    ends = [] if params.stop.ignore_eos else eos_token_ids
     return SamplingParams(
-        max_tokens=draw.max_tokens,
-        temperature=draw.temperature,
-        top_p=draw.top_p,
-        top_k=draw.top_k,
-        seed=draw.seed_of(index),
-        stop=list(draw.stop_strings),
-        stop_token_ids=list(stops),
-        ignore_eos=draw.ignore_eos,
-        logprobs=spec.top_sample_logprobs,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=spec.seed_of(index),
+        stop=list(params.stop.strings),
+        stop_token_ids=[*params.stop.token_ids, *ends],
+        ignore_eos=params.stop.ignore_eos,
+        logprobs=spec.request.top_sample_logprobs,
         flat_logprobs=True,
         # Only stop strings need text; making it is most of the cost of logprobs.
-        detokenize=bool(draw.stop_strings),
+        detokenize=bool(params.stop.strings),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY if _is_at_once(spec) else RequestOutputKind.DELTA,
         # A prompt token that comes from the cache has no logits.
@@ -94,4 +94,4 @@ def sampling_params(
 
 def _is_at_once(spec: SampleSpec) -> bool:
     """Whether a sequence may come as one message: alternatives of a long one would not fit, ids and logprobs do."""
-    return spec.at_once and not spec.top_sample_logprobs and spec.draw.max_tokens <= _MOST_AT_ONCE
+    return spec.request.at_once and not spec.request.top_sample_logprobs and spec.params.max_tokens <= _MOST_AT_ONCE

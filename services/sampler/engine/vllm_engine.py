@@ -107,7 +107,7 @@ class Engine:
             generated = self._llm.generate(
                 prompt,
                 prompts.sampling_params(spec, index, self._eos_token_ids, plan),
-                f"{spec.request_id}/{index}",
+                f"{spec.request.request_id}/{index}",
                 lora_request=None if adapter is None else request_of(adapter.name, adapter.lora_id),
             )
             async with aclosing(generated) as results:

@@ -49,16 +49,16 @@ class ScorePlan:
     def of(spec: SampleSpec, alt_seed: int) -> "ScorePlan":
         """The plan of a request that `scores_prompt`; `alt_seed` is used if it draws alternatives."""
         row_count = len(spec.tokens) - 1
-        listed = spec.prompt_logprobs or spec.top_prompt_logprobs > 0
+        listed = spec.request.prompt_logprobs or spec.request.top_prompt_logprobs > 0
         return ScorePlan(
             row_count=row_count,
-            first_row=row_count - (spec.prompt_logprobs_last_n or row_count) if listed else row_count,
-            top_count=spec.top_prompt_logprobs,
+            first_row=row_count - (spec.request.prompt_logprobs_last_n or row_count) if listed else row_count,
+            top_count=spec.request.top_prompt_logprobs,
             target_ids=spec.targets.token_ids.astype(np.int32).tobytes() if spec.targets else b"",
             target_offsets=spec.targets.row_offsets.astype(np.int64).tobytes() if spec.targets else b"",
-            alt_count=spec.alt_token_count,
+            alt_count=spec.request.alt_token_count,
             alt_seed=alt_seed,
-            temperature=spec.draw.temperature,
+            temperature=spec.params.temperature,
         )
 
     def to_message(self) -> dict[str, Any]:

@@ -22,8 +22,8 @@ async def eventually(condition: Callable[[], bool]) -> None:
 def facts_of(spec: SampleSpec) -> PromptFacts:
     """Targets score minus their own id; token i is drawn at row i."""
     alt = None
-    if spec.alt_token_count:
-        ids = np.repeat(np.arange(len(spec.tokens) - 1, dtype=np.int32)[:, None], spec.alt_token_count, axis=1)
+    if spec.request.alt_token_count:
+        ids = np.repeat(np.arange(len(spec.tokens) - 1, dtype=np.int32)[:, None], spec.request.alt_token_count, axis=1)
         alt = AltRows(ids, -ids.astype(np.float32))
     return PromptFacts(
         logprobs=np.full(len(spec.tokens), np.nan, np.float32),
@@ -66,11 +66,11 @@ class MemoryEngine:
         self.running += 1
         try:
             yield facts_of(spec)
-            for number in range(spec.draw.max_tokens):
+            for number in range(spec.params.max_tokens):
                 await self.step.wait()
                 await asyncio.sleep(0)
                 token = np.asarray([spec.tokens[number % len(spec.tokens)] + index], dtype=np.int32)
-                last = number + 1 == spec.draw.max_tokens
+                last = number + 1 == spec.params.max_tokens
                 yield Delta(index, token, np.asarray([-1.0], np.float32), None, "length" if last else None)
         finally:
             self.running -= 1

@@ -52,7 +52,7 @@ def test_all_is_asked_for() -> None:
     assert spec.targets is not None
     assert spec.targets.token_ids.tolist() == [0, 99, 99]
     assert spec.targets.row_offsets.tolist() == [0, 2, 2, 3]
-    assert (spec.prompt_logprobs_last_n, spec.alt_token_count, spec.scores_prompt) == (3, 64, True)
+    assert (spec.request.prompt_logprobs_last_n, spec.request.alt_token_count, spec.scores_prompt) == (3, 64, True)
 
 
 @pytest.mark.parametrize("field", ["prompt_logprobs", "top_prompt_logprobs", "alt_token_count"])
@@ -100,7 +100,7 @@ def test_targets_of_a_prompt_of_one_token(token_count: int) -> None:
 def test_last_n(last_n: int, logprobs: bool, top: int) -> None:
     wanted = request(prompt_logprobs=logprobs, top_prompt_logprobs=top, prompt_logprobs_last_n=last_n)
     if last_n == 0 or (0 < last_n < 4 and logprobs):
-        assert read(wanted).prompt_logprobs_last_n == last_n
+        assert read(wanted).request.prompt_logprobs_last_n == last_n
     else:
         with pytest.raises(InvalidInput) as caught:
             read(wanted)

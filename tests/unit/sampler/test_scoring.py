@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.sampler.engine_api import Draw, SampleSpec, TargetRows
+from fovea.api.v1 import sampler_pb2
+from services.sampler.engine_api import SampleSpec, TargetRows
 from services.sampler.vllm_patches.prompt_scores import PromptScores, ScorePlan, Scores
 
 VOCABULARY = 11
@@ -29,8 +30,9 @@ def spec_of(
     if rows is not None:
         ids = np.asarray([token for row in rows for token in row], dtype=np.int32)
         targets = TargetRows(ids, np.cumsum([0, *(len(row) for row in rows)]))
-    draw = Draw(max_tokens=1, temperature=temperature)
-    return SampleSpec("r", "", np.asarray(prompt, np.int32), (), 1, draw, targets=targets, **options)  # type: ignore[arg-type]
+    request = sampler_pb2.SampleRequest(sample_count=1, **options)  # type: ignore[arg-type]
+    params = sampler_pb2.SamplingParams(max_tokens=1, temperature=temperature)
+    return SampleSpec(request, params, np.asarray(prompt, np.int32), targets=targets)
 
 
 def run(spec: SampleSpec, logits: torch.Tensor, cuts: list[int], block: int = 3, seed: int = 5) -> Scores:

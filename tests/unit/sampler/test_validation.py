@@ -11,7 +11,7 @@ from fovea import vision
 from fovea.api.v1 import sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
-from services.sampler.engine_api import Draw, Limits
+from services.sampler.engine_api import Limits, sequence_seed
 from services.sampler.sample_validation import read_request
 
 START, IMAGE, VIDEO = 89, 90, 91
@@ -50,7 +50,7 @@ def test_a_good_request() -> None:
     spec = read_request(wanted, LIMITS, VISION)
     assert spec.tokens.tolist() == [1, 2, 90, 90, 90, 90, 3, 90, 90, 90, 90, 3]
     assert [(span.offset, span.length) for span in spec.spans] == [(2, 4), (7, 4)]
-    assert spec.draw == Draw(max_tokens=38, seed=-3)
+    assert spec.params == sampler_pb2.SamplingParams(max_tokens=38, temperature=1, top_p=1, top_k=-1, seed=-3)
 
 
 @pytest.mark.parametrize(("length", "max_tokens"), [(50, None), (51, None), (49, 2), (1, 50), (1, 2**31 - 1)])
@@ -67,9 +67,9 @@ def test_the_context(length: int, max_tokens: int | None) -> None:
 
 def test_cache_salts() -> None:
     wanted = request()
-    assert read_request(wanted, LIMITS, VISION).cache_salt == ""
+    assert read_request(wanted, LIMITS, VISION).request.cache_salt == ""
     wanted.cache_salt = "o" * 256
-    assert read_request(wanted, LIMITS, VISION).cache_salt == "o" * 256
+    assert read_request(wanted, LIMITS, VISION).request.cache_salt == "o" * 256
     wanted.cache_salt += "o"
     with pytest.raises(InvalidInput, match="257 characters") as caught:
         read_request(wanted, LIMITS, VISION)
@@ -79,7 +79,7 @@ def test_cache_salts() -> None:
 def test_the_context_may_be_filled() -> None:
     wanted = sampler_pb2.SampleRequest(sample_count=1)
     wanted.prompt.tokens = tensors.encode_tokens([1] * 49)
-    assert read_request(wanted, LIMITS, VISION).draw.max_tokens == 1
+    assert read_request(wanted, LIMITS, VISION).params.max_tokens == 1
 
 
 @pytest.mark.parametrize("video", [IMAGE, VIDEO])
@@ -118,7 +118,7 @@ def test_temperatures(temperature: float) -> None:
     wanted = request()
     wanted.params.temperature = temperature
     if temperature == 0 or 0.0099999 < temperature <= 2:
-        assert read_request(wanted, LIMITS, VISION).draw.temperature == temperature
+        assert read_request(wanted, LIMITS, VISION).params.temperature == temperature
     else:
         with pytest.raises(InvalidInput, match="temperature"):
             read_request(wanted, LIMITS, VISION)
@@ -129,7 +129,7 @@ def test_top_p(top_p: float) -> None:
     wanted = request()
     wanted.params.top_p = top_p
     if not math.isnan(top_p) and 0 < top_p <= 1:
-        assert read_request(wanted, LIMITS, VISION).draw.top_p == top_p
+        assert read_request(wanted, LIMITS, VISION).params.top_p == top_p
     else:
         with pytest.raises(InvalidInput, match="top_p"):
             read_request(wanted, LIMITS, VISION)
@@ -137,20 +137,24 @@ def test_top_p(top_p: float) -> None:
 
 @pytest.mark.parametrize("first", [0, -50, 2**40, 2**63 - 100])
 def test_no_sequence_of_one_seed_is_one_of_another(first: int) -> None:
-    draws = [Draw(max_tokens=1, seed=seed).seed_of(index) for seed in range(first, first + 100) for index in range(100)]
+    draws = [sequence_seed(seed, index) for seed in range(first, first + 100) for index in range(100)]
     assert len(set(draws)) == len(draws)
 
 
+def test_draws_need_no_seed() -> None:
+    wanted = request()
+    assert read_request(wanted, LIMITS, VISION).seed_of(0) is None
+    wanted.params.seed = 7
+    assert read_request(wanted, LIMITS, VISION).seed_of(3) == sequence_seed(7, 3)
+
+
 def test_a_seed_means_the_same_in_every_release() -> None:
-    assert Draw(max_tokens=1, seed=7).seed_of(3) == 3405383674353699258
+    assert sequence_seed(7, 3) == 3405383674353699258
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), index=st.integers(0, 1000))
 def test_seeds_stay_within_63_bits(seed: int, index: int) -> None:
-    drawn = Draw(max_tokens=1, seed=seed).seed_of(index)
-    assert drawn is not None
-    assert 0 <= drawn < 2**63
-    assert Draw(max_tokens=1).seed_of(index) is None
+    assert 0 <= sequence_seed(seed, index) < 2**63
 
 
 @pytest.mark.parametrize(
