@@ -129,6 +129,4 @@ class FeatureFetcher:
                     fetched[complete[0]] = complete[1]
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-        for digest, feature in wanted.items():
-            check_feature(feature, fetched.get(digest))
-        return fetched
+        return {digest: check_feature(feature, fetched.get(digest)) for digest, feature in wanted.items()}

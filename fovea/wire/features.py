@@ -45,8 +45,8 @@ def iter_pieces(digest: str, feature: Mapping[str, npt.NDArray]) -> Iterator[ren
             )
 
 
-def check_feature(feature: model_input_pb2.VisionFeature, tensors: FeatureTensors | None) -> None:
-    """Raises Internal unless the tensors are the ones that the renderer promised in `feature`."""
+def check_feature(feature: model_input_pb2.VisionFeature, tensors: FeatureTensors | None) -> FeatureTensors:
+    """Returns the tensors. Raises Internal unless they are the ones that the renderer promised in `feature`."""
     if tensors is None:
         raise Internal(f"the renderer at {feature.source} sent no tensors for image {feature.digest}")
     if (found := tensors_sha256(tensors)) != feature.tensors_sha256:
@@ -54,6 +54,7 @@ def check_feature(feature: model_input_pb2.VisionFeature, tensors: FeatureTensor
             f"the tensors of image {feature.digest} from {feature.source} have digest {found}, not "
             f"{feature.tensors_sha256}"
         )
+    return tensors
 
 
 class FeatureAssembler:

@@ -9,7 +9,7 @@ from fovea.runtime import tracing
 from fovea.wire.errors import ResourceExhausted
 from services.sampler import sampler_metrics
 from services.sampler.engine_api import AdapterName, Delta, Event, PromptFacts, SampleSpec
-from services.sampler.feature_cache import FeatureStore
+from services.sampler.image_fetching import ImageFetcher
 from services.sampler.ports import SampleEngine
 from services.sampler.settled import settled
 from services.sampler.weight_store import Snapshots
@@ -27,10 +27,10 @@ class Sampling:
         max_requests: Requests in flight before further ones are refused.
     """
 
-    def __init__(self, engine: SampleEngine, snapshots: Snapshots, features: FeatureStore, max_requests: int) -> None:
+    def __init__(self, engine: SampleEngine, snapshots: Snapshots, images: ImageFetcher, max_requests: int) -> None:
         self._engine = engine
         self._snapshots = snapshots
-        self._features = features
+        self._images = images
         self._max_requests = max_requests
         self._in_flight = 0
 
@@ -46,7 +46,7 @@ class Sampling:
         try:
             # Asked before the images are fetched, so that a push can begin at once; asked again when they are there.
             self._snapshots.require(spec.request.snapshot_id)
-            images = await self._features.get(spec.spans)
+            images = await self._images.fetch(spec.spans)
             async with (
                 self._snapshots.use(spec.request.snapshot_id) as adapter,
                 aclosing(self._draw_all(spec, self._engine.prompt(spec, images), adapter)) as events,

@@ -16,7 +16,7 @@ from services.sampler.adapters import AdapterShelf
 from services.sampler.engine.adapter_capacity import AdapterRoom
 from services.sampler.engine.vllm_engine import Engine
 from services.sampler.engine.vllm_launch import checkpoint_directory, runs_on_cpu
-from services.sampler.feature_cache import FeatureStore
+from services.sampler.image_fetching import ImageFetcher
 from services.sampler.pushes import SnapshotPushes
 from services.sampler.sample_runner import Sampling
 from services.sampler.sampler_servicer import EngineFacts, SamplerService
@@ -37,10 +37,10 @@ async def serve(settings: SamplerSettings, engine: Engine, room: AdapterRoom, st
     await engine.prepare()
     added_tokens = read_added_tokens(checkpoint_directory(settings.model))
     family = vision.bind(engine.config, added_tokens)
-    features = FeatureStore(family, settings.feature_cache_mib << 20, settings.renderer)
+    images = ImageFetcher(family, settings.feature_cache_mib << 20, settings.renderer)
     shelf = AdapterShelf(settings.max_adapters, room.held_bytes)
     snapshots = Snapshots(engine, shelf)
-    sampling = Sampling(engine, snapshots, features, settings.max_requests)
+    sampling = Sampling(engine, snapshots, images, settings.max_requests)
     service = SamplerService(
         _facts(settings, engine, room), family, sampling, snapshots, SnapshotPushes(engine, snapshots)
     )
@@ -60,7 +60,7 @@ async def serve(settings: SamplerSettings, engine: Engine, room: AdapterRoom, st
         watch.cancel()
         with suppress(asyncio.CancelledError):
             await watch
-        await features.close()
+        await images.close()
     return EXIT_ENGINE_DIED if engine.dead else 0
 
 

@@ -22,7 +22,7 @@ from fovea.wire.errors import FoveaError
 from services.trainer.batches.datum_decoding import Datum, InputLimits, Patches, decode_datum
 from services.trainer.batches.micro_batch import Batch, BatchLayout, wanted_images
 from services.trainer.batches.packing import Plan, Step, plan
-from services.trainer.batches.vision_cache import CachedImage, FeatureCache, VisionOutputCache
+from services.trainer.batches.vision_cache import CachedImage, PatchFetcher, VisionOutputCache
 from services.trainer.command_queue import ForwardBackward
 from services.trainer.loss_results import ForwardBackwardResult, MicroBatchResult, RankResult, reduce_measures
 from services.trainer.losses import Loss, Sandbox, loss_of
@@ -64,7 +64,7 @@ class LossComputer:
         self,
         sharded: ShardedModel,
         control: ControlGroup,
-        features: FeatureCache,
+        features: PatchFetcher,
         layout: BatchLayout,
         vision: VisionOutputCache,
         limits: InputLimits,
@@ -91,7 +91,7 @@ class LossComputer:
     def run(self, command: ForwardBackward, model: TrainedModel) -> ForwardBackwardResult:
         """Computes; adds to the model's gradients if `backward`. Collective.
 
-        Raises, on all ranks, with the gradients as they were before the call: what `FeatureCache.patches_of` raises;
+        Raises, on all ranks, with the gradients as they were before the call: what `PatchFetcher.patches_of` raises;
         InvalidInput if a loss or its gradient is not finite, or if a traced loss fails or takes too much;
         ResourceExhausted if memory ran out. Gradients of all parameters are not kept twice: those that earlier calls
         had added are dropped too.

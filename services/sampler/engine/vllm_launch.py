@@ -127,7 +127,7 @@ def _common_arguments(settings: SamplerSettings, room: AdapterRoom) -> dict[str,
         "max_logprobs": settings.max_top_logprobs,
         "generation_config": "vllm",
         "stream_interval": settings.stream_interval,
-        "mm_processor_cache_gb": 0,  # requests carry their tensors; services.sampler.feature_cache caches them
+        "mm_processor_cache_gb": 0,  # requests carry their tensors; services.sampler.image_fetching caches them
         "disable_log_stats": False,
         "enable_log_requests": False,
         "use_tqdm_on_load": False,

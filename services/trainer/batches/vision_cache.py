@@ -14,8 +14,10 @@ from torch import Tensor
 
 from fovea.api.v1 import model_input_pb2
 from fovea.client import FeatureFetcher
+from fovea.client.feature_cache import FeatureCache
 from fovea.vision.vision_family import Grid, VisionFamily
-from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, FoveaError, InvalidInput, NotFound, Unavailable
+from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, FoveaError, NotFound, Unavailable
+from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
 from services.trainer import trainer_metrics
 from services.trainer.batches.datum_decoding import Datum, Patches
@@ -24,16 +26,8 @@ _MOST_NAMED = 512
 """Datums that an error names: it travels in the trailing metadata of a call, which has a limit."""
 
 
-@dataclass(frozen=True)
-class RenderedImage:
-    """What a renderer made of one image: uint8 [P, W] and its grid."""
-
-    patches: Patches
-    grid: Grid
-
-
-class FeatureCache:
-    """Least recently used patches, by digest.
+class PatchFetcher:
+    """Fetches patches from renderers, and keeps them.
 
     Args:
         max_bytes: What is kept between calls; what a call needs is held for the call in any case.
@@ -45,12 +39,10 @@ class FeatureCache:
     def __init__(
         self, max_bytes: int, vision: VisionFamily | None, fetch_timeout_s: float, default_source: str
     ) -> None:
-        self._vision = vision
         self._timeout_s = fetch_timeout_s
-        self._default_source = default_source
         self._fetcher = FeatureFetcher()
-        self._kept: LRUCache[str, RenderedImage] = LRUCache(max_bytes, lambda image: image.patches.nbytes)
-        self._staged: dict[str, dict[str, RenderedImage]] = {}
+        self._kept = FeatureCache(vision, max_bytes, default_source)
+        self._staged: dict[str, dict[str, FeatureTensors]] = {}
 
     def patches_of(self, model_id: str, datums: Sequence[Datum], skip: Container[str]) -> dict[str, Patches]:
         """uint8 [P, W] by digest for all images of the datums but those in `skip`.
@@ -68,7 +60,11 @@ class FeatureCache:
         ]
         wanted = {span.feature.digest: (span, field) for span, field in places}
         staged = self._staged.pop(model_id, {})
-        held = {digest: image for digest in wanted if (image := staged.get(digest) or self._kept.get(digest))}
+        held = {
+            digest: image
+            for digest, (span, _) in wanted.items()
+            if (image := staged.get(digest) or self._kept.get(span.feature))
+        }
         trainer_metrics.FEATURES.labels("hit").inc(len(held))
         trainer_metrics.FEATURES.labels("miss").inc(len(wanted) - len(held))
         if missing := {digest: place for digest, place in wanted.items() if digest not in held}:
@@ -78,20 +74,19 @@ class FeatureCache:
                 self._staged[model_id] = held
                 raise _evicted(datums, missing.keys() - found.keys(), error)
         for span, field in places:
-            # A digest names one grid; a datum that says another would be computed wrongly.
-            _check_grid(held[span.feature.digest], span, field)
-        return {digest: image.patches for digest, image in held.items()}
+            self._kept.check(span, held[span.feature.digest], field)
+        return {digest: image["pixel_values"] for digest, image in held.items()}
 
     def forget(self, model_id: str) -> None:
         """Drops what waits for a model's next call."""
         self._staged.pop(model_id, None)
 
-    def _fetch(self, missing: dict[str, tuple[ImageSpan, str]]) -> tuple[dict[str, RenderedImage], FoveaError | None]:
+    def _fetch(self, missing: dict[str, tuple[ImageSpan, str]]) -> tuple[dict[str, FeatureTensors], FoveaError | None]:
         """What the renderers hold, all at once or else one by one, and why something is not there."""
         try:
             return self._fetch_all(missing), None
         except NotFound as error:
-            found: dict[str, RenderedImage] = {}
+            found: dict[str, FeatureTensors] = {}
             for digest, place in missing.items() if len(missing) > 1 else ():
                 with suppress(NotFound):
                     found |= self._fetch_all({digest: place})
@@ -99,28 +94,19 @@ class FeatureCache:
         except (Unavailable, DeadlineExceeded) as error:  # a renderer that is gone has lost its images too
             return {}, error
 
-    def _fetch_all(self, missing: dict[str, tuple[ImageSpan, str]]) -> dict[str, RenderedImage]:
+    def _fetch_all(self, missing: dict[str, tuple[ImageSpan, str]]) -> dict[str, FeatureTensors]:
         fetched = self._fetcher.fetch(
             [self._sourced(span.feature, field) for span, field in missing.values()], self._timeout_s
         )
-        images = {}
-        assert self._vision is not None  # a text model refuses datums with images
         for digest, (span, field) in missing.items():
-            if problem := self._vision.tensors_problem(span.grid, fetched[digest]):
-                raise InvalidInput(f"{field} does not fit what the renderer has: {problem}", field=field)
-            image = images[digest] = RenderedImage(fetched[digest]["pixel_values"], span.grid)
-            if image.patches.nbytes <= self._kept.maxsize:
-                self._kept[digest] = image
-        return images
+            self._kept.check(span, fetched[digest], field)
+            self._kept.put(span.feature, fetched[digest])
+        return fetched
 
     def _sourced(self, feature: model_input_pb2.VisionFeature, field: str) -> model_input_pb2.VisionFeature:
-        if feature.source:
-            return feature
-        if not self._default_source:
-            raise InvalidInput(f"{field}.source is empty: name the renderer that holds the tensors", field=field)
         named = model_input_pb2.VisionFeature()
         named.CopyFrom(feature)
-        named.source = self._default_source
+        named.source = self._kept.source_of(feature, field)
         return named
 
 
@@ -130,14 +116,6 @@ def _evicted(datums: Sequence[Datum], lost: Set[str], error: FoveaError) -> Feat
     return FeatureEvicted(
         f"{error.message}: render the image again", error.field, **{**error.metadata, "datums": named}
     )
-
-
-def _check_grid(image: RenderedImage, span: ImageSpan, field: str) -> None:
-    if image.grid != span.grid:
-        raise InvalidInput(
-            f"{field}.grid_thw is {list(span.grid)}, the renderer has {list(image.grid)}",
-            field=f"{field}.grid_thw",
-        )
 
 
 @dataclass(frozen=True)

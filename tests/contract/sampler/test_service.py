@@ -19,7 +19,7 @@ from fovea.wire.errors import FeatureEvicted, InvalidInput, ResourceExhausted, S
 from fovea.wire.features import iter_pieces, size_bytes, tensors_sha256
 from services.sampler.adapters import AdapterShelf
 from services.sampler.engine_api import Limits
-from services.sampler.feature_cache import FeatureStore
+from services.sampler.image_fetching import ImageFetcher
 from services.sampler.pushes import SnapshotPushes
 from services.sampler.sample_runner import Sampling
 from services.sampler.sampler_servicer import EngineFacts, SamplerService
@@ -79,11 +79,11 @@ async def served() -> AsyncIterator[Served]:
     engine, renderer = MemoryEngine(), OneImage()
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    features = FeatureStore(vision.bind(CONFIG, {}), 1 << 20, default_source=address)
+    images = ImageFetcher(vision.bind(CONFIG, {}), 1 << 20, default_source=address)
     snapshots = Snapshots(engine, AdapterShelf(2, 1000))
     limits = Limits(100, 50, 4, 5, 2, 8)
     facts = EngineFacts("model", "instance", "float32", 64, "gloo", 1, limits, 8, 9 << 20)
-    sampling = Sampling(engine, snapshots, features, MAX_REQUESTS)
+    sampling = Sampling(engine, snapshots, images, MAX_REQUESTS)
     service = SamplerService(facts, vision.bind(CONFIG, {}), sampling, snapshots, SnapshotPushes(engine, snapshots))
     service.set_ready(True)
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(service, server)
@@ -91,7 +91,7 @@ async def served() -> AsyncIterator[Served]:
     await server.start()
     async with SamplerClient(address) as client:
         yield Served(engine, service, client, renderer, address)
-    await features.close()
+    await images.close()
     await server.stop(None)
 
 

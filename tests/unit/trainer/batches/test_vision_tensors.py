@@ -14,7 +14,7 @@ from fovea.wire.errors import FeatureEvicted, to_status
 from fovea.wire.features import FeatureTensors, iter_pieces, tensors_sha256
 from fovea.wire.rendered_input import ImageSpan
 from services.trainer.batches.datum_decoding import Datum
-from services.trainer.batches.vision_cache import FeatureCache
+from services.trainer.batches.vision_cache import PatchFetcher
 from tests.vision_families import small_qwen3_vl
 
 COUNT, HELD = 7, 2
@@ -67,7 +67,7 @@ def renderer() -> Iterator[SmallRenderer]:
 
 
 def test_a_batch_that_is_more_than_a_renderer_holds_comes_in_portions(renderer: SmallRenderer) -> None:
-    cache = FeatureCache(0, small_qwen3_vl(patch_size=1), 10.0, "")
+    cache = PatchFetcher(0, small_qwen3_vl(patch_size=1), 10.0, "")
     datums = [renderer.render(number) for number in range(COUNT)]
     missing = []
     for _ in range(COUNT):
@@ -85,7 +85,7 @@ def test_a_batch_that_is_more_than_a_renderer_holds_comes_in_portions(renderer: 
 
 
 def test_what_waits_for_a_model_goes_with_it(renderer: SmallRenderer) -> None:
-    cache = FeatureCache(0, small_qwen3_vl(patch_size=1), 10.0, "")
+    cache = PatchFetcher(0, small_qwen3_vl(patch_size=1), 10.0, "")
     datums = [renderer.render(number) for number in range(3)]
     with pytest.raises(FeatureEvicted):
         cache.patches_of("m", datums, {})

@@ -1,0 +1,70 @@
+"""Vision tensors are kept under both digests, up to a number of bytes."""
+
+import numpy as np
+import pytest
+
+from fovea import vision
+from fovea.api.v1 import model_input_pb2
+from fovea.client.feature_cache import FeatureCache
+from fovea.wire.errors import InvalidInput
+from fovea.wire.features import FeatureTensors, size_bytes
+from fovea.wire.rendered_input import ImageSpan
+
+CONFIG = {
+    "model_type": "qwen3_vl",
+    "image_token_id": 90,
+    "vision_config": {"patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3},
+}
+TENSORS: FeatureTensors = {
+    "pixel_values": np.zeros((16, 24), np.uint8),
+    "image_grid_thw": np.array([[1, 4, 4]], np.int64),
+}
+IMAGE_BYTES = 16 * 24 + 24
+
+
+def cache(limit_bytes: int, default_source: str = "") -> FeatureCache:
+    """For images of four-by-four patches."""
+    return FeatureCache(vision.bind(CONFIG, {}), limit_bytes, default_source)
+
+
+def feature(digest: str, tensors_sha256: str = "t") -> model_input_pb2.VisionFeature:
+    """A reference to an image."""
+    return model_input_pb2.VisionFeature(digest=digest, tensors_sha256=tensors_sha256)
+
+
+def test_the_least_recently_used_go_first() -> None:
+    assert size_bytes(TENSORS) == IMAGE_BYTES
+    kept = cache(2 * IMAGE_BYTES)
+    for digest in ("a", "b"):
+        kept.put(feature(digest), TENSORS)
+    assert kept.get(feature("a")) is TENSORS
+    kept.put(feature("c"), TENSORS)
+    assert [kept.get(feature(digest)) is None for digest in ("a", "b", "c")] == [False, True, False]
+    assert kept.used_bytes == 2 * IMAGE_BYTES
+
+
+def test_an_image_above_the_limit_is_not_kept() -> None:
+    kept = cache(IMAGE_BYTES - 1)
+    kept.put(feature("a"), TENSORS)
+    assert kept.get(feature("a")) is None
+
+
+def test_other_tensors_under_a_known_image_are_not_those() -> None:
+    kept = cache(IMAGE_BYTES)
+    kept.put(feature("a"), TENSORS)
+    assert kept.get(feature("a", "other")) is None
+
+
+def test_the_renderer_to_ask() -> None:
+    named = model_input_pb2.VisionFeature(source="renderer:1")
+    assert cache(0).source_of(named, "f") == "renderer:1"
+    assert cache(0, "renderer:2").source_of(feature("a"), "f") == "renderer:2"
+    with pytest.raises(InvalidInput, match=r"^f\.source is empty, and no --renderer is set"):
+        cache(0).source_of(feature("a"), "f")
+
+
+def test_a_span_of_another_grid_is_refused() -> None:
+    kept = cache(0)
+    kept.check(ImageSpan(0, 4, (1, 4, 4), feature("a")), TENSORS, "f")
+    with pytest.raises(InvalidInput, match=r"^f does not fit what the renderer has: pixel_values has shape"):
+        kept.check(ImageSpan(0, 8, (1, 4, 8), feature("a")), TENSORS, "f")
