@@ -3,7 +3,7 @@
 import numpy as np
 
 from fovea.api.v1 import sampler_pb2
-from fovea.wire import tensors
+from fovea.wire import csr, tensors
 from fovea.wire.errors import InvalidInput
 from fovea.wire.limits import MESSAGE_BYTES
 from services.sampler.engine_api import TargetRows
@@ -28,14 +28,11 @@ def read_targets(request: sampler_pb2.SampleRequest, prompt_length: int, vocabul
         )
     field = "target_tokens.row_offsets"
     offsets = tensors.decode(request.target_tokens.row_offsets, field)
-    if offsets.dtype != np.int64 or offsets.shape != (prompt_length,):
+    if offsets.dtype != np.int64:
         raise InvalidInput(
-            f"{field} is {offsets.dtype.name} {list(offsets.shape)}, must be int64 [{prompt_length}]: "
-            f"one more than the {prompt_length - 1} rows of a prompt of {prompt_length}",
-            field=field,
+            f"{field} is {offsets.dtype.name} {list(offsets.shape)}, must be int64 [{prompt_length}]", field=field
         )
-    if offsets[0] != 0 or offsets[-1] != ids.size or np.any(offsets[1:] < offsets[:-1]):
-        raise InvalidInput(f"{field} must rise from 0 to {ids.size}, the number of token_ids", field=field)
+    csr.check_offsets(offsets, ids.size, prompt_length - 1, field)
     return TargetRows(ids, offsets)
 
 
