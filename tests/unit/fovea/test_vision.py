@@ -84,7 +84,7 @@ def test_qwen3_vl_counts(qwen3_vl: VisionFamily, width: int, height: int, count:
     assert token_count(width, height) == token_count(height, width) == count
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.integers(1, 9000), st.integers(1, 9000), st.sampled_from(KINDS))
 def test_counts_are_those_of_smart_resize(width: int, height: int, model_type: str) -> None:
     width, height = min(width, 200 * height), min(height, 200 * width)

@@ -66,7 +66,7 @@ def test_a_prompt_is_what_the_template_writes(name: str, tools: tuple[Any, ...])
     template = ChatTemplate(tokenizer(name), tools)
     opening = "<think>\n" if name == THINKING else ""
 
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=60, derandomize=True)
     @given(_conversations(name))
     def check(conversation: list[Message | tuple[str, str, bool]]) -> None:
         history: list[Message | Sampled] = []

@@ -42,7 +42,7 @@ def check_equal(pair: tuple[QwenPatches, Any], width: int, height: int, seed: in
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 600), st.integers(1, 600), st.integers(0, 1000))
 def test_any_size(pair: tuple[QwenPatches, Any], width: int, height: int, seed: int) -> None:
     if max(width, height) <= 200 * min(width, height):

@@ -153,7 +153,7 @@ def test_truncated_files_are_refused(declared: ImageFormat, kept: float) -> None
         decoded(data[: int(len(data) * kept)], declared, 200, 100)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(["PNG", "JPEG"]), st.integers(0, 2**31), st.binary(min_size=1, max_size=8))
 def test_damaged_files_decode_or_are_refused(declared: ImageFormat, where: int, damage: bytes) -> None:
     data = bytearray(encoded(RGB, declared))

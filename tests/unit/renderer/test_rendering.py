@@ -64,7 +64,7 @@ TEXTS = st.lists(st.integers(0, IMAGE - 1), max_size=6).map(lambda ids: text(*id
 INPUTS = st.lists(st.one_of(TEXTS, st.sampled_from(SIZES).map(image)), min_size=1, max_size=6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(chunks=INPUTS)
 async def test_splicing_keeps_every_id_and_places_every_image(renderer: Renderer, chunks: list[Chunk]) -> None:
     length = sum(map(token_count, chunks))
@@ -114,7 +114,7 @@ def check_positions(rendered: Rendered) -> None:
         assert len(np.unique(inside, axis=1).T) == span.length
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(ids=st.lists(st.integers(0, IMAGE - 1), min_size=1, max_size=30), cuts=st.lists(st.integers(0, 30), max_size=4))
 async def test_several_text_chunks_equal_one(renderer: Renderer, ids: list[int], cuts: list[int]) -> None:
     borders = sorted({0, *(min(cut, len(ids)) for cut in cuts), len(ids)})

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fovea.api.v1 import sampler_pb2
@@ -53,7 +53,6 @@ def expected(logits: torch.Tensor) -> npt.NDArray[np.float32]:
     return logits.double().log_softmax(-1).float().numpy()
 
 
-@settings(deadline=None)
 @given(data=st.data(), length=st.integers(2, 12))
 def test_every_option_at_once_in_any_chunks(data: st.DataObject, length: int) -> None:
     ids = st.integers(0, VOCABULARY - 1)

@@ -40,7 +40,7 @@ class Record:
         return pending
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 12), st.randoms(use_true_random=False))
 def test_any_order_of_arrival_runs_in_order(count: int, shuffle: random.Random) -> None:
     async def scenario() -> None:
