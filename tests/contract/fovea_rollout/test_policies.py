@@ -27,8 +27,9 @@ from fovea_rollout import (
     run_rollout,
 )
 from fovea_rollout.async_cache import AsyncCache
-from tests.contract.gateway.conftest import KEY, Stand, eventually, running
+from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import IMAGE_TOKENS, MODEL
+from tests.waiting import eventually
 
 SETTINGS = SamplingSettings(max_tokens=8, seed=3)
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,16 +112,6 @@ async def running(stand: Stand, **overrides: Any) -> AsyncIterator[Stand]:
         if stand.gateway is not None:
             await stand.stop()
         await stand.stop_fakes()
-
-
-async def eventually(check: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
-    """Waits until a condition holds; fails if it never does."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            result = check()
-            if result if isinstance(result, bool) else await result:
-                return
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ from fovea.api.v1 import gateway_pb2_grpc
 from fovea.client import GatewayClient
 from fovea.wire import custom_loss
 from fovea.wire.errors import InvalidInput, NotFound
-from tests.contract.gateway.conftest import KEY, Stand, eventually
+from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import GRAPH, NODES, Rest, text_datum
 from tests.unit.trainer.losses.traced import square_loss
+from tests.waiting import eventually
 
 
 def negative(logprobs: Any, weights: Any) -> Any:

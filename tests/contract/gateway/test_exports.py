@@ -18,10 +18,11 @@ import tinker
 
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
 from gateway.checkpoints import checkpoint_rows as rows
-from tests.contract.gateway.conftest import KEY, Stand, eventually, running
+from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.keeping import CONFIG, WEIGHT_BYTES, WEIGHTS, KeepingTrainer, weights
 from tests.contract.gateway.requests import Rest
 from tests.syncs import Syncs
+from tests.waiting import eventually
 
 OTHER_KEY = "tml-other"
 

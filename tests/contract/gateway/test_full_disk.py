@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.gateway.conftest import Stand, eventually, running
+from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.requests import Rest
+from tests.waiting import eventually
 
 
 @pytest.fixture

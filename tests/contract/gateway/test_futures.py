@@ -9,9 +9,10 @@ import tinker
 from tinker import types
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-from tests.contract.gateway.conftest import Stand, eventually
+from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import PROTOBUF, Rest
+from tests.waiting import eventually
 
 
 async def test_unfinished_future_is_held_then_answered_408_with_a_reason(stand: Stand, rest: Rest) -> None:

@@ -14,9 +14,10 @@ from fovea.api.v1 import gateway_pb2 as pb
 from fovea.api.v1 import gateway_pb2_grpc, model_input_pb2, sampler_pb2, trainer_pb2, weights_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, SessionEnded, Unauthenticated, from_rpc_error
-from tests.contract.gateway.conftest import KEY, Stand, eventually
+from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.fakes import MODEL, FakeSampler
 from tests.contract.gateway.requests import PNG
+from tests.waiting import eventually
 
 KEYED = (("x-api-key", KEY),)
 LORA = weights_pb2.LoraConfig(rank=4, alpha=8, train_attention=True, train_vision=True)

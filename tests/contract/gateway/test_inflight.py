@@ -11,9 +11,10 @@ from fovea.api.v1 import gateway_pb2
 from fovea.client import GatewayClient
 from fovea.wire import tensors
 from fovea.wire.errors import SnapshotNotLoaded
-from tests.contract.gateway.conftest import KEY, Stand, eventually
+from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.fakes import MODEL, FakeSampler
 from tests.contract.gateway.requests import Rest
+from tests.waiting import eventually
 
 
 async def save(rest: Rest, model_id: str, seq_id: int, **more: Any) -> dict[str, Any]:

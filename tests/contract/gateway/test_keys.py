@@ -11,7 +11,8 @@ import pytest
 
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
 from gateway.database.database import Database
-from tests.contract.gateway.conftest import KEY, Stand, eventually, running
+from tests.contract.gateway.conftest import KEY, Stand, running
+from tests.waiting import eventually
 
 OTHER_KEY = "tml-other"
 

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from tests.contract.gateway.conftest import Stand, eventually, running
+from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.keeping import KeepingTrainer
 from tests.contract.gateway.requests import Rest
+from tests.waiting import eventually
 
 
 async def test_a_session_that_ends_while_the_gateway_stops_leaves_no_model(stand: Stand, rest: Rest) -> None:

@@ -7,9 +7,10 @@ from tinker import types
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire import tensors
-from tests.contract.gateway.conftest import KEY, Stand, eventually
+from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.fakes import IMAGE_PAD, MODEL, FakeSampler
 from tests.contract.gateway.requests import image_datum, image_input, text_datum
+from tests.waiting import eventually
 
 ADAM = types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
 

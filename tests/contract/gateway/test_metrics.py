@@ -7,8 +7,9 @@ from prometheus_client import REGISTRY
 
 from fovea.wire.errors import SnapshotNotLoaded
 from gateway import identity
-from tests.contract.gateway.conftest import KEY, Stand, eventually, running
+from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.requests import Rest
+from tests.waiting import eventually
 
 TENANT = f"key-{hashlib.sha256(KEY.encode()).hexdigest()[:12]}"
 

@@ -11,10 +11,11 @@ import pytest
 
 from fovea.tinker.v1 import tinker_pb2
 from gateway.futures.future import State
-from tests.contract.gateway.conftest import Stand, eventually
+from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.nasty import DEEP_VALUES, JSON_VALUES, Raw, mutants, places, to_json, with_value
 from tests.contract.gateway.requests import PROTOBUF, Rest, forward_backward_body, image_datum
 from tests.contract.gateway.valid_bodies import ROUTES, Bodies
+from tests.waiting import eventually
 
 JSON = {"Content-Type": "application/json"}
 BINARY = {"Content-Type": PROTOBUF}

@@ -9,9 +9,10 @@ import zstandard
 from tinker import types
 
 from fovea.wire.errors import Internal
-from tests.contract.gateway.conftest import Stand, eventually
+from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest, forward_backward_body, image_datum, text_datum
+from tests.waiting import eventually
 
 ADAM = types.AdamParams(learning_rate=1e-3)
 

@@ -15,12 +15,13 @@ import tinker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.contract.gateway.conftest import KEY, Stand, eventually
+from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.fakes import MODEL, Fake, FakeSampler
 from tests.contract.gateway.requests import Rest, text_datum
 from tests.contract.gateway.service import Service
 from tests.contract.gateway.test_process import Process
 from tests.postgresql import Server
+from tests.waiting import eventually
 
 CLIENTS, HANDOVERS, TOKENS = 4, 3, 4
 

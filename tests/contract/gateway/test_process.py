@@ -12,9 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fovea.runtime.hosts import free_ports
-from tests.contract.gateway.conftest import KEY, Stand, eventually
+from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import PROTOBUF, Rest
+from tests.waiting import eventually
 
 
 class Process:

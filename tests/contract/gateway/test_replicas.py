@@ -11,10 +11,11 @@ import pytest
 from prometheus_client import Counter
 
 from gateway import instruments as metrics
-from tests.contract.gateway.conftest import Stand, eventually, running
+from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import Fake, FakeRenderer, FakeSampler
 from tests.contract.gateway.requests import PNG, Rest
 from tests.unit.gateway.discovery.api_server import NAMESPACE, ApiServer, endpoint, kubeconfig, serving
+from tests.waiting import eventually
 
 _WORKERS = 6
 

@@ -10,9 +10,10 @@ import tinker
 from tinker import types
 
 from fovea.wire.errors import FeatureEvicted
-from tests.contract.gateway.conftest import KEY, Stand, eventually, running
+from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL, FakeSampler
 from tests.contract.gateway.requests import Rest, image_input
+from tests.waiting import eventually
 
 IMAGE = {"type": "image", "data": "iVBORw0KGgo=", "format": "png"}
 

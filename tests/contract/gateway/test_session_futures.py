@@ -2,7 +2,6 @@
 
 import asyncio
 import pickle
-import time
 from typing import Any
 
 import pytest
@@ -12,10 +11,11 @@ from tinker import types
 from fovea.wire.errors import Expired, InvalidInput
 from gateway.futures.completions import CLIENT_SPAN
 from gateway.futures.future import Outcome, Pending
-from tests.contract.gateway.conftest import Stand, eventually
+from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest
 from tests.contract.gateway.test_samplers import base_session
+from tests.waiting import eventually
 
 PROMPT = types.ModelInput.from_ints([1, 2])
 PARAMS = types.SamplingParams(max_tokens=4)
@@ -219,15 +219,13 @@ async def test_an_expired_sample_is_sent_again_by_the_sdk(
 
 
 @pytest.mark.parametrize("route", ["retrieve_future", "retrieve_futures"])
-async def test_a_result_that_comes_while_a_poll_is_held_is_delivered_within_200_ms(
-    stand: Stand, rest: Rest, route: str
-) -> None:
+async def test_a_result_that_comes_while_a_poll_is_held_ends_it(stand: Stand, rest: Rest, route: str) -> None:
+    """How soon, the conformance check C16 says."""
     await stand.stop()
     await stand.start(poll_hold_s=30.0)
     sampling_id = await base_session(rest)
-    delays = []
     cursor = 0
-    for seq_id in range(10):
+    for seq_id in range(3):
         stand.sampler.open.clear()
         (request_id,) = await submit(rest, sampling_id, seq_id)
         await eventually(lambda: stand.sampler.running == 1)
@@ -235,10 +233,6 @@ async def test_a_result_that_comes_while_a_poll_is_held_is_delivered_within_200_
         held = asyncio.create_task(waiting)
         await asyncio.sleep(0.05)
         assert not held.done()
-        ended_at = time.perf_counter()
         stand.sampler.open.set()
-        answer = await held
-        delays.append(time.perf_counter() - ended_at)
+        answer = await asyncio.wait_for(held, 15)  # long before the poll would end by itself
         cursor = answer["cursor"] if isinstance(answer, dict) else 0
-    # The contract's bound, section 9, C16; the median, since the machine may be busy with something else.
-    assert sorted(delays)[5] < 0.2, delays

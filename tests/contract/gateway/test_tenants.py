@@ -13,9 +13,10 @@ from fovea.api.v1 import gateway_pb2 as pb
 from fovea.api.v1 import gateway_pb2_grpc, model_input_pb2, sampler_pb2
 from fovea.wire.errors import FoveaError, ResourceExhausted, from_rpc_error
 from fovea.wire.tensors import encode_tokens
-from tests.contract.gateway.conftest import Stand, eventually, running
+from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import PNG, Rest, image_datum
+from tests.waiting import eventually
 
 ALICE, BOB = "tml-alice", "tml-bob"
 

@@ -1,6 +1,7 @@
 """One gateway writes at a time, and what it writes survives the loss of its connection, once."""
 
 import asyncio
+import logging
 import signal
 
 import psycopg
@@ -12,6 +13,7 @@ from gateway.database import schema
 from gateway.database.database import Database
 from gateway.database.sql_engine import insert_new
 from tests.postgresql import Server
+from tests.waiting import eventually
 
 COUNT = sa.select(sa.func.count()).select_from(schema.published)
 
@@ -31,14 +33,24 @@ async def opened(url: str) -> Database:
     return database
 
 
-async def test_a_second_gateway_waits_for_the_first(postgresql: Server) -> None:
+@pytest.fixture(autouse=True)
+def _logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gateway.database")
+
+
+async def second_waits(caplog: pytest.LogCaptureFixture) -> None:
+    """Until a gateway has found that another one has the state."""
+    await eventually(lambda: "waiting until the gateway that has it ends" in caplog.text)
+
+
+async def test_a_second_gateway_waits_for_the_first(postgresql: Server, caplog: pytest.LogCaptureFixture) -> None:
     url = postgresql.new_url()
     first = await opened(url)
     elsewhere = await opened(postgresql.new_url())  # another schema is another gateway's
     second = Database(url)
     waiting = asyncio.create_task(second.open())
     await first.write(keep("a"))  # type: ignore[arg-type]
-    await asyncio.sleep(0.5)
+    await second_waits(caplog)
     assert not waiting.done()
     await first.close()
     await waiting
@@ -47,11 +59,11 @@ async def test_a_second_gateway_waits_for_the_first(postgresql: Server) -> None:
     await elsewhere.close()
 
 
-async def test_one_that_waits_can_be_stopped(postgresql: Server) -> None:
+async def test_one_that_waits_can_be_stopped(postgresql: Server, caplog: pytest.LogCaptureFixture) -> None:
     url = postgresql.new_url()
     first, second = await opened(url), Database(url)
     waiting = asyncio.create_task(second.open())
-    await asyncio.sleep(0.5)
+    await second_waits(caplog)
     waiting.cancel()
     await second.close()
     await first.close()
@@ -103,13 +115,13 @@ async def test_a_commit_whose_answer_is_lost_is_not_made_twice(postgresql: Serve
     await database.close()
 
 
-async def test_whoever_was_superseded_writes_nothing(postgresql: Server) -> None:
+async def test_whoever_was_superseded_writes_nothing(postgresql: Server, caplog: pytest.LogCaptureFixture) -> None:
     url = postgresql.new_url()
     gone = asyncio.Event()
     first, second = Database(url, on_superseded=gone.set), Database(url)
     await first.open()
     taking_over = asyncio.create_task(second.open())
-    await asyncio.sleep(0.5)
+    await second_waits(caplog)
     # The first one's session ends unnoticed; the second one waits for just that.
     postgresql.execute(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity JOIN pg_locks USING (pid)"

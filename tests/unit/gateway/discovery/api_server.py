@@ -34,6 +34,7 @@ class ApiServer:
         self._oldest = 0
         self._changed = asyncio.Condition()
         self._watching: set[asyncio.Transport] = set()
+        self._ended = 0
 
     @property
     def url(self) -> str:
@@ -77,6 +78,12 @@ class ApiServer:
         self._version += 1
         self._oldest = self._version
 
+    async def end_watches(self) -> None:
+        """Ends all watches after what was sent, as the API does once their time is over."""
+        async with self._changed:
+            self._ended += 1
+            self._changed.notify_all()
+
     def drop(self) -> None:
         """Breaks all connections of watches."""
         for transport in self._watching:
@@ -105,7 +112,7 @@ class ApiServer:
         return web.json_response({"metadata": {"resourceVersion": str(self._version)}, "items": items})
 
     async def _watch(self, request: web.Request, service: str) -> web.StreamResponse:
-        version = int(request.query["resourceVersion"])
+        version, ended = int(request.query["resourceVersion"]), self._ended
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         response.enable_chunked_encoding()
         await response.prepare(request)
@@ -118,11 +125,13 @@ class ApiServer:
         try:
             while True:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._version > version)  # noqa: B023 - it is awaited here
+                    await self._changed.wait_for(lambda: self._version > version or self._ended > ended)  # noqa: B023
                 for at, kind, item in [event for event in self._history if event[0] > version]:
                     if kind in ("BOOKMARK", "ERROR") or _service(item) == service:
                         await _send(response, kind, item)
                     version = at
+                if self._ended > ended:
+                    return response
                 version = max(version, self._version)
         finally:
             self._watching.discard(transport)

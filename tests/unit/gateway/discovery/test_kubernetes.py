@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from fovea.wire.errors import InvalidInput
 from gateway.discovery.discovery import Addresses
 from gateway.discovery.kubernetes import KubernetesDiscovery
 from tests.unit.gateway.discovery.api_server import NAMESPACE, ApiServer, endpoint, kubeconfig, serving
+from tests.waiting import eventually
 
 READY = {"ready": True, "serving": True, "terminating": False}
 
@@ -31,7 +32,7 @@ class Seen:
                 self.count += 1
 
     async def becomes(self, *addresses: str) -> None:
-        await until(lambda: self.addresses == frozenset(addresses))
+        await eventually(lambda: self.addresses == frozenset(addresses))
 
 
 @pytest.fixture
@@ -53,15 +54,6 @@ async def watching(server: ApiServer, address: str = "s:grpc") -> AsyncIterator[
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits until something holds."""
-    async with asyncio.timeout(60):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 async def test_joins_and_leaves_arrive(server: ApiServer) -> None:
@@ -119,7 +111,7 @@ async def test_a_dropped_watch_goes_on_where_it_was(server: ApiServer) -> None:
     await server.put("s-1", [endpoint("10.0.0.1")])
     async with watching(server) as seen:
         await seen.becomes("10.0.0.1:50052")
-        await until(lambda: server.watching == 1)
+        await eventually(lambda: server.watching == 1)
         await server.bookmark()
         await server.put("s-1", [endpoint("10.0.0.2")])
         await seen.becomes("10.0.0.2:50052")
@@ -133,13 +125,12 @@ async def test_a_dropped_watch_goes_on_where_it_was(server: ApiServer) -> None:
 async def test_a_bookmark_moves_the_version(server: ApiServer) -> None:
     async with watching(server) as seen:
         await seen.becomes()
-        await until(lambda: server.watching == 1)
+        await eventually(lambda: server.watching == 1)
         await server.bookmark()
         await server.put("s-1", [endpoint("10.0.0.1")], service="another")
         await server.bookmark()
-        await asyncio.sleep(0.2)
-        server.drop()
-        await until(lambda: len(server.watches) == 2)
+        await server.end_watches()
+        await eventually(lambda: len(server.watches) == 2)
         assert server.watches[1] == "103"
 
 
@@ -147,15 +138,15 @@ async def test_an_expired_version_lists_anew(server: ApiServer, caplog: pytest.L
     await server.put("s-1", [endpoint("10.0.0.1")])
     async with watching(server) as seen:
         await seen.becomes("10.0.0.1:50052")
-        await until(lambda: server.watching == 1)
+        await eventually(lambda: server.watching == 1)
         await server.put("s-1", [endpoint("10.0.0.2")])
         await seen.becomes("10.0.0.2:50052")
         server.drop()
         server.compact()
-        await until(lambda: server.lists == 2)
-        await until(lambda: server.watching == 1)
+        await eventually(lambda: server.lists == 2)
+        await eventually(lambda: server.watching == 1)
         await server.send_error(410)
-        await until(lambda: server.lists == 3)
+        await eventually(lambda: server.lists == 3)
         assert seen.addresses == frozenset({"10.0.0.2:50052"})
     assert "too old" not in caplog.text, "an expired version is no fault"
 
@@ -167,7 +158,7 @@ async def test_a_refusal_names_the_rule_that_is_missing_and_is_asked_again(
     server.refusal = (403, 'endpointslices.discovery.k8s.io is forbidden: User "x" cannot list resource')
     with caplog.at_level(logging.WARNING):
         async with watching(server) as seen:
-            await until(lambda: server.lists >= 3)
+            await eventually(lambda: server.lists >= 3)
             assert seen.addresses is None
             server.refusal = None
             await seen.becomes("10.0.0.1:50052")
@@ -181,10 +172,10 @@ async def test_what_is_known_holds_while_the_server_fails(server: ApiServer) -> 
     await server.put("s-1", [endpoint("10.0.0.1")])
     async with watching(server) as seen:
         await seen.becomes("10.0.0.1:50052")
-        await until(lambda: server.watching == 1)
+        await eventually(lambda: server.watching == 1)
         server.refusal = (500, "etcd is away")
         server.drop()
-        await until(lambda: server.lists >= 2)
+        await eventually(lambda: server.lists >= 2)
         assert seen.addresses == frozenset({"10.0.0.1:50052"})
         await server.put("s-1", [endpoint("10.0.0.2")])
         server.refusal = None
