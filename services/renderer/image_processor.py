@@ -118,7 +118,7 @@ class ImagePatcher:
         """Processes one RGB image; the tensors lie where `allocate` says.
 
         Returns:
-            `pixel_values` uint8 [rows, width], one row a patch, neither rescaled nor normalised, and
+            `pixel_values` uint8 [rows, width], one row per patch, neither rescaled nor normalised, and
             `image_grid_thw` int64 [1, 3], the patch grid before merging.
 
         Raises TypeError if the processor does not keep bytes as bytes.

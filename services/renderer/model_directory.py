@@ -11,7 +11,7 @@ from fovea.vision.vision_family import VisionFamily
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One model directory."""
+    """A model directory, as far as the renderer reads it: config.json and the added tokens of tokenizer.json."""
 
     directory: Path
     config: dict[str, Any]

@@ -14,7 +14,7 @@ from fovea.runtime.server import ServiceServer
 from fovea.wire.errors import Unavailable
 from fovea.wire.features import iter_pieces
 from fovea.wire.names import RENDERER_SERVICE
-from services.renderer import model_directory, model_inputs, renderer_metrics
+from services.renderer import input_messages, model_directory, renderer_metrics
 from services.renderer.image_caches import FeatureCache, ImageCache
 from services.renderer.image_fetch import ImageFetcher
 from services.renderer.model_directory import Checkpoint
@@ -64,8 +64,8 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
     ) -> renderer_pb2.RenderResponse:
         """See renderer.proto."""
         with renderer_metrics.refusals_counted():
-            rendered = await self._renderer.render(model_inputs.decode(request.input))
-        return renderer_pb2.RenderResponse(rendered=model_inputs.encode(rendered, self._source))
+            rendered = await self._renderer.render(input_messages.decode(request.input))
+        return renderer_pb2.RenderResponse(rendered=input_messages.encode(rendered, self._source))
 
     async def PutImage(
         self, request_iterator: AsyncIterator[renderer_pb2.PutImageRequest], context: grpc.aio.ServicerContext

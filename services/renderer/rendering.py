@@ -18,7 +18,7 @@ from services.renderer.chunk_errors import InvalidChunk, chunk_field
 from services.renderer.image_caches import Feature, FeatureCache, ImageCache
 from services.renderer.image_fetch import ImageFetcher
 from services.renderer.image_header import ImageHeader
-from services.renderer.model_inputs import Chunk, HeldImage, ImageChunk, PlacedImage, RemoteImage, Rendered
+from services.renderer.input_messages import Chunk, ImageChunk, PlacedImage, RemoteImage, Rendered, UploadedImage
 from services.renderer.worker_pool import ProcessedImage
 
 Result = TypeVar("Result")
@@ -152,8 +152,8 @@ class Renderer:
             )
         return self.model.image_support
 
-    async def _bytes(self, index: int, source: bytes | HeldImage | RemoteImage) -> bytes:
-        if isinstance(source, HeldImage):
+    async def _bytes(self, index: int, source: bytes | UploadedImage | RemoteImage) -> bytes:
+        if isinstance(source, UploadedImage):
             return self.images.held(source.sha256, chunk_field(index))
         if isinstance(source, RemoteImage):
             return await self._fetcher.fetch(source.uri)

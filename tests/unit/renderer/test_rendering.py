@@ -12,7 +12,7 @@ from fovea.wire.errors import ContextOverflow, InvalidInput, ResourceExhausted
 from services.renderer.image_caches import FeatureCache, ImageCache
 from services.renderer.image_fetch import ImageFetcher
 from services.renderer.image_header import ImageHeader
-from services.renderer.model_inputs import Chunk, ImageChunk, Rendered
+from services.renderer.input_messages import Chunk, ImageChunk, Rendered
 from services.renderer.rendering import ImageSupport, Renderer, ServedModel
 from services.renderer.worker_pool import ProcessedImage
 from tests.unit.renderer.checkpoints import IMAGE, PROCESSORS, VOCABULARY_SIZE, family

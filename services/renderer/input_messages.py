@@ -18,7 +18,7 @@ _FORMATS: dict[int, ImageFormat] = {
 
 
 @dataclass(frozen=True)
-class HeldImage:
+class UploadedImage:
     """An image that PutImage brought."""
 
     sha256: str
@@ -35,7 +35,7 @@ class RemoteImage:
 class ImageChunk:
     """One image of an input: bytes or where they are, the declared format, and the client's count if it sent one."""
 
-    source: bytes | HeldImage | RemoteImage
+    source: bytes | UploadedImage | RemoteImage
     format: ImageFormat
     expected_token_count: int | None
 
@@ -94,10 +94,10 @@ def _decode_chunk(chunk: model_input_pb2.Chunk, field: str) -> Chunk:
     )
 
 
-def _location(reference: model_input_pb2.ImageReference, field: str) -> HeldImage | RemoteImage:
+def _location(reference: model_input_pb2.ImageReference, field: str) -> UploadedImage | RemoteImage:
     location = reference.WhichOneof("location")
     if location == "sha256":
-        return HeldImage(reference.sha256)
+        return UploadedImage(reference.sha256)
     if location == "uri":
         return RemoteImage(reference.uri)
     raise InvalidInput(f"{field}: the image reference has neither sha256 nor uri", field=field, cause="chunk")
