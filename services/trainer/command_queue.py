@@ -28,7 +28,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Leave the loop."""
+    """Have every rank leave its loop, and end."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CreateModel:
 
 @dataclass(frozen=True)
 class DeleteModel:
-    """Free a model."""
+    """Free a model, its gradients and its optimizer; an unknown one is no error."""
 
     model_id: str
 
@@ -73,14 +73,14 @@ class ForwardBackward:
 
 @dataclass(frozen=True)
 class ClearGradients:
-    """Drop gradients."""
+    """Drop what calls have added to the gradients since the last step."""
 
     model_id: str
 
 
 @dataclass(frozen=True)
 class OptimStep:
-    """Apply gradients."""
+    """Step on the accumulated gradients of all ranks, and drop them."""
 
     model_id: str
     adam: Adam

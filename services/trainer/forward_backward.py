@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fovea.api.v1 import trainer_pb2
 from fovea.wire.errors import FoveaError
-from services.trainer.batches.datum_decoding import Datum, InputLimits, Patches, decode_datum
+from services.trainer.batches.datum_decoding import Datum, DatumLimits, Patches, decode_datum
 from services.trainer.batches.micro_batch import Batch, BatchLayout, wanted_images
 from services.trainer.batches.packing import Plan, Step, plan
 from services.trainer.batches.vision_cache import CachedImage, PatchFetcher, VisionOutputCache
@@ -67,7 +67,7 @@ class LossComputer:
         features: PatchFetcher,
         layout: BatchLayout,
         vision: VisionOutputCache,
-        limits: InputLimits,
+        limits: DatumLimits,
         memory: MemoryBudget,
         sandbox: Sandbox,
     ) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fovea.runtime.checkpoint import context_length
 from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
 from services.trainer import command_queue
-from services.trainer.batches.datum_decoding import Datum, InputLimits
+from services.trainer.batches.datum_decoding import Datum, DatumLimits
 from services.trainer.batches.micro_batch import BatchLayout
 from services.trainer.batches.vision_cache import PatchFetcher, VisionOutputCache
 from services.trainer.forward_backward import LossComputer
@@ -87,7 +87,7 @@ class TrainingEngine:
         self._sharded = ShardedModel(module, mesh, keep)
         text = config.get_text_config()
         context = context_length(config.to_dict()) or text.max_position_embeddings
-        self.limits = InputLimits(
+        self.limits = DatumLimits(
             text.vocab_size,
             min(settings.max_context_length or context, context),
             module.vision,

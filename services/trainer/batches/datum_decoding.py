@@ -25,7 +25,7 @@ Patches = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class InputLimits:
+class DatumLimits:
     """What the model can take.
 
     Args:
@@ -64,7 +64,7 @@ class Datum:
 
     @property
     def size(self) -> DatumSize:
-        """What it costs."""
+        """What it costs to compute, for `packing.plan`."""
         return DatumSize(len(self.tokens), sum(math.prod(span.grid) for span in self.spans))
 
     @classmethod
@@ -74,7 +74,7 @@ class Datum:
         return cls(0, zeros, None, (), zeros[:, None], {}, True)
 
 
-def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: InputLimits) -> Datum:
+def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: DatumLimits) -> Datum:
     """Decodes one example. Raises InvalidInput naming `datum[index].field` for anything that is not computable."""
     path = f"datum[{index}]"
     taken = rendered_input.InputLimits(
@@ -132,7 +132,7 @@ def _loss_inputs(datum: trainer_pb2.Datum, loss: Loss, shape: tuple[int, ...], p
 
 
 def _targets(
-    datum: trainer_pb2.Datum, loss: Loss, limits: InputLimits, token_count: int, field: str
+    datum: trainer_pb2.Datum, loss: Loss, limits: DatumLimits, token_count: int, field: str
 ) -> tuple[IntArray, bool]:
     if TARGETS not in datum.loss_inputs:
         raise _invalid(field, f"is missing: {loss.name} needs it")

@@ -1,4 +1,4 @@
-"""Weighted negative log-likelihood."""
+"""Weighted negative log-likelihood, for supervised training."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Direct reward optimization."""
+"""Direct reward optimization (Richemond et al., 2024)."""
 
 from collections.abc import Mapping
 from typing import ClassVar

@@ -64,7 +64,7 @@ class Request:
 
     @property
     def logprob_count(self) -> int:
-        """L."""
+        """L: log-probabilities of all datums together."""
         return sum(inputs[0].numel() for inputs in self.datums)
 
 

@@ -120,7 +120,7 @@ class Sandbox:
         return Stopped(place, node, reason), time.monotonic() - started
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the worker and the process that forks it; the next `prepare` starts new ones."""
         self._end_worker()
         if self._process is not None:
             self._control.close()

@@ -48,7 +48,7 @@ class LoraSettings:
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
+        """alpha / rank, the factor of B (A x)."""
         return self.alpha / self.rank
 
     def check(self, max_rank: int, has_vision: bool) -> None:

@@ -88,7 +88,7 @@ def embed_patches(patch_embed: Any, pixels_PW: Tensor) -> Tensor:
 
 
 class Qwen25Vl(QwenVl):
-    """`model_type` qwen2_5_vl."""
+    """Qwen2.5-VL: a tower with window attention, one merger."""
 
     model_type = "qwen2_5_vl"
     architecture = Qwen2_5_VLForConditionalGeneration
@@ -105,7 +105,7 @@ class Qwen25Vl(QwenVl):
 
 
 class Qwen3Vl(QwenVl):
-    """`model_type` qwen3_vl."""
+    """Qwen3-VL: deepstack features from several tower layers, interleaved MRoPE."""
 
     model_type = "qwen3_vl"
     architecture = Qwen3VLForConditionalGeneration
@@ -133,7 +133,7 @@ def _add_level(_: Any, hidden_1TD: Tensor, image_index_M: Tensor, level_MD: Tens
 
 
 class Qwen3(Family):
-    """`model_type` qwen3."""
+    """Qwen3: a language model without a tower."""
 
     model_type = "qwen3"
     architecture = Qwen3ForCausalLM

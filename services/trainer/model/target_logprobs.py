@@ -132,7 +132,7 @@ def _top_peak_rest(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @fused
 def _scaled_softmax(logits_CV: Tensor, peak_C: Tensor, rest_C: Tensor, scale_C: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale softmax(logits)."""
+    """scale softmax(logits), [C, V], rounded once to `dtype`."""
     shares_CV = torch.exp(logits_CV.float() - peak_C[:, None])
     return (shares_CV * (scale_C / (1 + rest_C))[:, None]).to(dtype)
 

@@ -80,7 +80,7 @@ class TrainedModel(ABC):
         """What the gradients of a backward pass will take on this rank beside what is allocated now."""
 
     def zero_gradients(self) -> None:
-        """Drops accumulated gradients."""
+        """Drops what calls have added to the gradients since the last step."""
         self.has_gradients = False
         self._clear_gradients()
 

@@ -124,12 +124,12 @@ def launch(settings: TrainerSettings) -> int:
             return asyncio.run(_Node(settings, name, folder, Rendezvous([settings.ranks], "127.0.0.1", 0)).run())
     try:
         print(f"{name}: meets {settings.nodes - 1} more at {settings.master_addr}", file=sys.stderr, flush=True)
-        nodes = rendezvous(settings)
+        found = rendezvous(settings)
     except RendezvousFailed as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
-    store = f"{settings.master_addr}:{nodes.store_port}"
-    return asyncio.run(_Node(settings, name, store, nodes).run())
+    store = f"{settings.master_addr}:{found.store_port}"
+    return asyncio.run(_Node(settings, name, store, found).run())
 
 
 def check_checkpoint(model: str) -> None:
@@ -148,12 +148,12 @@ def check_checkpoint(model: str) -> None:
 class _Node:
     """The ranks of this node."""
 
-    def __init__(self, settings: TrainerSettings, name: str, store: str, nodes: Rendezvous) -> None:
+    def __init__(self, settings: TrainerSettings, name: str, store: str, found: Rendezvous) -> None:
         self._settings = settings
         self._name = name
         self._store = store
-        self._nodes = nodes
-        self._first = sum(nodes.ranks[: settings.node_rank])
+        self._rendezvous = found
+        self._first = sum(found.ranks[: settings.node_rank])
         self._stop_requested = asyncio.Event()
         self._running: dict[asyncio.Task[int], tuple[int, asyncio.subprocess.Process]] = {}
 
@@ -164,8 +164,8 @@ class _Node:
         for local_rank in range(self._settings.ranks):
             process = await self._start(local_rank)
             self._running[asyncio.create_task(process.wait())] = (self._first + local_rank, process)
-        if self._nodes.store_listener:
-            self._nodes.store_listener.close()  # rank 0 has it
+        if self._rendezvous.store_listener:
+            self._rendezvous.store_listener.close()  # rank 0 has it
         stop = asyncio.create_task(self._stop_requested.wait())
         while self._running and not stop.done():
             ended = await self._ended({stop})
@@ -176,20 +176,13 @@ class _Node:
 
     async def _start(self, local_rank: int) -> asyncio.subprocess.Process:
         rank, fd = self._first + local_rank, None
-        if rank == 0 and self._nodes.store_listener:
-            fd = self._nodes.store_listener.fileno()
-        rank_env = RankEnvironment(
-            rank,
-            sum(self._nodes.ranks),
-            local_rank,
-            self._settings.node_rank,
-            self._store,
-            os.getpid(),
-            fd,
-        )
+        if rank == 0 and self._rendezvous.store_listener:
+            fd = self._rendezvous.store_listener.fileno()
+        world_size = sum(self._rendezvous.ranks)
+        rank_env = RankEnvironment(rank, world_size, local_rank, self._settings.node_rank, self._store, os.getpid(), fd)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.trainer", *sys.argv[1:]),
-            env=_defaults(self._settings, self._nodes.address) | os.environ | _fixed(self._settings, rank_env),
+            env=_defaults(self._settings, self._rendezvous.address) | os.environ | _fixed(self._settings, rank_env),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=() if fd is None else (fd,),
             start_new_session=True,  # Ctrl-C reaches this process alone, which tells the ranks

@@ -133,7 +133,7 @@ def _join(settings: TrainerSettings, deadline: float) -> Rendezvous:
 
 
 def _ask(connection: socket.socket, settings: TrainerSettings, deadline: float) -> dict[str, Any]:
-    """Node 0's answer, once all have come; nothing if it goes. Raises NodesMissing at the deadline."""
+    """Node 0's answer, once all have come; nothing if it goes. Raises RendezvousFailed at the deadline."""
     _send(connection, {"node": settings.node_rank, "nodes": settings.nodes, "ranks": settings.ranks})
     connection.settimeout(max(deadline - time.monotonic(), 0.001))
     message = _receive(connection)

@@ -54,7 +54,7 @@ class Folder:
         return bool(self.files.exists(f"{self.path}/{name}"))
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes one file of a folder that `begin` made."""
+        """Writes one file of a folder that `stage` made."""
         self.files.pipe_file(f"{self.path}/{name}", data)
 
     def size_bytes(self) -> int:
@@ -62,31 +62,31 @@ class Folder:
         self.files.invalidate_cache()  # other ranks have written too
         return int(self.files.du(self.path, total=True))
 
-    def begin(self) -> "Folder":
+    def stage(self) -> "Folder":
         """Makes an empty folder beside this one, to be filled and then put in its place by `commit`.
 
         Raises NotFound for a bucket that does not exist.
         """
-        draft = Folder(self.files, f"{self.path}{STAGING_SUFFIX}{uuid.uuid4().hex[:8]}")
+        staging = Folder(self.files, f"{self.path}{STAGING_SUFFIX}{uuid.uuid4().hex[:8]}")
         if not self.files.async_impl:
-            self.files.makedirs(draft.path, exist_ok=True)
+            self.files.makedirs(staging.path, exist_ok=True)
         elif not self.files.exists(bucket := self.path.partition("/")[0]):  # `makedirs` would make one
             raise NotFound(f"there is no bucket {bucket}, or these credentials may not list it", field="uri")
-        return draft
+        return staging
 
-    def commit(self, draft: "Folder") -> None:
-        """Puts a filled draft in the place of this folder, replacing what is there. A power cut finds it whole.
+    def commit(self, staging: "Folder") -> None:
+        """Puts a filled staging folder in the place of this one, replacing what is there. A power cut finds it whole.
 
         Where folders are only names, in object stores, its files come one by one: until then some cannot be found, but
-        those of two drafts are never mixed.
+        those of two staging folders are never mixed.
         """
         self.files.invalidate_cache()  # the gateway may have removed what was here
-        sync_folder(self.files, draft.path)
+        sync_folder(self.files, staging.path)
         old = Folder(self.files, f"{self.path}{REPLACED_SUFFIX}{uuid.uuid4().hex[:8]}")
         replaced = self.files.exists(self.path)
         if replaced:
             self._move_to(old)
-        draft._move_to(self)
+        staging._move_to(self)
         sync_place(self.files, self.path)
         if replaced:
             old.discard()
@@ -102,7 +102,7 @@ class Folder:
         self.files.rm(names)
 
     def discard(self) -> None:
-        """Removes a draft that will not be committed."""
+        """Removes a staging folder that will not be committed."""
         if self.files.exists(self.path):
             self.files.rm(self.path, recursive=True)
 
@@ -110,22 +110,22 @@ class Folder:
 def write_folder(uri: str, files: Mapping[str, bytes | Callable[[], bytes]]) -> int:
     """Writes all files and puts them at `uri` at once; returns their size in bytes."""
     target = Folder.at(uri)
-    draft = target.begin()
+    staging = target.stage()
     try:
         for name, data in files.items():
-            draft.write(name, data if isinstance(data, bytes) else data())
-        size_bytes = draft.size_bytes()
-        target.commit(draft)
+            staging.write(name, data if isinstance(data, bytes) else data())
+        size_bytes = staging.size_bytes()
+        target.commit(staging)
     except BaseException:
-        draft.discard()
+        staging.discard()
         raise
     return size_bytes
 
 
-def begin_together(control: ControlGroup, uri: str) -> tuple[Folder, Folder]:
-    """The folder at `uri` and a new draft beside it, the same on all ranks. Raises what `Folder.begin` raises."""
+def stage_together(control: ControlGroup, uri: str) -> tuple[Folder, Folder]:
+    """The folder at `uri` and a new staging folder beside it, the same on all ranks. Raises as `Folder.stage` does."""
     target = control.agree(lambda: Folder.at(uri))
-    suffix = control.on_rank_0(lambda: target.begin().path.removeprefix(target.path))
+    suffix = control.on_rank_0(lambda: target.stage().path.removeprefix(target.path))
     return target, Folder(target.files, target.path + suffix)
 
 

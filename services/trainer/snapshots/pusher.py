@@ -173,7 +173,7 @@ class SharedLock:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """Beside nobody."""
+        """Alone: waits for whoever is inside, and goes before those who would share."""
         async with self._changed:
             self._waiting_count += 1
             try:

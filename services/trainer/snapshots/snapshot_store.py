@@ -110,7 +110,7 @@ class SnapshotStore:
             self._pins[snapshot_id] += 1
 
     def unpin(self, snapshot_id: str) -> None:
-        """Ends one `pin`."""
+        """Ends one `pin`; what only it kept is dropped if memory is short."""
         with self._lock:
             self._pins[snapshot_id] -= 1
             self._pins += Counter()  # without those at zero

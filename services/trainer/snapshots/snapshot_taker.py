@@ -22,7 +22,7 @@ from services.trainer.model.sharding import ShardedModel, local_of
 from services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.snapshots import weight_files
-from services.trainer.snapshots.checkpoint_folder import Folder, begin_together, write_folder
+from services.trainer.snapshots.checkpoint_folder import Folder, stage_together, write_folder
 from services.trainer.snapshots.snapshot_store import (
     PACKED,
     SnapshotStore,
@@ -177,13 +177,13 @@ class SnapshotTaker:
     def _write_full(
         self, identity: weights_pb2.Snapshot, copies: dict[str, Tensor], model: FullModel, uri: str
     ) -> None:
-        target, draft = begin_together(self._control, uri)
+        target, staging = stage_together(self._control, uri)
         whole = weight_files.gathered(copies, model.shards)
-        weight_files.write_checkpoint(zip(copies, whole, strict=True), draft, self._model_dir, self._control)
+        weight_files.write_checkpoint(zip(copies, whole, strict=True), staging, self._model_dir, self._control)
 
         def finish() -> None:
-            draft.write(SNAPSHOT_FILE, _identity_json(identity))
-            target.commit(draft)
+            staging.write(SNAPSHOT_FILE, _identity_json(identity))
+            target.commit(staging)
 
         self._control.on_rank_0(finish)
 

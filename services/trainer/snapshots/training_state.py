@@ -30,7 +30,7 @@ from services.trainer.model.trained_model import AdapterModel, FullModel, Traine
 from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.ranks.plain_pickle import MetadataUnpickler
 from services.trainer.snapshots import weight_files
-from services.trainer.snapshots.checkpoint_folder import Folder, begin_together, write_folder
+from services.trainer.snapshots.checkpoint_folder import Folder, stage_together, write_folder
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class TensorPlanner(DefaultLoadPlanner):
     """Loads tensors alone: for anything else torch would unpickle whatever is there."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        """Raises InvalidInput."""
+        """Refuses what is no tensor. Raises InvalidInput that names it."""
         raise InvalidInput(f"{read_item.storage_index.fqn} is no tensor", field="uri")
 
 
@@ -127,14 +127,14 @@ class StateStore:
         model.optimizer.load([moments], step)
 
     def _save_full(self, model: FullModel, uri: str) -> int:
-        target, draft = begin_together(self._control, uri)
+        target, staging = stage_together(self._control, uri)
         try:
-            writer = FsspecWriter(draft.url(DCP))
+            writer = FsspecWriter(staging.url(DCP))
             save_checkpoint(_full_state(model), storage_writer=writer, process_group=self._control.group)
         except CheckpointException as error:
-            self._control.on_rank_0(draft.discard)
+            self._control.on_rank_0(staging.discard)
             raise _checkpoint_failure(error, uri) from None
-        return self._control.on_rank_0(lambda: _finish_full(target, draft, model.step))
+        return self._control.on_rank_0(lambda: _finish_full(target, staging, model.step))
 
     def _load_full(self, model: FullModel, uri: str, optimizer: bool, step: int) -> None:
         folder = self._control.agree(lambda: Folder.at(uri))
@@ -207,10 +207,10 @@ def _check_shapes(reader: PlainReader, state: dict[str, Any], uri: str) -> None:
                 )
 
 
-def _finish_full(target: Folder, draft: Folder, step: int) -> int:
-    draft.write(STATE, _state_json("full", step))
-    size_bytes = draft.size_bytes()
-    target.commit(draft)
+def _finish_full(target: Folder, staging: Folder, step: int) -> int:
+    staging.write(STATE, _state_json("full", step))
+    size_bytes = staging.size_bytes()
+    target.commit(staging)
     return size_bytes
 
 

@@ -29,8 +29,8 @@ def _gloo_device(host: str) -> Any:
     return ProcessGroupGloo.create_default_device()
 
 
-class TransferGroup:
-    """The sender's end of one group.
+class SenderGroup:
+    """The sender's end of one transfer group.
 
     Args:
         group_id: Unique name, prefix of the group's keys in the store.
@@ -130,7 +130,7 @@ class TransferGroups:
         self._store = TCPStore(
             self._own, port, None, True, timedelta(minutes=5), wait_for_workers=False, master_listen_fd=descriptor
         )
-        self._open: dict[str, TransferGroup] = {}
+        self._open: dict[str, SenderGroup] = {}
         self._meeting: set[str] = set()
         self._unwanted: set[str] = set()
         self._lock = threading.Lock()
@@ -142,7 +142,7 @@ class TransferGroups:
 
     def open(
         self, group_id: str, world_size: int, backend: str, join_timeout_s: float, broadcast_timeout_s: float
-    ) -> TransferGroup:
+    ) -> SenderGroup:
         """Meets the other members; blocks. Raises RuntimeError if they do not come in time."""
         with self._lock:
             self._meeting.add(group_id)
@@ -150,7 +150,7 @@ class TransferGroups:
             # A client of its own: one that waits holds its connection, and other groups would wait with it.
             timeout = timedelta(seconds=join_timeout_s)
             store = TCPStore(self._own, self.port, None, False, timeout, wait_for_workers=False)
-            group = TransferGroup(
+            group = SenderGroup(
                 group_id, store, world_size, backend, join_timeout_s, broadcast_timeout_s, self._gloo_host
             )
         finally:
@@ -165,7 +165,7 @@ class TransferGroups:
             self._open[group_id] = group
         return group
 
-    def get(self, group_id: str) -> TransferGroup:
+    def get(self, group_id: str) -> SenderGroup:
         """An open group. Raises RuntimeError if it was closed meanwhile."""
         with self._lock:
             group = self._open.get(group_id)

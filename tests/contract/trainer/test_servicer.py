@@ -17,7 +17,7 @@ from fovea.wire import tensors
 from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
 from fovea.wire.names import TRAINER_SERVICE
 from services.trainer import command_queue, trainer_metrics
-from services.trainer.batches.datum_decoding import InputLimits
+from services.trainer.batches.datum_decoding import DatumLimits
 from services.trainer.batches.packing import DatumSize
 from services.trainer.command_queue import CommandQueue, resolve
 from services.trainer.loss_results import ForwardBackwardResult
@@ -41,7 +41,7 @@ class RecordingRank:
         self._queue = queue
         self.engine = self
         self.family = family_of("qwen3_vl")
-        self.limits = InputLimits(100, 16, small_qwen3_vl())
+        self.limits = DatumLimits(100, 16, small_qwen3_vl())
         self.models = {"m": None}
         threading.Thread(target=self._run, daemon=True).start()
 

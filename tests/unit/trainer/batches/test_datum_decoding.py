@@ -6,14 +6,14 @@ import pytest
 from fovea.api.v1 import model_input_pb2, trainer_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
-from services.trainer.batches.datum_decoding import InputLimits, check_digests, decode_datum
+from services.trainer.batches.datum_decoding import DatumLimits, check_digests, decode_datum
 from services.trainer.batches.packing import DatumSize
 from services.trainer.losses import LOSSES, loss_of
 from tests.unit.trainer.losses.traced import square_loss
 from tests.vision_families import IMAGE, OPENER, small_qwen3_vl
 
-LIMITS = InputLimits(100, 16, small_qwen3_vl())
-TEXT_ONLY = InputLimits(100, 16, None)
+LIMITS = DatumLimits(100, 16, small_qwen3_vl())
+TEXT_ONLY = DatumLimits(100, 16, None)
 SHA = "0" * 64
 CROSS_ENTROPY, IMPORTANCE = LOSSES["cross_entropy"]({}), LOSSES["importance_sampling"]({})
 

@@ -255,7 +255,7 @@ def test_crossed_thresholds_are_refused(name: str) -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="known: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, custom"):
+    with pytest.raises(InvalidInput, match=f"known: {', '.join(LOSSES)}, custom"):
         make_loss("stable_reinforce")
     with pytest.raises(InvalidInput, match=r"loss_config\.beta is unknown for cross_entropy; known: none"):
         make_loss("cross_entropy", beta=1.0)
