@@ -37,17 +37,18 @@ def foreign_attributes(trees: Mapping[str, ast.Module]) -> list[str]:
     The class of what stands before the dot is looked up in annotations and constructor calls. Where the source does not
     say it, the assignment counts if all classes with an attribute of that name are no records.
     """
+    read = {
+        node: _read_class(node) for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    }
     classes: defaultdict[str, list[_Class]] = defaultdict(list)
-    for tree in trees.values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].append(_read_class(node))
+    for node, found in read.items():
+        classes[node.name].append(found)
     return [
         f"{path}:{target.lineno}: {ast.unparse(target)}"
         for path, tree in sorted(trees.items())
         for owner, function in _functions(tree)
         for target, value in _assignments(function)
-        if _is_foreign(target, value, function, _read_class(owner) if owner else None, classes)
+        if _is_foreign(target, value, function, read[owner] if owner else None, classes)
     ]
 
 

@@ -1,7 +1,10 @@
 """What all tests may ask for, which of them run on both databases (those of what the gateway keeps), and their logs."""
 
 import logging
+import random
 import sys
+import zlib
+from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -36,10 +39,38 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded_torch() -> None:
-    """What a test draws from torch is the same in every run, whichever tests run before. Most tests have no torch."""
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """What a test draws is the same in every run, whichever tests run before it."""
+    _seed(request.node.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Generator[None]:
+    """What a fixture draws that several tests share does not depend on which of them comes first either."""
+    if fixturedef.scope != "function":
+        _seed(f"{request.node.nodeid} {fixturedef.argname}")
+    return (yield)
+
+
+def _seed(name: str) -> None:
+    seed = zlib.crc32(name.encode())
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):  # most tests have neither numpy nor torch
+        numpy.random.seed(seed)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """The last lines name what was skipped, and why."""
+    yield
+    skipped = Counter(
+        (report.nodeid.partition("::")[0], report.longrepr[2].removeprefix("Skipped: "))
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    for (file, reason), count in sorted(skipped.items()):
+        terminalreporter.write_line(f"skipped: {count} of {file}: {reason}", yellow=True)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -194,7 +194,7 @@ def _train_and_sample(target: Target, service: tinker.ServiceClient) -> str:
     total = loss.result(60).metrics["loss:sum"]
     expect(total > 0, f"loss:sum of an untrained text is {total}")
     step.result(60)
-    sampler = training.save_weights_and_get_sampling_client()
+    sampler = training.save_weights_and_get_sampling_client().result(60)
     answer = sampler.sample(target.prompt(), 1, types.SamplingParams(max_tokens=4, stop=[])).result(60)
     expect(len(answer.sequences[0].tokens) == 4, f"sampled {len(answer.sequences[0].tokens)} tokens, wanted 4")
     return f"loss {total:.2f}, a step, 4 tokens sampled"

@@ -1,5 +1,6 @@
 """A sampler, a trainer rank or all of Fovea dies: nothing hangs, nothing is lost in silence, nothing stays behind."""
 
+import asyncio
 import random
 import signal
 import time
@@ -13,9 +14,11 @@ import tinker
 from transformers import AutoTokenizer
 
 import tinyvlm
+from benchmarks.running import metric_total
 from tests.e2e.prompts import PromptBuilder, picture
 from tests.e2e.stack import Stack, running_stack
 from tests.processes import survivors
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +81,8 @@ def test_a_sampler_killed_while_sampling(fragile: Stack) -> None:
 
         long = tinker.SamplingParams(max_tokens=1500, temperature=1.0, stop=[])
         in_flight = [sampling.sample(prompt.model_input, num_samples=1, sampling_params=long) for _ in range(8)]
-        time.sleep(1.0)
+        metrics = fragile.state["services"]["sampler"]["metrics"]
+        asyncio.run(eventually(lambda: metric_total(metrics, "fovea_sampler_requests_in_flight") == len(in_flight), 60))
         for process in processes(fragile, "sampler"):
             process.kill()
 

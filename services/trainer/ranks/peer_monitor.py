@@ -98,13 +98,15 @@ class PeerMonitor:
         self._closing = True
 
     def _watch(self, peer: Peer, connection: socket.socket) -> None:
-        while _receive(connection, len(_STOP)) == _STOP:
-            self._on_stop(peer)
-        self._is_lost(peer)
+        with connection:
+            while _receive(connection, len(_STOP)) == _STOP:
+                self._on_stop(peer)
+            self._is_lost(peer)
 
     def _watch_first(self, first: Peer, connection: socket.socket) -> None:
-        message = _receive(connection, _PEER.size)
-        self._is_lost(Peer(*_PEER.unpack(message)) if len(message) == _PEER.size else first)
+        with connection:
+            message = _receive(connection, _PEER.size)
+            self._is_lost(Peer(*_PEER.unpack(message)) if len(message) == _PEER.size else first)
 
     def _is_lost(self, lost: Peer) -> None:
         if self._closing or not self._lost.acquire(blocking=False):
@@ -145,7 +147,11 @@ def _accept(guarded: AuthenticatedListener, world_size: int) -> dict[Peer, socke
             message = _receive(connection, _PEER.size)
             if len(message) == _PEER.size:
                 found[Peer(*_PEER.unpack(message))] = connection
+            else:
+                connection.close()
     except TimeoutError:
+        for connection in found.values():
+            connection.close()
         missing = sorted(set(range(1, world_size)) - {peer.rank for peer in found})
         raise RuntimeError(f"ranks {missing} of {world_size} did not come within {MEET_S:.0f} s") from None
     finally:

@@ -96,6 +96,8 @@ class _Host:
             problem = _taken(node)
         else:
             connection.setblocking(False)
+            if earlier := self._connections.get(node):
+                earlier.close()
             self._connections[node] = connection
             self._ranks[node] = int(message["ranks"])
             return

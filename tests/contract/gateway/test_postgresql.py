@@ -181,7 +181,7 @@ class Load:
 
     def _run_sdk(self) -> None:
         with tinker.ServiceClient(base_url=self._cluster.url, api_key=KEY) as client:
-            training = client.create_lora_training_client(base_model=MODEL, rank=8)
+            training = client.create_lora_training_client(base_model=MODEL, rank=8).result()
             while not self.is_over:
                 loss = training.forward_backward([text_datum()], "cross_entropy")
                 step = training.optim_step(tinker.AdamParams(learning_rate=0.1))

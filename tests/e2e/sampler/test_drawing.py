@@ -1,8 +1,6 @@
 """Seeds, several sequences, stops, lengths, cancellation."""
 
 import asyncio
-import time
-from collections.abc import Callable
 from contextlib import aclosing
 
 import numpy as np
@@ -17,19 +15,11 @@ from tests.e2e.sampler.asking import ask, rendered, request_for
 from tests.e2e.sampler.conftest import PromptMaker, picture
 from tests.e2e.sampler.process import SamplerProcess
 from tests.e2e.sampler.renderer import TinyRenderer
+from tests.waiting import eventually
 
 STOP, LENGTH = sampler_pb2.FINISH_REASON_STOP, sampler_pb2.FINISH_REASON_LENGTH
-CALM_S = 20
 THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 HOT = {"temperature": 2.0}  # whatever the model has learnt, draws differ
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Waits until something holds."""
-    deadline = time.monotonic() + CALM_S
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 async def test_a_sequence_depends_on_its_seed_and_number_alone(client: SamplerClient, prompts: PromptMaker) -> None:

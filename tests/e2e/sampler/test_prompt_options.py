@@ -12,8 +12,10 @@ from fovea.client.sampler import SamplerClient
 from fovea.wire import tensors
 from tests.e2e.sampler.asking import Answer, ask, rendered, request_for
 from tests.e2e.sampler.conftest import Prompt, PromptMaker, picture
+from tests.e2e.sampler.process import SamplerProcess
 from tests.e2e.sampler.reference import Reference, random_adapter
 from tests.e2e.sampler.sender import Sender
+from tests.waiting import eventually
 
 TOLERANCE = 1e-3
 FILLER = -99999.0
@@ -268,12 +270,14 @@ async def test_a_prompt_of_one_token(client: SamplerClient) -> None:
     assert len(answer.sequences[0].tokens) == 2
 
 
-async def test_a_cancelled_scoring_harms_nobody(client: SamplerClient, prompts: PromptMaker) -> None:
+async def test_a_cancelled_scoring_harms_nobody(
+    client: SamplerClient, sampler: SamplerProcess, prompts: PromptMaker
+) -> None:
     tokens = prompts.make("Cancelled in the middle of its prompt. " * 1200).tokens[:8000].tolist()
     stop = sampler_pb2.StopCondition(ignore_eos=True)
     long = request_for(rendered([tokens]), alt_token_count=8, prompt_logprobs=True, max_tokens=2, stop=stop)
     tasks = [asyncio.create_task(ask(client, long)) for _ in range(3)]
-    await asyncio.sleep(0.3)
+    await eventually(lambda: sampler.metric("vllm:num_requests_running") > 0)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

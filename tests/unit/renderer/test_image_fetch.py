@@ -30,16 +30,18 @@ ANSWERS = {
 @pytest.fixture(scope="module")
 async def server() -> AsyncIterator[int]:
     """An HTTP server on 127.0.0.1 that says what `ANSWERS` has; its port."""
+    unanswered = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await reader.readuntil(b"\r\n\r\n")
         path = request.split()[1].decode()
         writer.write(ANSWERS[path])
-        if path != "/slow":
-            writer.close()
+        unanswered.append(writer) if path == "/slow" else writer.close()
 
     listening = await asyncio.start_server(answer, "127.0.0.1", 0)
     yield listening.sockets[0].getsockname()[1]
+    for writer in unanswered:
+        writer.close()
     listening.close()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyvlm.cache import cache_directory, ensure_recipe, fingerprint
+from tinyvlm.cache import ensure_recipe, fingerprint
 from tinyvlm.recipe import Recipe
 
 RECIPE = Recipe(kind="qwen3")
@@ -16,16 +16,6 @@ RECIPE = Recipe(kind="qwen3")
 def test_fingerprint_follows_the_recipe() -> None:
     assert fingerprint(RECIPE) == fingerprint(Recipe(kind="qwen3"))
     assert len({fingerprint(Recipe(kind="qwen3", seed=seed)) for seed in range(3)}) == 3
-
-
-@pytest.mark.slow
-def test_second_call_does_not_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOVEA_CACHE", str(tmp_path))
-    assert cache_directory() == tmp_path
-    directory = ensure_recipe(RECIPE)
-    modified = (directory / "model.safetensors").stat().st_mtime_ns
-    assert ensure_recipe(RECIPE) == directory
-    assert (directory / "model.safetensors").stat().st_mtime_ns == modified
 
 
 @pytest.mark.slow
@@ -41,12 +31,15 @@ def _ensure(recipe: Recipe) -> str:
 
 
 @pytest.mark.slow
-def test_two_processes_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_two_processes_ask_for_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOVEA_CACHE", str(tmp_path))
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         first, second = pool.map(_ensure, [RECIPE, RECIPE])
     assert first == second
-    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+    assert [str(path) for path in tmp_path.iterdir() if path.is_dir()] == [first]
+    modified = Path(first, "model.safetensors").stat().st_mtime_ns
+    assert _ensure(RECIPE) == first, "nor does a later call build"
+    assert Path(first, "model.safetensors").stat().st_mtime_ns == modified
 
 
 def test_unknown_kind_is_refused() -> None:

@@ -16,12 +16,17 @@ from fovea.wire.names import RENDERER_SERVICE
 
 
 class FailingRenderer(renderer_pb2_grpc.RendererServiceServicer):
-    """Fails in every way; answers GetRendererInfo after a pause."""
+    """Fails in every way; answers GetRendererInfo once its gate is open."""
+
+    def __init__(self) -> None:
+        self.is_asked = asyncio.Event()
+        self.gate = asyncio.Event()
 
     async def GetRendererInfo(  # noqa: N802
         self, request: renderer_pb2.GetRendererInfoRequest, context: grpc.aio.ServicerContext
     ) -> renderer_pb2.GetRendererInfoResponse:
-        await asyncio.sleep(0.3)
+        self.is_asked.set()
+        await self.gate.wait()
         return renderer_pb2.GetRendererInfoResponse(model="m")
 
     async def Render(  # noqa: N802
@@ -39,9 +44,14 @@ class FailingRenderer(renderer_pb2_grpc.RendererServiceServicer):
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[ServiceServer]:
+def renderer() -> FailingRenderer:
+    return FailingRenderer()
+
+
+@pytest.fixture
+async def server(renderer: FailingRenderer) -> AsyncIterator[ServiceServer]:
     server = ServiceServer(ServiceSettings(drain_s=5, metrics_port=0), [RENDERER_SERVICE])
-    renderer_pb2_grpc.add_RendererServiceServicer_to_server(FailingRenderer(), server.grpc)
+    renderer_pb2_grpc.add_RendererServiceServicer_to_server(renderer, server.grpc)
     await server.start()
     yield server
     await server.grpc.stop(0)
@@ -80,21 +90,24 @@ async def test_health_follows_and_reflection_answers(server: ServiceServer) -> N
         assert RENDERER_SERVICE in {service.name for service in answers[0].list_services_response.service}
 
 
-async def test_a_server_that_stops_too_early_is_unavailable(server: ServiceServer) -> None:
+async def test_a_server_that_stops_too_early_is_unavailable(server: ServiceServer, renderer: FailingRenderer) -> None:
     async with RendererClient(server.address) as client:
         running = asyncio.create_task(client.info())
-        await asyncio.sleep(0.1)
+        await renderer.is_asked.wait()
         await server.grpc.stop(0)
         with pytest.raises(Unavailable):
             await running
 
 
-async def test_a_stop_lets_calls_in_flight_end(server: ServiceServer) -> None:
+async def test_a_stop_lets_calls_in_flight_end(server: ServiceServer, renderer: FailingRenderer) -> None:
     await server.set_serving(True)
     async with RendererClient(server.address) as client:
         running = asyncio.create_task(client.info())
-        await asyncio.sleep(0.1)
+        await renderer.is_asked.wait()
         server.request_stop()
-        await server.run_until_stopped()
+        stopping = asyncio.create_task(server.run_until_stopped())
+        await asyncio.sleep(0)
+        renderer.gate.set()
+        await stopping
         assert (await running).model == "m"
         assert not await client.is_serving(RENDERER_SERVICE)

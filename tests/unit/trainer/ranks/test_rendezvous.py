@@ -1,19 +1,20 @@
 """How nodes meet, and what is said of those that do not come."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 
 from fovea.runtime.secret import VARIABLE
 from services.trainer.ranks.handshake import AuthenticationFailed, connect
-from services.trainer.ranks.rendezvous import RendezvousFailed, rendezvous
+from services.trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
 from services.trainer.settings import TrainerSettings
 
 Node = Callable[..., TrainerSettings]
+Meet = Callable[[TrainerSettings], Rendezvous]
 
 
 @pytest.fixture
@@ -29,9 +30,23 @@ def node() -> Node:
     return settings
 
 
-def test_they_meet_in_any_order(node: Node) -> None:
+@pytest.fixture
+def meet() -> Iterator[Meet]:
+    """`rendezvous`; the store's listener, which rank 0 would take over, is closed in the end."""
+    with ExitStack() as stack:
+
+        def meet(settings: TrainerSettings) -> Rendezvous:
+            meeting = rendezvous(settings)
+            if meeting.store_listener:
+                stack.enter_context(meeting.store_listener)
+            return meeting
+
+        yield meet
+
+
+def test_they_meet_in_any_order(node: Node, meet: Meet) -> None:
     with ThreadPoolExecutor() as threads:
-        met = [threads.submit(rendezvous, node(rank, ranks=rank + 1)) for rank in (2, 0, 1)]
+        met = [threads.submit(meet, node(rank, ranks=rank + 1)) for rank in (2, 0, 1)]
         worker, host, _ = meetings = [future.result() for future in met]
         assert [meeting.ranks for meeting in meetings] == [[1, 2, 3]] * 3
         assert {meeting.address for meeting in meetings} == {"127.0.0.1"}
@@ -39,10 +54,10 @@ def test_they_meet_in_any_order(node: Node) -> None:
         assert host.store_listener.getsockname() == ("127.0.0.1", worker.store_port)
 
 
-def test_strangers_change_nothing(node: Node) -> None:
+def test_strangers_change_nothing(node: Node, meet: Meet) -> None:
     """Whoever reaches the port but does not know the secret, or says nothing."""
     with ThreadPoolExecutor() as threads:
-        host = threads.submit(rendezvous, node(0))
+        host = threads.submit(meet, node(0))
         place = ("127.0.0.1", node(0).master_port)
         while True:
             with suppress(ConnectionRefusedError):
@@ -52,59 +67,59 @@ def test_strangers_change_nothing(node: Node) -> None:
             loud.sendall(b"\x80\x04cposix\nsystem\n." * 1000)
         with pytest.raises(AuthenticationFailed):
             connect(place, b"another secret", 30.0)
-        others = [threads.submit(rendezvous, node(rank)) for rank in (1, 2)]
+        others = [threads.submit(meet, node(rank)) for rank in (1, 2)]
         assert all(other.result().ranks == host.result().ranks for other in others)
         silent.close()
 
 
-def test_those_that_do_not_come_are_named(node: Node) -> None:
+def test_those_that_do_not_come_are_named(node: Node, meet: Meet) -> None:
     with ThreadPoolExecutor() as threads:
-        came = threads.submit(rendezvous, node(1, 4.0))
+        came = threads.submit(meet, node(1, 4.0))
         with pytest.raises(RendezvousFailed, match=r"of 3 nodes these did not come within 2 s: \[2\]"):
-            rendezvous(node(0, 2.0))
+            meet(node(0, 2.0))
         with pytest.raises(RendezvousFailed, match="node 0"):
             came.result()
 
 
-def test_node_0_that_does_not_come_is_named(node: Node) -> None:
+def test_node_0_that_does_not_come_is_named(node: Node, meet: Meet) -> None:
     with pytest.raises(RendezvousFailed, match=r"node 0 at 127\.0\.0\.1:\d+ cannot be reached: .*refused"):
-        rendezvous(node(1, 0.5))
+        meet(node(1, 0.5))
 
 
-def test_a_number_that_is_taken(node: Node) -> None:
+def test_a_number_that_is_taken(node: Node, meet: Meet) -> None:
     with ThreadPoolExecutor() as threads:
-        for met in [threads.submit(rendezvous, node(rank)) for rank in range(3)]:
+        for met in [threads.submit(meet, node(rank)) for rank in range(3)]:
             assert met.result()
         with pytest.raises(RendezvousFailed, match="has another node 1 already"):
-            rendezvous(node(1, 0.5))
+            meet(node(1, 0.5))
 
 
-def test_a_node_that_died_while_others_were_awaited_may_come_again(node: Node) -> None:
+def test_a_node_that_died_while_others_were_awaited_may_come_again(node: Node, meet: Meet) -> None:
     with ThreadPoolExecutor() as threads:
-        host = threads.submit(rendezvous, node(0))
+        host = threads.submit(meet, node(0))
         with pytest.raises(RendezvousFailed, match="node 0 still waits for others"):
-            rendezvous(node(1, 1.0))
-        others = [threads.submit(rendezvous, node(rank)) for rank in (1, 2)]
+            meet(node(1, 1.0))
+        others = [threads.submit(meet, node(rank)) for rank in (1, 2)]
         assert all(other.result().ranks == host.result().ranks for other in others)
 
 
-def test_nodes_that_were_told_of_different_numbers(node: Node) -> None:
+def test_nodes_that_were_told_of_different_numbers(node: Node, meet: Meet) -> None:
     with ThreadPoolExecutor() as threads:
-        host = threads.submit(rendezvous, node(0, 3.0))
+        host = threads.submit(meet, node(0, 3.0))
         with pytest.raises(RendezvousFailed, match="is one of 3, this is node 1 of 2"):
-            rendezvous(node(1, 1.5, nodes=2))
+            meet(node(1, 1.5, nodes=2))
         with pytest.raises(RendezvousFailed):
             host.result()
 
 
-def test_a_port_that_is_taken(node: Node) -> None:
+def test_a_port_that_is_taken(node: Node, meet: Meet) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = node(0).model_copy(update={"master_port": taken.getsockname()[1]})
         with pytest.raises(RendezvousFailed, match=r"--master-port \d+ cannot be listened on: .*in use"):
-            rendezvous(settings)
+            meet(settings)
 
 
-def test_an_address_of_another_machine(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_another_machine(node: Node, meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "a secret of sixteen")
     with pytest.raises(RendezvousFailed, match=r"--master-addr 192\.0\.2\.77 is no address of this machine"):
-        rendezvous(node(0, 0.5, master_addr="192.0.2.77"))
+        meet(node(0, 0.5, master_addr="192.0.2.77"))
