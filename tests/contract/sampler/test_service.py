@@ -9,7 +9,6 @@ import grpc
 import numpy as np
 import pytest
 
-from fovea import vision
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc, sampler_pb2, sampler_pb2_grpc, weights_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.runtime import tracing
@@ -26,7 +25,7 @@ from services.sampler.sampler_servicer import EngineFacts, SamplerService
 from services.sampler.weight_store import Snapshots
 from tests.otlp_collector import Collector, attributes
 from tests.unit.sampler.memory_engine import MemoryEngine, eventually
-from tests.unit.sampler.test_validation import CONFIG, IMAGE
+from tests.vision_families import IMAGE, small_qwen3_vl
 
 MAX_REQUESTS = 3
 
@@ -79,12 +78,12 @@ async def served() -> AsyncIterator[Served]:
     engine, renderer = MemoryEngine(), OneImage()
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    images = ImageFetcher(vision.bind(CONFIG, {}), 1 << 20, default_source=address)
+    images = ImageFetcher(small_qwen3_vl(), 1 << 20, default_source=address)
     snapshots = Snapshots(engine, AdapterShelf(2, 1000))
     limits = Limits(100, 50, 4, 5, 2, 8)
     facts = EngineFacts("model", "instance", "float32", 64, "gloo", 1, limits, 8, 9 << 20)
     sampling = Sampling(engine, snapshots, images, MAX_REQUESTS)
-    service = SamplerService(facts, vision.bind(CONFIG, {}), sampling, snapshots, SnapshotPushes(engine, snapshots))
+    service = SamplerService(facts, small_qwen3_vl(), sampling, snapshots, SnapshotPushes(engine, snapshots))
     service.set_ready(True)
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(service, server)
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(renderer, server)

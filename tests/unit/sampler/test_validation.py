@@ -7,22 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fovea import vision
 from fovea.api.v1 import sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
 from services.sampler.engine_api import Limits, sequence_seed
 from services.sampler.sample_validation import read_request
+from tests.vision_families import IMAGE, OPENER, PAD, VIDEO, small_qwen3_vl
 
-START, IMAGE, VIDEO = 89, 90, 91
-CONFIG = {
-    "model_type": "qwen3_vl",
-    "vision_start_token_id": START,
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_config": {"patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3},
-}
-VISION = vision.bind(CONFIG, {})
+VISION = small_qwen3_vl()
 LIMITS = Limits(
     vocabulary_size=100, max_context=50, max_sample_count=4, max_top_logprobs=5, max_images=2, max_image_tokens=8
 )
@@ -82,11 +74,11 @@ def test_the_context_may_be_filled() -> None:
     assert read_request(wanted, LIMITS, VISION).params.max_tokens == 1
 
 
-@pytest.mark.parametrize("video", [IMAGE, VIDEO])
+@pytest.mark.parametrize("video", [IMAGE, VIDEO, PAD])
 def test_a_placeholder_in_the_place_of_an_image(video: int) -> None:
     wanted = request()
     ids = tensors.decode_tokens(wanted.prompt.tokens).copy()
-    ids[:2] = START, video
+    ids[:2] = OPENER, video
     wanted.prompt.tokens = tensors.encode_tokens(ids)
     with pytest.raises(InvalidInput, match=rf"tokens has the image placeholder {video} at position 1"):
         read_request(wanted, LIMITS, VISION)

@@ -13,7 +13,7 @@ from fovea.api.v1 import model_input_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
 from fovea.wire.rendered_input import CheckedInput, InputLimits, check, check_ids
-from tests.vision_families import IMAGE, OPENER, VIDEO, small_qwen3_vl
+from tests.vision_families import IMAGE, OPENER, PAD, VIDEO, small_qwen3_vl
 
 VISION = small_qwen3_vl()
 LIMITS = InputLimits(100, max_context_length=50, positions="optional", max_images=2, max_image_tokens=8)
@@ -121,7 +121,7 @@ def test_a_text_model_takes_no_images() -> None:
         check(rendered(), LIMITS, None, "prompt")
 
 
-@pytest.mark.parametrize("placeholder", [IMAGE, VIDEO])
+@pytest.mark.parametrize("placeholder", [IMAGE, VIDEO, PAD])
 def test_a_placeholder_in_the_place_of_an_image(placeholder: int) -> None:
     with pytest.raises(InvalidInput, match=rf"tokens has the image placeholder {placeholder} at position 2, but no"):
         checked(text([1, OPENER, placeholder]))
@@ -141,7 +141,7 @@ def test_only_the_right_span_passes(offset: int, length: int) -> None:
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20))
 def test_ids_lie_in_the_vocabulary(ids: list[int]) -> None:
-    is_lost = any(pair in [(OPENER, IMAGE), (OPENER, VIDEO)] for pair in pairwise(ids))
+    is_lost = any(pair in [(OPENER, IMAGE), (OPENER, VIDEO), (OPENER, PAD)] for pair in pairwise(ids))
     if all(0 <= token < 100 for token in ids) and not is_lost:
         assert checked(text(ids)).tokens.tolist() == ids
     else:

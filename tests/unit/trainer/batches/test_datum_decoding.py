@@ -10,7 +10,7 @@ from services.trainer.batches.datum_decoding import DatumLimits, check_digests, 
 from services.trainer.batches.packing import DatumSize
 from services.trainer.losses import LOSSES, loss_of
 from tests.unit.trainer.losses.traced import square_loss
-from tests.vision_families import IMAGE, OPENER, small_qwen3_vl
+from tests.vision_families import IMAGE, OPENER, PAD, VIDEO, small_qwen3_vl
 
 LIMITS = DatumLimits(100, 16, small_qwen3_vl())
 TEXT_ONLY = DatumLimits(100, 16, None)
@@ -117,12 +117,13 @@ def test_a_traced_loss_says_what_its_inputs_are() -> None:
         decode_datum(_datum([1, 2], **{**given, "target_tokens": np.zeros(2, np.int64)}, beta=beta), 0, loss, LIMITS)
 
 
-def test_a_placeholder_in_the_place_of_an_image_is_refused() -> None:
+@pytest.mark.parametrize("placeholder", [IMAGE, VIDEO, PAD])
+def test_a_placeholder_in_the_place_of_an_image_is_refused(placeholder: int) -> None:
     inputs = {"target_tokens": np.zeros(3, np.int64), "weights": np.zeros(3, np.float32)}
-    with pytest.raises(InvalidInput, match=r"datum\[0\].input.tokens has the image placeholder 90 at position 2"):
-        decode_datum(_datum([1, OPENER, IMAGE], **inputs), 0, CROSS_ENTROPY, LIMITS)
-    sampled = decode_datum(_datum([OPENER, 1, IMAGE], **inputs), 0, CROSS_ENTROPY, LIMITS)
-    assert sampled.tokens.tolist() == [89, 1, 90]
+    with pytest.raises(InvalidInput, match=r"datum\[0\].input.tokens has the image placeholder \d+ at position 2"):
+        decode_datum(_datum([1, OPENER, placeholder], **inputs), 0, CROSS_ENTROPY, LIMITS)
+    sampled = decode_datum(_datum([OPENER, 1, placeholder], **inputs), 0, CROSS_ENTROPY, LIMITS)
+    assert sampled.tokens.tolist() == [OPENER, 1, placeholder]
 
 
 def test_image_is_counted() -> None:
