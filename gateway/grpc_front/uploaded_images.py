@@ -4,8 +4,9 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable
 
+from cachetools import LRUCache
+
 from fovea.api.v1 import model_input_pb2
-from fovea.runtime.byte_lru import ByteLru
 from fovea.wire.errors import InvalidInput, NotFound
 from fovea.wire.limits import MAX_IMAGE_BYTES
 
@@ -20,7 +21,7 @@ class ImageShelf:
 
     def __init__(self, capacity_bytes: int = _SHELF_BYTES) -> None:
         self._capacity_bytes = capacity_bytes
-        self._images: defaultdict[str, ByteLru[bytes]] = defaultdict(lambda: ByteLru(capacity_bytes))
+        self._images: defaultdict[str, LRUCache[str, bytes]] = defaultdict(lambda: LRUCache(capacity_bytes, len))
 
     def put(self, owner: str, sha256: str, data: bytes) -> None:
         """Holds an image. Raises InvalidInput if it is too large or not what its digest says."""
@@ -28,9 +29,9 @@ class ImageShelf:
             raise InvalidInput(f"the image has {len(data)} bytes; at most {MAX_IMAGE_BYTES}", field="data")
         if hashlib.sha256(data).hexdigest() != sha256:
             raise InvalidInput(f"the image that arrived does not have SHA-256 {sha256}", field="sha256")
-        self._images[owner].put(sha256, data, len(data))
-        while sum(held.used_bytes for held in self._images.values()) > self._capacity_bytes:
-            max(self._images.values(), key=lambda held: held.used_bytes).drop_oldest()
+        self._images[owner][sha256] = data
+        while sum(held.currsize for held in self._images.values()) > self._capacity_bytes:
+            max(self._images.values(), key=lambda held: held.currsize).popitem()
 
     def inline(
         self,
