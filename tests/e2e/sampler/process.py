@@ -94,4 +94,6 @@ def running_sampler(model: Path, *arguments: str) -> Iterator[SamplerProcess]:
             process.wait(60)
         finally:
             process.kill()
+            process.wait()
             reader.join(10)
+            process.stderr.close()

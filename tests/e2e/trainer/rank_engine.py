@@ -57,10 +57,10 @@ def run_ranks(model_dir: Path, call: Call, world_size: int, scratch: Path) -> di
     (scratch / "call").write_bytes(pickle.dumps(call))
     files = [str(scratch / name) for name in ("meeting", "result")]
     command = [sys.executable, "-m", __name__, str(model_dir), str(scratch / "call")]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(world_size), *files], stderr=(scratch / f"{rank}.log").open("w"))
-        for rank in range(world_size)
-    ]
+    ranks = []
+    for rank in range(world_size):
+        with (scratch / f"{rank}.log").open("w") as log:
+            ranks.append(subprocess.Popen([*command, str(rank), str(world_size), *files], stderr=log))
     statuses = [rank.wait(300) for rank in ranks]
     assert not any(statuses), "\n".join(path.read_text() for path in scratch.glob("*.log"))
     found: dict[str, Any] = torch.load(scratch / "result", weights_only=True)

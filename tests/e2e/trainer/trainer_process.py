@@ -27,12 +27,13 @@ class TrainerProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-m", "services.trainer", "--model", str(model_dir), "--port", str(self.port)]
-        self.process = subprocess.Popen(
-            [*command, "--ranks", str(ranks), *_checkpoints(log.parent.parent), *arguments],
-            env=environment,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [*command, "--ranks", str(ranks), *_checkpoints(log.parent.parent), *arguments],
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     async def ready(self) -> TrainerClient:
         """A client, once the trainer serves."""
