@@ -1,6 +1,7 @@
-"""The ASGI application of the REST API."""
+"""The ASGI application of Tinker's REST API, and its routes that belong to no feature."""
 
-from typing import Protocol
+import asyncio
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -9,74 +10,146 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fovea.wire.errors import NotFound
-from gateway.access.keyring import KeyRing
-from gateway.access.quotas import Shares
-from gateway.checkpoints.checkpoint_registry import Checkpoints
-from gateway.checkpoints.checkpoint_routes import CheckpointRoutes
-from gateway.checkpoints.copies import Copies
-from gateway.checkpoints.export_routes import ExportRoutes
-from gateway.checkpoints.exports import Exports
+from gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes
 from gateway.futures.future_routes import FutureRoutes
-from gateway.futures.futures import FutureBoard
-from gateway.http.burst_limiter import BulkMiddleware, Turnstile
-from gateway.http.endpoint import Endpoints, Json, error_response
-from gateway.http.hosted_routes import HostedRoutes
-from gateway.replicas.capabilities import Capabilities
+from gateway.health import Health
+from gateway.http.endpoint import (
+    BurstLimiter,
+    BurstMiddleware,
+    Endpoints,
+    Json,
+    ReadyMiddleware,
+    Routes,
+    error_response,
+)
+from gateway.http.request_body import read
+from gateway.parts import Parts
+from gateway.sampling import sample_wire
 from gateway.sampling.sample_routes import SamplingRoutes
-from gateway.sampling.sampling_sessions import Sampling
 from gateway.sessions.session_routes import SessionRoutes
-from gateway.sessions.sessions import Sessions
 from gateway.settings import GatewaySettings
-from gateway.training.custom_loss_routes import CustomLossRoutes
-from gateway.training.custom_losses import CustomLosses
-from gateway.training.models import Models
-from gateway.training.training import Training
+from gateway.training import training_wire
 from gateway.training.training_routes import TrainingRoutes
+from gateway.training.training_runs import TrainingRunRoutes
+
+_FLAGS = {
+    "proto_compress_fwdbwd": True,
+    # The SDK's default transport, pyqwest 0.12, aborts one interpreter exit in ten or so on Python 3.11: its threads
+    # still hand over the last answer. httpx does not; see docs/notes.
+    "use_pyqwest_transport": False,
+    # One poll for all samples of a client instead of one each, and numbers for unpickled clients that never clash.
+    "sample_use_retrieve_futures": True,
+    "sample_join_sampling_session": True,
+    "custom_loss_server_side": True,
+}
+_HOSTED_ONLY = {
+    ("POST", "sessions/search"): "searching sessions; list them with GET sessions",
+    ("GET", "sessions/{session_id}/trace_export"): "traces of sessions; the gateway's --metrics-port has its figures",
+    ("PUT", "sessions/{session_id}/project"): "projects",
+    ("POST", "auth/token"): "JWTs; send the API key itself, as X-API-Key",
+    ("DELETE", "auth/apikey/me"): "deleting keys; its operator does, by `fovea keys revoke`",
+    ("GET", "billing/usage/events"): "billing",
+    ("GET", "billing/usage/checkpoints/current"): "billing",
+    ("GET", "audit"): "an audit log",
+}
+"""What only the hosted service has: refused by name."""
 
 
-def build_api(
-    settings: GatewaySettings,
-    keys: KeyRing,
-    sessions: Sessions,
-    capabilities: Capabilities,
-    models: Models,
-    training: Training,
-    sampling: Sampling,
-    board: FutureBoard,
-    checkpoints: Checkpoints,
-    copies: Copies,
-    exports: Exports,
-    custom_losses: CustomLosses,
-    memory: Shares,
-) -> Starlette:
-    """All routes over the use cases."""
-    endpoints = Endpoints(keys, settings.base_path.rstrip("/"), memory, settings.request_timeout_s)
-    turnstile = Turnstile()
+def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> Starlette:
+    """All routes over the use cases. Until `ready` is set, requests are refused with what clients repeat."""
+    base_path = settings.base_path.rstrip("/")
+    endpoints = Endpoints(parts.keys.identify, base_path, parts.request_memory, settings.request_timeout_s)
+    limiter = BurstLimiter()
+    future_routes = FutureRoutes(
+        parts.futures,
+        limiter,
+        {**training_wire.ENCODERS, **sample_wire.ENCODERS},
+        settings.poll_hold_s,
+        settings.inline_limit_bytes,
+        settings.compress_from_bytes,
+    )
     # Routes are tried in order, so those that are asked thousands of times come first.
     groups: list[Routes] = [
-        FutureRoutes(board, sampling, turnstile, settings),
-        SamplingRoutes(sampling, settings.max_body_bytes),
-        HostedRoutes(),
-        SessionRoutes(sessions, capabilities, settings.sdk_flags),
-        TrainingRoutes(training, models, sampling, settings),
-        CheckpointRoutes(checkpoints, copies),
-        CustomLossRoutes(custom_losses),
-        ExportRoutes(exports, settings.base_path.rstrip("/")),
+        future_routes,
+        SamplingRoutes(parts.sampling, parts.futures, settings.max_body_bytes, settings.poll_hold_s),
+        ServerRoutes(parts.health, settings.sdk_flags),
+        SessionRoutes(parts.sessions),
+        TrainingRoutes(parts.training, parts.models, parts.custom_losses, parts.sampling, settings),
+        TrainingRunRoutes(parts.training_runs, parts.copies),
+        CheckpointRoutes(parts.checkpoints),
+        ExportRoutes(parts.exports, base_path),
     ]
-    routes = [route for group in groups for route in group.routes(endpoints)]
     return Starlette(
-        routes=routes,
-        middleware=[Middleware(BulkMiddleware, turnstile)],
+        routes=[route for group in groups for route in group.routes(endpoints)],
+        middleware=[Middleware(ReadyMiddleware, ready), Middleware(BurstMiddleware, limiter)],
         exception_handlers={404: _no_route, 405: _no_method},
     )
 
 
-class Routes(Protocol):
-    """Handlers that belong together."""
+class ServerRoutes:
+    """Handlers of what clients ask of the server itself.
+
+    Args:
+        flags: Overrides of the flags that clients are told.
+    """
+
+    def __init__(self, health: Health, flags: dict[str, Any]) -> None:
+        self._health, self._flags = health, flags
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         """All of them."""
-        ...
+        return [
+            endpoints.open_route("healthz", {"status": "ok"}),
+            endpoints.route("POST", "client/config", self.client_config),
+            endpoints.route("POST", "client/dynamic_config", self.dynamic_config),
+            endpoints.route("GET", "get_server_capabilities", self.get_capabilities),
+            endpoints.route("POST", "telemetry", self.telemetry),
+            endpoints.route("GET", "auth/apikey/me", self.describe_key),
+            *(_refusal(endpoints, method, path, what) for (method, path), what in _HOSTED_ONLY.items()),
+        ]
+
+    async def client_config(self, request: Request, owner: str) -> Response:
+        """Flags of the client; those not named keep the SDK's defaults."""
+        await read(request)
+        return Json(_FLAGS | self._flags)
+
+    async def dynamic_config(self, request: Request, owner: str) -> Response:
+        """Flags that are read again and again: cancel_future works here."""
+        await read(request)
+        return Json({"sample_cancel_enabled": True})
+
+    async def get_capabilities(self, request: Request, owner: str) -> Response:
+        """The served models."""
+        served = await self._health.served_model()
+        model = {
+            "model_name": served.name,
+            "max_context_length": served.max_context_length,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return Json({"supported_models": [model]})
+
+    async def telemetry(self, request: Request, owner: str) -> Response:
+        """Accepts what clients report, and reads none of it: the server discards it."""
+        return Json({"status": "accepted"})
+
+    async def describe_key(self, request: Request, owner: str) -> Response:
+        """The caller's key, for `tinker auth login`. Keys here belong to no organization and to nobody's address."""
+        return Json(
+            {
+                "key_id": int.from_bytes(owner.encode()[-6:], "big"),
+                "name": owner,
+                "note": "a key of this Fovea",
+                "details": {"org_details": {"name": "Fovea"}, "user_details": {"email": ""}},
+            }
+        )
+
+
+def _refusal(endpoints: Endpoints, method: str, path: str, what: str) -> Route:
+    async def refuse(request: Request, owner: str) -> Response:
+        raise NotFound(f"Fovea has no {path}: it does not offer {what}")
+
+    return endpoints.route(method, path, refuse)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

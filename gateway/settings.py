@@ -9,8 +9,8 @@ from pydantic_settings import SettingsConfigDict
 
 from fovea.runtime.hosts import is_loopback
 from fovea.runtime.settings import ServiceSettings
-from gateway.access.keyring import PUBLISHED, GivenKey, parse_given
-from gateway.discovery.choice import Kind
+from gateway.access.api_keys import PUBLISHED, GivenKey, parse_given
+from gateway.discovery.discovery import Kind
 
 
 class GatewaySettings(ServiceSettings):

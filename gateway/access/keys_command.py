@@ -14,8 +14,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
-from gateway.access import key_rows as rows
-from gateway.access.keyring import PREFIX, check_owner, hash_key
+from gateway.access.api_keys import PREFIX, all_keys, check_owner, hash_key, insert_key, new_key, revoke_key
 from gateway.database.migrations import find_revision
 from gateway.database.schema import REVISION, keys
 from gateway.database.sql_engine import describe, make_engine, parse_url
@@ -38,8 +37,8 @@ def main() -> None:
 def _create(arguments: argparse.Namespace) -> None:
     text = PREFIX + secrets.token_hex(_BYTES)
     expires_at = time.time() + arguments.days * _DAY_S if arguments.days else None
-    key = rows.of_hash(hash_key(text), arguments.owner, name=arguments.name, expires_at=expires_at)
-    _run(arguments, lambda connection: rows.insert(connection, key))
+    key = new_key(hash_key(text), arguments.owner, name=arguments.name, expires_at=expires_at)
+    _run(arguments, lambda connection: insert_key(connection, key))
     print(f"key {key.key_id} of {key.owner}; it is shown this once:", file=sys.stderr)
     print(text)
 
@@ -47,7 +46,7 @@ def _create(arguments: argparse.Namespace) -> None:
 def _list(arguments: argparse.Namespace) -> None:
     now = time.time()
     lines = [("KEY ID", "OWNER", "NAME", "CREATED", "VALID")]
-    for key in _run(arguments, rows.every):
+    for key in _run(arguments, all_keys):
         until = "until " + _day(key.expires_at) if key.expires_at else "yes"
         lines.append((key.key_id, key.owner, key.name, _day(key.created_at), key.problem(now) or until))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -56,7 +55,7 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _revoke(arguments: argparse.Namespace) -> None:
-    key = _run(arguments, lambda connection: rows.revoke(connection, arguments.key_id, time.time()))
+    key = _run(arguments, lambda connection: revoke_key(connection, arguments.key_id, time.time()))
     if key is None:
         raise NotFound(f"there is no key {arguments.key_id!r}; `fovea keys list` shows them", field="KEY_ID")
     print(f"key {key.key_id} of {key.owner} is revoked; a running gateway refuses it within seconds", file=sys.stderr)

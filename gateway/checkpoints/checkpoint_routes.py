@@ -1,34 +1,44 @@
-"""Routes of training runs and checkpoints."""
+"""Routes of checkpoints and exports. An export is listed for who has a key, and its files are for who has a link."""
 
+import re
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote, urlencode
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from fovea.wire.errors import InvalidInput, Unimplemented
+from fovea.wire.errors import InvalidInput
+from gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint, CheckpointPath
 from gateway.checkpoints.checkpoint_registry import Checkpoints
-from gateway.checkpoints.checkpoint_rows import Checkpoint
-from gateway.checkpoints.copies import Copies
-from gateway.http import bodies
-from gateway.http.endpoint import Endpoints, Json
-from gateway.http.request_body import parse_json, read
-from gateway.identity import EXTERNAL, SAMPLER, SCHEME, TRAINING, Caller
-from gateway.sessions.session_routes import paging
-from gateway.training.model_rows import Model, ModelState
+from gateway.checkpoints.exports import Exports, Link
+from gateway.http.endpoint import Endpoints, Json, check_query, paging
+from gateway.http.request_body import Body, parse_json, read
 
 _TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
-_SCOPES = {"owned": False, "accessible": True}
 _MOST = 1000
-_ACCESS_TOKEN = "x-tinker-weights-access-token"
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
+_MEDIA_TYPE = "application/octet-stream"
+
+
+class WeightsInfo(Body):
+    """POST weights_info."""
+
+    tinker_path: str
+
+
+class SetTtl(Body):
+    """PUT .../ttl."""
+
+    ttl_seconds: int | None
 
 
 class CheckpointRoutes:
-    """Handlers of training runs and checkpoints."""
+    """Handlers of checkpoints."""
 
-    def __init__(self, checkpoints: Checkpoints, copies: Copies) -> None:
-        self._checkpoints, self._copies = checkpoints, copies
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         """All of them."""
@@ -36,9 +46,6 @@ class CheckpointRoutes:
         checkpoint = f"{run}/checkpoints/{{segment}}/{{name}}"
         return [
             endpoints.route("POST", "weights_info", self.weights_info),
-            endpoints.route("GET", "training_runs", self.runs),
-            endpoints.route("GET", run, self.run),
-            endpoints.route("GET", f"{run}/checkpoints", self.of_run),
             endpoints.route("DELETE", checkpoint, self.delete),
             endpoints.route("PUT", f"{checkpoint}/ttl", self.set_ttl),
             endpoints.route("POST", f"{checkpoint}/publish", self.publish),
@@ -48,13 +55,12 @@ class CheckpointRoutes:
                 for method, action in (("DELETE", ""), ("PUT", "/ttl"), ("POST", "/publish"))
             ),
             endpoints.route("GET", "checkpoints", self.page),
-            endpoints.route("POST", "copy_weights", self.copy),
         ]
 
-    async def weights_info(self, request: Request, caller: Caller) -> Response:
+    async def weights_info(self, request: Request, owner: str) -> Response:
         """Describes the weights of a checkpoint of any kind that the caller may read."""
-        body = await parse_json(request, bodies.WeightsInfo, await read(request))
-        checkpoint = await self._checkpoints.find(caller, body.tinker_path, "tinker_path")
+        body = await parse_json(request, WeightsInfo, await read(request))
+        checkpoint = await self._checkpoints.find(owner, body.tinker_path, "tinker_path")
         lora = checkpoint.lora
         answer: dict[str, Any] = {
             "base_model": checkpoint.base_model,
@@ -70,39 +76,20 @@ class CheckpointRoutes:
             }
         return Json(answer)
 
-    async def runs(self, request: Request, caller: Caller) -> Response:
-        """A page of training runs: the caller's, or with access_scope=accessible also those with something public."""
-        with_public = _with_public(request, "limit", "offset", "project_id")
-        limit, offset = paging(request, 20, _MOST)
-        page, total = await self._checkpoints.runs(caller, limit, offset, with_public)
-        listed = [_run_json(model, checkpoints) for model, checkpoints in page]
-        return Json({"training_runs": listed, "cursor": {"offset": offset, "limit": limit, "total_count": total}})
-
-    async def run(self, request: Request, caller: Caller) -> Response:
-        """One training run."""
-        with_public = _with_public(request)
-        return Json(_run_json(*await self._checkpoints.run(caller, request.path_params["run"], with_public)))
-
-    async def of_run(self, request: Request, caller: Caller) -> Response:
-        """The checkpoints of a run that the caller may read, all of them."""
-        check_query(request)
-        found = await self._checkpoints.of_run(caller, request.path_params["run"])
-        return Json({"checkpoints": [_checkpoint_json(checkpoint) for checkpoint in found]})
-
-    async def page(self, request: Request, caller: Caller) -> Response:
+    async def page(self, request: Request, owner: str) -> Response:
         """A page of the caller's checkpoints."""
         check_query(request, "limit", "offset")
         limit, offset = paging(request, 100, _MOST)
-        page, total = await self._checkpoints.page(caller, limit, offset)
+        page, total = await self._checkpoints.page(owner, limit, offset)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
-        return Json({"checkpoints": [_checkpoint_json(checkpoint) for checkpoint in page], "cursor": cursor})
+        return Json({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in page], "cursor": cursor})
 
-    async def delete(self, request: Request, caller: Caller) -> Response:
+    async def delete(self, request: Request, owner: str) -> Response:
         """Deletes a checkpoint."""
-        await self._checkpoints.delete(caller, _path(request))
+        await self._checkpoints.delete(owner, _path(request))
         return Json({"status": "deleted"})
 
-    async def untyped(self, request: Request, caller: Caller) -> Response:
+    async def untyped(self, request: Request, owner: str) -> Response:
         """Refuses an id that is only a name: a run may have one of each kind."""
         name = request.path_params["name"]
         kinds = ", ".join(f"{segment}/{name}" for segment in _TYPES)
@@ -110,41 +97,98 @@ class CheckpointRoutes:
             f"the checkpoint id {name!r} lacks its kind: write one of {kinds}, as listings do", field="checkpoint_id"
         )
 
-    async def set_ttl(self, request: Request, caller: Caller) -> Response:
+    async def set_ttl(self, request: Request, owner: str) -> Response:
         """Sets or removes a checkpoint's expiry."""
-        body = await parse_json(request, bodies.SetTtl, await read(request))
-        await self._checkpoints.set_ttl(caller, _path(request), body.ttl_seconds)
+        body = await parse_json(request, SetTtl, await read(request))
+        await self._checkpoints.set_ttl(owner, _path(request), body.ttl_seconds)
         return Json({"status": "updated"})
 
-    async def publish(self, request: Request, caller: Caller) -> Response:
+    async def publish(self, request: Request, owner: str) -> Response:
         """Lets every caller read a checkpoint; no error if it was so already."""
-        await self._checkpoints.set_public(caller, _path(request), public=True)
+        await self._checkpoints.set_public(owner, _path(request), public=True)
         return Json({"status": "published"})
 
-    async def unpublish(self, request: Request, caller: Caller) -> Response:
+    async def unpublish(self, request: Request, owner: str) -> Response:
         """Takes a checkpoint back; no error if it was not public."""
-        await self._checkpoints.set_public(caller, _path(request), public=False)
+        await self._checkpoints.set_public(owner, _path(request), public=False)
         return Json({"status": "unpublished"})
 
-    async def copy(self, request: Request, caller: Caller) -> Response:
-        """Copies a checkpoint into a training run of its own, once for each X-Idempotency-Key and place."""
-        body = await parse_json(request, bodies.CopyWeights, await read(request))
-        if body.destination_project_id is not None:
-            raise Unimplemented(
-                "there are no projects here: send session_id and model_seq_id, not destination_project_id",
-                field="destination_project_id",
-            )
-        if body.weights_access_token is not None or _ACCESS_TOKEN in request.headers:
-            raise Unimplemented(
-                "weights_access_token is not supported: publish the source instead", field="weights_access_token"
-            )
-        if body.session_id is None or body.model_seq_id is None:
-            raise InvalidInput("send session_id with model_seq_id: they place the copy", field="session_id")
-        path = await self._copies.copy(
-            caller, body.source_path, body.session_id, body.model_seq_id, body.ttl_seconds,
-            request.headers.get("x-idempotency-key"),
-        )  # fmt: skip
-        return Json({"tinker_path": path})
+
+class ExportRoutes:
+    """Handlers of exports.
+
+    Args:
+        base_path: In front of all paths, without trailing slash.
+    """
+
+    def __init__(self, exports: Exports, base_path: str) -> None:
+        self._exports, self._base_path = exports, base_path
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        """All of them."""
+        # Of all segments only this one: for the others the path below does not exist.
+        links = f"training_runs/{{run}}/checkpoints/{EXTERNAL}/{{name}}/external_weights_urls"
+        return [
+            endpoints.route("GET", links, self.links),
+            endpoints.keyless_route("GET", "exports/{run}/{name}/{file:path}", self.file),
+        ]
+
+    async def links(self, request: Request, owner: str) -> Response:
+        """A signed URL for each file, on the host that the client used, and when they expire."""
+        run, name = request.path_params["run"], request.path_params["name"]
+        links, expires_at = await self._exports.links(owner, str(CheckpointPath(run, EXTERNAL, name)))
+        root = f"{request.url.scheme}://{request.url.netloc}{self._base_path}/api/v1/exports"
+        urls = {link.file: f"{root}/{_link_path(link)}" for link in links}
+        return Json({"urls": urls, "expires": datetime.fromtimestamp(expires_at, UTC).isoformat()})
+
+    async def file(self, request: Request) -> Response:
+        """A file, or one range of it; HEAD is answered too."""
+        parts, query = request.path_params, request.query_params
+        try:
+            expires_at = int(query.get("expires", ""))
+        except ValueError:
+            raise InvalidInput("expires is missing from this link, or is no number", field="expires") from None
+        link = Link(parts["run"], parts["name"], parts["file"], expires_at, query.get("signature", ""))
+        file = await self._exports.follow(link)
+        # The folder of an export is never written twice, so its name says which content this is.
+        tag = f'"{file.uri.rpartition(".")[2]}-{file.size_bytes}"'
+        asked = parse_range(request.headers.get("range"), file.size_bytes)
+        if request.headers.get("if-range", tag) != tag:
+            asked = None
+        headers = {"Accept-Ranges": "bytes", "ETag": tag, "X-Content-Type-Options": "nosniff"}
+        if asked is not None and not asked:
+            headers["Content-Range"] = f"bytes */{file.size_bytes}"
+            return Json({"detail": f"{file.name} has {file.size_bytes} bytes"}, status_code=416, headers=headers)
+        wanted = range(file.size_bytes) if asked is None else asked
+        headers["Content-Length"] = str(len(wanted))
+        if asked is not None:
+            headers["Content-Range"] = f"bytes {wanted.start}-{wanted.stop - 1}/{file.size_bytes}"
+        status = 200 if asked is None else 206
+        if request.method == "HEAD":
+            return Response(status_code=status, headers=headers, media_type=_MEDIA_TYPE)
+        pieces = await self._exports.read(file, wanted.start, len(wanted))
+        return StreamingResponse(pieces, status, headers, _MEDIA_TYPE)
+
+
+def parse_range(header: str | None, size_bytes: int) -> range | None:
+    """The bytes that a Range header asks for (RFC 9110, section 14): none of them if the file has not got them.
+
+    None, for the whole file, without a header, for other units and for several ranges: servers may ignore those.
+    """
+    match = _RANGE.fullmatch(header or "")
+    if match is None or not any(match.groups()):
+        return None
+    first, last = (int(text) if text else None for text in match.groups())
+    if first is None:
+        return range(max(size_bytes - (last or 0), 0), size_bytes)
+    if last is not None and last < first:
+        return None
+    return range(first, size_bytes if last is None else min(last + 1, size_bytes))
+
+
+def _link_path(link: Link) -> str:
+    query = urlencode({"expires": link.expires_at, "signature": link.signature})
+    return f"{quote(link.run)}/{quote(link.name)}/{quote(link.file)}?{query}"
 
 
 def _path(request: Request) -> str:
@@ -152,56 +196,20 @@ def _path(request: Request) -> str:
     return f"{SCHEME}{parts['run']}/{parts['segment']}/{parts['name']}"
 
 
-def check_query(request: Request, *known: str) -> None:
-    """Raises Unimplemented that names a query parameter which would be ignored."""
-    for name in request.query_params:
-        if name not in known:
-            raise Unimplemented(f"{request.url.path} does not take the parameter {name}", field=name)
-
-
-def _with_public(request: Request, *known: str) -> bool:
-    """Whether what others published is asked for. Raises InvalidInput, Unimplemented."""
-    check_query(request, "access_scope", *known)
-    if "project_id" in request.query_params:
-        raise Unimplemented("there are no projects here: leave project_id out", field="project_id")
-    scope = request.query_params.get("access_scope", "owned")
-    if scope not in _SCOPES:
-        raise InvalidInput(f"access_scope is {scope!r}; it is owned or accessible", field="access_scope")
-    return _SCOPES[scope]
-
-
-def _run_json(model: Model, checkpoints: list[Checkpoint]) -> dict[str, Any]:
-    last = {
-        segment: next((_checkpoint_json(c) for c in checkpoints if c.segment == segment), None)
-        for segment in (TRAINING, SAMPLER)
-    }
-    return {
-        "training_run_id": model.model_id,
-        "base_model": model.base_model,
-        "model_owner": model.owner,
-        "is_lora": model.lora.rank > 0,
-        "corrupted": model.state in (ModelState.LOST, ModelState.FAILED),
-        "lora_rank": model.lora.rank or None,
-        "last_request_time": _time(model.last_request_at),
-        "last_checkpoint": last[TRAINING],
-        "last_sampler_checkpoint": last[SAMPLER],
-        "user_metadata": {name: str(value) for name, value in model.user_metadata.items()},
-    }
-
-
-def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
+def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A checkpoint as listings show it."""
     return {
         "checkpoint_id": f"{checkpoint.segment}/{checkpoint.name}",
         "checkpoint_type": _TYPES[checkpoint.segment],
-        "time": _time(checkpoint.created_at),
+        "time": iso_time(checkpoint.created_at),
         "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.size_bytes,
         "public": checkpoint.public,
         "user_metadata": checkpoint.user_metadata or None,
-        "expires_at": None if checkpoint.expires_at is None else _time(checkpoint.expires_at),
+        "expires_at": None if checkpoint.expires_at is None else iso_time(checkpoint.expires_at),
     }
 
 
-def _time(seconds: float) -> str:
+def iso_time(seconds: float) -> str:
     """ISO 8601 with an offset: the CLI compares with aware times."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()

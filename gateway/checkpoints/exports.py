@@ -1,25 +1,34 @@
-"""Exports: files of external weights, served to whoever has a link to one. Links are signed, and expire."""
+"""Exports: files of external weights, served to whoever has a link to one. Links are signed, and expire.
+
+Files may be encrypted by age (age-encryption.org/v1), by pyrage, which wraps the Rust implementation.
+"""
 
 import hashlib
 import hmac
 import time
-from collections.abc import AsyncIterator
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, NamedTuple
+
+import pyrage
 
 from fovea.wire.errors import Internal, InvalidInput, PermissionDenied
-from gateway.checkpoints import checkpoint_rows as rows
-from gateway.checkpoints.checkpoint_registry import Checkpoints
-from gateway.checkpoints.checkpoint_rows import Checkpoint
+from gateway.checkpoints.checkpoint import EXTERNAL, Checkpoint, CheckpointPath
+from gateway.checkpoints.checkpoint_registry import Checkpoints, get_row
 from gateway.checkpoints.checkpoint_storage import Storage
-from gateway.checkpoints.encryption import Recipient, encrypt_folder
 from gateway.database import secret_rows
 from gateway.database.database import Database
-from gateway.identity import EXTERNAL, Caller, CheckpointPath
 
+_AGE_SUFFIX = ".age"
+_RECIPIENTS = "age_encryption_recipients"
+_MOST_RECIPIENTS = 64
 _SECRET = "export links"
 _LINK_TTL_S = 3600
 _PRIVATE = "fovea_"
 """Begins the names of files that only trainers read."""
+
+
+Recipient = Any
+"""A public key. The extension module ships no type information."""
 
 
 class Link(NamedTuple):
@@ -60,12 +69,12 @@ class Exports:
         """Reads the key that links are signed with: they stay good when the gateway restarts."""
         self._key = await self._database.write(lambda connection: secret_rows.take(connection, _SECRET))
 
-    async def links(self, caller: Caller, path: str) -> tuple[list[Link], int]:
+    async def links(self, owner: str, path: str) -> tuple[list[Link], int]:
         """A link to each file of an export that the caller may read, and when they expire.
 
         Raises NotFound, InvalidInput for a checkpoint of another kind.
         """
-        checkpoint = await self._checkpoints.find(caller, path)
+        checkpoint = await self._checkpoints.find(owner, path)
         if checkpoint.segment != EXTERNAL:
             raise InvalidInput(f"{path} is no export; make one with save_weights_external", field="path")
         expires_at = int(time.time()) + _LINK_TTL_S
@@ -77,7 +86,7 @@ class Exports:
     async def follow(self, link: Link) -> ExportedFile:
         """The file that a link leads to. Raises PermissionDenied for a link that is wrong, old, or to nothing."""
         path = str(CheckpointPath(link.run, EXTERNAL, link.name))
-        checkpoint = await self._database.read(lambda connection: rows.get(connection, path))
+        checkpoint = await self._database.read(lambda connection: get_row(connection, path))
         # One answer for a wrong link and for one to nothing: it must not tell strangers which exports exist.
         wrong = PermissionDenied(
             "this link is not valid, or its export was deleted; ask for external_weights_urls again"
@@ -104,7 +113,7 @@ class Exports:
         return Link(checkpoint.model_id, checkpoint.name, file, expires_at, signature)
 
 
-async def complete(storage: Storage, written: str, target: str, recipients: list[Recipient]) -> int:
+async def complete_export(storage: Storage, written: str, target: str, recipients: list[Recipient]) -> int:
     """Makes an export out of the folder that the trainer wrote; returns its size in bytes.
 
     Args:
@@ -124,7 +133,41 @@ async def complete(storage: Storage, written: str, target: str, recipients: list
         if name.startswith(_PRIVATE):
             await storage.remove_file(written, name)
     if recipients:
-        await encrypt_folder(storage, written, target, recipients)
+        await _encrypt_folder(storage, written, target, recipients)
         await storage.remove(written)
     await storage.sync(target)
     return sum((await storage.sizes(target)).values())
+
+
+def parse_recipients(texts: Iterable[str]) -> list[Recipient]:
+    """Public keys out of `age1...` or SSH texts.
+
+    Raises InvalidInput that names the first wrong one but does not repeat it: it may be a secret key, sent by mistake.
+    """
+    listed = list(texts)
+    if len(listed) > _MOST_RECIPIENTS:
+        raise InvalidInput(
+            f"{_RECIPIENTS} has {len(listed)} entries; {_MOST_RECIPIENTS} is the most", field=_RECIPIENTS
+        )
+    return [_parse_recipient(text.strip(), f"{_RECIPIENTS}[{index}]") for index, text in enumerate(listed)]
+
+
+def _parse_recipient(text: str, field: str) -> Recipient:
+    if text.upper().startswith("AGE-SECRET-KEY-"):
+        raise InvalidInput(f"{field} is a secret key: make a new pair, and send its public key", field=field)
+    kind = pyrage.ssh.Recipient if text.startswith("ssh-") else pyrage.x25519.Recipient
+    try:
+        return kind.from_str(text)
+    except pyrage.RecipientError as error:
+        words = "expected an age public key (age1...) or an SSH one (ssh-ed25519 ... or ssh-rsa ...)"
+        raise InvalidInput(f"{field} cannot be used: {error}; {words}", field=field) from None
+
+
+async def _encrypt_folder(files: Storage, source: str, target: str, recipients: list[Recipient]) -> None:
+    """Encrypts every file of a folder into another one, names ending in `.age`, piece by piece."""
+
+    def encrypt(reader: Any, writer: Any) -> None:
+        pyrage.encrypt_io(reader, writer, recipients)
+
+    for name in await files.sizes(source):
+        await files.rewrite(source, name, target, f"{name}{_AGE_SUFFIX}", encrypt)

@@ -1,8 +1,19 @@
-"""The interface of discovery: where the replicas of one service are, now and from now on."""
+"""Where the replicas of one service are, now and from now on: at addresses given, or under a name that has all."""
 
-from collections.abc import AsyncGenerator
-from typing import Protocol
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Literal, Protocol
 
+from fovea.wire.errors import InvalidInput
+
+logger = logging.getLogger(__name__)
+
+_NO_ADDRESS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+"""A headless service without a ready pod answers so: nobody is there. Other failures say nothing."""
+
+Kind = Literal["static", "dns", "kubernetes"]
 Addresses = frozenset[str]
 """host:port of each replica that takes requests; [host]:port for IPv6."""
 
@@ -18,3 +29,97 @@ class Discovery(Protocol):
         is sent nothing new.
         """
         ...
+
+
+class StaticDiscovery:
+    """Addresses that never change."""
+
+    def __init__(self, addresses: Iterable[str]) -> None:
+        self._addresses = frozenset(addresses)
+
+    async def watch(self) -> AsyncGenerator[Addresses, None]:
+        """Yields them once."""
+        yield self._addresses
+
+
+class DnsDiscovery:
+    """Resolves a name again and again.
+
+    Args:
+        address: name:port; the port is the same on all replicas.
+        interval_s: Pause between two look-ups.
+
+    Raises InvalidInput if `address` has no number for a port.
+    """
+
+    def __init__(self, address: str, interval_s: float = 2.0) -> None:
+        self._name, port = split_address(address, "address")
+        if not port.isdecimal():
+            raise InvalidInput(f"port {port!r} of {address!r} is no number, and DNS knows no names of ports")
+        self._port, self._interval_s = int(port), interval_s
+
+    async def watch(self) -> AsyncGenerator[Addresses, None]:
+        """Yields the addresses whenever they differ from the last ones."""
+        known: Addresses | None = None
+        problem = ""
+        while True:
+            try:
+                found = await self._resolve()
+            except socket.gaierror as error:
+                if str(error) != problem:
+                    logger.warning("%s cannot be resolved, what is known holds: %s", self._name, error)
+                problem = str(error)
+            else:
+                problem = ""
+                if found != known:
+                    known = found
+                    yield found
+            await asyncio.sleep(self._interval_s)
+
+    async def _resolve(self) -> Addresses:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            if error.errno in _NO_ADDRESS:
+                return frozenset()
+            raise
+        # A replica with both kinds of address counts once.
+        hosts = [str(address[0]) for family, *_, address in found if family == socket.AF_INET]
+        hosts = hosts or [str(address[0]) for _, *_, address in found]
+        return frozenset(join_address(host, self._port) for host in hosts)
+
+
+def choose(kind: Kind, service: str, addresses: Sequence[str], namespace: str = "") -> Discovery:
+    """The discovery of one service.
+
+    Args:
+        service: Name of the setting that `addresses` come from.
+        addresses: host:port of each replica for static, one name:port for the others.
+        namespace: Of the service in Kubernetes; empty is the pod's own.
+
+    Raises InvalidInput naming the setting that is wrong.
+    """
+    if kind == "static":
+        return StaticDiscovery(addresses)
+    if len(addresses) != 1:
+        raise InvalidInput(f"--discovery {kind} takes one --{service} name:port, not {len(addresses)}", field=service)
+    if kind == "dns":
+        return DnsDiscovery(addresses[0])
+    # Half a second of imports that nobody needs outside a cluster.
+    from gateway.discovery.kubernetes import KubernetesDiscovery
+
+    return KubernetesDiscovery(addresses[0], namespace)
+
+
+def split_address(address: str, field: str) -> tuple[str, str]:
+    """Host and port of `host:port`. Raises InvalidInput naming `field`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port:
+        raise InvalidInput(f"{field} is {address!r}; write it as name:port", field=field)
+    return host.strip("[]"), port
+
+
+def join_address(host: str, port: int | str) -> str:
+    """host:port as gRPC reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -21,8 +21,7 @@ from kubernetes.aio import client
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
 from fovea.wire.errors import InvalidInput
-from gateway.discovery.address import join, split
-from gateway.discovery.discovery import Addresses
+from gateway.discovery.discovery import Addresses, join_address, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class KubernetesDiscovery:
     """
 
     def __init__(self, address: str, namespace: str = "", configuration: client.Configuration | None = None) -> None:
-        self._service, self._port = split(address, "address")
+        self._service, self._port = split_address(address, "address")
         self._namespace = namespace or _own_namespace()
         self._kubeconfig = os.environ.get("KUBECONFIG", "")
         self._configuration = configuration
@@ -139,7 +138,7 @@ class KubernetesDiscovery:
             for endpoint in found.get("endpoints") or []:
                 if _takes_requests(endpoint.get("conditions") or {}):
                     # Addresses of one endpoint are interchangeable: the first stands for it.
-                    by_family[found["addressType"]].add(join(endpoint["addresses"][0], port))
+                    by_family[found["addressType"]].add(join_address(endpoint["addresses"][0], port))
         # A pod with both kinds of address is in two slices and counts once.
         return frozenset(by_family["IPv4"] or by_family["IPv6"] or by_family["FQDN"])
 

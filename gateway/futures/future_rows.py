@@ -9,7 +9,7 @@ from sqlalchemy.sql.dml import ReturningInsert
 from gateway.database.schema import future_requests, future_results, futures
 from gateway.database.sql_engine import insertion
 from gateway.futures.completions import Completion, Target
-from gateway.futures.future import UNFINISHED, Kind, Outcome, Pending, State, error_from_blob
+from gateway.futures.future import UNFINISHED, Kind, Outcome, Pending, State, Submission, error_from_blob
 
 _IDS_PER_STATEMENT = 500
 _ROWS_PER_DROP = 5000
@@ -27,10 +27,11 @@ class StoredFuture(NamedTuple):
     outcome: Outcome | None
 
 
-class Submission(NamedTuple):
-    """Accepted work; of a rejected one `request` holds the status."""
+class Accepted(NamedTuple):
+    """Work to be kept; of a rejected one `request` holds the status."""
 
-    pending: Pending
+    submission: Submission
+    state: State
     request: bytes
 
 
@@ -43,13 +44,18 @@ class Finished(NamedTuple):
     number: int
 
 
-def insert(connection: sa.Connection, submissions: list[Submission]) -> list[bool]:
+def insert(connection: sa.Connection, accepted: list[Accepted]) -> list[bool]:
     """Keeps submissions; False for one whose id is taken, which leaves everything as it was."""
-    new = set(connection.scalars(_adding(connection.dialect.name), [_row(pending) for pending, _ in submissions]))
-    requests = [{"future_id": one.future_id, "request": blob} for one, blob in submissions if one.future_id in new]
+    ids = [one.submission.future_id for one in accepted]
+    new = set(connection.scalars(_adding(connection.dialect.name), [_row(one) for one in accepted]))
+    requests = [
+        {"future_id": future_id, "request": one.request}
+        for future_id, one in zip(ids, accepted, strict=True)
+        if future_id in new
+    ]
     if requests:
         connection.execute(_KEEP_REQUEST, requests)
-    return [pending.future_id in new for pending, _ in submissions]
+    return [future_id in new for future_id in ids]
 
 
 @cache
@@ -57,16 +63,17 @@ def _adding(dialect: str) -> ReturningInsert[Any]:
     return insertion(dialect, futures).returning(futures.c.future_id)
 
 
-def _row(pending: Pending) -> dict[str, Any]:
+def _row(accepted: Accepted) -> dict[str, Any]:
+    submission = accepted.submission
     return {
-        "future_id": pending.future_id,
-        "kind": pending.kind.value,
-        "owner": pending.owner,
-        "session_id": pending.session_id,
-        "scope": pending.scope,
-        "seq_id": pending.seq_id,
-        "state": pending.state.value,
-        "created_at": pending.created_at,
+        "future_id": submission.future_id,
+        "kind": submission.kind.value,
+        "owner": submission.owner,
+        "session_id": submission.session_id,
+        "scope": submission.scope,
+        "seq_id": submission.seq_id,
+        "state": accepted.state.value,
+        "created_at": submission.created_at,
     }
 
 
@@ -117,8 +124,11 @@ def unfinished(connection: sa.Connection) -> list[Pending]:
     for row in connection.execute(query):
         state = State(row.state)
         rejection = error_from_blob(get_request(connection, row.future_id)) if state is State.REJECTED else None
-        identity = (row.future_id, Kind(row.kind), row.owner, row.session_id, row.scope, row.seq_id)
-        pendings.append(Pending(*identity, request=None, rejection=rejection, state=state, created_at=row.created_at))
+        submission = Submission(
+            row.future_id, Kind(row.kind), row.owner, row.session_id, row.scope, row.seq_id,
+            rejection=rejection, created_at=row.created_at, traceparent="",
+        )  # fmt: skip
+        pendings.append(Pending(submission, request=None, state=state))
     return pendings
 
 

@@ -1,4 +1,4 @@
-"""The board of futures: accepts submissions once, keeps them, wakes those who wait, serves results again.
+"""The registry of futures: accepts submissions once, keeps them, wakes those who wait, serves results again.
 
 A submission is in the database before its id is given out. Waiters are woken in memory; nobody polls the database.
 """
@@ -6,20 +6,22 @@ A submission is in the database before its id is given out. Waiters are woken in
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from cachetools import LRUCache
+
 from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
-from gateway import instruments as metrics
-from gateway.access.quotas import Shares
+from gateway import gateway_metrics as metrics
 from gateway.database.database import Database
 from gateway.database.writer import Batched, Job
 from gateway.futures import future_rows as rows
 from gateway.futures.completions import Completion, CompletionLogs, Target
-from gateway.futures.future import Kind, Outcome, Pending, State
+from gateway.futures.future import Kind, Outcome, Pending, State, Submission
+from gateway.quotas import Quota
 
 logger = logging.getLogger(__name__)
 
@@ -28,57 +30,61 @@ _HELD_REQUEST_BYTES = 256 * 2**20
 _ROW_TTL_FACTOR = 8
 
 
-class FutureBoard:
-    """All futures of this gateway.
+class Futures:
+    """All futures of this gateway. What runs them is not known here.
 
     Args:
         database: Where they are kept.
         result_ttl_s: Seconds for which a result can be fetched again.
-        shares: Limits how many an owner may have unfinished.
-
-    Set `start` before the first submission: it is called once for each accepted future and must not block. Set
-    `on_failure_told` to what must know that a client is being told of a failure.
+        quota: Limits how many an owner may have unfinished.
     """
 
-    def __init__(self, database: Database, result_ttl_s: float, shares: Shares) -> None:
+    def __init__(self, database: Database, result_ttl_s: float, quota: Quota) -> None:
         self._database = database
         self._result_ttl_s = result_ttl_s
-        self._shares = shares
+        self._quota = quota
         self._pending: dict[str, Pending] = {}
-        self._recent: OrderedDict[str, tuple[str, Outcome]] = OrderedDict()
-        self._recent_bytes = 0
+        # Owner and outcome by future id.
+        self._recent: LRUCache[str, tuple[str, Outcome]] = LRUCache(_RECENT_BYTES, lambda kept: kept[1].held_bytes)
         self._held_bytes = 0
         self._is_closing = False
         self._last_number = 0
+        # By scope: of which failed commands, by seq_id, a client has been told.
+        self._told_failures: defaultdict[str, set[int]] = defaultdict(set)
         # What finished before was dropped already: looking at those rows again would take longer from day to day.
         self._results_until = self._rows_until = 0.0
         self._completions = CompletionLogs(database, rows.completions)
-        self.start: Callable[[Pending], None] = _no_start
-        self.on_failure_told: Callable[[str], None] = _nothing
 
     @property
     def pending_count(self) -> int:
         """Futures that have not ended."""
         return len(self._pending)
 
-    def check_room(self, owner: str) -> None:
+    def check_quota(self, owner: str) -> None:
         """Raises ResourceExhausted if an owner has its share of futures."""
-        self._shares.check(owner)
+        self._quota.check(owner)
 
     def unfinished(self) -> list[Pending]:
         """Futures that have not ended, oldest first."""
         return list(self._pending.values())
 
-    async def submit(self, pending: Pending, others_wait_for_it: bool = False) -> bool:
+    async def submit(
+        self,
+        submission: Submission,
+        request: bytes,
+        start: Callable[[Pending], None],
+        others_wait_for_it: bool = False,
+    ) -> bool:
         """Accepts work; returns False if the same id was accepted before, which then is left alone.
 
         Args:
+            start: Called once the work is kept, even if the caller has gone away by then. Must not block.
             others_wait_for_it: Whether accepted work of the owner cannot run before this: then it is never refused.
 
         Raises ResourceExhausted above the owner's share, and Unavailable while the disk is full, after which clients
         send the same again.
         """
-        known = self._pending.get(pending.future_id)
+        known = self._pending.get(submission.future_id)
         if known is not None:
             await known.accepted.wait()
             if known.refusal is not None:
@@ -86,17 +92,18 @@ class FutureBoard:
             return False
         self._database.check_room()
         if not others_wait_for_it:
-            self._shares.check(pending.owner)
+            self._quota.check(submission.owner)
+        pending = Pending(submission, request)
         self._add(pending)
         # Whoever submits may go away meanwhile: what is in the database must be begun all the same.
-        return await asyncio.shield(asyncio.create_task(self._accept(pending)))
+        return await asyncio.shield(asyncio.create_task(self._accept(pending, request, start)))
 
-    async def _accept(self, pending: Pending) -> bool:
-        blob = pending.request or b""
-        if pending.rejection is not None:
-            pending.state, blob = State.REJECTED, to_status(pending.rejection).SerializeToString()
+    async def _accept(self, pending: Pending, blob: bytes, start: Callable[[Pending], None]) -> bool:
+        submission = pending.submission
+        if submission.rejection is not None:
+            pending.state, blob = State.REJECTED, to_status(submission.rejection).SerializeToString()
         try:
-            is_new = await self._database.write(Batched(rows.insert, rows.Submission(pending, blob)))
+            is_new = await self._database.write(Batched(rows.insert, rows.Accepted(submission, pending.state, blob)))
         except BaseException as error:
             pending.refusal = error
             self._remove(pending)
@@ -111,16 +118,17 @@ class FutureBoard:
             pending.request = None
         else:
             self._held_bytes += size_bytes
-        metrics.SUBMITTED.labels(pending.kind.value).inc()
+        metrics.SUBMITTED.labels(submission.kind.value).inc()
         metrics.PENDING.set(len(self._pending))
-        self.start(pending)
+        start(pending)
         return True
 
     async def request_of(self, pending: Pending) -> bytes:
         """The request's bytes, from memory or from the database."""
         if pending.request is not None:
             return pending.request
-        return await self._database.read(lambda connection: rows.get_request(connection, pending.future_id))
+        future_id = pending.submission.future_id
+        return await self._database.read(lambda connection: rows.get_request(connection, future_id))
 
     async def set_running(self, pending: Pending, also: Iterable[Job[Any]] = ()) -> None:
         """Notes, durably and together with the effects in `also`, that work began which must not be done twice."""
@@ -129,7 +137,7 @@ class FutureBoard:
         def job(connection: Any) -> None:
             for effect in effects:
                 effect(connection)
-            rows.set_running(connection, pending.future_id)
+            rows.set_running(connection, pending.submission.future_id)
 
         await self._database.write(job)
 
@@ -142,14 +150,19 @@ class FutureBoard:
         await asyncio.shield(asyncio.create_task(self._keep(pending, outcome, list(also))))
 
     async def wait(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
-        """The outcome of a future, or the pending future after `timeout_s`.
+        """The outcome of a future, or the pending future after `timeout_s`. The caller is to tell the client.
 
         Raises NotFound for an unknown id or somebody else's, Expired if the result was dropped.
         """
         found = await self._found(future_id, owner, timeout_s)
-        if isinstance(found, Outcome) and found.error is not None:
-            self.on_failure_told(future_id)
+        if isinstance(found, Outcome) and found.error is not None and found.kind is not Kind.SAMPLE:
+            scope, _, seq_id = future_id.rpartition(":")
+            self._told_failures[scope].add(int(seq_id))
         return found
+
+    def has_told_failure(self, scope: str, seq_id: int) -> bool:
+        """Whether a client has been told, by this process, that a command failed."""
+        return seq_id in self._told_failures.get(scope, ())
 
     async def wait_any(self, target: Target, after: int, timeout_s: float) -> list[Completion]:
         """What a client of a sampling session has finished since number `after`, in order.
@@ -168,13 +181,13 @@ class FutureBoard:
         await self._database.write(lambda connection: rows.drop_fetched(connection, scope, mine))
         self._completions.drop(target, mine)
         for future_id in mine:
-            if future_id in self._recent:
-                _, outcome = self._recent.pop(future_id)
-                self._recent_bytes -= outcome.held_bytes
+            self._recent.pop(future_id, None)
 
     def forget(self, session_id: str) -> None:
         """Drops what is in memory of a session that is over."""
         self._completions.forget(session_id)
+        for scope in [scope for scope in self._told_failures if scope.startswith(f"{session_id}:")]:
+            del self._told_failures[scope]
 
     def release_waiters(self) -> None:
         """Answers every poll now: the process is about to end, and clients ask the next one."""
@@ -186,16 +199,17 @@ class FutureBoard:
     async def cancel(self, future_id: str, owner: str) -> None:
         """Stops a sample that is wanted no more. Harmless for anything else, finished or unknown."""
         pending = self._pending.get(future_id)
-        if pending is not None and pending.owner == owner and pending.kind is Kind.SAMPLE:
+        if pending is not None and pending.submission.owner == owner and pending.submission.kind is Kind.SAMPLE:
             await self._give_up(pending, Cancelled("the request was cancelled by its client"))
 
     async def cancel_session(self, session_id: str, error: FoveaError) -> None:
         """Ends the samples of a session with `error`."""
-        gone = [p for p in self._pending.values() if p.session_id == session_id and p.kind is Kind.SAMPLE]
+        samples = [pending for pending in self._pending.values() if pending.submission.kind is Kind.SAMPLE]
+        gone = [pending for pending in samples if pending.submission.session_id == session_id]
         await asyncio.gather(*(self._give_up(pending, error) for pending in gone))
 
     async def restore(self) -> list[Pending]:
-        """Reads unfinished futures after a restart; the caller starts them."""
+        """Reads unfinished futures after a restart, oldest first, for those to resume who know how."""
         pendings = await self._database.read(rows.unfinished)
         self._last_number = await self._database.read(rows.last_number)
         for pending in pendings:
@@ -212,15 +226,14 @@ class FutureBoard:
         if dropped:
             logger.info("dropped %d results older than %.0f s", dropped, ttl_s)
             self._recent.clear()
-            self._recent_bytes = 0
 
     def _add(self, pending: Pending) -> None:
-        self._pending[pending.future_id] = pending
-        self._shares.take(pending.owner)
+        self._pending[pending.submission.future_id] = pending
+        self._quota.take(pending.submission.owner)
 
     def _remove(self, pending: Pending) -> None:
-        del self._pending[pending.future_id]
-        self._shares.give(pending.owner)
+        del self._pending[pending.submission.future_id]
+        self._quota.give(pending.submission.owner)
 
     async def _drop(
         self, drop: Callable[[Any, float, float], tuple[float, int]], since: float, before: float
@@ -234,8 +247,10 @@ class FutureBoard:
 
     async def _found(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
         pending = self._pending.get(future_id)
-        if pending is not None and pending.owner == owner:
-            await self._wait_done(pending, timeout_s)
+        if pending is not None and pending.submission.owner == owner:
+            if not self._is_closing:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(pending.woken.wait(), timeout_s)
             if not pending.done.is_set():
                 return pending
         recent = self._recent.get(future_id)
@@ -249,21 +264,16 @@ class FutureBoard:
             raise Expired(f"the result of {future_id!r} is gone: {kept}")
         return stored.outcome
 
-    async def _wait_done(self, pending: Pending, timeout_s: float) -> None:
-        if not self._is_closing:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(pending.woken.wait(), timeout_s)
-
     async def _give_up(self, pending: Pending, error: FoveaError) -> None:
         if pending.work is not None:
             pending.work.cancel()
-        await self.finish(pending, Outcome(pending.kind, b"", error))
+        await self.finish(pending, Outcome(pending.submission.kind, b"", error))
 
     async def _keep(self, pending: Pending, outcome: Outcome, effects: list[Job[Any]]) -> None:
-        finished_at = time.time()
+        submission, finished_at = pending.submission, time.time()
         # Rises in order of the writes, also after a restart whose predecessor's rows have been dropped.
         number = self._last_number = max(self._last_number + 1, time.time_ns() // 1000)
-        keep = Batched(rows.finish, rows.Finished(pending.future_id, outcome, finished_at, number))
+        keep = Batched(rows.finish, rows.Finished(submission.future_id, outcome, finished_at, number))
 
         def job(connection: Any) -> None:
             for effect in effects:
@@ -274,39 +284,30 @@ class FutureBoard:
             await self._database.write(job if effects else keep)
         finally:
             # If the database fails, waiters still get the outcome; after a restart the work counts as unfinished.
-            self._settle(pending, outcome)
-            if pending.kind is Kind.SAMPLE:
+            self._tell(pending, outcome)
+            if submission.kind is Kind.SAMPLE:
                 is_failed, size_bytes = outcome.error is not None, len(outcome.result)
-                completion = Completion(number, pending.future_id, is_failed, size_bytes)
-                self._completions.note(pending.scope, pending.seq_id, completion)
+                completion = Completion(number, submission.future_id, is_failed, size_bytes)
+                self._completions.note(submission.scope, submission.seq_id, completion)
 
-    def _settle(self, pending: Pending, outcome: Outcome) -> None:
-        if pending.future_id not in self._pending:
+    def _tell(self, pending: Pending, outcome: Outcome) -> None:
+        """Lets waiters have the outcome, and those who ask again."""
+        submission = pending.submission
+        if submission.future_id not in self._pending:
             return
         self._remove(pending)
         if pending.request is not None:
             self._held_bytes -= len(pending.request)
-        self._recent[pending.future_id] = (pending.owner, outcome)
-        self._recent_bytes += outcome.held_bytes
-        while self._recent_bytes > _RECENT_BYTES and len(self._recent) > 1:
-            _, (_, oldest) = self._recent.popitem(last=False)
-            self._recent_bytes -= oldest.held_bytes
-        metrics.FINISHED.labels(pending.kind.value, outcome.error.reason if outcome.error else "OK").inc()
-        metrics.FUTURE_SECONDS.labels(pending.kind.value).observe(time.time() - pending.created_at)
+        if outcome.held_bytes <= _RECENT_BYTES:
+            self._recent[submission.future_id] = submission.owner, outcome
+        metrics.FINISHED.labels(submission.kind.value, outcome.error.reason if outcome.error else "OK").inc()
+        metrics.FUTURE_SECONDS.labels(submission.kind.value).observe(time.time() - submission.created_at)
         metrics.PENDING.set(len(self._pending))
         pending.done.set()
         pending.woken.set()
-
-
-def _no_start(pending: Pending) -> None:
-    raise RuntimeError("FutureBoard.start is not set")
 
 
 def _call(
     drop: Callable[[Any, float, float], tuple[float, int]], since: float, before: float, connection: Any
 ) -> tuple[float, int]:
     return drop(connection, since, before)
-
-
-def _nothing(future_id: str) -> None:
-    pass

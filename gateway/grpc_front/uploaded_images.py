@@ -13,7 +13,7 @@ from fovea.wire.limits import MAX_IMAGE_BYTES
 _SHELF_BYTES = 512 * 2**20
 
 
-class ImageShelf:
+class UploadedImages:
     """Uploaded images by owner and SHA-256. Where the room of all is taken, whoever holds most makes room.
 
     Another owner's image is like one that nobody uploaded: what is there tells nobody what others work on.
@@ -40,7 +40,7 @@ class ImageShelf:
         field: str,
         count: Callable[[int], None] = lambda size_bytes: None,
     ) -> model_input_pb2.ModelInput:
-        """The input with the owner's uploaded images in place of their digests, so that what is kept needs no shelf.
+        """The input with the owner's uploaded images in place of their digests, so that what is kept stands by itself.
 
         Args:
             owner: Who uploaded them.

@@ -1,33 +1,45 @@
-"""What every REST handler gets around it: who calls, a request id, errors as answers, a count."""
+"""What every REST request passes on its way to its handler and back: whether the gateway is ready, its turn among many
+alike, who calls, a request id, errors as answers, a count, compression.
+"""
 
+import asyncio
+import gzip
 import itertools
 import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
+import zstandard
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fovea.runtime import tracing
-from fovea.wire.errors import FoveaError, Internal
-from gateway import instruments as metrics
-from gateway.access.keyring import KeyRing
-from gateway.access.quotas import Shares
-from gateway.http.request_body import Incoming
-from gateway.identity import Caller
+from fovea.wire.errors import FoveaError, Internal, InvalidInput, Unavailable, Unimplemented
+from gateway import gateway_metrics as metrics
+from gateway.http.request_body import INT64_MAX, Incoming
+from gateway.quotas import Quota
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[Request, Caller], Awaitable[Response]]
+Handler = Callable[[Request, str], Awaitable[Response]]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 _UNTIMED = ("retrieve_future", "retrieve_futures")
 _PROCESS = os.urandom(3).hex()
 _NUMBERS = itertools.count(1)
+_ALIVE = "/healthz"
+_PER_TURN = 8
+_BULK = ("/retrieve_future", "/retrieve_futures", "/asample")
+_DIGITS = 20
+# Fast levels: token ids halve, log-probabilities hardly shrink at any level.
+_ZSTD_LEVEL = 1
+_GZIP_LEVEL = 1
 
 
 class Json(Response):
@@ -53,19 +65,95 @@ def error_response(error: FoveaError) -> Response:
     return Json(body, status_code=error.http_status)
 
 
+class ReadyMiddleware:
+    """Refuses requests with what clients repeat until the gateway is ready. Health checks pass."""
+
+    def __init__(self, app: ASGIApp, ready: asyncio.Event) -> None:
+        self._app, self._ready = app, ready
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if self._ready.is_set() or scope["type"] != "http" or scope["path"].endswith(_ALIVE):
+            await self._app(scope, receive, send)
+        else:
+            await error_response(not_ready())(scope, receive, send)
+
+
+def not_ready() -> FoveaError:
+    """What clients are told that come too early."""
+    return Unavailable("this gateway takes over once the one before it has ended: send this again in a second")
+
+
+class BurstLimiter:
+    """Lets a few tasks pass in each turn of the event loop, first come first served.
+
+    For what clients send by the thousand, so that everything else is answered in between: the event loop runs all that
+    is ready before it looks at the network again, and two thousand polls that come or end together would keep an
+    unrelated request waiting for a second.
+    """
+
+    def __init__(self, per_turn: int = _PER_TURN) -> None:
+        self._per_turn = per_turn
+        self._passed = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def enter(self) -> None:
+        """Returns when it is the caller's turn: at once unless others are many."""
+        loop = asyncio.get_running_loop()
+        if self._waiting or self._passed >= self._per_turn:
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting.append(turn)
+            await turn
+        elif not self._passed:
+            loop.call_soon(self._next_turn)
+            self._passed = 1
+        else:
+            self._passed += 1
+
+    def _next_turn(self) -> None:
+        self._passed = 0
+        while self._waiting and self._passed < self._per_turn:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._passed += 1
+        if self._passed:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+
+class BurstMiddleware:
+    """Sends bulk requests through the limiter, before anything is done for them."""
+
+    def __init__(self, app: ASGIApp, limiter: BurstLimiter) -> None:
+        self._app, self._limiter = app, limiter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] == "http" and scope["path"].endswith(_BULK):
+            await self._limiter.enter()
+        await self._app(scope, receive, send)
+
+
+class Routes(Protocol):
+    """Handlers that belong together."""
+
+    def routes(self, endpoints: "Endpoints") -> list[Route]:
+        """All of them."""
+        ...
+
+
 class Endpoints:
     """Makes routes out of handlers.
 
     Args:
-        keys: Who is let in.
+        identify: The owner of an API key. Raises Unauthenticated.
         prefix: In front of every path.
         memory: Bytes for what bodies bring, while their requests are answered.
         patience_s: Seconds that a body may take to begin.
     """
 
-    def __init__(self, keys: KeyRing, prefix: str, memory: Shares, patience_s: float) -> None:
-        self._keys = keys
-        self._prefix = prefix
+    def __init__(self, identify: Callable[[str | None], str], prefix: str, memory: Quota, patience_s: float) -> None:
+        self._identify, self._prefix = identify, prefix
         self._memory, self._patience_s = memory, patience_s
 
     def route(self, method: str, path: str, handler: Handler) -> Route:
@@ -73,10 +161,10 @@ class Endpoints:
 
         async def handle(request: Request) -> Response:
             # Before the first byte of the body is read.
-            caller = self._keys.identify(request.headers.get("x-api-key"))
-            with self._memory.holding(caller.owner) as memory:
+            owner = self._identify(request.headers.get("x-api-key"))
+            with self._memory.holding(owner) as memory:
                 request.state.incoming = Incoming(memory, self._patience_s)
-                return await handler(request, caller)
+                return await handler(request, owner)
 
         return self.keyless_route(method, path, handle)
 
@@ -128,3 +216,51 @@ class Endpoints:
             log_id = REQUEST_ID.get()
             metrics.REQUEST_ERRORS.labels(route, Internal.reason).inc()
             return error_response(Internal(f"internal error; the gateway's log has it as request {log_id}"))
+
+
+def paging(request: Request, limit: int, most: int) -> tuple[int, int]:
+    """limit and offset of a query. Raises InvalidInput if they are no counts."""
+    return min(_count(request, "limit", limit), most), _count(request, "offset", 0)
+
+
+def _count(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    # No longer than INT64_MAX is: Python refuses to read a number of thousands of digits, and the database one of 20.
+    if not (text.isascii() and text.isdecimal() and len(text) < _DIGITS and int(text) <= INT64_MAX):
+        raise InvalidInput(f"{name} is {text[:40]!r}; it must be a whole number, 0 .. {INT64_MAX}", field=name)
+    return int(text)
+
+
+def check_query(request: Request, *known: str) -> None:
+    """Raises Unimplemented that names a query parameter which would be ignored."""
+    for name in request.query_params:
+        if name not in known:
+            raise Unimplemented(f"{request.url.path} does not take the parameter {name}", field=name)
+
+
+def accepted_encoding(accept_encoding: str) -> str | None:
+    """`zstd` or `gzip`, the first of them that a client reads; None if it reads neither."""
+    accepted = {}
+    for part in accept_encoding.split(","):
+        name, _, quality = part.partition(";")
+        accepted[name.strip().lower()] = quality.strip().lower()
+    refused = {"q=0", "q=0.0", "q=0.00", "q=0.000"}
+    return next((name for name in ("zstd", "gzip") if name in accepted and accepted[name] not in refused), None)
+
+
+async def compress(response: Response, accept_encoding: str) -> Response:
+    """The same answer, compressed if the client reads that."""
+    encoding = accepted_encoding(accept_encoding)
+    if encoding is None:
+        return response
+    body = await asyncio.to_thread(_compressed, bytes(response.body), encoding)
+    headers = {"Content-Encoding": encoding, "Vary": "Accept-Encoding"}
+    return Response(body, media_type=response.media_type, headers=headers)
+
+
+def _compressed(body: bytes, encoding: str) -> bytes:
+    if encoding == "zstd":
+        return zstandard.ZstdCompressor(_ZSTD_LEVEL).compress(body)
+    return gzip.compress(body, _GZIP_LEVEL)

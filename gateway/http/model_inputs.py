@@ -1,24 +1,58 @@
-"""Tinker's chunks and tensors, as JSON or protobuf, into Fovea's. Whatever has no meaning here is refused by name."""
+"""Tinker's chunks, as JSON or protobuf, into Fovea's. Whatever has no meaning here is refused by name."""
 
 import base64
-import math
-from collections.abc import Sequence
+from typing import Annotated, Literal
 
-import numpy as np
-import numpy.typing as npt
+from pydantic import Field
 
-from fovea.api.v1 import gateway_pb2, model_input_pb2, tensor_pb2
+from fovea.api.v1 import model_input_pb2
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire import tensors
-from fovea.wire.errors import InvalidInput, PayloadTooLarge, Unimplemented
-from fovea.wire.limits import MESSAGE_BYTES
-from gateway.http import bodies
-from gateway.training.provenance import check_spans
+from fovea.wire.errors import InvalidInput, Unimplemented
+from gateway.http.request_body import Body
 
 _FORMATS = {"png": model_input_pb2.IMAGE_FORMAT_PNG, "jpeg": model_input_pb2.IMAGE_FORMAT_JPEG}
-_DTYPES: dict[int, np.dtype] = {tinker_pb2.DTYPE_FLOAT32: np.dtype("<f4"), tinker_pb2.DTYPE_INT64: np.dtype("<i8")}
 
-_WIDEST_BYTES = 8
+
+class EncodedTextChunk(Body):
+    """Token ids."""
+
+    type: Literal["encoded_text"]
+    tokens: list[int]
+
+
+class ImageChunk(Body):
+    """An encoded image as base64."""
+
+    type: Literal["image"]
+    data: str
+    format: str
+    expected_tokens: int | None = None
+
+
+class ImageAssetPointerChunk(Body):
+    """An image that is held elsewhere."""
+
+    type: Literal["image_asset_pointer"]
+    location: str
+    format: str
+    expected_tokens: int | None = None
+
+
+class DmelChunk(Body):
+    """Audio."""
+
+    type: Literal["dmel"]
+    dmel: str
+
+
+Chunk = Annotated[EncodedTextChunk | ImageChunk | ImageAssetPointerChunk | DmelChunk, Field(discriminator="type")]
+
+
+class ModelInput(Body):
+    """A prompt."""
+
+    chunks: list[Chunk]
 
 
 def image_format(name: str, field: str) -> "model_input_pb2.ImageFormat":
@@ -28,7 +62,7 @@ def image_format(name: str, field: str) -> "model_input_pb2.ImageFormat":
     return _FORMATS[name]
 
 
-def input_from_json(prompt: bodies.ModelInput, field: str = "prompt") -> model_input_pb2.ModelInput:
+def input_from_json(prompt: ModelInput, field: str = "prompt") -> model_input_pb2.ModelInput:
     """A prompt out of a JSON body. Raises InvalidInput or Unimplemented naming the chunk."""
     whole = model_input_pb2.ModelInput()
     for index, chunk in enumerate(prompt.chunks):
@@ -36,11 +70,11 @@ def input_from_json(prompt: bodies.ModelInput, field: str = "prompt") -> model_i
     return whole
 
 
-def _json_chunk(chunk: bodies.Chunk, message: model_input_pb2.Chunk, field: str) -> None:
+def _json_chunk(chunk: Chunk, message: model_input_pb2.Chunk, field: str) -> None:
     match chunk:
-        case bodies.EncodedTextChunk():
+        case EncodedTextChunk():
             message.tokens.tokens = _token_bytes(chunk.tokens, field)
-        case bodies.ImageChunk():
+        case ImageChunk():
             try:
                 message.image.data = base64.b64decode(chunk.data, validate=True)
             except ValueError as error:
@@ -48,12 +82,12 @@ def _json_chunk(chunk: bodies.Chunk, message: model_input_pb2.Chunk, field: str)
             message.image.format = image_format(chunk.format, f"{field}.format")
             if chunk.expected_tokens is not None:
                 message.image.expected_token_count = _count(chunk.expected_tokens, field)
-        case bodies.ImageAssetPointerChunk():
+        case ImageAssetPointerChunk():
             message.image_reference.uri = chunk.location
             message.image_reference.format = image_format(chunk.format, f"{field}.format")
             if chunk.expected_tokens is not None:
                 message.image_reference.expected_token_count = _count(chunk.expected_tokens, field)
-        case bodies.DmelChunk():
+        case DmelChunk():
             raise _no_dmel(field)
 
 
@@ -70,26 +104,8 @@ def _count(expected_tokens: int, field: str) -> int:
     return expected_tokens
 
 
-def check_dense_size(data: Sequence[tinker_pb2.Datum], most_bytes: int) -> None:
-    """Raises PayloadTooLarge for sparse tensors of a few bytes each that are more than `most_bytes` once dense."""
-    sparse = (t for datum in data for t in datum.loss_fn_inputs.values() if t.WhichOneof("encoding") == "sparse_csr")
-    size_bytes = sum(abs(math.prod(tensor.shape)) * _WIDEST_BYTES for tensor in sparse)
-    if size_bytes > most_bytes:
-        raise PayloadTooLarge(f"the sparse tensors of data have {size_bytes} bytes when dense; at most {most_bytes}")
-
-
-def datum_from_proto(datum: tinker_pb2.Datum, field: str) -> gateway_pb2.InputDatum:
-    """A training example out of a protobuf body. Raises InvalidInput or Unimplemented naming the part."""
-    check_spans(datum, field)
-    whole = gateway_pb2.InputDatum()
-    for index, chunk in enumerate(datum.model_input):
-        _proto_chunk(chunk, whole.input.chunks.add(), f"{field}.model_input.chunks[{index}]")
-    for name, tensor in datum.loss_fn_inputs.items():
-        whole.loss_inputs[name].CopyFrom(tensor_from_proto(tensor, f"{field}.loss_fn_inputs.{name}"))
-    return whole
-
-
-def _proto_chunk(chunk: tinker_pb2.Chunk, message: model_input_pb2.Chunk, field: str) -> None:
+def fill_chunk(chunk: tinker_pb2.Chunk, message: model_input_pb2.Chunk, field: str) -> None:
+    """A chunk of a protobuf body into ours. Raises InvalidInput or Unimplemented naming the part."""
     match chunk.WhichOneof("chunk"):
         case "encoded_text":
             tensors.decode_tokens(chunk.encoded_text.tokens, f"{field}.tokens")
@@ -109,65 +125,3 @@ def _proto_chunk(chunk: tinker_pb2.Chunk, message: model_input_pb2.Chunk, field:
 
 def _no_dmel(field: str) -> Unimplemented:
     return Unimplemented(f"{field} is a dmel (audio) chunk; this model takes text and images", field=field)
-
-
-def tensor_from_proto(tensor: tinker_pb2.Tensor, field: str) -> tensor_pb2.Tensor:
-    """A dense tensor: int64 or float32. Sparse ones are made dense, each by its own pattern, absent cells 0.
-
-    Raises InvalidInput naming `field` for another type, or for bytes, shape and indices that do not belong together.
-    """
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise InvalidInput(f"{field} has dtype {tensor.dtype}; it must be float32 or int64", field=field)
-    given_shape = tensors.check_shape(tensor.shape, field)
-    if tensor.WhichOneof("encoding") == "sparse_csr":
-        return tensors.encode(_densify(tensor, dtype, field))
-    values = _flat(tensor.dense, dtype, field)
-    # The SDK leaves the shape out for one dimension.
-    shape = given_shape or (values.size,)
-    if math.prod(shape) != values.size:
-        raise InvalidInput(f"{field} has {values.size} values, but shape {list(shape)}", field=field)
-    return tensors.encode(values.reshape(shape))
-
-
-def _flat(data: bytes, dtype: np.dtype, field: str) -> npt.NDArray:
-    if len(data) % dtype.itemsize:
-        raise InvalidInput(f"{field} has {len(data)} bytes, no multiple of {dtype.itemsize}", field=field)
-    return np.frombuffer(data, dtype)
-
-
-def _densify(tensor: tinker_pb2.Tensor, dtype: np.dtype, field: str) -> npt.NDArray:
-    shape = list(tensor.shape)
-    if len(shape) != 2 or math.prod(shape) * dtype.itemsize > MESSAGE_BYTES:
-        raise InvalidInput(f"{field} is sparse with shape {shape}; 2-D of at most 4 MiB is taken", field=field)
-    index_type = np.dtype("<i8")
-    values = _flat(tensor.sparse_csr.values, dtype, field)
-    rows = _flat(tensor.sparse_csr.crow_indices, index_type, f"{field}.crow_indices")
-    columns = _flat(tensor.sparse_csr.col_indices, index_type, f"{field}.col_indices")
-    if rows.size != shape[0] + 1 or rows[0] != 0 or rows[-1] != values.size or (np.diff(rows) < 0).any():
-        raise InvalidInput(f"{field}.crow_indices do not describe {values.size} values in {shape[0]} rows", field=field)
-    if columns.size != values.size or (columns.size and not (columns.min() >= 0 and columns.max() < shape[1])):
-        raise InvalidInput(f"{field}.col_indices do not fit {values.size} values in {shape[1]} columns", field=field)
-    dense = np.zeros(shape, dtype)
-    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
-    return dense
-
-
-def loss_config_from_proto(request: tinker_pb2.ForwardBackwardRequest) -> tuple[dict[str, float], str]:
-    """Settings of the loss, and the id of a traced one, if it is that. The newer map wins.
-
-    Raises InvalidInput for text, which only the `loss_id` of `custom` is.
-    """
-    if not request.loss_fn_config_v2:
-        return dict(request.loss_fn_config), ""
-    config, loss_id = {}, ""
-    for name, value in request.loss_fn_config_v2.items():
-        match value.WhichOneof("value"):
-            case "number":
-                config[name] = value.number
-            case "text" if name == "loss_id" and request.loss_fn == "custom":
-                loss_id = value.text
-            case _:
-                field, seen = f"loss_fn_config.{name}", repr(value.text[:80])
-                raise InvalidInput(f"{field} is {seen}; {request.loss_fn} takes numbers only", field=field)
-    return config, loss_id

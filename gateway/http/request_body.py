@@ -1,21 +1,31 @@
-"""Reading request bodies: bounded in bytes, time and elements before anything is built out of them, decoded once."""
+"""Reading request bodies: bounded in bytes, time and elements before anything is built out of them, decoded once.
+
+A byte of JSON or protobuf can become a hundred of Python's: `[[],[],` a list for each three, `1,` an integer each two.
+So elements are counted in the bytes.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import zstandard
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.errors import InvalidInput, PayloadTooLarge, RequestTimeout
-from gateway.access.quotas import Holding
-from gateway.http import elements
+from gateway.quotas import QuotaUse
 
 B = TypeVar("B", bound=BaseModel)
+
+INT64_MAX = 2**63 - 1
+Number = Annotated[int, Field(ge=0, le=INT64_MAX)]
+"""What a client counts up: it must fit into a column of the database and a field of our wire."""
+ModelNumber = Annotated[int, Field(ge=0, lt=2**31)]
+"""The same, of a model."""
 
 PREFIX_BYTES = 4096
 SMALL_BYTES = 256 * 2**10
@@ -31,10 +41,23 @@ _LEAST_RATE = 16 * 2**10
 """Bytes in a second, once a body has had its first seconds."""
 
 
+_LENGTH_DELIMITED = 2
+_FIXED = {1: 8, 5: 4}
+
+
+class Body(BaseModel):
+    """Base of all JSON bodies. Unknown fields are refused by name, so that nothing is silently ignored.
+
+    `type` tags are constants of the SDK and carry nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
 class Incoming(NamedTuple):
     """What the body of a request may take; `request.state.incoming`."""
 
-    memory: Holding
+    memory: QuotaUse
     patience_s: float
 
 
@@ -97,7 +120,7 @@ async def parse_json(request: Request, kind: type[B], body: bytes, most_elements
 
     Raises InvalidInput that names the first wrong fields, PayloadTooLarge for too many elements, ResourceExhausted.
     """
-    count = elements.check_json(body, most_elements)
+    count = check_json_elements(body, most_elements)
     # Text with a wide character has four bytes for each of its characters.
     width = 4 if b"\\u" in body or not body.isascii() else 1
     request.state.incoming.memory.take(len(body) * width + count * _ELEMENT_BYTES)
@@ -116,7 +139,7 @@ def describe(error: ValidationError) -> str:
 
 def parse_loosely(body: bytes, most_elements: int = SMALL_ELEMENTS) -> dict[str, Any]:
     """The object of a JSON body whatever is in it. Raises InvalidInput if it is none, PayloadTooLarge."""
-    elements.check_json(body, most_elements)
+    check_json_elements(body, most_elements)
     try:
         # Not Python's json, which fails on deep nesting and takes lone surrogates, which nothing behind us can encode.
         value = from_json(body)
@@ -140,7 +163,7 @@ def parse_start(prefix: bytes) -> dict[str, Any]:
 async def parse_forward_backward(request: Request, body: bytes) -> tinker_pb2.ForwardBackwardRequest:
     """Decodes a protobuf body. Raises InvalidInput, PayloadTooLarge, ResourceExhausted."""
     kind = tinker_pb2.ForwardBackwardRequest
-    count = await _off_loop(elements.check_protobuf, body, kind.DESCRIPTOR, _FORWARD_BACKWARD_ELEMENTS)
+    count = await _off_loop(check_protobuf_elements, body, kind.DESCRIPTOR, _FORWARD_BACKWARD_ELEMENTS)
     request.state.incoming.memory.take(len(body) + count * _ELEMENT_BYTES)
     try:
         decoded: tinker_pb2.ForwardBackwardRequest = await _off_loop(kind.FromString, body)
@@ -154,13 +177,13 @@ def peek_address(prefix: bytes) -> tuple[str, int] | None:
     model_id, seq_id, position = "", 0, 0
     try:
         while position < len(prefix) and not (model_id and seq_id):
-            key, position = elements.read_varint(prefix, position)
+            key, position = read_varint(prefix, position)
             if key == 0x0A:
-                length, position = elements.read_varint(prefix, position)
+                length, position = read_varint(prefix, position)
                 model_id = prefix[position : position + length].decode()
                 position += length
             elif key == 0x10:
-                seq_id, position = elements.read_varint(prefix, position)
+                seq_id, position = read_varint(prefix, position)
             else:
                 return None
     except (IndexError, UnicodeDecodeError):
@@ -168,7 +191,7 @@ def peek_address(prefix: bytes) -> tuple[str, int] | None:
     return (model_id, seq_id) if model_id and seq_id else None
 
 
-async def _unzstd(body: bytes, limit: int, memory: Holding) -> bytes:
+async def _unzstd(body: bytes, limit: int, memory: QuotaUse) -> bytes:
     """Decompresses, stopping at the limit whatever the frame claims."""
     pieces, size = [], 0
     try:
@@ -201,3 +224,74 @@ async def _off_loop(function: Any, body: bytes, *rest: Any) -> Any:
     if len(body) < _OFF_LOOP_BYTES:
         return function(body, *rest)
     return await asyncio.to_thread(function, body, *rest)
+
+
+def check_json_elements(body: bytes, most: int) -> int:
+    """Counts the elements of JSON. Raises PayloadTooLarge above `most`. Commas within strings count too."""
+    count = body.count(b",") + body.count(b"[") + body.count(b"{")
+    if count > most:
+        raise PayloadTooLarge(f"the body has {count} elements; at most {most} are taken here")
+    return count
+
+
+def check_protobuf_elements(body: bytes, kind: Any, most: int) -> int:
+    """Counts the fields and packed numbers of a message and of all within it.
+
+    Args:
+        body: The encoded message.
+        kind: Its descriptor.
+        most: How many are taken.
+
+    Raises:
+        PayloadTooLarge: There are more.
+        InvalidInput: The bytes are no message.
+    """
+    counter = _Counter(body, most)
+    try:
+        counter.walk(0, len(body), kind)
+    except IndexError:
+        raise InvalidInput("the body ends in the middle of a field") from None
+    return counter.count
+
+
+def read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """A variable-length number, and where it ends. Raises IndexError if it does not end."""
+    value = shift = 0
+    while True:
+        byte = data[position]
+        value |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if not byte & 0x80:
+            return value, position
+
+
+class _Counter:
+    def __init__(self, data: bytes, most: int) -> None:
+        self._data, self._most, self.count = data, most, 0
+
+    def walk(self, start: int, end: int, kind: Any) -> None:
+        position = start
+        while position < end:
+            key, position = read_varint(self._data, position)
+            wire, field = key & 7, kind.fields_by_number.get(key >> 3)
+            self._add(1)
+            if wire == _LENGTH_DELIMITED:
+                length, position = read_varint(self._data, position)
+                if position + length > end:
+                    raise InvalidInput("the body ends in the middle of a field")
+                if field is not None and field.message_type is not None:
+                    self.walk(position, position + length, field.message_type)
+                elif field is not None and field.cpp_type != FieldDescriptor.CPPTYPE_STRING:  # packed numbers
+                    self._add(length)
+                position += length
+            elif wire in _FIXED:
+                position += _FIXED[wire]
+            elif wire == 0:
+                _, position = read_varint(self._data, position)
+            else:
+                raise InvalidInput(f"the body has a field of wire type {wire}, which nobody sends")
+
+    def _add(self, count: int) -> None:
+        self.count += count
+        if self.count > self._most:
+            raise PayloadTooLarge(f"the body has more than {self._most} fields; send fewer datums in one request")

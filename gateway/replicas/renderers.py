@@ -1,22 +1,23 @@
 """Renderers: text is spliced here, everything else by the renderer that most likely has it cached."""
 
-import asyncio
 import hashlib
 import logging
+from collections.abc import Callable
 
 import numpy as np
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2
 from fovea.client import RendererClient
+from fovea.runtime.backoff import Backoff
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput, ResourceExhausted, Unavailable
-from gateway import instruments as metrics
+from gateway import gateway_metrics as metrics
 from gateway.discovery.discovery import Discovery
-from gateway.replicas.replica_set import Left, Replica, Replicas
+from gateway.replicas.replicas import Replica, ReplicaLeft, Replicas
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.5
+_LONGEST_PAUSE_S = 0.5
 _MORE = 4
 """Calls in a renderer that never count as busy."""
 
@@ -36,8 +37,8 @@ def least_token_count(model_input: model_input_pb2.ModelInput) -> int:
 class Renderer(Replica):
     """One renderer as the gateway knows it."""
 
-    def __init__(self, address: str, concurrency: int) -> None:
-        super().__init__("renderer", address, concurrency)
+    def __init__(self, address: str, concurrency: int, on_change: Callable[[], None]) -> None:
+        super().__init__("renderer", address, concurrency, on_change)
         self._client = RendererClient(address)
         self.info: renderer_pb2.GetRendererInfoResponse | None = None
 
@@ -61,7 +62,7 @@ class Renderers(Replicas[Renderer]):
     """
 
     def __init__(self, discovery: Discovery, concurrency: int, retry_deadline_s: float) -> None:
-        super().__init__("renderer", discovery, lambda address: Renderer(address, concurrency))
+        super().__init__("renderer", discovery, lambda address, on_change: Renderer(address, concurrency, on_change))
         self._retry_deadline_s = retry_deadline_s
         self._info: renderer_pb2.GetRendererInfoResponse | None = None
 
@@ -117,8 +118,7 @@ class Renderers(Replicas[Renderer]):
     async def _render_remotely(
         self, owner: str, model_input: model_input_pb2.ModelInput, field: str
     ) -> model_input_pb2.RenderedInput:
-        loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self._retry_deadline_s
+        backoff = Backoff(self._retry_deadline_s, longest_s=_LONGEST_PAUSE_S)
         failure = "none is known"
         while True:
             for renderer in self._by_affinity(model_input):
@@ -126,7 +126,7 @@ class Renderers(Replicas[Renderer]):
                     async with renderer.place(owner):
                         if renderer.up or not self.up:  # else it went away while this waited
                             return await renderer.client.render(model_input)
-                except Left:
+                except ReplicaLeft:
                     continue
                 except (Unavailable, ResourceExhausted) as error:
                     if isinstance(error, Unavailable):
@@ -135,9 +135,9 @@ class Renderers(Replicas[Renderer]):
                     failure = f"renderer {renderer.address}: {error.message}"
                 except InvalidInput as error:
                     raise type(error)(f"{field}: {error.message}", error.field or field, **error.metadata) from None
-            if loop.time() >= give_up_at:
+            if backoff.is_over:
                 raise Unavailable(f"no renderer answered within {self._retry_deadline_s:.0f} s: {failure}")
-            await asyncio.sleep(_RETRY_S)
+            await backoff.pause()
 
     def _by_affinity(self, model_input: model_input_pb2.ModelInput) -> list[Renderer]:
         """Renderers in the order to try them: rendezvous hashing over the first image, the much busier last.

@@ -1,19 +1,24 @@
 """Samplers: which are up, how busy they are, what they hold."""
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from cachetools import LRUCache
 
 from fovea.api.v1 import model_input_pb2, sampler_pb2
 from fovea.client import SamplerClient
 from fovea.wire.errors import FoveaError, Unavailable
 from gateway.discovery.discovery import Discovery
-from gateway.replicas.prefix_affinity import Affinity, prefix_keys
-from gateway.replicas.replica_set import Left, Replica, Replicas
-from gateway.replicas.weights_lock import Residency
+from gateway.replicas.replicas import Replica, ReplicaLeft, Replicas
+from gateway.replicas.weights_lock import WeightsLock
 
 logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 32 * 4
+_CAPACITY = 2**16
 
 _PATIENCE_S = 60.0
 """How long a sampler that cannot be given the current weights is kept out while others serve."""
@@ -40,17 +45,24 @@ class Sampler(Replica):
 
     Attributes:
         adapters: Snapshots that it holds as adapters.
-        residency: Guards the full weights in place.
+        weights_lock: Guards the full weights in place.
     """
 
-    def __init__(self, address: str, concurrency: int, weights: Weights, peers: Callable[[], list["Sampler"]]) -> None:
-        super().__init__("sampler", address, concurrency)
+    def __init__(
+        self,
+        address: str,
+        concurrency: int,
+        on_change: Callable[[], None],
+        weights: Weights,
+        peers: Callable[[], list["Sampler"]],
+    ) -> None:
+        super().__init__("sampler", address, concurrency, on_change)
         self._client = SamplerClient(address)
         self._weights, self._peers = weights, peers
         self._behind_since: float | None = None
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         self.adapters: set[str] = set()
-        self.residency = Residency(lambda wanted: weights.put_resident(self, wanted))
+        self.weights_lock = WeightsLock(lambda wanted: weights.put_resident(self, wanted))
 
     @property
     def client(self) -> SamplerClient:
@@ -71,7 +83,13 @@ class Sampler(Replica):
             logger.info("sampler %s answers, instance %s", self.address, info.instance_id)
             self.up = False
             self.adapters = set(info.adapter_snapshot_ids)
-            self.residency.reset(info.resident_snapshot_id)
+            self.weights_lock.reset(info.resident_snapshot_id)
+
+    def note_not_loaded(self, snapshot_id: str) -> None:
+        """Notes that it says that it does not hold a snapshot."""
+        self.adapters.discard(snapshot_id)
+        if self.weights_lock.resident == snapshot_id or not snapshot_id:
+            self.weights_lock.reset(None)
 
     async def prepare(self) -> bool:
         """Gives it the weights that the others are sampled with now."""
@@ -91,7 +109,60 @@ class Sampler(Replica):
     def leave(self) -> None:
         """Sends those who wait for it elsewhere."""
         super().leave()
-        self.residency.dismiss(Left(self.address))
+        self.weights_lock.dismiss(ReplicaLeft(self.address))
+
+
+class Affinity:
+    """Which samplers have computed the beginning of a prompt, so that a conversation returns to its prefix cache.
+
+    Only prompts count, by blocks, as vLLM caches them. What was sampled after the last one is not known here: a turn
+    later it is part of a prompt, and computing it anew takes one step. What was not seen for longest is forgotten
+    first.
+
+    Args:
+        capacity: Blocks of 32 tokens that are remembered.
+    """
+
+    def __init__(self, capacity: int = _CAPACITY) -> None:
+        self._instances: LRUCache[bytes, set[str]] = LRUCache(capacity)
+
+    def longest(self, keys: Sequence[bytes]) -> set[str]:
+        """The sampler instances that were sent the most blocks of a prompt; empty if nobody was sent even the first."""
+        found: set[str] = set()
+        for key in keys:
+            deeper = self._instances.get(key, set())
+            if found:
+                deeper = deeper & found
+            if not deeper:
+                break
+            found = deeper
+        return set(found)
+
+    def note(self, keys: Sequence[bytes], instance: str) -> None:
+        """An instance is sent a prompt."""
+        # The first block goes last: without it the others are of no use.
+        for key in reversed(keys):
+            self._instances.setdefault(key, set()).add(instance)
+
+
+def prefix_keys(owner: str, snapshot_id: str, prompt: model_input_pb2.RenderedInput) -> list[bytes]:
+    """A key for each whole block of a prompt, which depends on all that the engine's cache does.
+
+    Args:
+        owner: Whose request it is: what is cached for one is not used for another.
+        snapshot_id: The weights.
+        prompt: Its placeholders are alike for all pictures; what tells them apart is the features' digests.
+    """
+    key = hashlib.blake2b(f"{owner}\0{snapshot_id}".encode(), digest_size=16).digest()
+    spans = [(4 * span.offset, span.feature.digest.encode()) for span in prompt.spans]
+    keys = []
+    for start in range(0, len(prompt.tokens) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
+        end = start + _BLOCK_BYTES
+        begun = [digest for offset, digest in spans if start <= offset < end]
+        block = b"".join([key, prompt.tokens[start:end], *begun])
+        key = hashlib.blake2b(block, digest_size=16).digest()
+        keys.append(key)
+    return keys
 
 
 class Samplers(Replicas[Sampler]):
@@ -104,7 +175,11 @@ class Samplers(Replicas[Sampler]):
     """
 
     def __init__(self, discovery: Discovery, concurrency: int, weights: Weights) -> None:
-        super().__init__("sampler", discovery, lambda address: Sampler(address, concurrency, weights, lambda: self.up))
+        super().__init__(
+            "sampler",
+            discovery,
+            lambda address, on_change: Sampler(address, concurrency, on_change, weights, lambda: self.up),
+        )
         self._weights = weights
         self._affinity = Affinity()
 
@@ -121,16 +196,18 @@ class Samplers(Replicas[Sampler]):
         """
         if not self.up:
             raise Unavailable("no sampler answers")
-        holders = [s for s in self.up if snapshot_id in s.adapters or snapshot_id == s.residency.resident]
+        holders = [s for s in self.up if snapshot_id in s.adapters or snapshot_id == s.weights_lock.resident]
         least = min(holders if holders and self._weights.is_lost(snapshot_id) else self.up, key=_queued)
         best = min(holders, key=_queued, default=least)
-        # A holder is preferred until it is much busier: then loading the snapshot elsewhere pays.
+        # A holder is preferred until it has twice the queue of the least busy one, and 8 more, so that short queues do
+        # not count: then loading the snapshot elsewhere, once, takes less time than waiting does for each request.
         if best.queued > 2 * least.queued + 8:
             best = least
         keys = prefix_keys(owner, snapshot_id, prompt)
         seen = self._affinity.longest(keys)
         affine = min((s for s in holders if s.instance_id in seen), key=_queued, default=best)
-        # A cached prefix is soon computed again: it is worth a short wait only.
+        # A cached prefix saves less than a loaded snapshot, since it is soon computed again: a quarter more in the
+        # queue, and 4, is what it is worth.
         if affine.queued <= 1.25 * least.queued + 4:
             best = affine
         self._affinity.note(keys, best.instance_id)

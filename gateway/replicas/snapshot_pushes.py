@@ -8,17 +8,19 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+
+from cachetools import LRUCache
 
 from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.runtime import tracing
+from fovea.runtime.tasks import BackgroundTasks, SingleFlight
 from fovea.wire.errors import DeadlineExceeded, FoveaError, ModelLost, NotFound, Unavailable
-from gateway import instruments as metrics
-from gateway.checkpoints import checkpoint_rows as rows
-from gateway.checkpoints.checkpoint_rows import KeptSnapshot
+from gateway import gateway_metrics as metrics
 from gateway.database.database import Database
-from gateway.replicas import snapshot_rows
+from gateway.replicas import snapshot_rows as rows
+from gateway.replicas.kept_snapshot import KeptSnapshot
 from gateway.replicas.samplers import Sampler
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.replicas.weights_lock import BASE
@@ -39,19 +41,20 @@ class Snapshots:
         self._database = database
         self._trainer = trainer
         self._push_timeout_s = push_timeout_s
-        self._known: OrderedDict[str, KeptSnapshot] = OrderedDict()
-        self._pushes: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._known: LRUCache[str, KeptSnapshot] = LRUCache(_KNOWN)
+        self._pushes: SingleFlight[tuple[str, str], None] = SingleFlight()
         self._users: Counter[str] = Counter()
         self._recent: OrderedDict[str, None] = OrderedDict()
         self._lost: set[str] = set()
         self._retired: dict[str, Callable[[], list[Sampler]]] = {}
-        self._frees: dict[str, asyncio.Task[None]] = {}
+        self._being_freed: set[str] = set()
+        self._frees = BackgroundTasks()
 
     async def get(self, snapshot_id: str) -> KeptSnapshot:
         """A snapshot by id. Raises NotFound."""
         kept = self._known.get(snapshot_id)
         if kept is None:
-            kept = await self._database.read(lambda connection: rows.get_snapshot(connection, snapshot_id))
+            kept = await self._database.read(lambda connection: rows.get(connection, snapshot_id))
             if kept is None:
                 raise NotFound(f"there is no snapshot {snapshot_id!r}")
             self.remember(kept)
@@ -60,8 +63,6 @@ class Snapshots:
     def remember(self, kept: KeptSnapshot) -> None:
         """Notes a snapshot that may not be in the database yet."""
         self._known[kept.identity.snapshot_id] = kept
-        if len(self._known) > _KNOWN:
-            self._known.popitem(last=False)
 
     async def resident_for(self, snapshot_id: str) -> str:
         """The full weights that must be in place to sample a snapshot: itself, or the base for an adapter."""
@@ -90,7 +91,7 @@ class Snapshots:
             if wanted in (None, done):
                 return
             done = wanted
-            async with sampler.residency.hold(wanted):
+            async with sampler.weights_lock.hold(wanted):
                 await self._bring_adapters(sampler, peers)
 
     def is_lost(self, snapshot_id: str) -> bool:
@@ -113,7 +114,7 @@ class Snapshots:
 
     async def forget(self, model_ids: list[str], samplers: list[Sampler]) -> None:
         """Frees the unnamed snapshots of models that are over. What cannot be freed now goes with the next restart."""
-        for snapshot_id in await self._database.read(lambda connection: rows.unnamed_snapshots(connection, model_ids)):
+        for snapshot_id in await self._database.read(lambda connection: rows.unnamed(connection, model_ids)):
             await self._drop(snapshot_id, samplers)
 
     @contextmanager
@@ -139,27 +140,27 @@ class Snapshots:
 
     async def retire_unreachable(self, samplers: Callable[[], list[Sampler]]) -> None:
         """Frees what an earlier process, or a failed call, left behind."""
-        for snapshot_id in await self._database.read(snapshot_rows.unreachable):
-            if snapshot_id not in self._frees:
+        for snapshot_id in await self._database.read(rows.unreachable):
+            if snapshot_id not in self._being_freed:
                 self.retire(snapshot_id, samplers)
 
     async def close(self) -> None:
         """Stops freeing; what is left goes after the next start."""
-        for task in self._frees.values():
-            task.cancel()
-        await asyncio.gather(*self._frees.values(), return_exceptions=True)
+        await self._frees.cancel()
 
     def _free_if_unused(self, snapshot_id: str) -> None:
         if snapshot_id in self._retired and not self._users[snapshot_id]:
             samplers = self._retired.pop(snapshot_id)
-            task = asyncio.create_task(self._free(snapshot_id, samplers()), name=f"free {snapshot_id}")
-            self._frees[snapshot_id] = task
-            task.add_done_callback(lambda _: self._frees.pop(snapshot_id, None))
+            self._being_freed.add(snapshot_id)
+            self._frees.start(self._free(snapshot_id, samplers()), f"free {snapshot_id}")
 
     async def _free(self, snapshot_id: str, samplers: list[Sampler]) -> None:
-        if await self._drop(snapshot_id, samplers):
-            await self._database.write(lambda connection: snapshot_rows.delete(connection, snapshot_id))
-            logger.info("snapshot %s is freed: nobody can name it any more", snapshot_id)
+        try:
+            if await self._drop(snapshot_id, samplers):
+                await self._database.write(lambda connection: rows.delete(connection, snapshot_id))
+                logger.info("snapshot %s is freed: nobody can name it any more", snapshot_id)
+        finally:
+            self._being_freed.discard(snapshot_id)
 
     async def _drop(self, snapshot_id: str, samplers: list[Sampler]) -> bool:
         self._known.pop(snapshot_id, None)
@@ -177,20 +178,9 @@ class Snapshots:
         return True
 
     async def _push_once(self, samplers: list[Sampler], snapshot_id: str) -> None:
-        key = (samplers[0].address, snapshot_id)
-        push = self._pushes.get(key)
-        if push is None:
-            push = asyncio.create_task(self._push(samplers, snapshot_id), name=f"push {snapshot_id or 'base'}")
-            for sampler in samplers:
-                self._pushes.setdefault((sampler.address, snapshot_id), push)
-            push.add_done_callback(lambda done: self._forget_push(done))
-        # One who stops waiting must not stop the push for the others.
-        await asyncio.shield(push)
-
-    def _forget_push(self, done: asyncio.Task[None]) -> None:
-        self._pushes = {key: push for key, push in self._pushes.items() if push is not done}
-        if not done.cancelled():
-            done.exception()
+        first, *others = ((sampler.address, snapshot_id) for sampler in samplers)
+        name = f"push {snapshot_id or 'base'}"
+        await self._pushes.run(first, lambda: self._push(samplers, snapshot_id), others, name)
 
     async def _push(self, samplers: list[Sampler], snapshot_id: str) -> None:
         kept = await self.get(snapshot_id) if snapshot_id else None
@@ -237,5 +227,46 @@ class Snapshots:
 
 def _most_common_resident(samplers: list[Sampler]) -> str | None:
     """The full weights that most samplers have in place; None if none is known."""
-    places = Counter(sampler.residency.resident for sampler in samplers if sampler.residency.resident is not None)
+    places = Counter(sampler.weights_lock.resident for sampler in samplers if sampler.weights_lock.resident is not None)
     return places.most_common(1)[0][0] if places else None
+
+
+class Versions:
+    """The newest snapshot of each model that a sample has asked for."""
+
+    def __init__(self) -> None:
+        self._newest: LRUCache[str, int] = LRUCache(_KNOWN)
+
+    def want(self, snapshot_id: str) -> None:
+        """Notes that a sample asks for a snapshot; the base model has no versions."""
+        version = version_of(snapshot_id)
+        if version is None:
+            return
+        model_id, number = version
+        self._newest[model_id] = max(number, self._newest.get(model_id, number))
+
+    def lag(self, held: Iterable[str]) -> int:
+        """Versions between the newest that was asked for and the newest of `held`, of the model where they are most.
+
+        Models of which nothing is held do not count: nobody samples them there, or their adapters had to leave.
+        """
+        newest_held: dict[str, int] = {}
+        for model_id, number in filter(None, map(version_of, held)):
+            newest_held[model_id] = max(number, newest_held.get(model_id, number))
+        return max((self._newest.get(model_id, at) - at for model_id, at in newest_held.items()), default=0)
+
+
+def id_of_snapshot(model: str, number: int) -> str:
+    """Id of a model's n-th snapshot."""
+    return f"{model}@{number}"
+
+
+def version_of(snapshot: str) -> tuple[str, int] | None:
+    """The model and the number of a snapshot that can be sampled; None for the base and for exports."""
+    model, _, number = snapshot.partition("@")
+    return (model, int(number)) if number.isdecimal() else None
+
+
+def id_of_export(model: str, seq_id: int) -> str:
+    """Id of the snapshot that the export command `seq_id` of a model writes; never sampled from."""
+    return f"{model}@export-{seq_id}"

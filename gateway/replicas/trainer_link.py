@@ -9,7 +9,7 @@ from typing import TypeVar
 from fovea.api.v1 import trainer_pb2
 from fovea.client import TrainerClient
 from fovea.wire.errors import BrokenOff, Unavailable
-from gateway.replicas.peer import Peer
+from gateway.replicas.replicas import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +28,10 @@ class TrainerLink(Peer):
     """
 
     def __init__(self, address: str, wait_s: float) -> None:
-        super().__init__("trainer", address)
+        super().__init__("trainer", address, self._note)
         self._client = TrainerClient(address)
         self._wait_s = wait_s
         self.info: trainer_pb2.GetTrainerInfoResponse | None = None
-        self.on_change = self._note
         self._is_up = asyncio.Event()
         self._down_since = 0.0
         self._watch: asyncio.Task[None] | None = None

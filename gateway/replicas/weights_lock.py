@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 BASE = ""
 
 
-class Residency:
+class WeightsLock:
     """Guards one sampler.
 
     Args:

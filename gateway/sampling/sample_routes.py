@@ -1,19 +1,21 @@
-"""Routes of sampling."""
+"""Routes of sampling sessions and samples."""
 
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from fovea.api.v1 import gateway_pb2
 from fovea.wire.errors import FoveaError, InvalidInput, Unimplemented
-from gateway.http import bodies
-from gateway.http import model_inputs as inputs
+from gateway.futures.completions import Completion, Target
+from gateway.futures.future_routes import hold_s
+from gateway.futures.futures import Futures
 from gateway.http.endpoint import Endpoints, Json
-from gateway.http.request_body import parse_json, parse_loosely, read
-from gateway.identity import Caller
-from gateway.sampling import target_encoding as targets
+from gateway.http.model_inputs import ModelInput, input_from_json
+from gateway.http.request_body import INT64_MAX, Body, Number, parse_json, parse_loosely, read
+from gateway.sampling.sample_wire import TensorData, table_from_json
 from gateway.sampling.sampling_sessions import Sampling
 
 _INT32_MAX = 2**31 - 1
@@ -22,61 +24,160 @@ _ELEMENTS_PER_POSITION = 4
 _LEAST_POSITIONS = 2**18
 _MOST_SAMPLES = 2**16
 """Far above what samplers take, who are asked later: the sequences are named at once."""
+_ACKNOWLEDGED, _ACKNOWLEDGED_BYTES = 2**16, 4 * 2**20
+"""Results that one poll says it has: as many as a client may have had unfinished."""
+_MOST_WAIT_S = 40.0
+"""Clients give up at 45."""
 
-_AS_GIVEN = [name for name in bodies.SamplingParams.model_fields if name not in ("max_tokens", "seed", "stop")]
+
+class CreateSamplingSession(Body):
+    """POST create_sampling_session."""
+
+    session_id: str
+    sampling_session_seq_id: Number
+    base_model: str | None = None
+    model_path: str | None = None
+    type: str = ""
+
+
+class JoinSamplingSession(Body):
+    """POST join_sampling_session."""
+
+    sampling_session_id: str
+    type: str = ""
+
+
+class SamplingParams(Body):
+    """How to draw."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+_AS_GIVEN = [name for name in SamplingParams.model_fields if name not in ("max_tokens", "seed", "stop")]
 """Sampling options, int32 or float, that the protos call as REST does; samplers check them."""
 
 
-class SamplingRoutes:
-    """Handlers of sampling."""
+class Sample(Body):
+    """POST asample."""
 
-    def __init__(self, sampling: Sampling, max_body_bytes: int) -> None:
-        self._sampling, self._max_body_bytes = sampling, max_body_bytes
+    num_samples: int = 1
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str
+    seq_id: Number
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+    type: str = ""
+
+
+class FuturesTarget(Body):
+    """One client of a sampling session."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(0, ge=0, le=INT64_MAX // 10**9)
+
+
+class RetrieveFutures(Body):
+    """POST retrieve_futures."""
+
+    target: FuturesTarget
+    prev_cursor: Number = 0
+    timeout: float | None = Field(None, ge=0, allow_inf_nan=False)
+    retrieved_request_ids: list[str] = Field(default_factory=list)
+
+
+class SamplingRoutes:
+    """Handlers of sampling.
+
+    Args:
+        max_body_bytes: The largest body of a sample.
+        poll_hold_s: Seconds that a poll is held while nothing has finished, give or take a fifth.
+    """
+
+    def __init__(self, sampling: Sampling, futures: Futures, max_body_bytes: int, poll_hold_s: float) -> None:
+        self._sampling, self._futures = sampling, futures
+        self._max_body_bytes, self._poll_hold_s = max_body_bytes, poll_hold_s
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         """All of them."""
         return [
+            endpoints.route("POST", "retrieve_futures", self.retrieve_many),
             endpoints.route("POST", "create_sampling_session", self.open),
             endpoints.route("POST", "join_sampling_session", self.join),
             endpoints.route("GET", "samplers/{sampling_session_id}", self.get),
             endpoints.route("POST", "asample", self.sample),
         ]
 
-    async def open(self, request: Request, caller: Caller) -> Response:
+    async def open(self, request: Request, owner: str) -> Response:
         """Opens a sampling session."""
-        body = await parse_json(request, bodies.CreateSamplingSession, await read(request))
+        body = await parse_json(request, CreateSamplingSession, await read(request))
         sampling = await self._sampling.open(
-            caller, body.session_id, body.sampling_session_seq_id, body.base_model or "", body.model_path or ""
+            owner, body.session_id, body.sampling_session_seq_id, body.base_model or "", body.model_path or ""
         )
         return Json({"type": "create_sampling_session", "sampling_session_id": sampling.sampling_session_id})
 
-    async def join(self, request: Request, caller: Caller) -> Response:
+    async def join(self, request: Request, owner: str) -> Response:
         """Numbers a copy of a sampling client, so that its samples never have the ids of another copy's."""
-        body = await parse_json(request, bodies.JoinSamplingSession, await read(request))
-        number = await self._sampling.join(caller, body.sampling_session_id)
+        body = await parse_json(request, JoinSamplingSession, await read(request))
+        number = await self._sampling.join(owner, body.sampling_session_id)
         return Json({"type": "join_sampling_session", "client_counter": number})
 
-    async def get(self, request: Request, caller: Caller) -> Response:
+    async def get(self, request: Request, owner: str) -> Response:
         """Describes a sampling session."""
-        sampling = await self._sampling.get(caller, request.path_params["sampling_session_id"])
+        sampling = await self._sampling.get(owner, request.path_params["sampling_session_id"])
         answer = {"sampler_id": sampling.sampling_session_id, "base_model": sampling.base_model}
         return Json(answer | ({"model_path": sampling.model_path} if sampling.model_path else {}))
 
-    async def sample(self, request: Request, caller: Caller) -> Response:
+    async def sample(self, request: Request, owner: str) -> Response:
         """Submits a sample."""
         blob = await read(request, self._max_body_bytes)
         most_elements = _ELEMENTS_PER_POSITION * max(self._sampling.max_context_length, _LEAST_POSITIONS)
         rejection: FoveaError | None = None
         message = gateway_pb2.SampleTokensRequest()
         try:
-            body = await parse_json(request, bodies.Sample, blob, most_elements)
+            body = await parse_json(request, Sample, blob, most_elements)
             session_id, seq_id = body.sampling_session_id, body.seq_id
             _fill(body, message)
         except (InvalidInput, Unimplemented) as error:
             session_id, seq_id = _address(parse_loosely(blob, most_elements), error)
             rejection = error
-        future_id, sequence_ids = await self._sampling.submit(caller, session_id, seq_id, message, rejection)
+        future_id, sequence_ids = await self._sampling.submit(owner, session_id, seq_id, message, rejection)
         return Json({"request_id": future_id, "sample_sequence_ids": sequence_ids})
+
+    async def retrieve_many(self, request: Request, owner: str) -> Response:
+        """What one client of a sampling session has finished since its cursor; held while there is nothing."""
+        body = await parse_json(request, RetrieveFutures, await read(request, _ACKNOWLEDGED_BYTES), _ACKNOWLEDGED)
+        target = Target(body.target.sampling_session_id, body.target.cloned_sampler_id)
+        await self._sampling.get(owner, target.sampling_session_id)
+        await self._futures.acknowledge(target, body.retrieved_request_ids)
+        timeout_s = hold_s(self._poll_hold_s) if body.timeout is None else min(body.timeout, _MOST_WAIT_S)
+        found = await self._futures.wait_any(target, body.prev_cursor, timeout_s)
+        cursor = found[-1].number if found else body.prev_cursor
+        return Json({"completions": [_completion_json(completion) for completion in found], "cursor": cursor})
+
+
+def _completion_json(completion: Completion) -> dict[str, object]:
+    if completion.is_failed:
+        return {"state": "failed", "request_id": completion.future_id}
+    return {
+        "state": "finished",
+        "request_id": completion.future_id,
+        # Of the result as it is kept, which is close to the payload; the client reserves so much of its budget.
+        "response_payload_uncompressed_size": completion.size_bytes,
+    }
 
 
 def _address(body: dict[str, Any], error: FoveaError) -> tuple[str, int]:
@@ -86,7 +187,7 @@ def _address(body: dict[str, Any], error: FoveaError) -> tuple[str, int]:
     return session_id, seq_id
 
 
-def _fill(body: bodies.Sample, message: gateway_pb2.SampleTokensRequest) -> None:
+def _fill(body: Sample, message: gateway_pb2.SampleTokensRequest) -> None:
     for name in ("base_model", "model_path"):
         if getattr(body, name) is not None:
             raise Unimplemented(f"{name} is not supported in a sample request: the session names it", field=name)
@@ -108,12 +209,12 @@ def _fill(body: bodies.Sample, message: gateway_pb2.SampleTokensRequest) -> None
             )
         message.prompt_logprobs_last_n = _int32(body.prompt_logprobs_last_n, "prompt_logprobs_last_n")
     if body.target_prompt_logprobs is not None:
-        message.target_table.CopyFrom(targets.table_from_json(body.target_prompt_logprobs))
+        message.target_table.CopyFrom(table_from_json(body.target_prompt_logprobs))
     _fill_params(body.sampling_params, message)
-    message.prompt.CopyFrom(inputs.input_from_json(body.prompt))
+    message.prompt.CopyFrom(input_from_json(body.prompt))
 
 
-def _fill_params(params: bodies.SamplingParams, message: gateway_pb2.SampleTokensRequest) -> None:
+def _fill_params(params: SamplingParams, message: gateway_pb2.SampleTokensRequest) -> None:
     target = message.params
     if params.max_tokens is not None:
         target.max_tokens = max(-1, min(params.max_tokens, _INT32_MAX))

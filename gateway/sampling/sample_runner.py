@@ -2,33 +2,35 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
+import numpy as np
+
+from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2, tensor_pb2
+from fovea.wire import tensors
 from fovea.wire.errors import (
     ContextOverflow,
     FeatureEvicted,
     FoveaError,
+    Internal,
     InvalidInput,
     ModelLost,
     SnapshotNotLoaded,
     Unavailable,
 )
-from gateway import instruments as metrics
+from gateway import gateway_metrics as metrics
 from gateway.futures.future import Kind, Pending, QueueState
+from gateway.gateway_metrics import stage
 from gateway.replicas.renderers import Renderers
-from gateway.replicas.replica_set import Left
+from gateway.replicas.replicas import ReplicaLeft
 from gateway.replicas.samplers import Sampler, Samplers
-from gateway.replicas.snapshot_pushes import Snapshots
-from gateway.replicas.snapshot_versions import Versions
-from gateway.sampling import sequences
-from gateway.sampling import target_tables as targets
-from gateway.sampling.target_tables import Cells
-from gateway.sessions.session_rows import SamplingSession
-from gateway.stages import stage
+from gateway.replicas.snapshot_pushes import Snapshots, Versions
+from gateway.sampling import sample_wire as targets
+from gateway.sampling.sample_wire import Cells
+from gateway.sampling.sampling_session import SamplingSession
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class SampleWork:
     """One request on its way: what to sample, and what was done for it so far.
 
     Attributes:
-        pending: Its future; a stream's is on no board.
+        pending: Its future; a stream's is not registered.
         sampling: Names the weights. Which ones may change until a try has its place in a sampler.
         at_once: Whether nobody reads along.
         snapshot_id: The weights of the last try.
@@ -103,7 +105,7 @@ class SampleRunner:
         self._versions = versions
         self._retry_deadline_s = retry_deadline_s
         self._timeout_s = timeout_s
-        self.sampling: set[asyncio.Task[Any]] = set()
+        self.tasks_in_samplers: set[asyncio.Task[Any]] = set()
         """Tasks whose request a sampler works on, until they have ended: to stop one then is to do it twice."""
 
     async def collect(self, work: SampleWork) -> list[gateway_pb2.SampleTokensResponse]:
@@ -112,8 +114,8 @@ class SampleRunner:
             try:
                 async with aclosing(self._attempt(work)) as attempt:
                     events = [event async for event in attempt]
-                return sequences.gather(events, work.request, work.cells)
-            except Left:
+                return gather(events, work.request, work.cells)
+            except ReplicaLeft:
                 continue
             except FoveaError as error:
                 await self._mend(work, error)
@@ -128,7 +130,7 @@ class SampleRunner:
                         is_begun = True
                         yield event
                 return
-            except Left:
+            except ReplicaLeft:
                 continue
             except FoveaError as error:
                 if is_begun:
@@ -137,13 +139,15 @@ class SampleRunner:
 
     async def _attempt(self, work: SampleWork) -> Events:
         if work.rendered is None:
-            work.pending.wait_on("rendering the prompt")
+            work.pending.progress.wait_on("rendering the prompt")
             with stage("render", Kind.SAMPLE.value):
-                work.rendered = await self._renderers.render(work.pending.owner, work.request.prompt, "prompt")
+                work.rendered = await self._renderers.render(
+                    work.pending.submission.owner, work.request.prompt, "prompt"
+                )
             await self._check(work)
-        picked = self._samplers.pick(work.pending.owner, work.sampling.snapshot_id, work.rendered)
+        picked = self._samplers.pick(work.pending.submission.owner, work.sampling.snapshot_id, work.rendered)
         async with self._place(work, picked) as sampler:
-            work.pending.wait_on("sampling")
+            work.pending.progress.wait_on("sampling")
             async for event in self._sample(sampler, work):
                 yield event
 
@@ -151,32 +155,32 @@ class SampleRunner:
     async def _place(self, work: SampleWork, sampler: Sampler) -> AsyncIterator[Sampler]:
         """A place in a sampler, the weights loaded, for as long as it is needed. Raises Left if the sampler leaves."""
         async with AsyncExitStack() as held:
-            work.pending.wait_on("waiting for a place in a sampler", QueueState.PAUSED)
-            await held.enter_async_context(sampler.place(work.pending.owner))
-            work.pending.wait_on("waiting for the weights to be loaded")
+            work.pending.progress.wait_on("waiting for a place in a sampler", QueueState.PAUSED)
+            await held.enter_async_context(sampler.place(work.pending.submission.owner))
+            work.pending.progress.wait_on("waiting for the weights to be loaded")
             work.pending.begin()
             snapshot_id = work.snapshot_id = work.sampling.snapshot_id
             self._versions.want(snapshot_id)
             held.enter_context(self._snapshots.using(snapshot_id))
             with stage("weights", Kind.SAMPLE.value):
                 resident = await self._snapshots.resident_for(snapshot_id)
-                await held.enter_async_context(sampler.residency.hold(resident))
+                await held.enter_async_context(sampler.weights_lock.hold(resident))
                 if resident != snapshot_id:
-                    peers = [peer for peer in self._samplers.up if peer.residency.resident == resident]
+                    peers = [peer for peer in self._samplers.up if peer.weights_lock.resident == resident]
                     await self._snapshots.ensure_adapter(sampler, snapshot_id, peers)
             sampler.check_stays()
             yield sampler
 
     async def _sample(self, sampler: Sampler, work: SampleWork) -> Events:
         request = sampler_pb2.SampleRequest(
-            request_id=work.pending.future_id,
+            request_id=work.pending.submission.future_id,
             snapshot_id=work.snapshot_id,
             prompt=work.rendered,
             target_tokens=targets.to_score(work.cells) if work.cells else None,
             **{name: getattr(work.request, name) for name in _OPTIONS},
             at_once=work.at_once,
             # What is cached for one owner is neither used nor counted for another, who could learn prompts from it.
-            cache_salt=work.pending.owner,
+            cache_salt=work.pending.submission.owner,
         )
         self._note_sampling()
         try:
@@ -187,23 +191,21 @@ class SampleRunner:
                     async for event in events:
                         yield event
         except SnapshotNotLoaded:
-            sampler.adapters.discard(work.snapshot_id)
-            if sampler.residency.resident == work.snapshot_id or not work.snapshot_id:
-                sampler.residency.reset(None)
+            sampler.note_not_loaded(work.snapshot_id)
             raise
         except Unavailable as error:
             sampler.mark_down(str(error))
             raise
 
     def _note_sampling(self) -> None:
-        if (task := asyncio.current_task()) and task not in self.sampling:
-            self.sampling.add(task)
-            task.add_done_callback(self.sampling.discard)
+        if (task := asyncio.current_task()) and task not in self.tasks_in_samplers:
+            self.tasks_in_samplers.add(task)
+            task.add_done_callback(self.tasks_in_samplers.discard)
 
     async def _mend(self, work: SampleWork, error: FoveaError) -> None:
         """Prepares the next try, or raises the error if there is none."""
         if task := asyncio.current_task():
-            self.sampling.discard(task)
+            self.tasks_in_samplers.discard(task)
         now = asyncio.get_running_loop().time()
         if isinstance(error, SnapshotNotLoaded | FeatureEvicted):
             work.mends += 1
@@ -214,26 +216,26 @@ class SampleRunner:
         elif isinstance(error, Unavailable) and not isinstance(error, ModelLost):
             if work.down_since is None:
                 work.down_since = now
-                logger.info("sample %s waits: %s", work.pending.future_id, error)
+                logger.info("sample %s waits: %s", work.pending.submission.future_id, error)
             if now - work.down_since > self._retry_deadline_s:
                 raise Unavailable(
                     f"gave up after {self._retry_deadline_s:.0f} s: {error.message}. Send the request again"
                 ) from None
-            work.pending.wait_on(error.message, QueueState.PAUSED)
+            work.pending.progress.wait_on(error.message, QueueState.PAUSED)
             await asyncio.sleep(_RETRY_S)
             await self._samplers.wait_up(work.down_since + self._retry_deadline_s - now)
         else:
             raise error
         metrics.SAMPLE_RETRIES.labels(error.reason).inc()
-        logger.debug("sample %s is tried again: %s", work.pending.future_id, error)
+        logger.debug("sample %s is tried again: %s", work.pending.submission.future_id, error)
 
     async def _check(self, work: SampleWork) -> None:
         assert work.rendered is not None
         length = len(work.rendered.tokens) // 4
         _check_last_n(work.request, length)
         if work.request.HasField("target_table"):
-            work.cells = targets.read(work.request.target_table)
-            targets.check(work.cells, length, (await self._renderers.info()).vocabulary_size)
+            work.cells = targets.read_table(work.request.target_table)
+            targets.check_table(work.cells, length, (await self._renderers.info()).vocabulary_size)
         info = self._samplers.info
         if info is None:
             return  # the sampler itself checks too
@@ -266,3 +268,63 @@ def _check_last_n(request: gateway_pb2.SampleTokensRequest, token_count: int) ->
             f"{field} is {last_n}; it must be 1 .. {token_count - 1}, less than the prompt's {token_count} tokens",
             field=field,
         )
+
+
+def gather(
+    events: Iterable[sampler_pb2.SampleResponse], request: gateway_pb2.SampleTokensRequest, cells: Cells | None
+) -> list[gateway_pb2.SampleTokensResponse]:
+    """Joins the deltas of each sequence; sequences come in order of index, after the request's own target table.
+
+    Raises Internal if the sampler left out what was asked for: half an answer is never returned as a whole one.
+    """
+    sample_count = request.sample_count
+    prompt: sampler_pb2.PromptResult | None = None
+    deltas: dict[int, list[sampler_pb2.SequenceDelta]] = {index: [] for index in range(sample_count)}
+    for event in events:
+        if event.WhichOneof("event") == "prompt":
+            prompt = event.prompt
+        elif event.delta.index in deltas:
+            deltas[event.delta.index].append(event.delta)
+        else:
+            raise Internal(f"the sampler returned sequence {event.delta.index} of {sample_count}")
+    records = [gateway_pb2.SampleTokensResponse(prompt=_checked_prompt(prompt, request, cells))]
+    if cells is not None:
+        records.insert(0, gateway_pb2.SampleTokensResponse(target_table=request.target_table))
+    for index, parts in deltas.items():
+        records.append(gateway_pb2.SampleTokensResponse(delta=_join(index, parts)))
+    return records
+
+
+def _checked_prompt(
+    prompt: sampler_pb2.PromptResult | None, request: gateway_pb2.SampleTokensRequest, cells: Cells | None
+) -> sampler_pb2.PromptResult:
+    prompt = prompt or sampler_pb2.PromptResult()
+    if cells is not None:
+        targets.spread(cells, prompt.target_logprobs)
+    for asked, name in ((request.top_prompt_logprobs, "top_logprobs"), (request.alt_token_count, "alt_tokens")):
+        if asked and not prompt.HasField(name):
+            raise Internal(f"the sampler returned no {name} for the prompt")
+    if request.prompt_logprobs and not prompt.logprobs:
+        raise Internal("the sampler returned no logprobs for the prompt")
+    return prompt
+
+
+def _join(index: int, parts: list[sampler_pb2.SequenceDelta]) -> sampler_pb2.SequenceDelta:
+    if not parts or parts[-1].finish_reason == sampler_pb2.FINISH_REASON_UNSPECIFIED:
+        raise Internal(f"the sampler ended before sequence {index} did")
+    whole = sampler_pb2.SequenceDelta(
+        index=index,
+        tokens=b"".join(part.tokens for part in parts),
+        logprobs=b"".join(part.logprobs for part in parts),
+        finish_reason=parts[-1].finish_reason,
+        snapshot_id=parts[-1].snapshot_id,
+    )
+    tops = [part.top_logprobs for part in parts if part.HasField("top_logprobs")]
+    if tops:
+        whole.top_logprobs.token_ids.CopyFrom(_stack([top.token_ids for top in tops]))
+        whole.top_logprobs.logprobs.CopyFrom(_stack([top.logprobs for top in tops]))
+    return whole
+
+
+def _stack(parts: list[tensor_pb2.Tensor]) -> tensor_pb2.Tensor:
+    return tensors.encode(np.concatenate([tensors.decode(part) for part in parts]))

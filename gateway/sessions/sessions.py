@@ -1,17 +1,21 @@
-"""Sessions: opened, kept alive, ended once. The end of a session stops and frees everything that it owns."""
+"""Sessions: opened, kept alive, ended once; and their rows.
 
+The end of a session frees everything that it owns, which is done by who takes the session from `next_ended`.
+"""
+
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
+import sqlalchemy as sa
+
 from fovea.wire.errors import NotFound, SessionEnded
-from gateway.access.quotas import Shares
 from gateway.database.database import Database
-from gateway.identity import Caller, check_metadata, new_session_id
-from gateway.sessions import session_rows as rows
-from gateway.sessions.session_rows import Session
-from gateway.training import model_rows
+from gateway.database.schema import models, sampling_sessions, sessions
+from gateway.database.sql_engine import insert_new
+from gateway.quotas import Quota
+from gateway.sessions.session import Session, check_metadata, new_session_id
 
 logger = logging.getLogger(__name__)
 
@@ -21,22 +25,21 @@ class Sessions:
 
     Args:
         ttl_s: Seconds without heartbeat after which a session ends.
-        shares: Limits how many an owner may have open.
-
-    Set `on_end` to what must be stopped with a session.
+        quota: Limits how many an owner may have open.
     """
 
-    def __init__(self, database: Database, ttl_s: float, shares: Shares) -> None:
+    def __init__(self, database: Database, ttl_s: float, quota: Quota) -> None:
         self._database = database
         self._ttl_s = ttl_s
-        self._shares = shares
+        self._quota = quota
         self._sessions: dict[str, Session] = {}
         self._alive_at: dict[str, float] = {}
-        self.on_end: Callable[[Session], Awaitable[None]] = _nothing
+        self._ended: asyncio.Queue[Session] = asyncio.Queue()
+        self._being_freed: dict[str, asyncio.Event] = {}
 
     async def create(
         self,
-        caller: Caller,
+        owner: str,
         tags: list[str],
         user_metadata: dict[str, Any],
         request_key: str | None,
@@ -47,25 +50,23 @@ class Sessions:
         Raises ResourceExhausted above the owner's share, Unavailable while the disk is full.
         """
         self._database.check_room()
-        self._shares.check(caller.owner)
+        self._quota.check(owner)
         check_metadata({"tags": tags, "user_metadata": user_metadata}, "user_metadata with tags")
-        session = Session(new_session_id(), caller.owner, request_key, tags, user_metadata, display_name)
-        if not await self._database.write(lambda connection: rows.insert_session(connection, session)):
-            known = await self._database.read(
-                lambda connection: rows.find_session(connection, caller.owner, request_key or "")
-            )
+        session = Session(new_session_id(), owner, request_key, tags, user_metadata, display_name)
+        if not await self._database.write(lambda connection: insert_session(connection, session)):
+            known = await self._database.read(lambda connection: find_session(connection, owner, request_key or ""))
             assert known is not None, "an insert failed without a row in its way"
             return self._sessions.get(known.session_id, known)
         self._sessions[session.session_id] = session
         self._alive_at[session.session_id] = time.monotonic()
-        self._shares.take(caller.owner)
+        self._quota.take(owner)
         logger.info("session %s opened", session.session_id)
         return session
 
-    async def get(self, caller: Caller, session_id: str) -> Session:
-        """A session of the caller, over or not. Raises NotFound."""
+    async def get(self, owner: str, session_id: str) -> Session:
+        """A session of the owner, over or not. Raises NotFound."""
         session = await self.load(session_id)
-        if session.owner != caller.owner:
+        if session.owner != owner:
             raise NotFound(f"there is no session {session_id!r}", field="session_id")
         return session
 
@@ -73,50 +74,69 @@ class Sessions:
         """A session, whoever owns it: from memory while it is open, else from its row. Raises NotFound."""
         session = self._sessions.get(session_id)
         if session is None:
-            session = await self._database.read(lambda connection: rows.get_session(connection, session_id))
+            session = await self._database.read(lambda connection: get_session(connection, session_id))
             if session is None:
                 raise NotFound(f"there is no session {session_id!r}", field="session_id")
+        return session
+
+    async def load_open(self, session_id: str) -> Session:
+        """A session that is not over, whoever owns it. Raises NotFound, SessionEnded."""
+        session = await self.load(session_id)
+        if session.ended_at is not None:
+            raise SessionEnded(f"session {session_id} is over ({session.end_reason})")
         return session
 
     def cached(self, session_id: str) -> Session:
         """A session that is in use, so in memory."""
         return self._sessions[session_id]
 
-    async def require(self, caller: Caller, session_id: str) -> Session:
+    async def require(self, owner: str, session_id: str) -> Session:
         """A session that is not over. Raises NotFound, SessionEnded."""
-        session = await self.get(caller, session_id)
+        session = await self.get(owner, session_id)
         if session.ended_at is not None:
             raise SessionEnded(f"session {session_id} is over ({session.end_reason}): open a new one")
         self._alive_at[session_id] = time.monotonic()  # whoever uses a session is alive
         return session
 
-    async def finish(self, caller: Caller, session_id: str, reason: str, detail: str | None) -> None:
+    async def finish(self, owner: str, session_id: str, reason: str, detail: str | None) -> None:
         """Ends a session. The first reason stays."""
-        await self._end(await self.get(caller, session_id), reason, detail)
+        await self._end(await self.get(owner, session_id), reason, detail)
 
-    async def page(self, caller: Caller, limit: int, offset: int) -> list[str]:
+    async def page(self, owner: str, limit: int, offset: int) -> list[str]:
         """Ids of the caller's sessions, newest first."""
-        return await self._database.read(lambda connection: rows.list_sessions(connection, caller.owner, limit, offset))
+        return await self._database.read(lambda connection: list_sessions(connection, owner, limit, offset))
 
     async def contents(self, session: Session) -> tuple[list[str], list[str]]:
         """Ids of a session's models and of its sampling sessions."""
-        model_ids = await self._database.read(lambda connection: model_rows.of_session(connection, session.session_id))
-        sampler_ids = await self._database.read(
-            lambda connection: rows.list_sampling_sessions(connection, session.session_id)
-        )
-        return model_ids, sampler_ids
+        return await self._database.read(lambda connection: owned_ids(connection, session.session_id))
+
+    async def next_ended(self) -> Session:
+        """Waits for a session that is over. Whoever takes it frees what it owns, and says so by `forget`."""
+        return await self._ended.get()
+
+    async def wait_freed(self, but: str) -> None:
+        """Waits until what sessions owned that are over by now is free: all but one, which may wait for the caller."""
+        for session_id, freed in list(self._being_freed.items()):
+            if session_id != but:
+                await freed.wait()
+
+    def free(self, session: Session) -> None:
+        """Has what a session owns freed that is over."""
+        self._being_freed[session.session_id] = asyncio.Event()
+        self._ended.put_nowait(session)
 
     def forget(self, session_id: str) -> None:
-        """Drops from memory a session that is over."""
+        """Drops from memory a session that is over and owns nothing any more."""
         self._sessions.pop(session_id, None)
         self._alive_at.pop(session_id, None)
+        self._being_freed.pop(session_id).set()
 
     async def restore(self) -> None:
         """Reads open sessions after a restart; each gets its full time again, since it could not heartbeat."""
-        for session in await self._database.read(rows.open_sessions):
+        for session in await self._database.read(open_sessions):
             self._alive_at[session.session_id] = time.monotonic()
             self._sessions[session.session_id] = session
-            self._shares.take(session.owner)
+            self._quota.take(session.owner)
 
     async def sweep(self) -> None:
         """Ends sessions without heartbeat."""
@@ -129,12 +149,53 @@ class Sessions:
         if session.ended_at is not None:
             return
         session.ended_at, session.end_reason, session.end_detail = time.time(), reason, detail
-        self._shares.give(session.owner)
+        self._quota.give(session.owner)
         values = {"ended_at": session.ended_at, "end_reason": reason, "end_detail": detail}
-        await self._database.write(lambda connection: rows.update_session(connection, session.session_id, **values))
+        await self._database.write(lambda connection: update_session(connection, session.session_id, **values))
         logger.info("session %s is over: %s", session.session_id, reason)
-        await self.on_end(session)
+        self.free(session)
 
 
-async def _nothing(session: Session) -> None:
-    pass
+def insert_session(connection: sa.Connection, session: Session) -> bool:
+    """Keeps a new session; False if its request key is taken."""
+    return insert_new(connection, sessions, vars(session))
+
+
+def find_session(connection: sa.Connection, owner: str, request_key: str) -> Session | None:
+    """The session that an earlier request with the same key opened."""
+    where = (sessions.c.owner == owner) & (sessions.c.request_key == request_key)
+    row = (connection.execute(sa.select(sessions).where(where))).mappings().first()
+    return Session(**row) if row else None
+
+
+def get_session(connection: sa.Connection, session_id: str) -> Session | None:
+    """A session by id."""
+    query = sa.select(sessions).where(sessions.c.session_id == session_id)
+    row = (connection.execute(query)).mappings().first()
+    return Session(**row) if row else None
+
+
+def open_sessions(connection: sa.Connection) -> list[Session]:
+    """Sessions that have not ended."""
+    query = sa.select(sessions).where(sessions.c.ended_at.is_(None))
+    return [Session(**row) for row in (connection.execute(query)).mappings()]
+
+
+def list_sessions(connection: sa.Connection, owner: str, limit: int, offset: int) -> list[str]:
+    """Ids of an owner's sessions, newest first."""
+    query = sa.select(sessions.c.session_id).where(sessions.c.owner == owner)
+    query = query.order_by(sessions.c.created_at.desc()).limit(limit).offset(offset)
+    return [row.session_id for row in connection.execute(query)]
+
+
+def update_session(connection: sa.Connection, session_id: str, **values: Any) -> None:
+    """Writes columns of one session."""
+    connection.execute(sa.update(sessions).where(sessions.c.session_id == session_id).values(**values))
+
+
+def owned_ids(connection: sa.Connection, session_id: str) -> tuple[list[str], list[str]]:
+    """Ids of a session's models, oldest first, and of its sampling sessions."""
+    of_models = sa.select(models.c.model_id).where(models.c.session_id == session_id).order_by(models.c.created_at)
+    id_column = sampling_sessions.c.sampling_session_id
+    of_sampling_sessions = sa.select(id_column).where(sampling_sessions.c.session_id == session_id)
+    return list(connection.scalars(of_models)), list(connection.scalars(of_sampling_sessions))

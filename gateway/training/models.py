@@ -1,18 +1,24 @@
-"""The registry of models: who owns which, what state it is in, and when the trainer that held it is gone."""
+"""The registry of models: who owns which, what state it is in, and when its trainer is gone; and their rows."""
 
 import logging
 import time
 from typing import Any
 
+import sqlalchemy as sa
+
+from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import FailedPrecondition, FoveaError, ModelLost, NotFound, ResourceExhausted
-from gateway.checkpoints import checkpoint_rows
+from gateway.checkpoints.checkpoint import TRAINING
+from gateway.checkpoints.checkpoint_registry import public_models, rows_of_model
 from gateway.database.database import Database
+from gateway.database.schema import models, sessions
+from gateway.database.sql_engine import insert_new
 from gateway.database.writer import Job
-from gateway.identity import TRAINING, Caller
-from gateway.training import model_rows as rows
-from gateway.training.model_rows import Model, ModelState
+from gateway.training.model import Model, ModelState
 
 logger = logging.getLogger(__name__)
+
+_UPDATE = sa.update(models).where(models.c.model_id == sa.bindparam("key"))
 
 
 class Models:
@@ -28,15 +34,15 @@ class Models:
 
     async def add(self, model: Model) -> Model:
         """Keeps a new model; returns the one that has its id already, if there is one."""
-        if not await self._database.write(lambda connection: rows.insert(connection, model)):
+        if not await self._database.write(lambda connection: insert_row(connection, model)):
             return await self.load(model.model_id)
         self._models[model.model_id] = model
         return model
 
-    async def get(self, caller: Caller, model_id: str) -> Model:
+    async def get(self, owner: str, model_id: str) -> Model:
         """A model of the caller. Raises NotFound, also for somebody else's."""
         model = await self.load(model_id)
-        if model.owner != caller.owner:
+        if model.owner != owner:
             raise _unknown(model_id)
         return model
 
@@ -44,7 +50,7 @@ class Models:
         """A model by id, whoever owns it: from memory while it is used, else from its row. Raises NotFound."""
         model = self._models.get(model_id)
         if model is None:
-            model = await self._database.read(lambda connection: rows.get(connection, model_id))
+            model = await self._database.read(lambda connection: get_row(connection, model_id))
             if model is None:
                 raise _unknown(model_id)
         return model
@@ -64,35 +70,31 @@ class Models:
 
     async def restore(self) -> None:
         """Reads the models that are in training, after a restart."""
-        for model in await self._database.read(rows.living):
+        for model in await self._database.read(living_rows):
             self._models.setdefault(model.model_id, model)
 
     async def orphans(self) -> set[str]:
         """The sessions that are over and have models in training all the same: an earlier gateway was stopped first."""
-        living = [model.model_id for model in await self._database.read(rows.living)]
-        over = await self._database.read(lambda connection: rows.of_ended_sessions(connection, living))
+        living = [model.model_id for model in await self._database.read(living_rows)]
+        over = await self._database.read(lambda connection: ids_of_ended_sessions(connection, living))
         return {self._models[model_id].session_id for model_id in over}
 
     async def of_session(self, session_id: str) -> list[str]:
         """Ids of a session's models."""
-        return await self._database.read(lambda connection: rows.of_session(connection, session_id))
+        return await self._database.read(lambda connection: ids_of_session(connection, session_id))
 
     def saving(self, model: Model) -> Job[None]:
         """A write of the model as it is now."""
-        row = rows.frozen(model)
+        row = _to_row(model)  # now: a queued write must not see later changes
 
         def job(connection: Any) -> None:
-            rows.save(connection, row)
+            update_row(connection, row)
 
         return job
 
     async def save(self, model: Model) -> None:
         """Writes the model as it is now."""
         await self._database.write(self.saving(model))
-
-    def touch(self, model: Model) -> None:
-        """Notes that a request named the model; written with the next change."""
-        model.last_request_at = time.time()
 
     async def end(self, model: Model, reason: str) -> None:
         """Marks a model as over."""
@@ -125,7 +127,7 @@ class Models:
 
     async def lost_error(self, model: Model, reason: str = "") -> FoveaError:
         """What to tell whoever uses a lost model."""
-        saved = await self._database.read(lambda connection: checkpoint_rows.of_model(connection, model.model_id))
+        saved = await self._database.read(lambda connection: rows_of_model(connection, model.model_id))
         path = next((checkpoint.path for checkpoint in saved if checkpoint.segment == TRAINING), None)
         if path:
             advice = f"Go on from its last checkpoint: create_training_client_from_state_with_optimizer({path!r})"
@@ -145,3 +147,77 @@ class Models:
 
 def _unknown(model_id: str) -> FoveaError:
     return NotFound(f"there is no model {model_id!r}", field="model_id")
+
+
+def insert_row(connection: sa.Connection, model: Model) -> bool:
+    """Keeps a new model; False if its id is taken."""
+    return insert_new(connection, models, _to_row(model))
+
+
+def update_row(connection: sa.Connection, row: dict[str, Any]) -> None:
+    """Writes a row made by `_to_row`."""
+    connection.execute(_UPDATE, {**row, "key": row["model_id"]})
+
+
+def get_row(connection: sa.Connection, model_id: str) -> Model | None:
+    """A model by id."""
+    row = (connection.execute(sa.select(models).where(models.c.model_id == model_id))).mappings().first()
+    return _from_row(row) if row else None
+
+
+def living_rows(connection: sa.Connection) -> list[Model]:
+    """Models that are being made or trained."""
+    states = [ModelState.CREATING.value, ModelState.READY.value]
+    query = sa.select(models).where(models.c.state.in_(states))
+    return [_from_row(row) for row in (connection.execute(query)).mappings()]
+
+
+def ids_of_session(connection: sa.Connection, session_id: str) -> list[str]:
+    """Ids of a session's models."""
+    query = sa.select(models.c.model_id).where(models.c.session_id == session_id).order_by(models.c.created_at)
+    return [row.model_id for row in connection.execute(query)]
+
+
+def ids_of_over(connection: sa.Connection, model_ids: list[str]) -> list[str]:
+    """Those of some models that no trainer needs to hold any more."""
+    states = [ModelState.FAILED.value, ModelState.LOST.value, ModelState.ENDED.value]
+    query = sa.select(models.c.model_id).where(models.c.model_id.in_(model_ids) & models.c.state.in_(states))
+    return list(connection.scalars(query))
+
+
+def ids_of_ended_sessions(connection: sa.Connection, model_ids: list[str]) -> list[str]:
+    """Those of some models whose session is over."""
+    joined = models.join(sessions, models.c.session_id == sessions.c.session_id)
+    where = models.c.model_id.in_(model_ids) & sessions.c.ended_at.is_not(None)
+    return list(connection.scalars(sa.select(models.c.model_id).select_from(joined).where(where)))
+
+
+def all_ids(connection: sa.Connection) -> list[str]:
+    """Ids of all models that ever were."""
+    return list(connection.scalars(sa.select(models.c.model_id)))
+
+
+def rows_of_owner(
+    connection: sa.Connection, owner: str, limit: int, offset: int, with_public: bool = False
+) -> tuple[list[Model], int]:
+    """A page of an owner's models, latest request first, and how many there are in all.
+
+    Args:
+        with_public: Also those of others that have a published checkpoint.
+    """
+    where = models.c.owner == owner
+    if with_public:
+        where |= models.c.model_id.in_(public_models(time.time()))
+    query = sa.select(models).where(where).order_by(models.c.last_request_at.desc())
+    page = [_from_row(row) for row in (connection.execute(query.limit(limit).offset(offset))).mappings()]
+    counting = sa.select(sa.func.count()).select_from(models).where(where)
+    return page, (connection.execute(counting)).scalar_one()
+
+
+def _to_row(model: Model) -> dict[str, Any]:
+    return {**vars(model), "lora": model.lora.SerializeToString(), "state": model.state.value}
+
+
+def _from_row(row: Any) -> Model:
+    lora = weights_pb2.LoraConfig.FromString(row["lora"])
+    return Model(**{**row, "lora": lora, "state": ModelState(row["state"])})

@@ -1,42 +1,184 @@
-"""Commands that compute: forward, forward_backward, optim_step.
+"""Commands that compute: forward, forward_backward, optim_step; and the batches of datums of the first two.
 
 What changes a model has no deadline: to give it up would leave unknown what it did. The trainer knows it by its seq_id,
 does it once, and says what came of it however often it is asked.
 """
 
-from fovea.api.v1 import gateway_pb2, trainer_pb2
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fovea.api.v1 import gateway_pb2, model_input_pb2, trainer_pb2
 from fovea.client import ForwardBackwardResult
-from fovea.wire.errors import FailedPrecondition, FeatureEvicted
-from gateway.futures.future import Pending
-from gateway.stages import stage
-from gateway.training.batches import Batch
-from gateway.training.command_context import Context, Done
-from gateway.training.model_rows import Model
+from fovea.wire.errors import FailedPrecondition, FeatureEvicted, InvalidInput
+from fovea.wire.limits import MESSAGE_BYTES
+from gateway.futures.future import Done, Kind, Pending, split_messages
+from gateway.futures.futures import Futures
+from gateway.gateway_metrics import stage
+from gateway.replicas.renderers import Renderers
+from gateway.replicas.trainer_link import TrainerLink
+from gateway.training.custom_losses import CUSTOM, CustomLosses
+from gateway.training.model import Model
+
+BATCH_KINDS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
+_MOST_AHEAD = 8
+"""Of one owner: what waits for a turn that never comes must not keep others from being rendered in time."""
 
 
-async def forward_backward(context: Context, model: Model, pending: Pending, blob: bytes) -> Done:
-    """Renders the datums and has their loss computed, with gradients or without."""
-    pending.wait_on("rendering")
-    batch = await context.batches.take(pending)
-    again: list[int] = []
-    portion = len(batch.datums)
-    while True:
+@dataclass(frozen=True)
+class Batch:
+    """What the trainer is sent."""
+
+    header: trainer_pb2.ForwardBackwardHeader
+    datums: list[trainer_pb2.Datum]
+
+
+class Batches:
+    """Decodes and renders the requests of forward and forward_backward, while they wait for their turn: the trainer
+    computes one batch while the next is rendered.
+    """
+
+    def __init__(self, futures: Futures, renderers: Renderers, custom_losses: CustomLosses) -> None:
+        self._futures = futures
+        self._renderers = renderers
+        self._custom_losses = custom_losses
+        self._ahead: defaultdict[str, dict[str, asyncio.Task[Batch]]] = defaultdict(dict)
+
+    def begin(self, pending: Pending) -> None:
+        """Starts on a batch that may have to wait, unless enough are ahead. Never raises: `take` tells."""
+        ahead = self._ahead[pending.submission.owner]
+        if pending.submission.rejection is None and len(ahead) < _MOST_AHEAD:
+            task = asyncio.create_task(self.prepare(pending), name=f"render {pending.submission.future_id}")
+            task.add_done_callback(_look_at)
+            ahead[pending.submission.future_id] = task
+
+    async def take(self, pending: Pending) -> Batch:
+        """The batch of a request, begun before or not. Raises InvalidInput naming the datum that is wrong."""
+        task = self._ahead[pending.submission.owner].pop(pending.submission.future_id, None)
+        return await (self.prepare(pending) if task is None else task)
+
+    def drop(self, pending: Pending) -> None:
+        """Stops work on a request that will not run."""
+        task = self._ahead[pending.submission.owner].pop(pending.submission.future_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def prepare(self, pending: Pending) -> Batch:
+        """Decodes and renders now."""
+        first, *rest = split_messages(gateway_pb2.SubmitForwardBackwardRequest, await self._futures.request_of(pending))
+        if not rest:
+            raise InvalidInput("data is empty; send at least one datum", field="data")
+        header = trainer_pb2.ForwardBackwardHeader(
+            model_id=first.header.model_id,
+            loss_function=first.header.loss_function,
+            loss_config=first.header.loss_config,
+            backward=first.header.backward,
+            datum_count=len(rest),
+            custom_loss=await self._custom_loss(pending, first.header),
+        )
+        with stage("render", pending.submission.kind.value):
+            rendered = await self._render(
+                pending.submission.owner, {i: record.datum.input for i, record in enumerate(rest)}
+            )
+        return Batch(header, [_datum(index, rendered[index], record.datum) for index, record in enumerate(rest)])
+
+    async def _custom_loss(
+        self, pending: Pending, header: gateway_pb2.SubmitForwardBackwardHeader
+    ) -> trainer_pb2.CustomLoss | None:
+        if header.loss_function == CUSTOM or header.custom_loss_id:
+            return await self._custom_losses.get(pending.submission.session_id, header)
+        return None
+
+    async def render_again(self, pending: Pending, batch: Batch, indexes: Sequence[int]) -> Batch:
+        """The same batch, after some of its datums were rendered once more."""
+        _, *rest = split_messages(gateway_pb2.SubmitForwardBackwardRequest, await self._futures.request_of(pending))
+        with stage("render", pending.submission.kind.value):
+            rendered = await self._render(pending.submission.owner, {i: rest[i].datum.input for i in indexes})
+        datums = list(batch.datums)
+        for index, one in rendered.items():
+            datums[index] = _datum(index, one, rest[index].datum)
+        return Batch(batch.header, datums)
+
+    async def _render(
+        self, owner: str, inputs: Mapping[int, model_input_pb2.ModelInput]
+    ) -> dict[int, model_input_pb2.RenderedInput]:
         try:
-            answer = await _compute(context, model, batch, pending)
-            break
-        except FeatureEvicted as error:  # the trainer fetches before it computes: nothing was added yet
-            missing = _missing(error, len(batch.datums))
-            came = len(set(again).difference(missing))
-            if again and not came and portion == 1:
-                raise
-            # As many as came the last time: more than renderers hold at once would push each other out.
-            portion = max(1, came or portion // 4) if again else portion
-            again = missing[:portion]
-            pending.wait_on("rendering again what the renderers no longer hold")
-            batch = await context.batches.render_again(pending, batch, again)
-    outputs = [gateway_pb2.WaitFutureResponse(output=output) for output in answer.outputs]
-    metrics = trainer_pb2.Metrics(values=answer.metrics)
-    return Done([*outputs, gateway_pb2.WaitFutureResponse(metrics=metrics)])
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    index: group.create_task(self._renderers.render(owner, model_input, f"data[{index}].model_input"))
+                    for index, model_input in inputs.items()
+                }
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return {index: task.result() for index, task in tasks.items()}
+
+
+class StepCommands:
+    """Runs forward, forward_backward and optim_step."""
+
+    def __init__(self, batches: Batches, trainer: TrainerLink) -> None:
+        self._batches, self._trainer = batches, trainer
+
+    async def forward_backward(self, model: Model, pending: Pending, blob: bytes) -> Done:
+        """Renders the datums and has their loss computed, with gradients or without."""
+        pending.progress.wait_on("rendering")
+        batch = await self._batches.take(pending)
+        again: list[int] = []
+        portion = len(batch.datums)
+        while True:
+            try:
+                answer = await self._compute(model, batch, pending)
+                break
+            except FeatureEvicted as error:  # the trainer fetches before it computes: nothing was added yet
+                missing = _missing(error, len(batch.datums))
+                came = len(set(again).difference(missing))
+                if again and not came and portion == 1:
+                    raise
+                # As many as came the last time: more than renderers hold at once would push each other out.
+                portion = max(1, came or portion // 4) if again else portion
+                again = missing[:portion]
+                pending.progress.wait_on("rendering again what the renderers no longer hold")
+                batch = await self._batches.render_again(pending, batch, again)
+        outputs = [gateway_pb2.WaitFutureResponse(output=output) for output in answer.outputs]
+        metrics = trainer_pb2.Metrics(values=answer.metrics)
+        return Done([*outputs, gateway_pb2.WaitFutureResponse(metrics=metrics)])
+
+    async def _compute(self, model: Model, batch: Batch, pending: Pending) -> ForwardBackwardResult:
+        pending.progress.wait_on("computing, or waiting for the trainer")
+        batch.header.seq_id = pending.submission.seq_id
+        batch.header.drop_gradients = not model.is_accumulating
+        with stage("train", pending.submission.kind.value):
+            return await self._trainer.settle(
+                model.trainer_instance,
+                lambda: self._trainer.client.forward_backward(batch.header, batch.datums, timeout_s=None),
+            )
+
+    async def optim_step(self, model: Model, pending: Pending, blob: bytes) -> Done:
+        """Steps, unless a forward_backward since the last step failed: then gradients are partial and are dropped."""
+        trainer, held_by, seq_id = self._trainer, model.trainer_instance, pending.submission.seq_id
+        if model.failed_seq_id is not None:
+            failed, reason = model.failed_seq_id, model.failed_reason
+            await trainer.settle(
+                held_by,
+                lambda: trainer.client.clear_gradients(model.model_id, timeout_s=None, seq_id=seq_id),
+            )
+            model.failed_seq_id, model.failed_reason = None, ""
+            raise FailedPrecondition(
+                f"this optim_step (request {seq_id}) was not taken: forward_backward request {failed} before it "
+                f"failed ({reason}), so the gradients were partial. They were dropped; send the forward_backward calls "
+                "again, then optim_step"
+            )
+        request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
+        pending.progress.wait_on("stepping, or waiting for the trainer")
+        with stage("train", pending.submission.kind.value):
+            answer = await trainer.settle(
+                held_by,
+                lambda: trainer.client.optim_step(
+                    model.model_id, request.adam, timeout_s=None, seq_id=pending.submission.seq_id
+                ),
+            )
+        return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
 
 
 def _missing(error: FeatureEvicted, count: int) -> list[int]:
@@ -45,36 +187,17 @@ def _missing(error: FeatureEvicted, count: int) -> list[int]:
     return [int(index) for index in named.split(",") if int(index) < count] if named else list(range(count))
 
 
-async def _compute(context: Context, model: Model, batch: Batch, pending: Pending) -> ForwardBackwardResult:
-    pending.wait_on("computing, or waiting for the trainer")
-    batch.header.seq_id = pending.seq_id
-    batch.header.drop_gradients = not model.is_accumulating
-    with stage("train", pending.kind.value):
-        return await context.trainer.settle(
-            model.trainer_instance,
-            lambda: context.trainer.client.forward_backward(batch.header, batch.datums, timeout_s=None),
-        )
+def _look_at(task: asyncio.Task[Batch]) -> None:
+    """A batch that nobody takes any more may fail in silence."""
+    if not task.cancelled():
+        task.exception()
 
 
-async def optim_step(context: Context, model: Model, pending: Pending, blob: bytes) -> Done:
-    """Steps, unless a forward_backward since the last step failed: then the gradients are partial and are dropped."""
-    trainer, held_by = context.trainer, model.trainer_instance
-    if model.failed_seq_id is not None:
-        failed, reason = model.failed_seq_id, model.failed_reason
-        await trainer.settle(
-            held_by, lambda: trainer.client.clear_gradients(model.model_id, timeout_s=None, seq_id=pending.seq_id)
+def _datum(index: int, rendered: model_input_pb2.RenderedInput, datum: gateway_pb2.InputDatum) -> trainer_pb2.Datum:
+    whole = trainer_pb2.Datum(input=rendered, loss_inputs=datum.loss_inputs)
+    if (size_bytes := whole.ByteSize()) > MESSAGE_BYTES - 1024:
+        raise InvalidInput(
+            f"data[{index}] takes {size_bytes} bytes without its images; at most {MESSAGE_BYTES - 1024} fit",
+            field=f"data[{index}]",
         )
-        model.failed_seq_id, model.failed_reason = None, ""
-        raise FailedPrecondition(
-            f"this optim_step (request {pending.seq_id}) was not taken: forward_backward request {failed} before it "
-            f"failed ({reason}), so the gradients were partial. They were dropped; send the forward_backward calls "
-            "again, then optim_step"
-        )
-    request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
-    pending.wait_on("stepping, or waiting for the trainer")
-    with stage("train", pending.kind.value):
-        answer = await trainer.settle(
-            held_by,
-            lambda: trainer.client.optim_step(model.model_id, request.adam, timeout_s=None, seq_id=pending.seq_id),
-        )
-    return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
+    return whole

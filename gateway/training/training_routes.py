@@ -1,5 +1,6 @@
 """Routes of training."""
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -11,9 +12,8 @@ from starlette.routing import Route
 
 from fovea.api.v1 import gateway_pb2, trainer_pb2, weights_pb2
 from fovea.tinker.v1 import tinker_pb2
+from fovea.wire.custom_loss import MAX_GRAPH_BYTES
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, SessionEnded, Unimplemented
-from gateway.http import bodies
-from gateway.http import model_inputs as inputs
 from gateway.http.endpoint import Endpoints, Json
 from gateway.http.request_body import (
     PREFIX_BYTES,
@@ -25,24 +25,36 @@ from gateway.http.request_body import (
     peek_address,
     read,
 )
-from gateway.identity import Caller
 from gateway.sampling.sampling_sessions import Sampling
 from gateway.settings import GatewaySettings
+from gateway.training import training_bodies as bodies
+from gateway.training.custom_losses import CustomLosses
 from gateway.training.models import Models
 from gateway.training.training import Command, Training
+from gateway.training.training_wire import check_dense_size, datum_from_proto, loss_config_from_proto
 
 B = TypeVar("B", bound=BaseModel)
 C = TypeVar("C", bound=Command)
 M = TypeVar("M")
 _ADAM = "adamw"
+_MOST_LOSS_BYTES = 2 * MAX_GRAPH_BYTES
+"""A graph as it is kept, with whatever white space a client puts in."""
 _SAMPLER_KINDS = ("snapshot", "inflight")
 
 
 class TrainingRoutes:
     """Handlers of training. Wrong content is accepted and fails its future; see `Training`."""
 
-    def __init__(self, training: Training, models: Models, sampling: Sampling, settings: GatewaySettings) -> None:
-        self._training, self._models, self._sampling, self._settings = training, models, sampling, settings
+    def __init__(
+        self,
+        training: Training,
+        models: Models,
+        custom_losses: CustomLosses,
+        sampling: Sampling,
+        settings: GatewaySettings,
+    ) -> None:
+        self._training, self._models, self._custom_losses = training, models, custom_losses
+        self._sampling, self._settings = sampling, settings
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         """All of them."""
@@ -55,10 +67,11 @@ class TrainingRoutes:
             "save_weights_for_sampler": self.save_weights_for_sampler,
             "load_weights": self.load_weights,
             "save_weights_external": self.save_weights_external,
+            "create_custom_loss": self.create_custom_loss,
         }
         return [endpoints.route("POST", path, handler) for path, handler in handlers.items()]
 
-    async def create_model(self, request: Request, caller: Caller) -> Response:
+    async def create_model(self, request: Request, owner: str) -> Response:
         """Submits a fresh model."""
         body = await parse_json(request, bodies.CreateModel, await read(request))
         self._sampling.check_base_model(body.base_model)
@@ -74,13 +87,13 @@ class TrainingRoutes:
                 message.lora.CopyFrom(self._lora(body.lora_config))
             except InvalidInput as error:
                 rejection = rejection or error
-        future_id, model_id = await self._training.submit_create(caller, message, rejection)
+        future_id, model_id = await self._training.submit_create(owner, message, rejection)
         return Json({"request_id": future_id, "model_id": model_id})
 
-    async def get_info(self, request: Request, caller: Caller) -> Response:
+    async def get_info(self, request: Request, owner: str) -> Response:
         """Describes a model."""
         body = await parse_json(request, bodies.GetInfo, await read(request))
-        model = await self._models.get(caller, body.model_id)
+        model = await self._models.get(owner, body.model_id)
         data = {
             "arch": "vision-language model",
             "model_name": model.base_model,
@@ -98,63 +111,61 @@ class TrainingRoutes:
             }
         )
 
-    async def forward_backward(self, request: Request, caller: Caller) -> Response:
+    async def forward_backward(self, request: Request, owner: str) -> Response:
         """Submits a loss. A refused body still uses up its seq_id: later requests must not wait for it."""
         try:
             blob = await read(request, self._settings.max_body_bytes)
         except BodyTooLarge as error:
-            await self._use_up(caller, error.prefix, error)
+            await self._use_up(owner, error.prefix, error)
             raise
         try:
             body = await parse_forward_backward(request, blob)
         except (InvalidInput, PayloadTooLarge) as error:
-            await self._use_up(caller, blob[:PREFIX_BYTES], error)
+            await self._use_up(owner, blob[:PREFIX_BYTES], error)
             raise
         header = gateway_pb2.SubmitForwardBackwardHeader(
             model_id=body.model_id, seq_id=body.seq_id, loss_function=body.loss_fn, backward=not body.forward_only
         )
         data, rejection = _accepted(lambda: self._content(body, header))
-        future_id = await self._training.submit_forward_backward(caller, header, data or [], rejection)
+        future_id = await self._training.submit_forward_backward(owner, header, data or [], rejection)
         return Json({"request_id": future_id, "model_id": body.model_id})
 
-    async def _use_up(self, caller: Caller, prefix: bytes, error: FoveaError) -> None:
+    async def _use_up(self, owner: str, prefix: bytes, error: FoveaError) -> None:
         """Fails, in its turn, the request that a refused body was, if its start tells which one that was."""
         if address := peek_address(prefix):
             header = gateway_pb2.SubmitForwardBackwardHeader(model_id=address[0], seq_id=address[1], backward=True)
             with suppress(NotFound, InvalidInput, SessionEnded):
-                await self._training.submit_forward_backward(caller, header, [], error)
+                await self._training.submit_forward_backward(owner, header, [], error)
 
     def _content(
         self, body: tinker_pb2.ForwardBackwardRequest, header: gateway_pb2.SubmitForwardBackwardHeader
     ) -> list[gateway_pb2.InputDatum]:
-        inputs.check_dense_size(body.data, self._settings.max_body_bytes)
-        config, header.custom_loss_id = inputs.loss_config_from_proto(body)
+        check_dense_size(body.data, self._settings.max_body_bytes)
+        config, header.custom_loss_id = loss_config_from_proto(body)
         header.loss_config.update(config)
-        return [inputs.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
+        return [datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
 
-    async def optim_step(self, request: Request, caller: Caller) -> Response:
+    async def optim_step(self, request: Request, owner: str) -> Response:
         """Submits a step."""
-        return await self._submit(request, caller, bodies.OptimStep, gateway_pb2.SubmitOptimStepRequest, _optim_step)
+        return await self._submit(request, owner, bodies.OptimStep, gateway_pb2.SubmitOptimStepRequest, _optim_step)
 
-    async def save_weights(self, request: Request, caller: Caller) -> Response:
+    async def save_weights(self, request: Request, owner: str) -> Response:
         """Submits a checkpoint."""
-        return await self._submit(
-            request, caller, bodies.SaveWeights, gateway_pb2.SubmitSaveStateRequest, _save_weights
-        )
+        return await self._submit(request, owner, bodies.SaveWeights, gateway_pb2.SubmitSaveStateRequest, _save_weights)
 
-    async def save_weights_for_sampler(self, request: Request, caller: Caller) -> Response:
+    async def save_weights_for_sampler(self, request: Request, owner: str) -> Response:
         """Submits a snapshot."""
         return await self._submit(
-            request, caller, bodies.SaveWeightsForSampler, gateway_pb2.SubmitSaveForSamplerRequest, _save_for_sampler
+            request, owner, bodies.SaveWeightsForSampler, gateway_pb2.SubmitSaveForSamplerRequest, _save_for_sampler
         )
 
-    async def load_weights(self, request: Request, caller: Caller) -> Response:
+    async def load_weights(self, request: Request, owner: str) -> Response:
         """Submits a load: into a model that it makes (form A), or into one that exists (form B)."""
         kind = gateway_pb2.SubmitLoadStateRequest
-        blob, fields = await self._read(request, caller, kind)
+        blob, fields = await self._read(request, owner, kind)
         if fields.get("session_id") is None:
             message = kind(**_address(fields))
-            return await self._accept(request, caller, bodies.LoadWeights, message, _load_weights, blob)
+            return await self._accept(request, owner, bodies.LoadWeights, message, _load_weights, blob)
         body = await parse_json(request, bodies.LoadWeights, blob)
         if body.model_seq_id is None or body.model_id is not None or body.seq_id is not None:
             raise InvalidInput("send session_id with model_seq_id, or model_id with seq_id", field="model_seq_id")
@@ -168,30 +179,41 @@ class TrainingRoutes:
             optimizer=body.optimizer,
         )
         rejection = _unsupported_load(body)
-        future_id, model_id = await self._training.submit_create(caller, creation, rejection)
+        future_id, model_id = await self._training.submit_create(owner, creation, rejection)
         return Json({"request_id": future_id, "model_id": model_id})
 
-    async def save_weights_external(self, request: Request, caller: Caller) -> Response:
+    async def save_weights_external(self, request: Request, owner: str) -> Response:
         """Submits an export."""
         return await self._submit(
-            request, caller, bodies.SaveWeightsExternal, gateway_pb2.SubmitSaveExternalRequest, _save_external
+            request, owner, bodies.SaveWeightsExternal, gateway_pb2.SubmitSaveExternalRequest, _save_external
         )
+
+    async def create_custom_loss(self, request: Request, owner: str) -> Response:
+        """Submits a loss. What it may not do fails the future."""
+        body = await parse_json(request, bodies.CreateCustomLoss, await read(request, _MOST_LOSS_BYTES))
+        loss = trainer_pb2.CustomLoss(
+            name=body.name,
+            inputs=[trainer_pb2.CustomLossInput(name=given.name, rank=given.rank) for given in body.inputs],
+            graph=json.dumps(body.graph, separators=(",", ":")).encode(),
+        )
+        message = gateway_pb2.CreateCustomLossRequest(
+            session_id=body.session_id, custom_loss_seq_id=body.custom_loss_seq_id, loss=loss
+        )
+        return Json({"request_id": await self._custom_losses.submit(owner, message)})
 
     async def _submit(
         self,
         request: Request,
-        caller: Caller,
+        owner: str,
         kind: type[B],
         message_kind: Callable[..., C],
         fill: Callable[[B, C], None],
     ) -> Response:
         """Decodes as far as model and seq_id; whatever is wrong beyond them fails the future instead."""
-        blob, fields = await self._read(request, caller, message_kind)
-        return await self._accept(request, caller, kind, message_kind(**_address(fields)), fill, blob)
+        blob, fields = await self._read(request, owner, message_kind)
+        return await self._accept(request, owner, kind, message_kind(**_address(fields)), fill, blob)
 
-    async def _read(
-        self, request: Request, caller: Caller, kind: Callable[..., Command]
-    ) -> tuple[bytes, dict[str, Any]]:
+    async def _read(self, request: Request, owner: str, kind: Callable[..., Command]) -> tuple[bytes, dict[str, Any]]:
         """A command's body and its fields. One that is too large still uses up its seq_id, if its start tells that."""
         prefix = b""
         try:
@@ -201,13 +223,13 @@ class TrainingRoutes:
         except PayloadTooLarge as error:
             start = parse_start(error.prefix if isinstance(error, BodyTooLarge) else prefix)
             with suppress(NotFound, InvalidInput, SessionEnded):
-                await self._training.submit(caller, kind(**_address(start)), error)
+                await self._training.submit(owner, kind(**_address(start)), error)
             raise
 
     async def _accept(
         self,
         request: Request,
-        caller: Caller,
+        owner: str,
         kind: type[B],
         message: C,
         fill: Callable[[B, C], None],
@@ -218,7 +240,7 @@ class TrainingRoutes:
             fill(await parse_json(request, kind, blob), message)
         except (InvalidInput, Unimplemented) as error:
             rejection = error
-        future_id = await self._training.submit(caller, message, rejection)
+        future_id = await self._training.submit(owner, message, rejection)
         return Json({"request_id": future_id, "model_id": message.model_id})
 
     def _lora(self, config: bodies.LoraConfig) -> weights_pb2.LoraConfig:

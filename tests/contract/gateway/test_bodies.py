@@ -8,8 +8,8 @@ import zstandard
 
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.errors import ResourceExhausted
-from gateway.access.quotas import Shares
 from gateway.http.request_body import SMALL_BYTES, parse_start
+from gateway.quotas import Quota
 from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.requests import PROTOBUF, Rest
 from tests.contract.gateway.valid_bodies import Bodies
@@ -151,7 +151,7 @@ async def test_one_owner_does_not_fill_the_memory_of_all(stand: Stand) -> None:
 
 
 def test_bytes_are_shared_as_everything_is() -> None:
-    shares = Shares("memory", 100, "bytes")
+    shares = Quota("memory", 100, "bytes")
     with shares.holding("one") as first, shares.holding("two") as second:
         first.take(40)
         with pytest.raises(ResourceExhausted, match="memory 100"):

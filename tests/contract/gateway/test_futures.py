@@ -78,7 +78,7 @@ async def test_unknown_is_404_expired_is_410_and_a_stranger_sees_nothing(stand: 
 
     async def is_expired() -> bool:
         assert stand.gateway is not None
-        await stand.gateway.board.sweep()
+        await stand.gateway.parts.futures.sweep()
         return (await rest.poll(request_id)).status_code == 410
 
     await eventually(is_expired)
@@ -166,7 +166,7 @@ async def test_a_jump_of_the_clock_ends_no_session(stand: Stand, rest: Rest, mon
     assert stand.gateway is not None
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 86400)
-    await stand.gateway.sessions.sweep()
+    await stand.gateway.parts.sessions.sweep()
     monkeypatch.undo()
     assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 200
 

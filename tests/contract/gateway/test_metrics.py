@@ -6,7 +6,7 @@ from pathlib import Path
 from prometheus_client import REGISTRY
 
 from fovea.wire.errors import SnapshotNotLoaded
-from gateway import identity
+from gateway.replicas.snapshot_pushes import version_of
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.requests import Rest
 from tests.waiting import eventually
@@ -34,7 +34,7 @@ async def test_queue_depth_has_model_and_tenant_and_leaves_nothing_behind(stand:
 
     async def shown() -> bool:
         assert stand.gateway is not None
-        await stand.gateway.vitals.look()
+        await stand.gateway.parts.health.set_gauges()
         running, waiting = (value(depth, **labels, state=state) for state in ("running", "waiting"))
         return (running, waiting) == (1, 2)
 
@@ -43,7 +43,7 @@ async def test_queue_depth_has_model_and_tenant_and_leaves_nothing_behind(stand:
     stand.trainer.open.set()
     for answer in answers:
         await rest.result(answer.json()["request_id"])
-    await stand.gateway.vitals.look()
+    await stand.gateway.parts.health.set_gauges()
     assert value(depth, **labels, state="running") is None
     assert value(depth, **labels, state="waiting") is None
 
@@ -56,7 +56,7 @@ async def test_samples_are_queued_under_the_model_that_they_sample(stand: Stand,
 
     async def shown() -> bool:
         assert stand.gateway is not None
-        await stand.gateway.vitals.look()
+        await stand.gateway.parts.health.set_gauges()
         return value("fovea_gateway_queue_depth", model=model_id, tenant=TENANT, state="running") == 1
 
     await eventually(shown)
@@ -77,7 +77,7 @@ async def test_who_waits_for_a_place_in_a_replica_is_shown(tmp_path: Path) -> No
 
         async def shown() -> bool:
             assert stand.gateway is not None
-            await stand.gateway.vitals.look()
+            await stand.gateway.parts.health.set_gauges()
             return value(waiting, service="sampler", replica=stand.sampler.address) == 2
 
         await eventually(shown)
@@ -85,7 +85,7 @@ async def test_who_waits_for_a_place_in_a_replica_is_shown(tmp_path: Path) -> No
         stand.sampler.open.set()
         for answer in answers:
             await rest.result(answer.json()["request_id"])
-        await stand.gateway.vitals.look()
+        await stand.gateway.parts.health.set_gauges()
         assert value(waiting, service="sampler", replica=stand.sampler.address) == 0
 
 
@@ -110,12 +110,12 @@ async def test_a_sampler_that_misses_pushes_lags(stand: Stand, rest: Rest) -> No
     for seq_id in (1, 2):
         sampling_session_id = await rest.snapshot(model_id, seq_id, seq_id)
         await rest.result((await rest.sample(sampling_session_id, 1)).json()["request_id"])
-    await stand.gateway.vitals.look()
+    await stand.gateway.parts.health.set_gauges()
     assert value("fovea_gateway_sampler_version_lag", **lag) == 0
-    (sampler,) = stand.gateway.samplers.up
-    newest = max(sampler.adapters, key=lambda held: identity.version_of(held) or ("", 0))
+    (sampler,) = stand.gateway.parts.samplers.up
+    newest = max(sampler.adapters, key=lambda held: version_of(held) or ("", 0))
     sampler.adapters.discard(newest)
-    await stand.gateway.vitals.look()
+    await stand.gateway.parts.health.set_gauges()
     assert value("fovea_gateway_sampler_version_lag", **lag) == 1
 
 
@@ -135,7 +135,7 @@ async def test_errors_are_counted_by_reason(stand: Stand, rest: Rest) -> None:
 async def test_replicas_and_restarts_are_counted(stand: Stand) -> None:
     assert stand.gateway is not None
     before = count("fovea_gateway_trainer_restarts_total")
-    await stand.gateway.vitals.look()
+    await stand.gateway.parts.health.set_gauges()
     up = {service: value("fovea_gateway_replicas", service=service, state="up") for service in ("sampler", "trainer")}
     assert up == {"sampler": 1, "trainer": 1}
     await stand.trainer.stop()
@@ -144,7 +144,7 @@ async def test_replicas_and_restarts_are_counted(stand: Stand) -> None:
 
     async def noticed() -> bool:
         assert stand.gateway is not None
-        await stand.gateway.vitals.look()
+        await stand.gateway.parts.health.set_gauges()
         return count("fovea_gateway_trainer_restarts_total") == before + 1
 
     await eventually(noticed)
@@ -158,4 +158,4 @@ async def test_the_state_folder_is_there_wherever_the_database_is(tmp_path: Path
     elsewhere = f"sqlite:///{tmp_path / 'database' / 'gateway.db'}"
     async with running(Stand(tmp_path / "state"), database_url=elsewhere) as stand:
         assert stand.gateway is not None
-        await stand.gateway.vitals.look()
+        await stand.gateway.parts.health.set_gauges()

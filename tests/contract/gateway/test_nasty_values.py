@@ -55,7 +55,7 @@ async def answers(stand: Stand) -> AsyncIterator[Answers]:
         yield answers
         await answers.check()
     assert stand.gateway is not None
-    board = stand.gateway.board
+    board = stand.gateway.parts.futures
     await eventually(lambda: all(pending.state is not State.RUNNING for pending in board.unfinished()))
 
 

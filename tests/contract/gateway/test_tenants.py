@@ -149,7 +149,7 @@ async def test_streams_count_as_well(stand: Stand, alice: Rest, bob: Rest, stub:
     session = await base_session(alice)
     calls = [stub.SampleTokens(sample_request(session), metadata=keyed(ALICE)) for _ in range(10)]
     assert stand.gateway is not None
-    (sampler,) = stand.gateway.samplers.members
+    (sampler,) = stand.gateway.parts.samplers.members
     await eventually(lambda: sampler.queued == 10)
     error = await told(stub.SampleTokens(sample_request(session), metadata=keyed(ALICE)))
     assert isinstance(error, ResourceExhausted)
@@ -170,7 +170,7 @@ async def test_owners_are_served_by_turns(stand: Stand, alice: Rest, bob: Rest) 
     await eventually(lambda: stand.sampler.running == 1)
     last = (await bob.sample(his, 0)).json()["request_id"]
     assert stand.gateway is not None
-    (sampler,) = stand.gateway.samplers.members
+    (sampler,) = stand.gateway.parts.samplers.members
     await eventually(lambda: sampler.waiting == 9)
     stand.sampler.open.set()
     for request_id in ids:

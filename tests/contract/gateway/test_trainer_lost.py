@@ -21,7 +21,7 @@ async def test_restarted_trainer_has_lost_its_models(stand: Stand, rest: Rest) -
     gateway = stand.gateway
     assert gateway is not None
     instance_id = stand.trainer.instance_id
-    await eventually(lambda: gateway.trainer.info is not None and gateway.trainer.info.instance_id == instance_id)
+    await eventually(lambda: gateway.parts.trainer.info is not None and gateway.parts.trainer.info.instance_id == instance_id)
     answer = await rest.result((await rest.forward_backward(model_id, 5)).json()["request_id"])
     assert answer["category"] == "server"
     assert "restarted" in answer["error"]
@@ -117,7 +117,7 @@ async def test_a_step_of_which_nobody_learns_what_it_did_takes_its_model_along(s
     await trainer.start()
     gateway = stand.gateway
     assert gateway is not None
-    await eventually(lambda: gateway.trainer.up)
+    await eventually(lambda: gateway.parts.trainer.up)
     after = await rest.result((await rest.forward_backward(model_id, 3)).json()["request_id"])
     assert saved["path"] in after["error"], "it was said to be gone, so it is"
 

@@ -13,7 +13,7 @@ import yaml
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 
-import gateway.instruments
+import gateway.gateway_metrics
 import services.renderer.renderer_metrics
 import services.sampler.sampler_metrics
 import services.trainer.trainer_metrics
@@ -29,7 +29,7 @@ PAGE = (ROOT / "docs/operations/metrics.md").read_text()
 MODULES = (
     services.renderer.renderer_metrics,
     services.sampler.sampler_metrics,
-    gateway.instruments,
+    gateway.gateway_metrics,
     services.trainer.trainer_metrics,
     interceptors,
 )

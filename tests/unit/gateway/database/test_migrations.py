@@ -10,7 +10,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from fovea.wire.errors import Internal, Unavailable
-from gateway.access import key_rows as keys
+from gateway.access.api_keys import all_keys
 from gateway.database import migrations, schema
 from gateway.database.database import Database
 from gateway.database.sql_engine import make_engine, parse_url
@@ -83,7 +83,7 @@ async def test_tables_of_an_earlier_version_become_todays(database_url: str, ver
         numbers = await database.read(lambda c: c.execute(sa.select(schema.schema_version.c.version)).scalars().all())
         assert numbers == [int(schema.REVISION)], "gateways from before alembic know these tables, or refuse them"
         if version < 3:
-            (key,) = await database.read(keys.every)
+            (key,) = await database.read(all_keys)
             assert (key.owner, key.key_hash, key.created_at) == tuple(_OWNED.values()), "its data stays its own"
         await database.close()
 

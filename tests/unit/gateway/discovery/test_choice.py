@@ -5,9 +5,7 @@ import re
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from gateway.discovery.choice import Kind, choose
-from gateway.discovery.dns import DnsDiscovery
-from gateway.discovery.static import StaticDiscovery
+from gateway.discovery.discovery import DnsDiscovery, Kind, StaticDiscovery, choose
 
 
 async def test_static_addresses_are_told_once() -> None:

@@ -12,19 +12,19 @@ from gateway.database.database import Database
 from gateway.database.sql_engine import make_engine, parse_url
 from gateway.database.writer import Batched
 from gateway.futures import future_rows as rows
-from gateway.futures.future import Kind, Outcome, Pending
+from gateway.futures.future import Kind, Outcome, State, Submission
 
 
-def submission(number: int) -> rows.Submission:
-    pending = Pending(f"s:{number}", Kind.SAMPLE, "owner", "sess", "s", number, request=None)
-    return rows.Submission(pending, f"request {number}".encode())
+def submission(number: int) -> rows.Accepted:
+    submitted = Submission(f"s:{number}", Kind.SAMPLE, "owner", "sess", "s", number)
+    return rows.Accepted(submitted, State.QUEUED, f"request {number}".encode())
 
 
 def finished(number: int) -> rows.Finished:
     return rows.Finished(f"s:{number}", Outcome(Kind.SAMPLE, f"result {number}".encode()), 1.0, number)
 
 
-def submitting(number: int) -> Batched[rows.Submission, bool]:
+def submitting(number: int) -> Batched[rows.Accepted, bool]:
     return Batched(rows.insert, submission(number))
 
 
@@ -46,7 +46,7 @@ async def test_of_many_each_is_told_whether_it_is_new(database: Database) -> Non
     news = await asyncio.gather(*(database.write(submitting(number)) for number in range(600)))
     assert news == [number not in known for number in range(600)]
     kept = await database.read(rows.unfinished)
-    assert {pending.seq_id for pending in kept} == set(range(600))
+    assert {pending.submission.seq_id for pending in kept} == set(range(600))
     assert await database.read(lambda connection: rows.get_request(connection, "s:8")) == b"request 8"
 
 
@@ -59,12 +59,12 @@ async def test_an_outcome_behind_its_submission_in_one_group_counts(database: Da
     assert stored is not None
     assert stored.outcome is not None
     assert stored.outcome.result == b"result 99"
-    assert {pending.seq_id for pending in await database.read(rows.unfinished)} == set(range(100, 200))
+    assert {pending.submission.seq_id for pending in await database.read(rows.unfinished)} == set(range(100, 200))
 
 
 async def test_a_bad_one_among_many_fails_alone(database: Database) -> None:
     bad = submission(5)
-    bad = bad._replace(pending=replace(bad.pending, owner=None))  # type: ignore[arg-type]
+    bad = bad._replace(submission=replace(bad.submission, owner=None))  # type: ignore[arg-type]
     jobs = [submitting(number) if number != 5 else Batched(rows.insert, bad) for number in range(50)]
     results = await asyncio.gather(*map(database.write, jobs), return_exceptions=True)
     assert [isinstance(result, sa.exc.IntegrityError) for result in results] == [number == 5 for number in range(50)]

@@ -6,7 +6,7 @@ import pytest
 
 from fovea.api.v1 import model_input_pb2
 from fovea.wire.errors import InvalidInput, NotFound
-from gateway.grpc_front.uploaded_images import ImageShelf
+from gateway.grpc_front.uploaded_images import UploadedImages
 
 
 def sha(data: bytes) -> str:
@@ -21,7 +21,7 @@ def reference(data: bytes) -> model_input_pb2.ModelInput:
 
 
 def test_references_become_images() -> None:
-    shelf = ImageShelf()
+    shelf = UploadedImages()
     shelf.put("o", sha(b"one"), b"one")
     image = shelf.inline("o", reference(b"one"), "prompt").chunks[0].image
     assert (image.data, image.format, image.expected_token_count) == (b"one", model_input_pb2.IMAGE_FORMAT_PNG, 7)
@@ -30,11 +30,11 @@ def test_references_become_images() -> None:
 def test_addresses_are_left_for_the_renderer() -> None:
     chunk = model_input_pb2.Chunk(image_reference=model_input_pb2.ImageReference(uri="http://x"))
     whole = model_input_pb2.ModelInput(chunks=[chunk])
-    assert ImageShelf().inline("o", whole, "prompt") == whole
+    assert UploadedImages().inline("o", whole, "prompt") == whole
 
 
 def test_wrong_digests_and_unknown_images_are_refused() -> None:
-    shelf = ImageShelf()
+    shelf = UploadedImages()
     with pytest.raises(InvalidInput, match="does not have SHA-256"):
         shelf.put("o", sha(b"one"), b"two")
     with pytest.raises(NotFound, match=r"prompt.chunks\[0\].image_reference.sha256"):
@@ -42,7 +42,7 @@ def test_wrong_digests_and_unknown_images_are_refused() -> None:
 
 
 def test_the_oldest_goes_first() -> None:
-    shelf = ImageShelf(capacity_bytes=8)
+    shelf = UploadedImages(capacity_bytes=8)
     for data in (b"aaaa", b"bbbb"):
         shelf.put("o", sha(data), data)
     shelf.put("o", sha(b"aaaa"), b"aaaa")
@@ -53,7 +53,7 @@ def test_the_oldest_goes_first() -> None:
 
 
 def test_the_images_of_others_are_not_there() -> None:
-    shelf = ImageShelf()
+    shelf = UploadedImages()
     shelf.put("alice", sha(b"one"), b"one")
     words = []
     for data in (b"one", b"nobody's"):
@@ -65,7 +65,7 @@ def test_the_images_of_others_are_not_there() -> None:
 
 
 def test_whoever_holds_most_makes_room() -> None:
-    shelf = ImageShelf(capacity_bytes=12)
+    shelf = UploadedImages(capacity_bytes=12)
     shelf.put("alice", sha(b"aaaa"), b"aaaa")
     for data in (b"bbb1", b"bbb2", b"bbb3", b"bbb4"):
         shelf.put("bob", sha(data), data)

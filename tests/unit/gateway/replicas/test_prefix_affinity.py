@@ -4,7 +4,7 @@ import pytest
 
 from fovea.api.v1 import model_input_pb2
 from fovea.wire.tensors import encode_tokens
-from gateway.replicas.prefix_affinity import Affinity, prefix_keys
+from gateway.replicas.samplers import Affinity, prefix_keys
 
 
 def prompt(length: int, first: int = 0, **pictures: int) -> model_input_pb2.RenderedInput:
@@ -47,12 +47,13 @@ def test_the_longest_match_wins() -> None:
 
 
 def test_what_was_not_seen_for_longest_is_forgotten_from_its_end() -> None:
-    affinity = Affinity(capacity=6)
     old, new = prefix_keys("o", "s", prompt(128)), prefix_keys("o", "s", prompt(128, first=500))
-    affinity.note(old, "a")
-    affinity.note(new, "b")
+    affinity, other = Affinity(capacity=6), Affinity(capacity=6)
+    for one in (affinity, other):
+        one.note(old, "a")
+        one.note(new, "b")
     assert affinity.longest(new) == {"b"}
     assert affinity.longest(old) == {"a"}, "its beginning is still known"
-    affinity.note(new[:1], "a")
-    affinity.note(prefix_keys("o", "s", prompt(96, first=900)), "c")
-    assert affinity.longest(old) == set()
+    other.note(new[:1], "a")
+    other.note(prefix_keys("o", "s", prompt(96, first=900)), "c")
+    assert other.longest(old) == set()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.replicas.weights_lock import Residency
+from gateway.replicas.weights_lock import WeightsLock
 
 
 class Place:
@@ -13,7 +13,7 @@ class Place:
     def __init__(self) -> None:
         self.put: list[str] = []
         self.fail: Exception | None = None
-        self.residency = Residency(self._change)
+        self.residency = WeightsLock(self._change)
 
     async def _change(self, wanted: str) -> None:
         assert self.residency.inside == 0

@@ -9,8 +9,8 @@ from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
 
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.errors import InvalidInput
-from gateway.http.model_inputs import datum_from_proto
-from tests.unit.gateway.http.test_model_inputs import encode
+from gateway.training.training_wire import datum_from_proto
+from tests.unit.gateway.training.test_datum_decoding import encode
 
 TEXT = types.EncodedTextChunk(tokens=[5, 6, 7])
 IMAGE = types.ImageChunk(data=b"png", format="png", expected_tokens=4)

@@ -1,0 +1,100 @@
+"""Orphans, which a killed process left behind: models in the trainer, adapters in samplers, folders in storage.
+
+Compared with the rows. Only what this gateway's own rows know by name is freed: another gateway may use the same
+trainer's machine, samplers or storage.
+"""
+
+import logging
+
+from fovea.wire.errors import FoveaError
+from fovea.wire.names import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
+from gateway.checkpoints.checkpoint import folder_name
+from gateway.checkpoints.checkpoint_registry import Checkpoints, named_uris
+from gateway.database.database import Database
+from gateway.replicas import snapshot_rows
+from gateway.replicas.samplers import Samplers
+from gateway.replicas.snapshot_pushes import Snapshots, version_of
+from gateway.replicas.trainer_link import TrainerLink
+from gateway.training.models import all_ids, ids_of_ended_sessions, ids_of_over
+
+logger = logging.getLogger(__name__)
+
+
+class OrphanCollector:
+    """Finds them and frees them. Each method may be called at any time; what is being made is never touched."""
+
+    def __init__(
+        self,
+        database: Database,
+        trainer: TrainerLink,
+        samplers: Samplers,
+        snapshots: Snapshots,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self._database = database
+        self._trainer = trainer
+        self._samplers = samplers
+        self._snapshots = snapshots
+        self._checkpoints = checkpoints
+        self._suspects: set[str] = set()
+
+    async def free_models(self) -> None:
+        """Has the trainer free the models that are over. Raises FoveaError if it does not answer."""
+        held = list((await self._trainer.client.info()).model_ids)
+        for model_id in await self._database.read(lambda connection: ids_of_over(connection, held)):
+            logger.warning("the trainer still holds model %s, which is over: it is freed", model_id)
+            await self._trainer.client.delete_model(model_id)
+
+    async def free_adapters(self) -> None:
+        """Has samplers and trainer free the unnamed snapshots of sessions that are over."""
+        of_model: dict[str, set[str]] = {}
+        for sampler in self._samplers.up:
+            for snapshot_id in sampler.adapters:
+                if version := version_of(snapshot_id):
+                    of_model.setdefault(version[0], set()).add(snapshot_id)
+        found = list(of_model)
+        over = await self._database.read(lambda connection: ids_of_ended_sessions(connection, found))
+        unnamed = await self._database.read(lambda connection: snapshot_rows.unnamed(connection, over))
+        if unnamed := [
+            snapshot_id for snapshot_id in unnamed if snapshot_id in of_model[snapshot_id.partition("@")[0]]
+        ]:
+            logger.warning("samplers still hold %d snapshots of sessions that are over: freed", len(unnamed))
+            await self._snapshots.forget(over, self._samplers.up)
+
+    async def remove_folders(self) -> None:
+        """Removes folders of our models that no checkpoint names, once they were found so twice.
+
+        The trainer may be writing one for a gateway that was killed, and a row is committed after its files are there:
+        calls should be minutes apart.
+        """
+        found = set()
+        models = set(await self._database.read(all_ids))
+        ours = {folder_name(model_id) for model_id in models}
+        storage = self._checkpoints.storage
+        for model in ours & set(await storage.entries(storage.root)):
+            for segment in await storage.entries(f"{storage.root}/{model}"):
+                names = await storage.entries(f"{storage.root}/{model}/{segment}")
+                found |= {f"{storage.root}/{model}/{segment}/{name}" for name in names}
+        # After the listing: what has got its row meanwhile is held.
+        held = self._checkpoints.being_written | set(await self._database.read(named_uris))
+        orphans = {uri for uri in found if _folder(uri) not in held}
+        for uri in orphans & self._suspects:
+            logger.warning("%s belongs to no checkpoint: it is removed", uri)
+            await storage.remove(uri)
+        self._suspects = orphans
+
+    async def sweep(self, with_folders: bool) -> None:
+        """All of it. What cannot be reached is tried again at the next call."""
+        try:
+            if self._trainer.up:
+                await self.free_models()
+            await self.free_adapters()
+        except FoveaError as error:
+            logger.warning("orphans in the trainer or in samplers could not be freed: %s", error)
+        if with_folders:
+            await self.remove_folders()
+
+
+def _folder(uri: str) -> str:
+    """The folder that a draft is to become, or was."""
+    return uri.split(STAGING_SUFFIX)[0].split(REPLACED_SUFFIX)[0].removesuffix(PLAIN_SUFFIX)

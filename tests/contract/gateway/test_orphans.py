@@ -1,0 +1,96 @@
+"""What a gateway that was killed or stopped left behind is freed by the next one; what is held or another's stays."""
+
+from pathlib import Path
+
+from tests.contract.gateway.conftest import Stand, running
+from tests.contract.gateway.keeping import KeepingTrainer
+from tests.contract.gateway.requests import Rest
+from tests.waiting import eventually
+
+
+async def test_a_session_that_ends_while_the_gateway_stops_leaves_no_model(stand: Stand, rest: Rest) -> None:
+    kept = await rest.create_model()
+    async with stand.http() as http:
+        other = Rest(http)
+        await other.open_session()
+        model_id = await other.create_model()
+        await eventually(lambda: kept in stand.trainer.models and model_id in stand.trainer.models)
+        await other.snapshot(model_id, 1)
+        await eventually(lambda: f"{model_id}@1" in stand.sampler.adapters)
+        stand.trainer.open.clear()
+        await other.optim_step(model_id, 2)
+        await eventually(lambda: "OptimStep" in stand.trainer.names())
+        # Its model is freed once the running command has ended: the gateway is gone before.
+        await other.ok(f"sessions/{other.session_id}/finish", reason={"type": "success"}, detail=None)
+    await stand.stop()
+    stand.trainer.open.set()
+    await stand.start()
+    await eventually(lambda: list(stand.trainer.models) == [kept])
+    await eventually(lambda: not stand.sampler.adapters)
+
+
+async def test_a_model_that_is_over_and_still_held_is_freed(stand: Stand, rest: Rest) -> None:
+    model_id, kept = await rest.create_model(0), await rest.create_model(1)
+    stand.trainer.models["somebody-elses"] = {"step": 0, "gradients": 0, "is_full": False}
+    gateway = stand.gateway
+    assert gateway is not None
+    # The row is written before the trainer is told: a kill may come between.
+    await gateway.parts.models.end(await gateway.parts.models.load(model_id), "its session is over")
+    await gateway.parts.orphans.sweep(with_folders=False)
+    assert set(stand.trainer.models) == {kept, "somebody-elses"}
+
+
+def plant(folder: Path) -> None:
+    """A folder with a file."""
+    folder.mkdir(parents=True)
+    (folder / "part").write_text("x")
+
+
+def below(folder: Path) -> set[Path]:
+    """What is in it."""
+    return set(folder.iterdir())
+
+
+async def test_folders_that_no_checkpoint_names_are_removed(tmp_path: Path) -> None:
+    root, foreign = tmp_path / "kept", tmp_path / "kept" / "sess-ffffffffffffffff_train_0" / "weights" / "other"
+    stand = Stand(tmp_path)
+    stand.trainer = KeepingTrainer(lambda: stand.samplers)
+    async with running(stand, checkpoint_dir=str(root)), stand.http() as http:
+        rest = Rest(http)
+        await rest.open_session()
+        model_id = await rest.create_model()
+        saved = await rest.ok("save_weights", model_id=model_id, seq_id=1, path="good")
+        await rest.result(saved["request_id"])
+        good = Path(stand.trainer.of("SaveState")[0].uri)
+        for name in ("lost.0123abcd", "lost.0123abcd.tmp-1", "lost.0123abce.old-1", "lost.0123abcf.plain"):
+            plant(good.parent / name)
+        plant(foreign)
+        # One that is being written now, for as long as it takes.
+        stand.trainer.open.clear()
+        running_save = await rest.ok("save_weights", model_id=model_id, seq_id=2, path="running")
+        await eventually(lambda: len(stand.trainer.of("SaveState")) == 2)
+        draft = Path(stand.trainer.of("SaveState")[1].uri + ".tmp-2")
+        plant(draft)
+        gateway = stand.gateway
+        assert gateway is not None
+        await gateway.parts.orphans.remove_folders()
+        assert len(below(good.parent)) == 6, "the first look removes nothing: a row may be on its way"
+        await gateway.parts.orphans.remove_folders()
+        assert below(good.parent) == {good, draft}
+        assert below(foreign), "whose rows are elsewhere"
+        stand.trainer.open.set()
+        assert "error" not in await rest.result(running_save["request_id"])
+
+
+async def test_nothing_of_a_session_that_is_over_stays_in_memory(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await rest.result((await rest.optim_step(model_id, 1))["request_id"])
+    await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
+    gateway = stand.gateway
+    assert gateway is not None
+    await eventually(lambda: gateway.parts.models.find(model_id) is None)
+    assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
+    assert (await rest.post("get_info", model_id=model_id)).status_code == 200
+    assert (await rest.forward_backward(model_id, 2)).status_code == 410
+    assert gateway.parts.models.find(model_id) is None
+    assert rest.session_id not in gateway.parts.sessions._sessions

@@ -1,0 +1,65 @@
+"""Which keys the settings may give, and who is let in without any."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from fovea.wire.errors import InvalidInput
+from gateway.access.api_keys import GivenKey, KeyRing, parse_given
+from gateway.database.database import Database
+from gateway.settings import GatewaySettings
+
+OTHERS = {"model_name": "n", "model": "/m", "renderer": ["r:1"], "sampler": ["s:1"], "trainer": "t:1"}
+
+
+def settings(**values: object) -> GatewaySettings:
+    return GatewaySettings(**(OTHERS | values))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("tml-abc", GivenKey("", "tml-abc")),
+        ("tml-a=b", GivenKey("", "tml-a=b")),
+        ("alice=tml-abc", GivenKey("alice", "tml-abc")),
+        ("a.b-c@d=tml-ab=c", GivenKey("a.b-c@d", "tml-ab=c")),
+    ],
+)
+def test_a_key_may_name_its_owner(text: str, given: GivenKey) -> None:
+    assert parse_given(text) == given
+
+
+@pytest.mark.parametrize("text", ["", "x", "tml-", "abc-tml-secret", "alice=secret", "=tml-secret", "a b=tml-secret"])
+def test_what_is_no_key_is_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(ValidationError, match=r"api_key\n.*tml-") as refused:
+        settings(api_key=[text])
+    assert "secret" not in refused.value.errors()[0]["msg"]
+
+
+def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice=tml-one\n\nbob=tml-two\n")
+    given = settings(api_key=["tml-three"], api_key_file=file).given_keys
+    assert given == [GivenKey("", "tml-three"), GivenKey("alice", "tml-one"), GivenKey("bob", "tml-two")]
+    file.write_text("nothing")
+    with pytest.raises(ValidationError, match="api_key_file"):
+        settings(api_key_file=file)
+    with pytest.raises(ValidationError, match="cannot be read: No such file"):
+        settings(api_key_file=tmp_path / "none")
+
+
+async def test_the_published_key_is_for_this_machine_alone(database_url: str) -> None:
+    with pytest.raises(ValidationError, match=r"api_key\n.*tml-local is in the documentation"):
+        settings(host="0.0.0.0", api_key=["tml-own", "alice=tml-local"])
+    database = Database(database_url)
+    await database.open()
+    for host in ("0.0.0.0", "::", "192.0.2.7", "my.host"):
+        with pytest.raises(InvalidInput, match=f"host is {host}.* no API key: .*--api-key-file"):
+            await KeyRing(database, settings(host=host).given_keys, host).load()
+    for host in ("127.0.0.1", "::1", "localhost"):
+        ring = KeyRing(database, settings(host=host).given_keys, host)
+        await ring.load()
+        assert ring.identify("tml-local").startswith("key-")
+    await KeyRing(database, settings(host="0.0.0.0", api_key=["tml-own"]).given_keys, "0.0.0.0").load()
+    await database.close()

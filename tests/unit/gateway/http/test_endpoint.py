@@ -1,0 +1,46 @@
+"""A few at a time, in order, and others in between."""
+
+import asyncio
+
+from gateway.http.endpoint import BurstLimiter, accepted_encoding
+
+
+async def test_a_crowd_goes_in_order_and_lets_others_through_in_between() -> None:
+    limiter, order = BurstLimiter(4), []
+
+    async def one(number: int) -> None:
+        await limiter.enter()
+        order.append(number)
+
+    async def other() -> int:
+        await asyncio.sleep(0)
+        return len(order)
+
+    crowd = [asyncio.create_task(one(number)) for number in range(100)]
+    seen = await asyncio.create_task(other())
+    assert seen <= 8, "an unrelated task waits for a few of the crowd, not for all"
+    await asyncio.gather(*crowd)
+    assert order == list(range(100))
+    await asyncio.wait_for(limiter.enter(), 5)
+
+
+async def test_who_goes_away_while_waiting_holds_up_nobody() -> None:
+    limiter, passed = BurstLimiter(1), []
+
+    async def one(number: int) -> None:
+        await limiter.enter()
+        passed.append(number)
+
+    crowd = [asyncio.create_task(one(number)) for number in range(6)]
+    await asyncio.sleep(0)
+    for number in (2, 4):
+        crowd[number].cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
+    assert passed == [0, 1, 3, 5]
+
+
+def test_encodings_are_chosen_from_what_a_client_reads() -> None:
+    assert accepted_encoding("gzip, deflate, zstd") == "zstd"
+    assert accepted_encoding("gzip;q=1.0, deflate") == "gzip"
+    assert accepted_encoding("zstd;q=0, gzip") == "gzip"
+    assert accepted_encoding("") is accepted_encoding("br") is accepted_encoding("identity") is None
