@@ -2,6 +2,7 @@
 
 # ruff: noqa: N802 - gRPC names the methods.
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,19 +29,14 @@ logger = logging.getLogger(__name__)
 class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
     """Serves one Renderer once there is one: the server listens, and says NOT_SERVING, while workers warm up."""
 
-    def __init__(self) -> None:
-        self._attached: Renderer | None = None
-        self._source = ""
-
-    def attach(self, renderer: Renderer, source: str) -> None:
-        """Takes requests from now on; `source` is the address that consumers fetch tensors from."""
-        self._attached, self._source = renderer, source
+    def __init__(self, opened: asyncio.Future[Renderer]) -> None:
+        self._opened = opened
 
     @property
     def _renderer(self) -> Renderer:
-        if self._attached is None:
+        if not self._opened.done():
             raise Unavailable("the renderer's workers are warming up; wait until its health is SERVING")
-        return self._attached
+        return self._opened.result()
 
     async def GetRendererInfo(
         self, request: renderer_pb2.GetRendererInfoRequest, context: grpc.aio.ServicerContext
@@ -65,7 +61,7 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
         """See renderer.proto."""
         with renderer_metrics.refusals_counted():
             rendered = await self._renderer.render(input_messages.decode(request.input))
-        return renderer_pb2.RenderResponse(rendered=input_messages.encode(rendered, self._source))
+        return renderer_pb2.RenderResponse(rendered=input_messages.encode(rendered, self._renderer.source))
 
     async def PutImage(
         self, request_iterator: AsyncIterator[renderer_pb2.PutImageRequest], context: grpc.aio.ServicerContext
@@ -89,8 +85,8 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
 
 
 @asynccontextmanager
-async def open_renderer(settings: RendererSettings) -> AsyncIterator[Renderer]:
-    """A renderer whose workers are warm; they end when the context does.
+async def open_renderer(settings: RendererSettings, address: str) -> AsyncIterator[Renderer]:
+    """A renderer, served at `address`, whose workers are warm; they end when the context does.
 
     Raises ValueError if the model directory is not one that the renderer can serve, Unavailable if no worker starts.
     """
@@ -106,19 +102,20 @@ async def open_renderer(settings: RendererSettings) -> AsyncIterator[Renderer]:
                 max_context_length=settings.max_context_length or checkpoint.max_position_count,
                 image_support=image_support,
             )
-            yield Renderer(model, features, images, fetcher)
+            yield Renderer(model, features, images, fetcher, settings.advertise or address)
     finally:
         await fetcher.close()
 
 
 async def serve(settings: RendererSettings) -> None:
     """Serves until SIGTERM or SIGINT. Health is SERVING once all workers are warm. Errors as in `open_renderer`."""
-    server, servicer = ServiceServer(settings, [RENDERER_SERVICE]), RendererServicer()
-    renderer_pb2_grpc.add_RendererServiceServicer_to_server(servicer, server.grpc)
+    server = ServiceServer(settings, [RENDERER_SERVICE])
+    opened: asyncio.Future[Renderer] = asyncio.get_running_loop().create_future()
+    renderer_pb2_grpc.add_RendererServiceServicer_to_server(RendererServicer(opened), server.grpc)
     await server.start()
     try:
-        async with open_renderer(settings) as renderer:
-            servicer.attach(renderer, settings.advertise or server.address)
+        async with open_renderer(settings, server.address) as renderer:
+            opened.set_result(renderer)
             model = renderer.model
             fingerprint = model.image_support.fingerprint[:12] if model.image_support else "none"
             logger.info("%s (%s), fingerprint %s", model.name, model.model_type, fingerprint)

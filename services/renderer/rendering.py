@@ -75,12 +75,16 @@ class Renderer:
         features: Tensors by digest.
         images: Uploaded images.
         fetcher: For images by address.
+        source: Address host:port where consumers fetch the tensors.
     """
 
-    def __init__(self, model: ServedModel, features: FeatureCache, images: ImageCache, fetcher: ImageFetcher) -> None:
+    def __init__(
+        self, model: ServedModel, features: FeatureCache, images: ImageCache, fetcher: ImageFetcher, source: str
+    ) -> None:
         self.model = model
         self.features = features
         self.images = images
+        self.source = source
         self._fetcher = fetcher
         reserved_ids = model.image_support.family.reserved_ids if model.image_support else ()
         self._first_reserved_id = min(reserved_ids, default=model.vocabulary_size)

@@ -50,11 +50,12 @@ async def serving(kind: tinyvlm.Kind) -> AsyncIterator[Served]:
         image_store_bytes=IMAGE_STORE_BYTES,
         image_hosts=["127.0.0.1"],
     )
-    server, servicer = ServiceServer(settings, [RENDERER_SERVICE]), RendererServicer()
-    renderer_pb2_grpc.add_RendererServiceServicer_to_server(servicer, server.grpc)
+    server = ServiceServer(settings, [RENDERER_SERVICE])
+    opened: asyncio.Future[Renderer] = asyncio.get_running_loop().create_future()
+    renderer_pb2_grpc.add_RendererServiceServicer_to_server(RendererServicer(opened), server.grpc)
     await server.start()
-    async with open_renderer(settings) as renderer, RendererClient(server.address) as client:
-        servicer.attach(renderer, server.address)
+    async with open_renderer(settings, server.address) as renderer, RendererClient(server.address) as client:
+        opened.set_result(renderer)
         await server.set_serving(True)
         yield Served(client, renderer, directory)
     server.request_stop()

@@ -42,7 +42,8 @@ async def test_fingerprints_tell_processors_apart(all_served: dict[str, Served])
 
 async def test_until_workers_are_warm_calls_are_told_to_wait() -> None:
     settings = RendererSettings(model="unused", drain_s=0)
-    server, servicer = ServiceServer(settings, [RENDERER_SERVICE]), RendererServicer()
+    server = ServiceServer(settings, [RENDERER_SERVICE])
+    servicer = RendererServicer(asyncio.get_running_loop().create_future())
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(servicer, server.grpc)
     await server.start()
     async with RendererClient(server.address) as client:

@@ -38,7 +38,7 @@ def make_renderer(cache_bytes: int = 10_000, fingerprint: str = "ab" * 32) -> Re
     qwen3_vl = family("qwen3_vl")
     images = ImageSupport(qwen3_vl, qwen3_vl.token_counter(PROCESSORS["qwen3_vl"]), geometry_only, fingerprint)
     model = ServedModel("model", "qwen3_vl", VOCABULARY_SIZE, CONTEXT, images)
-    return Renderer(model, FeatureCache(cache_bytes), ImageCache(1000), ImageFetcher([], 1.0))
+    return Renderer(model, FeatureCache(cache_bytes), ImageCache(1000), ImageFetcher([], 1.0), "renderer:1")
 
 
 @pytest.fixture(scope="module")
