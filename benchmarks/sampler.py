@@ -210,7 +210,7 @@ def main() -> None:
     from services.sampler.engine import vllm_launch
 
     vllm_launch.prepare_environment(settings)
-    llm = vllm_launch.launch(settings, vllm_launch.room_for_adapters(settings))
+    llm = vllm_launch.launch(settings, vllm_launch.measure_adapter_capacity(settings))
     try:
         asyncio.run(run(llm, running, options))
     finally:

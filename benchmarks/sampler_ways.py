@@ -127,16 +127,16 @@ class Direct:
     name = "direct"
 
     def __init__(self, llm: "AsyncLLM", running: Running, new_tokens: int) -> None:
-        from services.sampler.engine import prompts
+        from services.sampler.engine import request_conversion
 
         self._llm = llm
         os.environ[VARIABLE] = running.service_secret
         self._renderer = RendererClient(running.addresses["renderer"])
-        self._maker = prompts.PromptMaker(llm)
+        self._maker = request_conversion.PromptMaker(llm)
         self._drawing = sampler_pb2.SamplingParams(
             max_tokens=new_tokens, temperature=1.0, top_p=1.0, top_k=-1, stop=sampler_pb2.StopCondition(ignore_eos=True)
         )
-        self._params = prompts.sampling_params(self._spec(np.zeros(1, np.int32), ()), 0, (), None)
+        self._params = request_conversion.sampling_params(self._spec(np.zeros(1, np.int32), ()), 0, (), None)
         self._numbers = itertools.count()
         self._seen: set[str] = set()
         self.render_s: list[float] = []

@@ -23,14 +23,14 @@ def main() -> int:
         vllm_launch.context(settings)
     except (OSError, ValueError) as error:
         raise SystemExit(f"services.sampler: {error}") from None
-    room = vllm_launch.room_for_adapters(settings)
-    llm = vllm_launch.launch(settings, room)
+    capacity = vllm_launch.measure_adapter_capacity(settings)
+    llm = vllm_launch.launch(settings, capacity)
     try:
         from services.sampler.engine.vllm_engine import Engine
         from services.sampler.sampler_app import serve
 
         engine = Engine(llm, settings, vllm_launch.checkpoint_directory(settings.model))
-        return asyncio.run(serve(settings, engine, room, started))
+        return asyncio.run(serve(settings, engine, capacity, started))
     finally:
         llm.shutdown()
 

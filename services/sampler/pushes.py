@@ -3,16 +3,17 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
+from fovea.runtime.tasks import run_to_end
 from fovea.wire import manifest as wire_manifest
-from fovea.wire.errors import AlreadyExists, DeadlineExceeded, FailedPrecondition, Internal, InvalidInput
+from fovea.wire.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidInput
 from services.sampler import sampler_metrics
-from services.sampler.ports import WeightEngine
-from services.sampler.settled import settled
-from services.sampler.weight_store import BASE, Snapshots
+from services.sampler.engine_api import WeightEngine
+from services.sampler.weight_store import BASE, WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,9 @@ class Loaded:
 class SnapshotPushes:
     """The receiving side of pushes. One snapshot at a time over each group; full weights one at a time over all."""
 
-    def __init__(self, engine: WeightEngine, snapshots: Snapshots) -> None:
+    def __init__(self, engine: WeightEngine, weights: WeightStore) -> None:
         self._engine = engine
-        self._snapshots = snapshots
+        self._weights = weights
         self._groups: dict[str, asyncio.Lock] = {}
 
     async def join(self, request: sampler_pb2.JoinTransferGroupRequest) -> None:
@@ -48,7 +49,7 @@ class SnapshotPushes:
         try:
             await self._engine.join_group(request)
         except BaseException:
-            await settled(self._engine.leave_group(request.group_id))
+            await run_to_end(self._engine.leave_group(request.group_id))
             raise
         self._groups[request.group_id] = asyncio.Lock()
         logger.info(
@@ -102,27 +103,22 @@ class SnapshotPushes:
         finally:
             if not arrived:
                 # A broadcast that broke off leaves the members out of step: the group is of no use.
-                await settled(self.leave(group_id))
-            await settled(self._engine.forget_task(task_id))
+                await run_to_end(self.leave(group_id))
+            await run_to_end(self._engine.forget_task(task_id))
 
     def _check(self, manifest: weights_pb2.SnapshotManifest) -> None:
         snapshot = manifest.snapshot
         if snapshot.kind == _ADAPTER and snapshot.snapshot_id == BASE:
             raise InvalidInput("an adapter needs a snapshot id", field="manifest.snapshot.snapshot_id")
-        held = self._snapshots.shelf.find(snapshot.snapshot_id)
-        if snapshot.kind == _ADAPTER and held is not None and held.digest != snapshot.digest:
-            raise AlreadyExists(
-                f"snapshot {snapshot.snapshot_id} is held with digest {held.digest}; snapshots never change"
-            )
-        if snapshot.kind == _ADAPTER and held is None:
-            self._snapshots.shelf.leaving_for(_size_bytes(manifest))  # refused now rather than after the broadcast
+        if snapshot.kind == _ADAPTER:  # refused now rather than after the broadcast
+            self._weights.check_adapter(snapshot.snapshot_id, snapshot.digest, _size_bytes(manifest))
 
     async def _take(self, task_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
         """Waits for the tensors, which an adapter can be sampled with from then on; returns their digest."""
         snapshot = manifest.snapshot
-        if snapshot.kind == _FULL or self._snapshots.shelf.find(snapshot.snapshot_id) is not None:
+        if snapshot.kind == _FULL or self._weights.holds_adapter(snapshot.snapshot_id):
             return await self._engine.wait_received(task_id, timeout_s)
-        return await self._snapshots.hold_adapter(
+        return await self._weights.hold_adapter(
             task_id, snapshot.snapshot_id, snapshot.digest, _size_bytes(manifest), timeout_s
         )
 
@@ -135,27 +131,23 @@ class SnapshotPushes:
         pause_s = 0.0
         if snapshot.kind == _FULL:
             async with _within(deadline, "samples in flight kept the weights in place"):
-                pause_s = await self._snapshots.load_full(task_id, snapshot.snapshot_id)
+                pause_s = await self._weights.load_full(task_id, snapshot.snapshot_id)
             sampler_metrics.PAUSE_SECONDS.observe(pause_s)
         logger.info("loaded snapshot %r, %d bytes, pause %.3f s", snapshot.snapshot_id, _size_bytes(manifest), pause_s)
         return Loaded(digest, pause_s)
 
 
-class _within:  # noqa: N801 - reads as a statement
+@asynccontextmanager
+async def _within(deadline: float, reason: str) -> AsyncIterator[None]:
     """Turns the passing of a deadline of `time.monotonic` into DeadlineExceeded with a reason."""
-
-    def __init__(self, deadline: float, reason: str) -> None:
-        self._reason = reason
-        self._timeout = asyncio.timeout(max(deadline - time.monotonic(), 0))
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, *details: object) -> None:
-        try:
-            await self._timeout.__aexit__(*details)  # type: ignore[arg-type]
-        except TimeoutError:
-            raise DeadlineExceeded(f"the push ran out of time: {self._reason}") from None
+    timeout = asyncio.timeout(max(deadline - time.monotonic(), 0))
+    try:
+        async with timeout:
+            yield
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise DeadlineExceeded(f"the push ran out of time: {reason}") from None
 
 
 def _check_join(request: sampler_pb2.JoinTransferGroupRequest) -> None:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from fovea.api.v1 import sampler_pb2
 from fovea.vision.vision_family import VisionFamily
-from fovea.wire import rendered_input
+from fovea.wire import csr, rendered_input, tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
-from services.sampler import prompt_options
-from services.sampler.engine_api import Limits, SampleSpec
+from fovea.wire.limits import MESSAGE_BYTES
+from services.sampler.engine_api import Limits, SampleSpec, TargetRows
 
 
 class _Option(NamedTuple):
@@ -28,6 +30,7 @@ _OPTIONS = {
 _MAX_STOPS = 64
 _MAX_STOP_STRING = 1000
 _MAX_CACHE_SALT = 256
+_MESSAGE_MARGIN_BYTES = 4096
 
 
 def read_request(request: sampler_pb2.SampleRequest, limits: Limits, vision: VisionFamily | None) -> SampleSpec:
@@ -45,11 +48,72 @@ def read_request(request: sampler_pb2.SampleRequest, limits: Limits, vision: Vis
     _check_range("top_prompt_logprobs", request.top_prompt_logprobs, 0, limits.max_top_logprobs)
     _check_range("alt_token_count", request.alt_token_count, 0, limits.max_top_logprobs)
     _check_range("top_sample_logprobs", request.top_sample_logprobs, 0, limits.max_top_logprobs)
-    targets = prompt_options.read_targets(request, len(ids), limits.vocabulary_size)
-    prompt_options.check_last_n(request, len(ids))
-    prompt_options.check_result_size(request, len(ids), targets)
+    targets = _read_targets(request, len(ids), limits.vocabulary_size)
+    _check_last_n(request, len(ids))
+    _check_result_size(request, len(ids), targets)
     _check_cache_salt(request.cache_salt)
     return SampleSpec(request, _check_params(request.params, ids.size, limits), ids, prompt.spans, targets)
+
+
+def _read_targets(request: sampler_pb2.SampleRequest, prompt_length: int, vocabulary_size: int) -> TargetRows | None:
+    """The target tokens, or None. Raises InvalidInput naming the field that is malformed."""
+    if not request.HasField("target_tokens"):
+        return None
+    field = "target_tokens.token_ids"
+    ids = tensors.decode(request.target_tokens.token_ids, field)
+    if ids.dtype != np.int32 or ids.ndim != 1:
+        raise InvalidInput(f"{field} is {ids.dtype.name} {list(ids.shape)}, must be int32 [M]", field=field)
+    if not ids.size:
+        raise InvalidInput(f"{field} is empty; list at least one token or leave target_tokens out", field=field)
+    rendered_input.check_ids(ids, vocabulary_size, field)
+    field = "target_tokens.row_offsets"
+    offsets = tensors.decode(request.target_tokens.row_offsets, field)
+    if offsets.dtype != np.int64:
+        raise InvalidInput(
+            f"{field} is {offsets.dtype.name} {list(offsets.shape)}, must be int64 [{prompt_length}]", field=field
+        )
+    csr.check_offsets(offsets, ids.size, prompt_length - 1, field)
+    return TargetRows(ids, offsets)
+
+
+def _check_last_n(request: sampler_pb2.SampleRequest, prompt_length: int) -> None:
+    """Raises InvalidInput if `prompt_logprobs_last_n` is out of range or has nothing to apply to."""
+    field, last_n = "prompt_logprobs_last_n", request.prompt_logprobs_last_n
+    if not last_n:
+        return
+    if not 0 < last_n < prompt_length:
+        raise InvalidInput(
+            f"{field} is {last_n}, must be between 1 and {prompt_length - 1}, the scored positions of a prompt of "
+            f"{prompt_length}",
+            field=field,
+        )
+    if not request.prompt_logprobs:
+        raise InvalidInput(f"{field} is {last_n}, but prompt_logprobs, which it applies to, is not set", field=field)
+
+
+def _check_result_size(request: sampler_pb2.SampleRequest, prompt_length: int, targets: TargetRows | None) -> None:
+    """Raises InvalidInput if the prompt's results, which travel as one message, would not fit into it."""
+    room = MESSAGE_BYTES - _MESSAGE_MARGIN_BYTES - 4 * prompt_length
+    if targets is not None:
+        if 4 * targets.token_ids.size > room:
+            raise InvalidInput(
+                f"target_tokens has {targets.token_ids.size} tokens; with a prompt of {prompt_length} one message "
+                f"carries the log-probabilities of at most {room // 4}",
+                field="target_tokens",
+            )
+        room -= 4 * targets.token_ids.size
+    # Both an int32 id and a float32 log-probability per cell.
+    for field, k in (
+        ("alt_token_count", request.alt_token_count),
+        ("top_prompt_logprobs", request.top_prompt_logprobs),
+    ):
+        if 8 * k * prompt_length > room:
+            raise InvalidInput(
+                f"{field} is {k}; of {prompt_length} prompt tokens one message carries at most "
+                f"{room // (8 * prompt_length)} beside what else is asked for",
+                field=field,
+            )
+        room -= 8 * k * prompt_length
 
 
 def _check_params(given: sampler_pb2.SamplingParams, prompt_length: int, limits: Limits) -> sampler_pb2.SamplingParams:

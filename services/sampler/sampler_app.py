@@ -1,48 +1,54 @@
 """Puts the sampler together and runs it until it is stopped or its engine dies."""
 
 import asyncio
+import hashlib
 import logging
 import time
 import uuid
-from contextlib import suppress
+from contextlib import aclosing, suppress
+
+import numpy as np
+import numpy.typing as npt
 
 from fovea import vision
-from fovea.api.v1 import sampler_pb2_grpc
+from fovea.api.v1 import model_input_pb2, sampler_pb2, sampler_pb2_grpc
 from fovea.runtime.checkpoint import read_added_tokens
 from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.runtime.server import ServiceServer
+from fovea.vision.vision_family import VisionFamily
+from fovea.wire.features import FeatureTensors
 from fovea.wire.names import SAMPLER_SERVICE
-from services.sampler.adapters import AdapterShelf
-from services.sampler.engine.adapter_capacity import AdapterRoom
+from fovea.wire.rendered_input import ImageSpan
+from services.sampler.engine.adapter_capacity import AdapterCapacity
 from services.sampler.engine.vllm_engine import Engine
 from services.sampler.engine.vllm_launch import checkpoint_directory, runs_on_cpu
+from services.sampler.engine_api import Limits, SampleEngine, SampleSpec
+from services.sampler.generation import Generation
 from services.sampler.image_fetching import ImageFetcher
 from services.sampler.pushes import SnapshotPushes
-from services.sampler.sample_runner import Sampling
-from services.sampler.sampler_servicer import EngineFacts, SamplerService
+from services.sampler.sampler_servicer import EngineInfo, SamplerService
 from services.sampler.settings import SamplerSettings
-from services.sampler.warmup import warm_up
-from services.sampler.weight_store import Snapshots
+from services.sampler.weight_store import AdapterCache, WeightStore
 
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DIED = 70
 _WATCH_PERIOD_S = 0.2
+_WARM_UP_TOKENS = 8
 
 
-async def serve(settings: SamplerSettings, engine: Engine, room: AdapterRoom, started: float) -> int:
+async def serve(settings: SamplerSettings, engine: Engine, capacity: AdapterCapacity, started: float) -> int:
     """Serves until a signal (returns 0) or until the engine dies (returns 70). `started` is of `time.monotonic`."""
-    logger.info("%s", room)
+    logger.info("%s", capacity)
     server = ServiceServer(settings, [SAMPLER_SERVICE])
     await engine.prepare()
     added_tokens = read_added_tokens(checkpoint_directory(settings.model))
     family = vision.bind(engine.config, added_tokens)
     images = ImageFetcher(family, settings.feature_cache_mib << 20, settings.renderer)
-    shelf = AdapterShelf(settings.max_adapters, room.held_bytes)
-    snapshots = Snapshots(engine, shelf)
-    sampling = Sampling(engine, snapshots, images, settings.max_requests)
+    weights = WeightStore(engine, AdapterCache(settings.max_adapters, capacity.held_bytes))
+    generation = Generation(engine, weights, images, settings.max_requests)
     service = SamplerService(
-        _facts(settings, engine, room), family, sampling, snapshots, SnapshotPushes(engine, snapshots)
+        _facts(settings, engine, capacity), family, generation, weights, SnapshotPushes(engine, weights)
     )
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(service, server.grpc)
     if not runs_on_cpu(settings):
@@ -50,7 +56,7 @@ async def serve(settings: SamplerSettings, engine: Engine, room: AdapterRoom, st
     await server.start()
     watch = asyncio.create_task(_watch(engine, server, service))
     try:
-        await warm_up(engine, family, engine.limits)
+        await _warm_up(engine, family, engine.limits)
         if not engine.dead:
             service.set_ready(True)
             await server.set_serving(True)
@@ -74,8 +80,8 @@ async def _watch(engine: Engine, server: ServiceServer, service: SamplerService)
     server.request_stop()
 
 
-def _facts(settings: SamplerSettings, engine: Engine, room: AdapterRoom) -> EngineFacts:
-    return EngineFacts(
+def _facts(settings: SamplerSettings, engine: Engine, capacity: AdapterCapacity) -> EngineInfo:
+    return EngineInfo(
         model=settings.model,
         instance_id=uuid.uuid4().hex,
         dtype=engine.dtype,
@@ -83,6 +89,44 @@ def _facts(settings: SamplerSettings, engine: Engine, room: AdapterRoom) -> Engi
         transfer_backend=engine.transfer_backend,
         transfer_worker_count=engine.worker_count,
         limits=engine.limits,
-        max_batched_adapters=room.batched,
-        adapter_memory_bytes=room.held_bytes,
+        max_batched_adapters=capacity.batched,
+        adapter_memory_bytes=capacity.held_bytes,
     )
+
+
+async def _warm_up(engine: SampleEngine, vision: VisionFamily | None, limits: Limits) -> None:
+    """One sample of each kind before the first request, so that it is as quick as later ones.
+
+    Draws greedily and with a temperature, with and without logprobs; from an image too if the model takes any.
+
+    Raises whatever the engine raises: then it cannot serve.
+    """
+    spans, images, tokens = _warm_up_prompt(vision)
+    count = min(2, limits.max_top_logprobs)
+    scores = sampler_pb2.SampleRequest(
+        prompt_logprobs=True, top_prompt_logprobs=count, alt_token_count=count, top_sample_logprobs=count
+    )
+    greedy = sampler_pb2.SamplingParams(max_tokens=2, temperature=0.0, top_p=1.0, top_k=-1)
+    drawn = sampler_pb2.SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, top_k=2, seed=1)
+    for params in (greedy, drawn):
+        for asked in (sampler_pb2.SampleRequest(), scores):
+            request = sampler_pb2.SampleRequest(request_id="warm-up", sample_count=1)
+            request.MergeFrom(asked)
+            spec = SampleSpec(request, params, tokens, spans)
+            async with aclosing(engine.sample(spec, 0, engine.prompt(spec, images), None)) as events:
+                async for _ in events:
+                    pass
+
+
+def _warm_up_prompt(
+    vision: VisionFamily | None,
+) -> tuple[tuple[ImageSpan, ...], list[FeatureTensors], npt.NDArray[np.int32]]:
+    reserved = vision.reserved_ids if vision else ()
+    text = [token for token in range(_WARM_UP_TOKENS + len(reserved)) if token not in reserved][:_WARM_UP_TOKENS]
+    if vision is None:
+        return (), [], np.asarray(text, dtype=np.int32)
+    tensors, grid = vision.blank_image()
+    placeholders = vision.placeholder_ids(grid)
+    feature = model_input_pb2.VisionFeature(digest=hashlib.sha256(b"warm-up").hexdigest(), grid_thw=grid)
+    tokens = np.concatenate([text, placeholders, text]).astype(np.int32)
+    return (ImageSpan(len(text), len(placeholders), grid, feature),), [tensors], tokens

@@ -12,11 +12,11 @@ from fovea.vision.vision_family import VisionFamily
 from fovea.wire import tensors
 from fovea.wire.errors import FoveaError, Unavailable
 from services.sampler import sampler_metrics
-from services.sampler.engine_api import AltRows, Delta, Event, Limits, PromptFacts, TopRows
+from services.sampler.engine_api import AltRows, Delta, Event, Limits, PromptResult, TopRows
+from services.sampler.generation import Generation
 from services.sampler.pushes import Loaded, Ready, SnapshotPushes
-from services.sampler.sample_runner import Sampling
 from services.sampler.sample_validation import read_request
-from services.sampler.weight_store import Snapshots
+from services.sampler.weight_store import WeightStore
 
 Context = grpc.aio.ServicerContext
 _FINISH = {
@@ -27,7 +27,7 @@ _FINISH = {
 
 
 @dataclass(frozen=True)
-class EngineFacts:
+class EngineInfo:
     """What does not change while an engine runs."""
 
     model: str
@@ -46,16 +46,16 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
 
     def __init__(
         self,
-        facts: EngineFacts,
+        facts: EngineInfo,
         vision: VisionFamily | None,
-        sampling: Sampling,
-        snapshots: Snapshots,
+        generation: Generation,
+        weights: WeightStore,
         pushes: SnapshotPushes,
     ) -> None:
         self._facts = facts
         self._vision = vision
-        self._sampling = sampling
-        self._snapshots = snapshots
+        self._generation = generation
+        self._weights = weights
         self._pushes = pushes
         self._ready = False
 
@@ -66,7 +66,6 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
     async def GetSamplerInfo(  # noqa: N802
         self, request: sampler_pb2.GetSamplerInfoRequest, context: Context
     ) -> sampler_pb2.GetSamplerInfoResponse:
-        """See sampler.proto."""
         facts = self._facts
         return sampler_pb2.GetSamplerInfoResponse(
             model=facts.model,
@@ -75,8 +74,8 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             max_sample_count=facts.limits.max_sample_count,
             max_top_logprobs=facts.limits.max_top_logprobs,
             max_lora_rank=facts.max_lora_rank,
-            resident_snapshot_id=self._snapshots.resident_snapshot_id or "",
-            adapter_snapshot_ids=self._snapshots.adapter_snapshot_ids(),
+            resident_snapshot_id=self._weights.resident_snapshot_id or "",
+            adapter_snapshot_ids=self._weights.adapter_snapshot_ids(),
             transfer_backend=facts.transfer_backend,
             transfer_worker_count=facts.transfer_worker_count,
             dtype=facts.dtype,
@@ -88,12 +87,11 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
     async def Sample(  # noqa: N802
         self, request: sampler_pb2.SampleRequest, context: Context
     ) -> AsyncIterator[sampler_pb2.SampleResponse]:
-        """See sampler.proto."""
         outcome = "cancelled"
         try:
             self._require_ready()
             spec = read_request(request, self._facts.limits, self._vision)
-            async with aclosing(self._sampling.run(spec)) as events:
+            async with aclosing(self._generation.run(spec)) as events:
                 async for event in events:
                     yield _encode(event, request.snapshot_id)
             outcome = "ok"
@@ -109,21 +107,18 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
     async def JoinTransferGroup(  # noqa: N802
         self, request: sampler_pb2.JoinTransferGroupRequest, context: Context
     ) -> sampler_pb2.JoinTransferGroupResponse:
-        """See sampler.proto."""
         await self._pushes.join(request)
         return sampler_pb2.JoinTransferGroupResponse(instance_id=self._facts.instance_id)
 
     async def LeaveTransferGroup(  # noqa: N802
         self, request: sampler_pb2.LeaveTransferGroupRequest, context: Context
     ) -> sampler_pb2.LeaveTransferGroupResponse:
-        """See sampler.proto."""
         await self._pushes.leave(request.group_id)
         return sampler_pb2.LeaveTransferGroupResponse()
 
     async def ReceiveSnapshot(  # noqa: N802
         self, request: sampler_pb2.ReceiveSnapshotRequest, context: Context
     ) -> AsyncIterator[sampler_pb2.ReceiveSnapshotResponse]:
-        """See sampler.proto."""
         async with aclosing(self._pushes.receive(request.group_id, request.manifest, request.timeout_s)) as phases:
             async for phase in phases:
                 yield _encode_phase(phase)
@@ -131,8 +126,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
     async def DropSnapshot(  # noqa: N802
         self, request: sampler_pb2.DropSnapshotRequest, context: Context
     ) -> sampler_pb2.DropSnapshotResponse:
-        """See sampler.proto."""
-        await self._snapshots.drop(request.snapshot_id)
+        await self._weights.drop(request.snapshot_id)
         return sampler_pb2.DropSnapshotResponse()
 
     def _require_ready(self) -> None:
@@ -141,7 +135,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
 
 
 def _encode(event: Event, snapshot_id: str) -> sampler_pb2.SampleResponse:
-    if isinstance(event, PromptFacts):
+    if isinstance(event, PromptResult):
         return sampler_pb2.SampleResponse(
             prompt=sampler_pb2.PromptResult(
                 logprobs=b"" if event.logprobs is None else tensors.encode_floats(event.logprobs),

@@ -5,26 +5,26 @@ engine's back, where there is room for many.
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.manifest import layout_of, padded_bytes
-from services.sampler.engine.host_copies import HostCopier
+from services.sampler.engine.host_offload import HostCopier
 from services.sampler.engine.snapshot_receiver import Arrival
 from services.sampler.vllm_patches.lora_slots import LoraSlots, Piece, PlannedAdapter, SlotPlan, request_of
 
-_MAX_FORMS = 32
+_MAX_LAYOUTS = 32
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Layout:
     """What adapters of one layout have in common: where vLLM wants them, and the pieces that are B."""
 
     plan: SlotPlan
@@ -38,7 +38,9 @@ class _Kept:
 
 
 class AdapterBank:
-    """The adapters that one worker holds, by vLLM name. Names are never used twice.
+    """The tensors of the adapters that one worker holds, by vLLM name. Names are never used twice.
+
+    Which adapters are held is the service's decision (`weight_store`), told by `keep` and `forget`.
 
     Args:
         worker_manager: vLLM's LRUCacheWorkerLoRAManager; which adapters it has in its slots stays its own business.
@@ -47,7 +49,7 @@ class AdapterBank:
     def __init__(self, worker_manager: Any) -> None:
         self._manager = worker_manager
         self._slots = LoraSlots(worker_manager, self._find)
-        self._forms: OrderedDict[bytes, _Form] = OrderedDict()
+        self._layouts: LRUCache[bytes, _Layout] = LRUCache(_MAX_LAYOUTS)
         self._planning = threading.Lock()
         self._kept: dict[str, _Kept] = {}
         self._copier: HostCopier | None = None
@@ -59,14 +61,13 @@ class AdapterBank:
         """
         manifest = arrival.manifest
         dtype: torch.dtype = self._manager.lora_config.lora_dtype
-        runs = [run.to(dtype) for run in arrival.runs()]
-        arrival.buffers.clear()
+        runs = [run.to(dtype) for run in arrival.take_runs()]
         flat = runs[0] if len(runs) == 1 else torch.cat(runs)
-        form = self._form(manifest, flat.numel())
+        layout = self._layout(manifest, flat.numel())
         scale = manifest.lora.alpha / manifest.lora.rank
         if scale != 1:
-            torch._foreach_mul_([piece.of(flat) for piece in form.scaled], scale)
-        return PlannedAdapter(flat, manifest.lora.rank, form.plan)
+            torch._foreach_mul_([piece.of(flat) for piece in layout.scaled], scale)
+        return PlannedAdapter(flat, manifest.lora.rank, layout.plan)
 
     def keep(self, name: str, lora_id: int, adapter: PlannedAdapter) -> None:
         """Takes an adapter and has vLLM load it once, so that a bad one fails here; twice is no error."""
@@ -94,16 +95,15 @@ class AdapterBank:
             raise ValueError(f"adapter {name} is not held")
         return kept.adapter
 
-    def _form(self, manifest: weights_pb2.SnapshotManifest, length: int) -> _Form:
-        layout = layout_of(manifest)
+    def _layout(self, manifest: weights_pb2.SnapshotManifest, length: int) -> _Layout:
+        key = layout_of(manifest)
         with self._planning:
-            if layout not in self._forms:
+            layout = self._layouts.get(key)
+            if layout is None:
                 plan = self._slots.plan(lambda flat: self._views(manifest, flat), length)
-                self._forms[layout] = _Form(plan, [piece for name, piece in _cut(manifest) if ".lora_B." in name])
-                if len(self._forms) > _MAX_FORMS:
-                    self._forms.popitem(last=False)
-            self._forms.move_to_end(layout)
-            return self._forms[layout]
+                layout = _Layout(plan, [piece for name, piece in _cut(manifest) if ".lora_B." in name])
+                self._layouts[key] = layout
+            return layout
 
     def _views(self, manifest: weights_pb2.SnapshotManifest, flat: torch.Tensor) -> LoRAModel:
         model = self._manager._adapter_manager.model

@@ -16,7 +16,7 @@ _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
-class AdapterRoom:
+class AdapterCapacity:
     """What an engine is given for adapters.
 
     Args:
@@ -37,9 +37,9 @@ class AdapterRoom:
         return f"{said}: {self.held_bytes // self.adapter_bytes} of the largest rank, {size}"
 
 
-def adapter_room(
+def capacity_for(
     settings: SamplerSettings, shapes: Mapping[str, Shape], item_bytes: int, device_bytes: int, host_bytes: int
-) -> AdapterRoom:
+) -> AdapterCapacity:
     """What the settings say, and where they say nothing, what memory allows.
 
     Args:
@@ -58,7 +58,7 @@ def adapter_room(
         held_bytes = held_mib << 20
     elif adapter_bytes:
         held_bytes = min(held_bytes, settings.max_adapters * adapter_bytes)
-    return AdapterRoom(adapter_bytes, batched, held_bytes)
+    return AdapterCapacity(adapter_bytes, batched, held_bytes)
 
 
 def host_memory_bytes() -> int:

@@ -13,7 +13,7 @@ Rename = Callable[[str], str]
 """Maps a checkpoint's parameter name to vLLM's, so that old and new spellings of a checkpoint compare equal."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_MAX_SOUND = 256
+_MAX_PASSED = 256
 _PEFT_PREFIX = "base_model.model."
 
 
@@ -49,7 +49,7 @@ class ManifestChecker:
         self._optional: set[str] = set()
         self._max_rank = max_rank
         self._adaptable = adaptable
-        self._sound: set[tuple[int, int, bytes]] = set()
+        self._passed: set[tuple[int, int, bytes]] = set()
         self._tie_head(shapes)
 
     def problem(self, manifest: weights_pb2.SnapshotManifest) -> str:
@@ -62,11 +62,11 @@ class ManifestChecker:
         if manifest.snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER and not (math.isfinite(alpha) and alpha > 0):
             return f"lora.alpha is {alpha}, must be positive"
         key = (manifest.snapshot.kind, manifest.lora.rank, layout_of(manifest))
-        if key in self._sound:  # as each version of an adapter but its first
+        if key in self._passed:  # as each version of an adapter but its first
             return ""
         problem = self._problem_of_tensors(manifest)
-        if not problem and len(self._sound) < _MAX_SOUND:
-            self._sound.add(key)
+        if not problem and len(self._passed) < _MAX_PASSED:
+            self._passed.add(key)
         return problem
 
     def _problem_of_tensors(self, manifest: weights_pb2.SnapshotManifest) -> str:

@@ -1,43 +1,51 @@
 """Joins groups and receives snapshots on threads, so that the engine goes on sampling while tensors arrive.
 
 What arrives stays beside the model until it is whole and its digest is known: a sender that vanishes, or bytes that are
-not what was announced, never touch the model. Where it waits: `staging`.
+not what was announced, never touch the model. Where it waits: `host_offload`.
 """
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal
 
 import torch
+import torch.distributed
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, tensor_bytes
-from services.sampler.engine.group import TransferGroup
-from services.sampler.engine.staging import Staging
+from services.sampler.engine.host_offload import SnapshotOffload
+
+# Its stubs leave out half of what it exports.
+dist: Any = torch.distributed
 
 Phase = Literal["running", "done", "failed"]
 
 
 @dataclass
 class Arrival:
-    """The tensors of one snapshot, complete once `Task.phase` is done."""
+    """The tensors of one snapshot: for each bucket of the manifest its bytes, uint8 [n]."""
 
     manifest: weights_pb2.SnapshotManifest
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    digest: str = ""
+    buffers: list[torch.Tensor]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) in the manifest's order; views of the received bytes."""
         for specs, buffer in zip(_buckets(self.manifest), self.buffers, strict=True):
             yield from _cut(specs, buffer)
 
-    def runs(self) -> Iterator[torch.Tensor]:
-        """[n] of one element type each, the tensors one after another with their padding, as few as can be."""
-        for specs, buffer in zip(_buckets(self.manifest), self.buffers, strict=True):
+    def take_runs(self) -> Iterator[torch.Tensor]:
+        """[n] of one element type each, the tensors one after another with their padding, as few as can be.
+
+        Lets go of the bytes: what is not converted is the caller's alone.
+        """
+        buffers, self.buffers = self.buffers, []
+        for specs, buffer in zip(_buckets(self.manifest), buffers, strict=True):
             start = 0
             for dtype, run in groupby(specs, lambda spec: spec.dtype):
                 end = start + sum(map(padded_bytes, run))
@@ -46,21 +54,73 @@ class Arrival:
 
     @property
     def device(self) -> torch.device:
-        """Where it waits."""
         return self.buffers[0].device
 
 
-@dataclass
 class Task:
     """Something that runs on a thread of a worker; polled by name through `collective_rpc`."""
 
-    phase: Phase = "running"
-    error: str = ""
-    digest: str = ""
+    def __init__(self) -> None:
+        self._phase: Phase = "running"
+        self._error = ""
+        self._digest = ""
+
+    def run(self, work: Callable[[], str]) -> None:
+        """Does `work`, which returns the digest of what it received, or the empty string."""
+        try:
+            self._digest = work()
+            self._phase = "done"
+        except Exception as error:  # a thread's failure is reported by `report`, wherever it came from
+            self._error = f"{type(error).__name__}: {error}"
+            self._phase = "failed"
 
     def report(self) -> dict[str, str]:
         """What the service is told."""
-        return {"phase": self.phase, "error": self.error, "digest": self.digest}
+        return {"phase": self._phase, "error": self._error, "digest": self._digest}
+
+
+class TransferGroupMember:
+    """One worker's end of a transfer group, in which rank 0, the trainer, broadcasts bytes.
+
+    A process group of torch's, made privately, never the default one.
+
+    Args:
+        request: Which group, where it meets, and how long to wait for the others.
+        worker_rank: This worker's among those of its engine.
+        device: Where this worker's model lives; decides between gloo and NCCL.
+
+    Blocks until all members have met. Raises RuntimeError or DistStoreError if they do not in time.
+    """
+
+    def __init__(self, request: sampler_pb2.JoinTransferGroupRequest, worker_rank: int, device: torch.device) -> None:
+        self._device = device
+        timeout = timedelta(seconds=request.timeout_s)
+        self._store = dist.TCPStore(
+            request.master_address, request.master_port, request.world_size, False, timeout, wait_for_workers=False
+        )
+        prefixed = dist.PrefixStore(request.group_id, self._store)
+        host = _own_address(request)
+        self._group = _open(prefixed, request.rank_offset + worker_rank, request.world_size, timeout, device, host)
+
+    def receive(self, size_bytes: int, deadline: float) -> torch.Tensor:
+        """The next broadcast, uint8 [size_bytes] on the group's device. `deadline` is of `time.monotonic`.
+
+        Raises RuntimeError if the sender is gone or the deadline passes; the group is of no use afterwards.
+        """
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise RuntimeError("the transfer's time was up before all tensors had come")
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=remaining_s)
+        work = self._group.broadcast([buffer], options)
+        work.wait(timedelta(seconds=remaining_s))
+        return buffer
+
+    def close(self) -> None:
+        """Gives up whatever is under way and leaves."""
+        self._group.abort()
 
 
 class SnapshotReceiver:
@@ -69,10 +129,10 @@ class SnapshotReceiver:
     def __init__(self, device: torch.device, worker_rank: int) -> None:
         self._device = device
         self._worker_rank = worker_rank
-        self._staging = Staging(device)
+        self._offload = SnapshotOffload(device)
         # One for all arrivals: torch keeps memory apart by stream, and gives none of it to another.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._groups: dict[str, TransferGroup] = {}
+        self._groups: dict[str, TransferGroupMember] = {}
         self._tasks: dict[str, Task] = {}
         self._arrivals: dict[str, Any] = {}
 
@@ -80,9 +140,10 @@ class SnapshotReceiver:
         """Begins to join over `gloo` or `nccl`; a standing group of the same name is left first."""
         self.leave(request.group_id)
 
-        def join(_: Task) -> None:
+        def join() -> str:
             device = torch.device("cpu") if backend == "gloo" else self._device
-            self._groups[request.group_id] = TransferGroup(request, self._worker_rank, device)
+            self._groups[request.group_id] = TransferGroupMember(request, self._worker_rank, device)
+            return ""
 
         self._start(task_id, join)
 
@@ -102,24 +163,16 @@ class SnapshotReceiver:
         group = self._groups[group_id]
         deadline = time.monotonic() + timeout_s
 
-        def receive(task: Task) -> None:
-            arrival = Arrival(manifest)
-            broadcasts = _buckets(manifest)
-            sizes = [sum(map(padded_bytes, specs)) for specs in broadcasts]
-            stays = self._staging.fits(sum(sizes))
+        def receive() -> str:
             with torch.cuda.stream(self._stream):
-                digest = SnapshotDigest(partial(torch.arange, device=self._device))
-                for specs, size_bytes in zip(broadcasts, sizes, strict=True):
-                    buffer = group.receive(size_bytes, deadline).to(self._device)
-                    digest.add(specs, buffer.view(torch.int64))
-                    arrival.buffers.append(buffer if stays else self._staging.to_host(buffer))
-                arrival.digest = task.digest = digest.hexdigest()
+                arrival, digest = self._receive(group, manifest, deadline)
                 if self._stream is not None:
                     self._stream.synchronize()  # `finish` may read on the host what still comes over
                 finished = finish(arrival)
             if self._stream is not None:
                 self._stream.synchronize()
             self._arrivals[task_id] = finished
+            return digest
 
         self._start(task_id, receive)
 
@@ -142,18 +195,42 @@ class SnapshotReceiver:
         if group is not None:
             group.close()
 
-    def _start(self, task_id: str, work: Callable[[Task], None]) -> None:
+    def _receive(
+        self, group: TransferGroupMember, manifest: weights_pb2.SnapshotManifest, deadline: float
+    ) -> tuple[Arrival, str]:
+        """All broadcasts of a snapshot, and the digest of what came."""
+        broadcasts = _buckets(manifest)
+        sizes = [sum(map(padded_bytes, specs)) for specs in broadcasts]
+        stays = self._offload.fits(sum(sizes))
+        buffers: list[torch.Tensor] = []
+        digest = SnapshotDigest(partial(torch.arange, device=self._device))
+        for specs, size_bytes in zip(broadcasts, sizes, strict=True):
+            buffer = group.receive(size_bytes, deadline).to(self._device)
+            digest.add(specs, buffer.view(torch.int64))
+            buffers.append(buffer if stays else self._offload.to_host(buffer))
+        return Arrival(manifest, buffers), digest.hexdigest()
+
+    def _start(self, task_id: str, work: Callable[[], str]) -> None:
         task = self._tasks[task_id] = Task()
+        threading.Thread(target=task.run, args=(work,), name=f"transfer-{task_id}", daemon=True).start()
 
-        def run() -> None:
-            try:
-                work(task)
-                task.phase = "done"
-            except Exception as error:  # a thread's failure is reported by `report`, wherever it came from
-                task.error = f"{type(error).__name__}: {error}"
-                task.phase = "failed"
 
-        threading.Thread(target=run, name=f"transfer-{task_id}", daemon=True).start()
+def _own_address(request: sampler_pb2.JoinTransferGroupRequest) -> str:
+    """Of this machine's addresses the one that reaches the sender."""
+    with socket.create_connection((request.master_address, request.master_port), request.timeout_s) as connection:
+        return str(connection.getsockname()[0])
+
+
+def _open(store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, host: str) -> Any:
+    if device.type == "cpu":
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # which listens on that one alone
+        return dist.ProcessGroupGloo(store, rank, world_size, options)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    # NCCL members meet at the first broadcast, not here.
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
 def _buckets(manifest: weights_pb2.SnapshotManifest) -> list[list[weights_pb2.TensorSpec]]:

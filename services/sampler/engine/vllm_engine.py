@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM behind the ports of the service: requests in, events out, weights under a deadline."""
+"""vLLM's AsyncLLM behind what `engine_api` asks of an engine: requests in, events out, weights under a deadline."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import DeadlineExceeded, Internal, InvalidInput, Unavailable
 from fovea.wire.features import FeatureTensors
-from services.sampler.engine import outputs, prompts
+from services.sampler.engine import request_conversion
 from services.sampler.engine_api import AdapterName, Event, Limits, SampleSpec
 from services.sampler.settings import SamplerSettings
 from services.sampler.vllm_patches.lora_slots import request_of
@@ -34,7 +34,10 @@ _NOT_ARRIVED = "the snapshot did not arrive"
 
 
 class Engine:
-    """One engine. Methods are for one event loop; errors are the service's own."""
+    """One engine: a SampleEngine and a WeightEngine of `engine_api`, which says what each call does.
+
+    Methods are for one event loop; errors are the service's own.
+    """
 
     def __init__(self, llm: "AsyncLLM", settings: SamplerSettings, checkpoint: Path) -> None:
         self._llm = llm
@@ -42,7 +45,7 @@ class Engine:
         self._checkpoint = checkpoint
         self._task_numbers = itertools.count(1)
         self._paused = False
-        self._prompts = prompts.PromptMaker(llm)
+        self._prompts = request_conversion.PromptMaker(llm)
         self._eos_token_ids = _eos_token_ids(llm, checkpoint)
 
     async def prepare(self) -> None:
@@ -95,18 +98,16 @@ class Engine:
         self._llm.shutdown()
 
     def prompt(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
-        """See SampleEngine.prompt."""
         return self._prompts.make(spec, images)
 
     async def sample(
         self, spec: SampleSpec, index: int, prompt: Any, adapter: AdapterName | None
     ) -> AsyncGenerator[Event]:
-        """See SampleEngine.sample."""
-        plan = prompts.score_plan(spec, index)
+        plan = request_conversion.score_plan(spec, index)
         with _translated():
             generated = self._llm.generate(
                 prompt,
-                prompts.sampling_params(spec, index, self._eos_token_ids, plan),
+                request_conversion.sampling_params(spec, index, self._eos_token_ids, plan),
                 f"{spec.request.request_id}/{index}",
                 lora_request=None if adapter is None else request_of(adapter.name, adapter.lora_id),
             )
@@ -114,13 +115,12 @@ class Engine:
                 first = True
                 async for result in results:
                     if first:
-                        yield outputs.prompt_facts(result, spec, plan)
+                        yield request_conversion.prompt_result(result, spec, plan)
                         first = False
-                    for delta in outputs.deltas(result, spec, index):
+                    for delta in request_conversion.deltas(result, spec, index):
                         yield delta
 
     async def join_group(self, request: sampler_pb2.JoinTransferGroupRequest) -> None:
-        """See WeightEngine.join_group."""
         task_id = self._new_task()
         await self._command("fovea_join", task_id, request.SerializeToString(), self.transfer_backend)
         try:
@@ -130,11 +130,9 @@ class Engine:
             await self.forget_task(task_id)
 
     async def leave_group(self, group_id: str) -> None:
-        """See WeightEngine.leave_group."""
         await self._command("fovea_leave", group_id)
 
     async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
-        """See WeightEngine.start_receive."""
         task_id = self._new_task()
         problems: list[str] = await self._command(
             "fovea_receive", task_id, group_id, manifest.SerializeToString(), timeout_s
@@ -144,24 +142,20 @@ class Engine:
         return task_id
 
     async def wait_received(self, task_id: str, timeout_s: float) -> str:
-        """See WeightEngine.wait_received."""
         return _common(await self._wait(_NOT_ARRIVED, timeout_s, "fovea_report", task_id))
 
     async def forget_task(self, task_id: str) -> None:
-        """See WeightEngine.forget_task."""
         await self._command("fovea_forget_task", task_id)
 
     async def keep_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
-        """See WeightEngine.keep_adapter."""
         keep = ("fovea_keep_adapter", task_id, adapter.name, adapter.lora_id, digest)
         return _common(await self._wait(_NOT_ARRIVED, timeout_s, *keep))
 
     async def forget_adapter(self, adapter: AdapterName) -> None:
-        """See WeightEngine.forget_adapter."""
         await self._command("fovea_forget_adapter", adapter.name)
 
     async def load_full(self, task_id: str, version: str) -> float:
-        """See WeightEngine.load_full. After a failure it stays paused: a step of a half-loaded model is fatal."""
+        """After a failure it stays paused: a step of a half-loaded model is fatal."""
         start = time.monotonic()
         timeout_s = self._settings.engine_timeout_s
         with _translated():

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 from fovea import vision
 from fovea.runtime import checkpoint
 from fovea.runtime.hosts import interface_of, is_loopback
-from services.sampler.engine.adapter_capacity import AdapterRoom, adapter_room, host_memory_bytes
+from services.sampler.engine.adapter_capacity import AdapterCapacity, capacity_for, host_memory_bytes
 from services.sampler.engine.manifest_check import checkpoint_shapes
-from services.sampler.engine.parentage import PARENT_VARIABLE
 from services.sampler.settings import SamplerSettings
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
+
+SERVICE_PID_VARIABLE = "FOVEA_SAMPLER_PARENT_PID"
+"""Environment variable that tells the engine's processes whose they are."""
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CPU_KV_CACHE_MIB = 512
@@ -36,7 +38,7 @@ def runs_on_cpu(settings: SamplerSettings) -> bool:
 
 def prepare_environment(settings: SamplerSettings) -> None:
     """Sets what vLLM and torch read from the environment when they are imported; what is set already stays."""
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    os.environ[SERVICE_PID_VARIABLE] = str(os.getpid())
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
     # vLLM 0.32.0 takes max_position_embeddings for scaled wherever there is YaRN; `context` knows better.
     defaults["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
@@ -64,7 +66,7 @@ def prepare_environment(settings: SamplerSettings) -> None:
     warnings.filterwarnings("ignore", module="vllm")
 
 
-def room_for_adapters(settings: SamplerSettings) -> AdapterRoom:
+def measure_adapter_capacity(settings: SamplerSettings) -> AdapterCapacity:
     """How many adapters the engine gets room for. To be called before it starts."""
     try:
         shapes = checkpoint_shapes(checkpoint_directory(settings.model))
@@ -72,15 +74,15 @@ def room_for_adapters(settings: SamplerSettings) -> AdapterRoom:
         shapes = {}
     host_bytes = host_memory_bytes()
     if runs_on_cpu(settings):
-        return adapter_room(settings, shapes, 4, host_bytes, host_bytes)
+        return capacity_for(settings, shapes, 4, host_bytes, host_bytes)
     from vllm.platforms import current_platform
 
     device_bytes = int(current_platform.get_device_total_memory() * settings.gpu_memory_fraction)
     item_bytes = 4 if settings.dtype == "float32" else 2
-    return adapter_room(settings, shapes, item_bytes, device_bytes, host_bytes)
+    return capacity_for(settings, shapes, item_bytes, device_bytes, host_bytes)
 
 
-def launch(settings: SamplerSettings, room: AdapterRoom) -> "AsyncLLM":
+def launch(settings: SamplerSettings, capacity: AdapterCapacity) -> "AsyncLLM":
     """Starts the engine and returns when its model is loaded. Raises whatever vLLM raises for a model it cannot run."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -90,7 +92,7 @@ def launch(settings: SamplerSettings, room: AdapterRoom) -> "AsyncLLM":
 
     vllm_patches.before_model()
     weight_loading.register()
-    arguments = _common_arguments(settings, room)
+    arguments = _common_arguments(settings, capacity)
     if not runs_on_cpu(settings):
         arguments |= _gpu_arguments(settings)
         return AsyncLLM.from_vllm_config(AsyncEngineArgs(**arguments).create_engine_config())
@@ -103,7 +105,7 @@ def launch(settings: SamplerSettings, room: AdapterRoom) -> "AsyncLLM":
     return AsyncLLM.from_vllm_config(config)
 
 
-def _common_arguments(settings: SamplerSettings, room: AdapterRoom) -> dict[str, Any]:
+def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
     from services.sampler.engine.weight_loading import BACKEND
@@ -119,8 +121,8 @@ def _common_arguments(settings: SamplerSettings, room: AdapterRoom) -> dict[str,
         "enable_lora": True,
         "enable_tower_connector_lora": True,
         "max_lora_rank": settings.max_lora_rank,
-        "max_loras": room.batched,
-        "max_cpu_loras": max(room.batched, settings.max_cpu_loras or 4 * room.batched),
+        "max_loras": capacity.batched,
+        "max_cpu_loras": max(capacity.batched, settings.max_cpu_loras or 4 * capacity.batched),
         "worker_extension_cls": "services.sampler.engine.worker_extension.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "logprobs_mode": "processed_logprobs",

@@ -3,20 +3,34 @@
 Importing this module prepares the worker's process: vLLM does so before it makes the worker.
 """
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
+from fovea.runtime.children import die_with_parent
 from services.sampler import vllm_patches
 from services.sampler.engine import weight_loading
 from services.sampler.engine.adapter_bank import AdapterBank
 from services.sampler.engine.manifest_check import ManifestChecker, checkpoint_shapes
-from services.sampler.engine.parentage import die_with_parent
 from services.sampler.engine.snapshot_receiver import SnapshotReceiver
+from services.sampler.engine.vllm_launch import SERVICE_PID_VARIABLE
 
-die_with_parent()
+
+def _end_with_service() -> None:
+    """Whatever kills the service, this process goes with it."""
+    # A terminal's Ctrl-C reaches the whole process group: it is left to the service, which lets requests in flight end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    # The service may have died before; orphans go to process 1. With several workers their parent is vLLM's engine.
+    if os.getppid() == 1 and os.environ.get(SERVICE_PID_VARIABLE, "1") != "1":
+        os._exit(1)
+
+
+_end_with_service()
 weight_loading.register()
 vllm_patches.before_model()
 
@@ -69,7 +83,6 @@ class WorkerExtension:
         self._receiver.forget(task_id)
 
     def fovea_leave(self, group_id: str) -> None:
-        """Leaves a group."""
         self._receiver.leave(group_id)
 
     def fovea_keep_adapter(self, task_id: str, name: str, lora_id: int, digest: str) -> dict[str, str]:

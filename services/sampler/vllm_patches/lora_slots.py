@@ -40,7 +40,6 @@ class Piece:
     start: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The view."""
         return flat.as_strided(self.size, self.stride, self.start)
 
 

@@ -27,7 +27,6 @@ class ScoringPunicaWrapper(OneAdapterLogits, PunicaWrapperGPU):  # type: ignore[
     """PunicaWrapperGPU with `one_adapter_logits`; vLLM marks the parent final, yet offers no other place for it."""
 
     def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        """See PunicaWrapperGPU."""
         if self.logits_slot is None:
             super().add_lora_logits(y, x, *arguments, **options)
         elif self.logits_slot >= 0:

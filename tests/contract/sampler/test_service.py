@@ -16,13 +16,12 @@ from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.wire import tensors
 from fovea.wire.errors import FeatureEvicted, InvalidInput, ResourceExhausted, SnapshotNotLoaded, Unavailable
 from fovea.wire.features import iter_pieces, size_bytes, tensors_sha256
-from services.sampler.adapters import AdapterShelf
 from services.sampler.engine_api import Limits
+from services.sampler.generation import Generation
 from services.sampler.image_fetching import ImageFetcher
 from services.sampler.pushes import SnapshotPushes
-from services.sampler.sample_runner import Sampling
-from services.sampler.sampler_servicer import EngineFacts, SamplerService
-from services.sampler.weight_store import Snapshots
+from services.sampler.sampler_servicer import EngineInfo, SamplerService
+from services.sampler.weight_store import AdapterCache, WeightStore
 from tests.otlp_collector import Collector, attributes
 from tests.unit.sampler.memory_engine import MemoryEngine, eventually
 from tests.vision_families import IMAGE, small_qwen3_vl
@@ -79,11 +78,11 @@ async def served() -> AsyncIterator[Served]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     images = ImageFetcher(small_qwen3_vl(), 1 << 20, default_source=address)
-    snapshots = Snapshots(engine, AdapterShelf(2, 1000))
+    weights = WeightStore(engine, AdapterCache(2, 1000))
     limits = Limits(100, 50, 4, 5, 2, 8)
-    facts = EngineFacts("model", "instance", "float32", 64, "gloo", 1, limits, 8, 9 << 20)
-    sampling = Sampling(engine, snapshots, images, MAX_REQUESTS)
-    service = SamplerService(facts, small_qwen3_vl(), sampling, snapshots, SnapshotPushes(engine, snapshots))
+    facts = EngineInfo("model", "instance", "float32", 64, "gloo", 1, limits, 8, 9 << 20)
+    generation = Generation(engine, weights, images, MAX_REQUESTS)
+    service = SamplerService(facts, small_qwen3_vl(), generation, weights, SnapshotPushes(engine, weights))
     service.set_ready(True)
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(service, server)
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(renderer, server)

@@ -9,7 +9,7 @@ import numpy as np
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import InvalidInput, Unavailable
 from fovea.wire.features import FeatureTensors
-from services.sampler.engine_api import AdapterName, AltRows, Delta, Event, PromptFacts, SampleSpec
+from services.sampler.engine_api import AdapterName, AltRows, Delta, Event, PromptResult, SampleSpec
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -19,13 +19,13 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-def facts_of(spec: SampleSpec) -> PromptFacts:
+def facts_of(spec: SampleSpec) -> PromptResult:
     """Targets score minus their own id; token i is drawn at row i."""
     alt = None
     if spec.request.alt_token_count:
         ids = np.repeat(np.arange(len(spec.tokens) - 1, dtype=np.int32)[:, None], spec.request.alt_token_count, axis=1)
         alt = AltRows(ids, -ids.astype(np.float32))
-    return PromptFacts(
+    return PromptResult(
         logprobs=np.full(len(spec.tokens), np.nan, np.float32),
         top=None,
         cached_token_count=0,

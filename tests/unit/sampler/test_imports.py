@@ -8,9 +8,8 @@ LIGHT = [
     "services.sampler.sampler_servicer",
     "services.sampler.sample_validation",
     "services.sampler.pushes",
-    "services.sampler.sample_runner",
+    "services.sampler.generation",
     "fovea.vision",
-    "services.sampler.warmup",
     "services.sampler.engine.vllm_launch",
     "services.sampler.engine.manifest_check",
 ]

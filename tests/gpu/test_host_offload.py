@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from services.sampler.engine.staging import Staging
+from services.sampler.engine.host_offload import SnapshotOffload
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_without_room_on_the_gpu_snapshots_wait_in_pinned_memory() -> None:
     device = torch.device("cuda", 0)
-    assert Staging(device).fits(1 << 20)
-    staging = Staging(device, working_bytes=1 << 60)
-    assert not staging.fits(1)
+    assert SnapshotOffload(device).fits(1 << 20)
+    offload = SnapshotOffload(device, working_bytes=1 << 60)
+    assert not offload.fits(1)
     buffer = torch.arange(1 << 20, dtype=torch.int32, device=device).view(torch.uint8)
-    host = staging.to_host(buffer)
+    host = offload.to_host(buffer)
     torch.cuda.synchronize(device)
     assert host.is_pinned()
     assert torch.equal(host, buffer.cpu())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import tinyvlm
-from services.sampler.engine.adapter_capacity import adapter_room, host_memory_bytes
+from services.sampler.engine.adapter_capacity import capacity_for, host_memory_bytes
 from services.sampler.engine.manifest_check import checkpoint_shapes
 from services.sampler.settings import SamplerSettings
 from tests.e2e.sampler.reference import Reference, random_adapter
@@ -26,7 +26,7 @@ ADAPTER_BYTES = 2 * RANK * 15
 
 def room(shapes: dict[str, Any] = SHAPES, device_bytes: int = GIB, host_bytes: int = GIB, **settings: Any) -> Any:
     """Of bfloat16."""
-    return adapter_room(SamplerSettings(model="m", **settings), shapes, 2, device_bytes, host_bytes)
+    return capacity_for(SamplerSettings(model="m", **settings), shapes, 2, device_bytes, host_bytes)
 
 
 def test_memory_decides() -> None:
@@ -60,7 +60,7 @@ def test_without_shapes() -> None:
 def test_the_largest_adapter_of_a_model_is_what_it_takes(kind: str) -> None:
     model = tinyvlm.ensure(kind)
     whole = random_adapter(Reference(model), RANK, seed=0)
-    found = adapter_room(SamplerSettings(model="m"), checkpoint_shapes(model), 4, GIB, GIB)
+    found = capacity_for(SamplerSettings(model="m"), checkpoint_shapes(model), 4, GIB, GIB)
     assert found.adapter_bytes == sum(tensor.numel() * 4 for tensor in whole.values())
 
 

@@ -6,18 +6,17 @@ from contextlib import aclosing
 from typing import Any
 
 from fovea.runtime import tracing
+from fovea.runtime.tasks import run_to_end
 from fovea.wire.errors import ResourceExhausted
 from services.sampler import sampler_metrics
-from services.sampler.engine_api import AdapterName, Delta, Event, PromptFacts, SampleSpec
+from services.sampler.engine_api import AdapterName, Delta, Event, PromptResult, SampleEngine, SampleSpec
 from services.sampler.image_fetching import ImageFetcher
-from services.sampler.ports import SampleEngine
-from services.sampler.settled import settled
-from services.sampler.weight_store import Snapshots
+from services.sampler.weight_store import WeightStore
 
 _DONE = None
 
 
-class Sampling:
+class Generation:
     """Runs sample requests.
 
     Args:
@@ -27,15 +26,15 @@ class Sampling:
         max_requests: Requests in flight before further ones are refused.
     """
 
-    def __init__(self, engine: SampleEngine, snapshots: Snapshots, images: ImageFetcher, max_requests: int) -> None:
+    def __init__(self, engine: SampleEngine, weights: WeightStore, images: ImageFetcher, max_requests: int) -> None:
         self._engine = engine
-        self._snapshots = snapshots
+        self._weights = weights
         self._images = images
         self._max_requests = max_requests
         self._in_flight = 0
 
     async def run(self, spec: SampleSpec) -> AsyncGenerator[Event]:
-        """PromptFacts, then Deltas of all sequences as they come. Closing it aborts all of them.
+        """PromptResult, then Deltas of all sequences as they come. Closing it aborts all of them.
 
         Raises SnapshotNotLoaded, FeatureEvicted, InvalidInput, ResourceExhausted, Unavailable.
         """
@@ -45,10 +44,10 @@ class Sampling:
         sampler_metrics.IN_FLIGHT.inc()
         try:
             # Asked before the images are fetched, so that a push can begin at once; asked again when they are there.
-            self._snapshots.require(spec.request.snapshot_id)
+            self._weights.require(spec.request.snapshot_id)
             images = await self._images.fetch(spec.spans)
             async with (
-                self._snapshots.use(spec.request.snapshot_id) as adapter,
+                self._weights.use(spec.request.snapshot_id) as adapter,
                 aclosing(self._draw_all(spec, self._engine.prompt(spec, images), adapter)) as events,
             ):
                 async for event in events:
@@ -74,7 +73,7 @@ class Sampling:
                     running -= 1
                 elif isinstance(item, BaseException):
                     raise item
-                elif isinstance(item, PromptFacts):
+                elif isinstance(item, PromptResult):
                     yield item
                     for event in early or ():
                         yield event
@@ -85,7 +84,7 @@ class Sampling:
                     yield item
         finally:
             # To the end, whoever cancels again: an adapter must stay until the engine was told of every abort.
-            await settled(_cancel(tasks))
+            await run_to_end(_cancel(tasks))
 
     async def _draw_one(
         self,
@@ -114,7 +113,7 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 def _count(spec: SampleSpec, event: Event) -> None:
-    if isinstance(event, PromptFacts):
+    if isinstance(event, PromptResult):
         sampler_metrics.TOKENS.labels("prompt").inc(len(spec.tokens))
         sampler_metrics.TOKENS.labels("prompt_cached").inc(event.cached_token_count)
     else:
