@@ -16,7 +16,7 @@ WINDOW = 9
 
 
 def draw_curves(runs: Sequence[pathlib.Path], path: pathlib.Path) -> None:
-    """Mean reward a turn of a step's rollouts over steps, a line a run, smoothed by a centred mean of nine steps.
+    """Mean reward per turn of each step's rollouts, one line per run, smoothed by a centred mean over nine steps.
 
     Args:
         runs: Files that `Experiment.write` wrote, all of one example.
@@ -29,7 +29,7 @@ def draw_curves(runs: Sequence[pathlib.Path], path: pathlib.Path) -> None:
         (line,) = axes.plot(rewards, alpha=0.2, linewidth=0.8)
         share = f"held out {run['before']:.2f} → {run['after']:.2f} (at random {run['random']:.2f})"
         axes.plot(smoothed(rewards), color=line.get_color(), label=f"seed {run['seed']}: {share}")
-    axes.set(title=found[0]["example"], xlabel="step", ylabel="mean reward a turn", ylim=(None, 1.02))
+    axes.set(title=found[0]["example"], xlabel="step", ylabel="mean reward per turn", ylim=(None, 1.02))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=150)

@@ -130,7 +130,7 @@ class Experiment:
         self._say(f"warm-up done; the random player's reward is {self.result['random']:.3f}")
 
     async def measure(self, moment: str, sources: Sources) -> None:
-        """Plays one greedy episode a source; their mean reward and metrics become `moment` in the result."""
+        """Plays one greedy episode per source; their mean reward and metrics become `moment` in the result."""
         sampling = SamplingSettings(self._rollout.sampling.max_tokens, temperature=0.0)
         settings = RolloutSettings(sampling, self._rollout.max_turns, self._rollout.max_context)
         found = await evaluate(self.policy, self._template, sources, settings, name=moment)
@@ -161,7 +161,7 @@ class Experiment:
             self._trajectories,
             f"{self._name}, seed {self._arguments.seed}",
             decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=False)),
-            curves={"mean reward a turn": self._rewards},
+            curves={"mean reward per turn": self._rewards},
         )
         self._say(f"written: {folder / stem}.json and .html")
 

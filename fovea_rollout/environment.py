@@ -51,7 +51,7 @@ class Step:
 
     Attributes:
         messages: What the model reads next; ignored if `is_done`.
-        reward: Of this step.
+        reward: Reward of this step.
         metrics: Numbers to be averaged over rollouts.
     """
 

@@ -17,10 +17,10 @@ class Evaluation:
     """What was seen.
 
     Attributes:
-        reward_mean: Of rollouts that did not fail; NaN if all did.
+        reward_mean: Mean reward of the rollouts that did not fail; NaN if all did.
         metrics: The environments' own, averaged over rollouts.
         failures: (conversation, what went wrong).
-        trajectories: One a source, in the same order.
+        trajectories: One per source, in the same order.
     """
 
     reward_mean: float
@@ -39,7 +39,7 @@ async def evaluate(
     progress: bool | None = False,
     name: str = "evaluation",
 ) -> Evaluation:
-    """Plays one episode a source; pass settings with temperature 0 for the greedy policy.
+    """Plays one episode per source; pass settings with temperature 0 for the greedy policy.
 
     Args:
         progress: As `run_rollouts` has it; leave it off within `train`, whose own lines are on the terminal then.

@@ -28,7 +28,7 @@ class GrpcPolicy:
     """A sampling session as a policy. Whoever opened its session keeps it alive by heartbeats.
 
     Args:
-        client: Of the gateway.
+        client: Client of the gateway.
         sampling_session_id: Names the weights.
         version: Training steps that they have taken.
     """
@@ -45,7 +45,7 @@ class GrpcPolicy:
         """Notes newer weights, to which an in-flight update has moved the session.
 
         Args:
-            snapshot_id: Of these weights, as the save said: samples that name it are known to be of this version.
+            snapshot_id: Their snapshot, as the save returned it: samples that name it are known to be of this version.
         """
         self._version = version
         if snapshot_id:

@@ -31,7 +31,7 @@ class Rules:
         max_steps: The most frames that the model answers; 0 leaves it to the environment, which may truncate by itself.
         discount: What a reward is multiplied with for each answer before the one that earned it; below 1 the model
             had better hurry.
-        invalid_reward: Of an answer that is no action.
+        invalid_reward: Reward of an answer that is no action.
         invalid_feedback: The text that an answer which is no action gets; the frame stays what it was. `{actions}` in
             it stands for the words. None ends the episode instead.
         least_side: Frames with a shorter side are enlarged by the least integer factor that brings it to this, in
@@ -65,7 +65,7 @@ class GymnasiumEnvironment:
     Args:
         env: Made with `render_mode="rgb_array"`.
         rules: What it means in words.
-        seed: Of its reset; the members of a group share one.
+        seed: Seed of its reset; the members of a group share one.
 
     Raises:
         InvalidInput: It draws in another mode.

@@ -22,8 +22,8 @@ class Penalty:
     """What is added to advantages.
 
     Attributes:
-        terms: For each datum float64 [N], 0 where nothing was sampled.
-        kl: Mean over all sampled tokens of log p_sampler - log p_base: an estimate of KL(policy || base), in nats a
+        terms: One array per datum, float64 [N], 0 where nothing was sampled.
+        kl: Mean over all sampled tokens of log p_sampler - log p_base: an estimate of KL(policy || base), in nats per
             token, which may be below 0 on few tokens.
     """
 
@@ -41,10 +41,10 @@ def kl_penalty(
     Valid at temperature 1, at which the base is scored.
 
     Args:
-        logprobs: The sampler's, a datum float64 [N].
+        logprobs: The sampler's, float64 [N] per datum.
         base: The base model's, likewise.
         masks: bool [N], true where a token was sampled.
-        coefficient: Beta, in reward a nat.
+        coefficient: Beta, in reward per nat.
     """
     if not len(logprobs) == len(base) == len(masks):
         raise InvalidInput(
@@ -60,7 +60,7 @@ def kl_penalty(
 
 
 async def base_logprobs(data: Sequence[tinker.Datum], base: tinker.SamplingClient) -> list[Floats]:
-    """What the base model gives each target, a datum float64 [N]: one scoring of its input and last target.
+    """The base model's log-probabilities of all targets, float64 [N] per datum.
 
     Rollouts that read and said the same are scored once. A scoring takes one token more than the rollout did:
     `RolloutSettings.max_context` must be below the server's own.

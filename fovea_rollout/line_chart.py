@@ -11,7 +11,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 336, 132, 44, 8, 18
 
 
 def line_chart(name: str, values: Sequence[float]) -> str:
-    """An HTML figure of one number a step; steps without a finite one are passed over. Colours are the page's."""
+    """An HTML figure of one number per step; steps without a finite one are passed over. Colours are the page's."""
     points = [(step, value) for step, value in enumerate(values) if math.isfinite(value)]
     label = html.escape(name)
     if not points:

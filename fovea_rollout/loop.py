@@ -37,25 +37,26 @@ class LoopSettings:
     Attributes:
         groups_per_step: Groups that a step trains on, each from one source (record or environment factory).
         group_size: Rollouts of one group.
-        learning_rate: Of each step; or of a step, counted from 0.
+        learning_rate: Of every step, or a function of the step, counted from 0.
         mode: When rollouts run.
             `on_policy`: before each step, with the very weights that the step trains.
             `one_step_off`: those of the next step while a step trains, with weights one step older.
             `inflight`: always; those that run while weights change go on with the new ones. Each datum's `versions`
             are the bounds of what sampled it.
         max_lag: For `inflight`: the most steps by which weights that sampled may be older than those trained.
-        discount: Of later rewards, 0 to 1: each turn is then judged by what came of it, among the rollouts of its group
-            at that turn (they differ in how they got there; rewards for each step tell more). None: all turns of a
-            rollout are judged by its total reward.
+        discount: Factor of later rewards, 0 to 1: each turn is then judged by what came of it, among the rollouts of
+            its group at that turn (they differ in how they got there; rewards for each step tell more). None: all turns
+            of a rollout are judged by its total reward.
         substeps: Optimizer steps of one step: its datums are split into that many parts. More than one is off-policy
             after the first: use a loss that clips, as `ppo` does.
-        loss: Of the server: `importance_sampling`, `ppo` or `cispo`; `loss_config` goes with it.
+        loss: Name of the server's loss; `loss_config` goes with it.
         filter_groups: Leave out groups in which all rewards are the same. With a KL penalty these teach too: one that
             is sure and wrong is brought back by nothing else.
-        kl_coefficient: Of the penalty for leaving the base model, which `train` needs then; temperature must be 1.
+        kl_coefficient: Weight of the penalty for leaving the base model; above 0 it needs `base` of `train` and a
+            temperature of 1.
         adam: Other fields of `tinker.AdamParams`, as in `{"grad_clip_norm": 1.0}`.
-        concurrency: Rollouts at once.
-        seed: Of the order of sources, which are gone through again and again.
+        concurrency: The most rollouts that run at once.
+        seed: Decides the order of sources, which are gone through again and again.
     """
 
     steps: int
@@ -100,7 +101,7 @@ class LoopSettings:
         return {"on_policy": 0, "one_step_off": 1, "inflight": self.max_lag}[self.mode]
 
     def adam_params(self, step: int) -> tinker.AdamParams:
-        """Of one step."""
+        """The optimizer's parameters of one step."""
         rate = self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
         return tinker.AdamParams(learning_rate=rate, **self.adam)
 
@@ -115,7 +116,7 @@ async def train(
     base: tinker.SamplingClient | None = None,
     progress: bool | None = None,
 ) -> Policy:
-    """Trains.
+    """Trains a model by reinforcement learning.
 
     Rollouts that fail are reported and left out. Being cancelled (Ctrl-C in `asyncio.run`) cancels what runs, on the
     server too, and closes the environments before it is raised.
@@ -129,7 +130,7 @@ async def train(
         What samples with the last weights.
 
     Raises:
-        InvalidInput: Of the settings.
+        InvalidInput: Naming the setting that is wrong.
         tinker.TinkerError: What the server refuses.
     """
     if not sources:
@@ -154,7 +155,7 @@ async def train(
 
 
 class _Loop:
-    """What steps share."""
+    """What the steps of one training share."""
 
     policy: Policy
 

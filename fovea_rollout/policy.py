@@ -25,10 +25,10 @@ class SamplingSettings:
     """How a turn is sampled.
 
     Attributes:
-        max_tokens: Of one turn.
+        max_tokens: The most tokens of one turn.
         temperature: 0 is greedy. Log-probabilities are those of the distribution that was drawn from.
         stop: Texts that end a turn, besides the template's own end of turn. Kept in the turn when they end it.
-        seed: Of the first turn; each later turn and each other rollout draws with another one derived from it.
+        seed: What every turn of every rollout derives its own seed from; None draws without one.
     """
 
     max_tokens: int = 256
@@ -57,7 +57,7 @@ class Sampled:
 
     Attributes:
         ids: The tokens, a closing one (end of turn, or the one that completes a stop text) included.
-        logprobs: One a token.
+        logprobs: One per token, in nats.
         stop_reason: `length` if max_tokens ended it.
     """
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class _ProgressLines:
-    """A bar and words a line, on standard error. Use as `with`.
+    """Lines of a bar and words on standard error. A context manager.
 
     Args:
-        is_shown: None for on a terminal only.
+        is_shown: Whether anything is shown; None shows it on a terminal only.
     """
 
     def __init__(self, is_shown: bool | None) -> None:
@@ -47,12 +47,12 @@ class _ProgressLines:
 
 
 class BatchProgress(_ProgressLines):
-    """A policy that counts what it samples, and shows it. Use as `with`.
+    """A policy that counts what it samples, and shows it. A context manager.
 
     Args:
-        policy: Samples.
-        total: Rollouts.
-        is_shown: None for on a terminal only.
+        policy: What samples.
+        total: The number of rollouts.
+        is_shown: Whether anything is shown; None shows it on a terminal only.
     """
 
     def __init__(self, policy: Policy, total: int, is_shown: bool | None) -> None:
@@ -63,7 +63,7 @@ class BatchProgress(_ProgressLines):
     async def sample(
         self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str
     ) -> Sampled:
-        """As the policy does."""
+        """See `Policy`."""
         sampled = await self._policy.sample(prompt, settings, stop_ids, conversation)
         self._turns += 1
         self._tokens += len(sampled.ids)
@@ -71,7 +71,7 @@ class BatchProgress(_ProgressLines):
         return sampled
 
     async def token_count(self, picture: Picture) -> int:
-        """As the policy does."""
+        """See `Policy`."""
         return await self._policy.token_count(picture)
 
     def count(self, trajectory: Trajectory) -> None:
@@ -88,12 +88,12 @@ class BatchProgress(_ProgressLines):
 
 
 class LoopProgress(_ProgressLines):
-    """Steps, and the rollouts of the coming one. Use as `with`.
+    """Steps, and the rollouts of the coming one. A context manager.
 
     Args:
-        steps: In all.
-        rollouts: Of one step.
-        is_shown: None for on a terminal only.
+        steps: The number of steps in all.
+        rollouts: The number of rollouts of one step.
+        is_shown: Whether anything is shown; None shows it on a terminal only.
     """
 
     def __init__(self, steps: int, rollouts: int, is_shown: bool | None) -> None:

@@ -1,4 +1,4 @@
-"""Datasets of prompts: JSON lines or parquet, a record a row.
+"""Datasets of prompts: JSON lines or parquet, one record per row.
 
     {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}},
                                              {"type": "text", "text": "How many?"}]}],

@@ -17,7 +17,7 @@ from fovea_rollout.environment_host import EnvironmentHost
 from fovea_rollout.messages import Message
 from fovea_rollout.policy import Chunk, Policy, Sampled, SamplingSettings, Tokens
 from fovea_rollout.progress import BatchProgress
-from fovea_rollout.trajectory import Failure, Trajectory, Turn
+from fovea_rollout.trajectory import End, Failure, Trajectory, Turn
 
 if TYPE_CHECKING:
     from fovea_rollout.template import ChatTemplate
@@ -34,7 +34,7 @@ class RolloutSettings:
     """How an episode runs.
 
     Attributes:
-        sampling: Of each turn.
+        sampling: How each turn is sampled.
         max_turns: The most turns of the model.
         max_context: Tokens that a prompt and its answer may have; an observation that would pass it is left out whole.
         deadline_s: Seconds for the whole episode.
@@ -65,12 +65,11 @@ async def run_rollout(
     trajectory = Trajectory(conversation)
     start = time.monotonic()
     host = EnvironmentHost(environment_factory)
-    episode = _Episode(policy, template, host, settings, trajectory)
     try:
-        await _play(episode)
+        end, failure = await _play(_Episode(policy, template, host, settings, trajectory))
     finally:
-        await _close(host, trajectory)
-        trajectory.seconds = time.monotonic() - start
+        close_failure = await _close(host, conversation)
+    trajectory.finish(end, failure or close_failure, time.monotonic() - start)
     return trajectory
 
 
@@ -84,15 +83,15 @@ async def run_rollouts(
     progress: bool | None = None,
     name: str = "rollout",
 ) -> list[Trajectory]:
-    """Plays one episode a factory.
+    """Plays one episode per factory.
 
     Args:
-        concurrency: Episodes at once.
+        concurrency: The most episodes that run at once.
         progress: Whether a line shows how far they are; None shows it on a terminal only.
         name: Conversations are called `<name>/<index>`, and seeds derive from that: name the batches of a run apart.
 
     Returns:
-        One trajectory a factory, in the same order, failed ones included: see `run_rollout`.
+        One trajectory per factory, in the same order, failed ones included: see `run_rollout`.
     """
     if concurrency < 1:
         raise InvalidInput(f"concurrency is {concurrency}; it must be 1 or more", field="concurrency")
@@ -111,40 +110,37 @@ async def run_rollouts(
     return [task.result() for task in tasks]
 
 
-async def _play(episode: _Episode) -> None:
-    trajectory, deadline_s = episode.trajectory, episode.settings.deadline_s
+async def _play(episode: _Episode) -> tuple[End, Failure | None]:
+    """Plays to the end, the deadline or an error. Raises CancelledError if it is cancelled from outside."""
+    deadline_s = episode.settings.deadline_s
     deadline = asyncio.timeout(deadline_s)
     task = asyncio.current_task()
     assert task is not None
     cancellations = task.cancelling()
     try:
         async with deadline:
-            trajectory.end = await episode.play()
+            return await episode.play(), None
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if task.cancelling() > cancellations:
             raise  # the whole batch is cancelled, not just something inside an environment
-        trajectory.end = "failed"
         if deadline.expired():
             seen = f"TimeoutError: not done after {deadline_s:g} s, in stage {episode.stage!r} of turn {episode.turn}"
-            trajectory.failure = Failure("deadline", seen)
+            failure = Failure("deadline", seen)
         else:
-            trajectory.failure = _failure(episode.stage, error)
-    if trajectory.failure is not None:
-        failure = trajectory.failure
-        logger.info("rollout %s failed: %s: %s", trajectory.conversation, failure.stage, failure.error)
+            failure = _failure(episode.stage, error)
+        logger.info("rollout %s failed: %s: %s", episode.trajectory.conversation, failure.stage, failure.error)
+        return "failed", failure
 
 
-async def _close(host: EnvironmentHost, trajectory: Trajectory) -> None:
-    closing = asyncio.create_task(_closed(host), name=f"close {trajectory.conversation}")
+async def _close(host: EnvironmentHost, conversation: str) -> Failure | None:
+    closing = asyncio.create_task(_closed(host), name=f"close {conversation}")
     _closing.add(closing)
     closing.add_done_callback(_closing.discard)
     await asyncio.wait({closing}, timeout=_CLOSE_S)
-    if not closing.done():
-        closing.add_done_callback(_log_late)
-        failure: Failure | None = Failure("close", f"TimeoutError: still closing after {_CLOSE_S:g} s")
-    else:
-        failure = closing.result()
-    trajectory.failure = trajectory.failure or failure
+    if closing.done():
+        return closing.result()
+    closing.add_done_callback(_log_late)
+    return Failure("close", f"TimeoutError: still closing after {_CLOSE_S:g} s")
 
 
 async def _closed(host: EnvironmentHost) -> Failure | None:
@@ -181,7 +177,7 @@ class _Episode:
     stage: str = "make"
     turn: int = 0
 
-    async def play(self) -> str:
+    async def play(self) -> End:
         """Plays to the end; returns which one. Raises whatever is raised within."""
         await self.host.make()
         self.stage = "reset"

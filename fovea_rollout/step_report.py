@@ -20,7 +20,7 @@ class Agreement:
 
     Attributes:
         kl: mean(r - 1 - log r), r = p_trainer / p_sampler: an estimate of KL(sampler || trainer) that is never
-            negative (http://joschu.net/blog/kl-approx.html), in nats a token. On-policy it is rounding alone.
+            negative (http://joschu.net/blog/kl-approx.html), in nats per token. On-policy it is rounding alone.
         largest_log_ratio: max |log r|; on-policy every r is 1.
     """
 
@@ -34,13 +34,14 @@ class StepReport:
 
     Attributes:
         step: From 0.
-        reward_mean: Of rollouts that did not fail; NaN if all did.
-        signal_share: Of groups, those in which rewards differ.
+        reward_mean: Mean reward of the rollouts that did not fail; NaN if all did.
+        signal_share: Share of groups in which rewards differ.
         lag: step - version of the oldest weights that sampled what was trained on; 0 is on-policy.
-        sampled_tokens: Of all rollouts.
-        trained_tokens: Of those that were trained on.
-        agreement: Of the first substep. None if nothing was trained on, since no group had signal; the weights stay.
-        base_kl: Nats a token between sampler and base model, if there is a KL penalty.
+        sampled_tokens: Tokens that all rollouts sampled.
+        trained_tokens: Sampled tokens that were trained on.
+        agreement: Of sampler and trainer on the first substep. None if nothing was trained on, since no group had a
+            signal; the weights stay.
+        base_kl: Distance of sampler and base model in nats per token, if there is a KL penalty.
         metrics: The environments' own, averaged over rollouts; the trainer's, over substeps, as `trainer/...`.
         seconds: By part: `rollout` (waiting for groups), `batch` (with the base's scores), `train`, `publish`.
         failures: (conversation, what went wrong); those rollouts are left out.
@@ -76,7 +77,7 @@ def step_report(
     """Puts a report together.
 
     Args:
-        outputs: Of each substep, what it trained on and what forward_backward returned.
+        outputs: For each substep what it trained on and what forward_backward returned.
     """
     rewards = rewards_of(groups)
     trajectories = [trajectory for group in groups for trajectory in group]

@@ -31,7 +31,7 @@ class Splice(NamedTuple):
 
 
 Piece = Tokens | Splice | None
-"""Of a prompt: tokens of the template's own, a sampled turn, or the next picture."""
+"""A part of a prompt: tokens of the template's own, a sampled turn, or (None) the next picture."""
 
 
 class _Known(NamedTuple):
@@ -42,7 +42,7 @@ class _Known(NamedTuple):
         text: What a sampled turn says, without its end.
         whole: A sampled turn's tokens.
         answer: Those behind its thinking.
-        pictures: Of a message.
+        pictures: Those of a message.
     """
 
     entry: Entry

@@ -29,8 +29,8 @@ class TrainingDatum:
 
     Attributes:
         datum: For `importance_sampling` and `ppo`.
-        versions: Of the weights that sampled its tokens.
-        conversation: Of the rollout.
+        versions: Bounds of the weights that sampled its tokens.
+        conversation: Id of the rollout.
         turns: Indices of the turns that its loss is on.
         pictures: Their digests, in order.
         mask: bool [N]: which targets were sampled.
@@ -47,13 +47,13 @@ class TrainingDatum:
 async def training_datums(
     trajectory: Trajectory, advantages: Sequence[float] | Sequence[npt.ArrayLike], policy: Policy
 ) -> list[TrainingDatum]:
-    """One datum a segment.
+    """One datum per segment.
 
     Each has `target_tokens` (int64 [N], 0 where nothing was sampled), `logprobs` and `advantages` (float32 [N], 0
     there), N being the input's tokens: all but the last sampled one, pictures counted by their placeholders.
 
     Args:
-        advantages: One a turn, or for each turn one a sampled token.
+        advantages: One per turn, or for each turn one per sampled token.
         policy: Says how many tokens a picture takes.
 
     Raises:
@@ -121,8 +121,8 @@ class TrainingBatch:
     """What one step trains on.
 
     Attributes:
-        data: In the order of groups and trajectories; a trajectory has a datum a segment.
-        base_kl: Distance to the base model in nats a token; None if it was not asked for.
+        data: In the order of groups and trajectories; a trajectory has one datum per segment.
+        base_kl: Distance to the base model in nats per token; None if it was not asked for.
     """
 
     data: list[TrainingDatum]
@@ -134,7 +134,7 @@ class TrainingBatch:
         return [datum.mask for datum in self.data]
 
     def logprobs(self) -> list[npt.NDArray[np.float64]]:
-        """The sampler's, a datum float64 [N]."""
+        """The sampler's log-probabilities, float64 [N] per datum."""
         return [_column(datum, "logprobs") for datum in self.data]
 
     def split(self, count: int, seed: Sequence[int]) -> list[TrainingBatch]:
@@ -188,8 +188,8 @@ async def training_batch(
         filter_groups: Leaves out groups in which all rewards (with `discount`: all returns of each turn) are the
             same: they have no gradient.
         policy: Says how many tokens pictures take.
-        discount: Of later rewards, 0 to 1: each turn gets the advantage of its own return among the group's rollouts
-            at that turn. None: all turns of a rollout get the advantage of its total reward.
+        discount: Factor of later rewards, 0 to 1: each turn gets the advantage of its own return among the group's
+            rollouts at that turn. None: all turns of a rollout get the advantage of its total reward.
     """
     data: list[TrainingDatum] = []
     for group in groups:

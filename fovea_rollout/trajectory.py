@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from fovea_rollout.environment import Answer
 from fovea_rollout.messages import Message, Picture
 from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
+
+End = Literal["done", "max_turns", "context", "failed"]
+"""How a rollout ended: by the environment, after its last turn, before a prompt that would not fit, or by a failure."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Failure:
     Attributes:
         stage: `make`, `reset`, `render`, `sample`, `step`, `close` or `deadline`.
         error: Type and message of what was raised.
-        traceback: Of it.
+        traceback: Its traceback; empty for a deadline.
     """
 
     stage: str
@@ -81,8 +85,8 @@ class Trajectory:
     """One rollout.
 
     Attributes:
-        conversation: Its id.
-        end: `done`, `max_turns`, `context` (the next prompt would not fit), or `failed`.
+        conversation: Id of the rollout.
+        end: How it ended; None while it runs.
         failure: What went wrong. An environment that only failed to close leaves `end` as it was.
         prefix_breaks: Turns whose prompt did not begin with all that came before though the template only appends: 0.
         rewrites: Turns before which the template rewrote the history (stripped thinking): each began a segment.
@@ -91,7 +95,7 @@ class Trajectory:
     conversation: str
     turns: list[Turn] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    end: str = ""
+    end: End | None = None
     failure: Failure | None = None
     prefix_breaks: int = 0
     rewrites: int = 0
@@ -109,7 +113,7 @@ class Trajectory:
 
     @property
     def versions(self) -> WeightVersions | None:
-        """Of all weights that sampled it."""
+        """Bounds of the weights that sampled it; None without a turn."""
         return joined_versions(self.turns) if self.turns else None
 
     def append(self, turn: Turn, is_append_only: bool) -> None:
@@ -129,6 +133,10 @@ class Trajectory:
                 self.prefix_breaks += is_append_only
                 self.rewrites += not is_append_only
         self.turns.append(turn)
+
+    def finish(self, end: End, failure: Failure | None, seconds: float) -> None:
+        """Notes how it ended, once."""
+        self.end, self.failure, self.seconds = end, failure, seconds
 
 
 def reward_mean(trajectories: Sequence[Trajectory]) -> float:

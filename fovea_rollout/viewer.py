@@ -34,9 +34,9 @@ def write_viewer(
     """Writes the page.
 
     Args:
-        trajectories: Of one step or of many; each picture is stored once however often it was shown.
-        decode: Of the tokenizer, special tokens kept.
-        curves: By name, one number a step; NaN where there is none.
+        trajectories: Those to show; each picture is stored once however often it was read.
+        decode: The tokenizer's, with special tokens kept.
+        curves: By name, one number per step; NaN where there is none.
     """
     pictures: dict[str, str] = {}
     texts: dict[int, str] = {}
