@@ -1,0 +1,31 @@
+"""Which models the sampler refuses before it starts an engine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.sampler.engine.vllm_launch import check_model
+
+
+def _write(directory: Path, **config: Any) -> str:
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def test_dense_language_models_and_known_families_are_served(tmp_path: Path) -> None:
+    check_model(_write(tmp_path, model_type="llama"))
+    check_model(_write(tmp_path, model_type="qwen3_vl", vision_config={}))
+
+
+@pytest.mark.parametrize("experts", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
+def test_experts_are_refused(tmp_path: Path, experts: str) -> None:
+    with pytest.raises(ValueError, match=rf"'qwen3_moe' has experts \({experts}\).*supported are qwen2_5_vl, qwen3_vl"):
+        check_model(_write(tmp_path, model_type="qwen3_moe", **{experts: 128}))
+
+
+@pytest.mark.parametrize("model_type", ["some_vlm", "qwen3_vl_moe"])
+def test_unknown_vision_models_are_refused(tmp_path: Path, model_type: str) -> None:
+    with pytest.raises(ValueError, match=f"'{model_type}' is a vision model.*supported are qwen2_5_vl, qwen3_vl"):
+        check_model(_write(tmp_path, model_type=model_type, vision_config={}))
