@@ -97,7 +97,6 @@ class ServerRoutes:
         self._health, self._flags = health, flags
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
-        """All of them."""
         return [
             endpoints.open_route("healthz", {"status": "ok"}),
             endpoints.route("POST", "client/config", self.client_config),
@@ -119,7 +118,6 @@ class ServerRoutes:
         return Json({"sample_cancel_enabled": True})
 
     async def get_capabilities(self, request: Request, owner: str) -> Response:
-        """The served models."""
         served = await self._health.served_model()
         model = {
             "model_name": served.name,

@@ -7,7 +7,7 @@ from gateway.checkpoints.checkpoint_registry import Checkpoints
 from gateway.checkpoints.checkpoint_storage import Storage
 from gateway.checkpoints.exports import Exports
 from gateway.database.database import Database
-from gateway.discovery.discovery import choose
+from gateway.discovery import choose
 from gateway.futures.future import Kind
 from gateway.futures.futures import Futures
 from gateway.health import Health

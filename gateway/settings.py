@@ -10,7 +10,7 @@ from pydantic_settings import SettingsConfigDict
 from fovea.runtime.hosts import is_loopback
 from fovea.runtime.settings import ServiceSettings
 from gateway.access.api_keys import PUBLISHED, GivenKey, parse_given
-from gateway.discovery.discovery import Kind
+from gateway.discovery import Kind
 
 
 class GatewaySettings(ServiceSettings):

@@ -113,7 +113,6 @@ def nameless(key_hash: str) -> str:
 
 
 def new_key(key_hash: str, owner: str, **more: Any) -> Key:
-    """A new key."""
     return Key(key_hash[:_ID_LENGTH], key_hash, owner or nameless(key_hash), **more)
 
 

@@ -169,7 +169,6 @@ class Checkpoints:
         self._sampled.pop(path, None)
 
     async def sweep(self) -> None:
-        """Drops expired checkpoints."""
         now = time.time()
         for checkpoint in await self._database.read(lambda connection: expired_rows(connection, now)):
             await self._drop(checkpoint)

@@ -41,7 +41,6 @@ class CheckpointRoutes:
         self._checkpoints = checkpoints
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
-        """All of them."""
         run = "training_runs/{run}"
         checkpoint = f"{run}/checkpoints/{{segment}}/{{name}}"
         return [
@@ -85,7 +84,6 @@ class CheckpointRoutes:
         return Json({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in page], "cursor": cursor})
 
     async def delete(self, request: Request, owner: str) -> Response:
-        """Deletes a checkpoint."""
         await self._checkpoints.delete(owner, _path(request))
         return Json({"status": "deleted"})
 
@@ -125,7 +123,6 @@ class ExportRoutes:
         self._exports, self._base_path = exports, base_path
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
-        """All of them."""
         # Of all segments only this one: for the others the path below does not exist.
         links = f"training_runs/{{run}}/checkpoints/{EXTERNAL}/{{name}}/external_weights_urls"
         return [

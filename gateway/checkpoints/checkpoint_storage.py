@@ -39,11 +39,9 @@ class Storage:
         self._threads = ThreadPoolExecutor(_THREADS, "storage")
 
     def close(self) -> None:
-        """Ends the threads."""
         self._threads.shutdown(cancel_futures=True)
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Runs what blocks."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def problem(self) -> str:
@@ -114,7 +112,6 @@ class Storage:
         await self.run(sync_folder, place.files, place.path)
 
     async def remove_file(self, uri: str, name: str) -> None:
-        """Removes one file."""
         place = _place(uri)
         await self.run(place.files.rm_file, f"{place.path}/{name}")
 

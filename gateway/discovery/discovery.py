@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Literal, Protocol
+from collections.abc import AsyncGenerator, Iterable
+from typing import Protocol
 
 from fovea.wire.errors import InvalidInput
 
@@ -13,7 +13,6 @@ logger = logging.getLogger(__name__)
 _NO_ADDRESS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 """A headless service without a ready pod answers so: nobody is there. Other failures say nothing."""
 
-Kind = Literal["static", "dns", "kubernetes"]
 Addresses = frozenset[str]
 """host:port of each replica that takes requests; [host]:port for IPv6."""
 
@@ -38,7 +37,6 @@ class StaticDiscovery:
         self._addresses = frozenset(addresses)
 
     async def watch(self) -> AsyncGenerator[Addresses, None]:
-        """Yields them once."""
         yield self._addresses
 
 
@@ -88,28 +86,6 @@ class DnsDiscovery:
         hosts = [str(address[0]) for family, *_, address in found if family == socket.AF_INET]
         hosts = hosts or [str(address[0]) for _, *_, address in found]
         return frozenset(join_address(host, self._port) for host in hosts)
-
-
-def choose(kind: Kind, service: str, addresses: Sequence[str], namespace: str = "") -> Discovery:
-    """The discovery of one service.
-
-    Args:
-        service: Name of the setting that `addresses` come from.
-        addresses: host:port of each replica for static, one name:port for the others.
-        namespace: Of the service in Kubernetes; empty is the pod's own.
-
-    Raises InvalidInput naming the setting that is wrong.
-    """
-    if kind == "static":
-        return StaticDiscovery(addresses)
-    if len(addresses) != 1:
-        raise InvalidInput(f"--discovery {kind} takes one --{service} name:port, not {len(addresses)}", field=service)
-    if kind == "dns":
-        return DnsDiscovery(addresses[0])
-    # Half a second of imports that nobody needs outside a cluster.
-    from gateway.discovery.kubernetes import KubernetesDiscovery
-
-    return KubernetesDiscovery(addresses[0], namespace)
 
 
 def split_address(address: str, field: str) -> tuple[str, str]:

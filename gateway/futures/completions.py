@@ -5,7 +5,7 @@ here spares reading it again and wakes those who wait.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -50,6 +50,18 @@ class _Log:
         self.filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.grown = asyncio.Event()
         self._entries: dict[str, Completion] = {}
+
+    def begin(self, after: int, reading: Coroutine[Any, Any, list[Completion]]) -> None:
+        """Begins anew, with what `reading` finds after a number."""
+        self.since = after
+        self.filled = asyncio.create_task(self._fill(reading), name="reading completions")
+
+    async def _fill(self, reading: Coroutine[Any, Any, list[Completion]]) -> None:
+        try:
+            self.add(await reading)
+        except BaseException:
+            self.since = None
+            raise
 
     def add(self, entries: Sequence[Completion]) -> None:
         """Takes entries, whatever order they come in."""
@@ -114,7 +126,8 @@ class CompletionLogs:
         if log is None:
             log = self._logs[target] = _Log()
         if log.since is None or after < log.since:
-            self._read_back(target, log, after)
+            # Through the writer: what was finished before this log was there is committed before it is read.
+            log.begin(after, self._database.write(lambda connection: self._read(connection, target, after)))
         await asyncio.shield(log.filled)
         log.trim(after)
         found = log.page(after)
@@ -142,19 +155,6 @@ class CompletionLogs:
         }
 
     def release(self) -> None:
-        """Answers everybody now."""
         self._is_closing = True
         for log in self._logs.values():
             log.grown.set()
-
-    def _read_back(self, target: Target, log: _Log, after: int) -> None:
-        log.since = after
-        log.filled = asyncio.create_task(self._fill(target, log, after), name=f"completions of {target}")
-
-    async def _fill(self, target: Target, log: _Log, after: int) -> None:
-        try:
-            # Through the writer: what was finished before this log was there is committed before it is read.
-            log.add(await self._database.write(lambda connection: self._read(connection, target, after)))
-        except BaseException:
-            log.since = None
-            raise

@@ -152,6 +152,10 @@ class Progress:
         """Says what the work waits for."""
         self.reason, self.queue_state, self.describe = reason, queue_state, None
 
+    def queue(self, describe: Callable[[], str]) -> None:
+        """Has `describe` asked what the work waits for, until `wait_on` says it."""
+        self.describe = describe
+
     @property
     def waiting_for(self) -> str:
         """Words for whoever polls."""

@@ -65,7 +65,6 @@ class FutureRoutes:
         self._inline_limit_bytes, self._compress_from_bytes = inline_limit_bytes, compress_from_bytes
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
-        """All of them."""
         return [
             endpoints.route("POST", "retrieve_future", self.retrieve),
             endpoints.route("POST", "cancel_future", self.cancel),

@@ -69,12 +69,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._images = UploadedImages()
 
     async def GetCapabilities(self, request: Any, context: Context) -> pb.GetCapabilitiesResponse:
-        """The served model."""
         self._owner(context)
         return pb.GetCapabilitiesResponse(models=[await self._parts.health.served_model()])
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
-        """Opens a session."""
         session = await self._parts.sessions.create(
             self._owner(context), list(request.tags), dict(request.user_metadata), request.request_id or None
         )
@@ -86,20 +84,17 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         return pb.HeartbeatResponse()
 
     async def FinishSession(self, request: pb.FinishSessionRequest, context: Context) -> pb.FinishSessionResponse:
-        """Ends a session."""
         await self._parts.sessions.finish(self._owner(context), request.session_id, "success", None)
         return pb.FinishSessionResponse()
 
     async def SubmitCreateModel(
         self, request: pb.SubmitCreateModelRequest, context: Context
     ) -> pb.SubmitCreateModelResponse:
-        """Submits a model."""
         self._parts.sampling.check_base_model(request.base_model)
         future_id, _ = await self._parts.training.submit_create(self._owner(context), request)
         return pb.SubmitCreateModelResponse(future_id=future_id)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        """Describes a model."""
         model = await self._parts.models.get(self._owner(context), request.model_id)
         return pb.GetModelResponse(base_model=model.base_model, lora=model.lora, tokenizer=self._settings.tokenizer_id)
 
@@ -122,7 +117,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def SubmitForwardBackward(
         self, request_iterator: AsyncIterator[pb.SubmitForwardBackwardRequest], context: Context
     ) -> pb.SubmitForwardBackwardResponse:
-        """Submits a loss."""
         owner = self._owner(context)
         header: pb.SubmitForwardBackwardHeader | None = None
         data: list[pb.InputDatum] = []
@@ -151,31 +145,26 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         )
 
     async def SubmitOptimStep(self, request: pb.SubmitOptimStepRequest, context: Context) -> pb.SubmitOptimStepResponse:
-        """Submits a step."""
         future_id = await self._parts.training.submit(self._owner(context), request)
         return pb.SubmitOptimStepResponse(future_id=future_id)
 
     async def SubmitSaveState(self, request: pb.SubmitSaveStateRequest, context: Context) -> pb.SubmitSaveStateResponse:
-        """Submits a checkpoint."""
         future_id = await self._parts.training.submit(self._owner(context), request)
         return pb.SubmitSaveStateResponse(future_id=future_id)
 
     async def SubmitLoadState(self, request: pb.SubmitLoadStateRequest, context: Context) -> pb.SubmitLoadStateResponse:
-        """Submits a load."""
         future_id = await self._parts.training.submit(self._owner(context), request)
         return pb.SubmitLoadStateResponse(future_id=future_id)
 
     async def SubmitSaveForSampler(
         self, request: pb.SubmitSaveForSamplerRequest, context: Context
     ) -> pb.SubmitSaveForSamplerResponse:
-        """Submits a snapshot."""
         future_id = await self._parts.training.submit(self._owner(context), request)
         return pb.SubmitSaveForSamplerResponse(future_id=future_id)
 
     async def SubmitSaveExternal(
         self, request: pb.SubmitSaveExternalRequest, context: Context
     ) -> pb.SubmitSaveExternalResponse:
-        """Submits an export."""
         future_id = await self._parts.training.submit(self._owner(context), request)
         return pb.SubmitSaveExternalResponse(future_id=future_id)
 
@@ -195,7 +184,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def SampleTokens(
         self, request: pb.SampleTokensRequest, context: Context
     ) -> AsyncIterator[pb.SampleTokensResponse]:
-        """Streams samples."""
         owner = self._owner(context)
         with self._parts.request_memory.holding(owner) as memory:
             self._inline(owner, request.prompt, "prompt", CallBudget(self._settings.max_body_bytes, memory))

@@ -65,20 +65,20 @@ class Connections:
         self.open: set[Connection] = set()
         self.idle: OrderedDict[Connection, None] = OrderedDict()
 
-    def admit(self, connection: "Connection") -> None:
-        """Counts a new connection, and makes room for it."""
+    def admit(self, connection: "Connection") -> bool:
+        """Counts a new connection, and makes room for it; returns whether it is in the reserve."""
         self.open.add(connection)
         if len(self.open) > self.most and self.idle:
             oldest, _ = self.idle.popitem(last=False)
             oldest.drop(f"{self.most} connections are open")
-        connection.is_in_reserve = len(self.open) > self.most
+        is_in_reserve = len(self.open) > self.most
         if len(self.open) > self.most + RESERVE:
             connection.drop(f"{self.most} connections are at work")
         else:
             self.idle[connection] = None
+        return is_in_reserve
 
     def leave(self, connection: "Connection") -> None:
-        """Forgets a connection."""
         self.open.discard(connection)
         self.idle.pop(connection, None)
 
@@ -93,16 +93,15 @@ class Connection(HttpToolsProtocol):
         self._unread_bytes = 0  # since something of a body came, which the application bounds
         self._timer: asyncio.TimerHandle | None = None
         self._is_whole = True
-        self.is_in_reserve = False
+        self._is_in_reserve = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins to wait for the first request."""
         super().connection_made(transport)
         self._wait("no request came")
-        self._all.admit(self)
+        self._is_in_reserve = self._all.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends."""
         self._stop_waiting()
         self._all.leave(self)
         super().connection_lost(exc)
@@ -119,7 +118,6 @@ class Connection(HttpToolsProtocol):
             self._wait("the head of a request did not come")
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         super().on_message_begin()
         self._is_whole = False
         if self._timer is None:
@@ -138,7 +136,7 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         self._unread_bytes = 0
         self._all.idle.pop(self, None)
-        is_refused = self.is_in_reserve and not self.url.partition(b"?")[0].endswith(_ALIVE)
+        is_refused = self._is_in_reserve and not self.url.partition(b"?")[0].endswith(_ALIVE)
         self.app = service_unavailable if is_refused else self.config.loaded_app
         super().on_headers_complete()
 

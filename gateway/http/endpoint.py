@@ -48,7 +48,6 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Encodes."""
         return json.dumps(content, separators=(",", ":")).encode()
 
 
@@ -72,7 +71,6 @@ class ReadyMiddleware:
         self._app, self._ready = app, ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if self._ready.is_set() or scope["type"] != "http" or scope["path"].endswith(_ALIVE):
             await self._app(scope, receive, send)
         else:
@@ -128,7 +126,6 @@ class BurstMiddleware:
         self._app, self._limiter = app, limiter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["type"] == "http" and scope["path"].endswith(_BULK):
             await self._limiter.enter()
         await self._app(scope, receive, send)
@@ -137,9 +134,7 @@ class BurstMiddleware:
 class Routes(Protocol):
     """Handlers that belong together."""
 
-    def routes(self, endpoints: "Endpoints") -> list[Route]:
-        """All of them."""
-        ...
+    def routes(self, endpoints: "Endpoints") -> list[Route]: ...
 
 
 class Endpoints:

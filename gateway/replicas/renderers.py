@@ -44,7 +44,6 @@ class Renderer(Replica):
 
     @property
     def client(self) -> RendererClient:
-        """Typed calls."""
         return self._client
 
     async def ask(self) -> None:

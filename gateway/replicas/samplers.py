@@ -66,7 +66,6 @@ class Sampler(Replica):
 
     @property
     def client(self) -> SamplerClient:
-        """Typed calls."""
         return self._client
 
     @property

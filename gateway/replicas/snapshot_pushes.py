@@ -1,4 +1,4 @@
-"""Snapshots: what is known of them, and that a sampler has the one that a sample names.
+"""Snapshots: their rows, and that a sampler has the one that a sample names.
 
 One mechanism serves first use, eviction and restarted samplers: whoever needs a snapshot asks the trainer to push it,
 and everybody who needs the same one meanwhile waits for that push.
@@ -10,7 +10,9 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import sqlalchemy as sa
 from cachetools import LRUCache
 
 from fovea.api.v1 import trainer_pb2, weights_pb2
@@ -19,7 +21,8 @@ from fovea.runtime.tasks import BackgroundTasks, SingleFlight
 from fovea.wire.errors import DeadlineExceeded, FoveaError, ModelLost, NotFound, Unavailable
 from gateway import gateway_metrics as metrics
 from gateway.database.database import Database
-from gateway.replicas import snapshot_rows as rows
+from gateway.database.schema import sampling_sessions, snapshots
+from gateway.database.sql_engine import insert_new
 from gateway.replicas.kept_snapshot import KeptSnapshot
 from gateway.replicas.samplers import Sampler
 from gateway.replicas.trainer_link import TrainerLink
@@ -54,7 +57,7 @@ class Snapshots:
         """A snapshot by id. Raises NotFound."""
         kept = self._known.get(snapshot_id)
         if kept is None:
-            kept = await self._database.read(lambda connection: rows.get(connection, snapshot_id))
+            kept = await self._database.read(lambda connection: get_row(connection, snapshot_id))
             if kept is None:
                 raise NotFound(f"there is no snapshot {snapshot_id!r}")
             self.remember(kept)
@@ -114,7 +117,7 @@ class Snapshots:
 
     async def forget(self, model_ids: list[str], samplers: list[Sampler]) -> None:
         """Frees the unnamed snapshots of models that are over. What cannot be freed now goes with the next restart."""
-        for snapshot_id in await self._database.read(lambda connection: rows.unnamed(connection, model_ids)):
+        for snapshot_id in await self._database.read(lambda connection: ids_of_unnamed(connection, model_ids)):
             await self._drop(snapshot_id, samplers)
 
     @contextmanager
@@ -140,7 +143,7 @@ class Snapshots:
 
     async def retire_unreachable(self, samplers: Callable[[], list[Sampler]]) -> None:
         """Frees what an earlier process, or a failed call, left behind."""
-        for snapshot_id in await self._database.read(rows.unreachable):
+        for snapshot_id in await self._database.read(ids_of_unreachable):
             if snapshot_id not in self._being_freed:
                 self.retire(snapshot_id, samplers)
 
@@ -157,7 +160,7 @@ class Snapshots:
     async def _free(self, snapshot_id: str, samplers: list[Sampler]) -> None:
         try:
             if await self._drop(snapshot_id, samplers):
-                await self._database.write(lambda connection: rows.delete(connection, snapshot_id))
+                await self._database.write(lambda connection: delete_row(connection, snapshot_id))
                 logger.info("snapshot %s is freed: nobody can name it any more", snapshot_id)
         finally:
             self._being_freed.discard(snapshot_id)
@@ -254,6 +257,48 @@ class Versions:
         for model_id, number in filter(None, map(version_of, held)):
             newest_held[model_id] = max(number, newest_held.get(model_id, number))
         return max((self._newest.get(model_id, at) - at for model_id, at in newest_held.items()), default=0)
+
+
+def put_row(connection: sa.Connection, kept: KeptSnapshot) -> None:
+    """Keeps a new snapshot."""
+    row = {
+        "snapshot_id": kept.identity.snapshot_id,
+        "model_id": kept.identity.model_id,
+        "identity": kept.identity.SerializeToString(),
+        "uri": kept.uri,
+        "trainer_instance": kept.trainer_instance,
+        "created_at": kept.created_at,
+    }
+    insert_new(connection, snapshots, row)
+
+
+def get_row(connection: sa.Connection, snapshot_id: str) -> KeptSnapshot | None:
+    """A snapshot by id."""
+    query = sa.select(snapshots).where(snapshots.c.snapshot_id == snapshot_id)
+    row = (connection.execute(query)).mappings().first()
+    return _to_snapshot(row) if row else None
+
+
+def ids_of_unnamed(connection: sa.Connection, model_ids: list[str]) -> list[str]:
+    """Ids of the snapshots of models that are in memory only."""
+    where = snapshots.c.model_id.in_(model_ids) & (snapshots.c.uri == "")
+    return [row.snapshot_id for row in connection.execute(sa.select(snapshots.c.snapshot_id).where(where))]
+
+
+def ids_of_unreachable(connection: sa.Connection) -> list[str]:
+    """Ids of snapshots that are in memory only and that no sampling session, open or over, names."""
+    is_named = sa.exists().where(sampling_sessions.c.snapshot_id == snapshots.c.snapshot_id)
+    query = sa.select(snapshots.c.snapshot_id).where((snapshots.c.uri == "") & ~is_named)
+    return [row.snapshot_id for row in connection.execute(query)]
+
+
+def delete_row(connection: sa.Connection, snapshot_id: str) -> None:
+    connection.execute(sa.delete(snapshots).where(snapshots.c.snapshot_id == snapshot_id))
+
+
+def _to_snapshot(row: Any) -> KeptSnapshot:
+    identity = weights_pb2.Snapshot.FromString(row["identity"])
+    return KeptSnapshot(identity, row["uri"], row["trainer_instance"], row["created_at"])
 
 
 def id_of_snapshot(model: str, number: int) -> str:

@@ -51,7 +51,6 @@ class TrainerLink(Peer):
 
     @property
     def client(self) -> TrainerClient:
-        """Typed calls."""
         return self._client
 
     async def ask(self) -> None:

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fovea.api.v1 import gateway_pb2
+from fovea.api.v1 import gateway_pb2, sampler_pb2
 from fovea.wire.errors import FoveaError, InvalidInput, Unimplemented
 from gateway.futures.completions import Completion, Target
 from gateway.futures.future_routes import hold_s
@@ -112,7 +112,6 @@ class SamplingRoutes:
         self._max_body_bytes, self._poll_hold_s = max_body_bytes, poll_hold_s
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
-        """All of them."""
         return [
             endpoints.route("POST", "retrieve_futures", self.retrieve_many),
             endpoints.route("POST", "create_sampling_session", self.open),
@@ -142,7 +141,6 @@ class SamplingRoutes:
         return Json(answer | ({"model_path": sampling.model_path} if sampling.model_path else {}))
 
     async def sample(self, request: Request, owner: str) -> Response:
-        """Submits a sample."""
         blob = await read(request, self._max_body_bytes)
         most_elements = _ELEMENTS_PER_POSITION * max(self._sampling.max_context_length, _LEAST_POSITIONS)
         rejection: FoveaError | None = None
@@ -215,29 +213,30 @@ def _fill(body: Sample, message: gateway_pb2.SampleTokensRequest) -> None:
 
 
 def _fill_params(params: SamplingParams, message: gateway_pb2.SampleTokensRequest) -> None:
-    target = message.params
+    given: dict[str, Any] = {}
     if params.max_tokens is not None:
-        target.max_tokens = max(-1, min(params.max_tokens, _INT32_MAX))
+        given["max_tokens"] = max(-1, min(params.max_tokens, _INT32_MAX))
     if params.seed is not None:
         if not -(2**63) <= params.seed < 2**64:
             raise InvalidInput(f"seed {params.seed} does not fit into 64 bits", field="sampling_params.seed")
-        target.seed = params.seed - 2**64 if params.seed >= 2**63 else params.seed
+        given["seed"] = params.seed - 2**64 if params.seed >= 2**63 else params.seed
     for name in _AS_GIVEN:
         value = getattr(params, name)
         if value is not None:
-            setattr(target, name, _int32(value, f"sampling_params.{name}") if isinstance(value, int) else value)
+            given[name] = _int32(value, f"sampling_params.{name}") if isinstance(value, int) else value
+    message.params.MergeFrom(sampler_pb2.SamplingParams(**given))
     if params.stop is None:
         return
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     if not stop:
-        target.stop.ignore_eos = True  # `stop=[]` disables every stop, the end-of-sequence token included
+        message.params.stop.ignore_eos = True  # `stop=[]` disables every stop, the end-of-sequence token included
     for item in stop:
         if isinstance(item, str):
             if not item:
                 raise InvalidInput("sampling_params.stop has an empty string", field="sampling_params.stop")
-            target.stop.strings.append(item)
+            message.params.stop.strings.append(item)
         else:
-            target.stop.token_ids.append(_int32(item, "sampling_params.stop"))
+            message.params.stop.token_ids.append(_int32(item, "sampling_params.stop"))
 
 
 def _int32(value: int, field: str) -> int:

@@ -54,7 +54,6 @@ class SessionRoutes:
         self._sessions = sessions
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
-        """All of them."""
         return [
             endpoints.route("POST", "create_session", self.create),
             endpoints.route("POST", "session_heartbeat", self.heartbeat),
@@ -79,14 +78,12 @@ class SessionRoutes:
         return Json({"type": "session_heartbeat"})
 
     async def finish(self, request: Request, owner: str) -> Response:
-        """Ends a session."""
         body = await parse_json(request, FinishSession, await read(request))
         session_id = request.path_params["session_id"]
         await self._sessions.finish(owner, session_id, body.reason.type, body.detail)
         return Json({"status": "finished"})
 
     async def page(self, request: Request, owner: str) -> Response:
-        """The caller's sessions."""
         limit, offset = paging(request, 20, _MOST_SESSIONS)
         return Json({"sessions": await self._sessions.page(owner, limit, offset)})
 

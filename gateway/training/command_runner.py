@@ -64,7 +64,7 @@ class CommandQueue:
         else:
             self._waiting[pending.submission.seq_id] = pending
             if pending.submission.seq_id != self._next:
-                pending.progress.describe = self._describe
+                pending.progress.queue(self._describe)
         self._arrived.set()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work(), name=f"commands of {self._model_id}")

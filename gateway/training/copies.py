@@ -17,7 +17,7 @@ from gateway.database.database import Database
 from gateway.database.schema import copies
 from gateway.database.sql_engine import insert_new
 from gateway.futures.future import check_seq_id
-from gateway.replicas import snapshot_rows
+from gateway.replicas import snapshot_pushes
 from gateway.replicas.kept_snapshot import KeptSnapshot
 from gateway.replicas.snapshot_pushes import id_of_snapshot
 from gateway.sessions.sessions import Sessions
@@ -150,7 +150,7 @@ def _keep(connection: sa.Connection, model: Model, copied: Checkpoint, kept: Kep
         return False
     _insert(connection, copy)
     if kept is not None:
-        snapshot_rows.put(connection, kept)
+        snapshot_pushes.put_row(connection, kept)
     put_row(connection, copied)
     return True
 

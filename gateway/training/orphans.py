@@ -11,9 +11,8 @@ from fovea.wire.names import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
 from gateway.checkpoints.checkpoint import folder_name
 from gateway.checkpoints.checkpoint_registry import Checkpoints, named_uris
 from gateway.database.database import Database
-from gateway.replicas import snapshot_rows
 from gateway.replicas.samplers import Samplers
-from gateway.replicas.snapshot_pushes import Snapshots, version_of
+from gateway.replicas.snapshot_pushes import Snapshots, ids_of_unnamed, version_of
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.training.models import all_ids, ids_of_ended_sessions, ids_of_over
 
@@ -54,7 +53,7 @@ class OrphanCollector:
                     of_model.setdefault(version[0], set()).add(snapshot_id)
         found = list(of_model)
         over = await self._database.read(lambda connection: ids_of_ended_sessions(connection, found))
-        unnamed = await self._database.read(lambda connection: snapshot_rows.unnamed(connection, over))
+        unnamed = await self._database.read(lambda connection: ids_of_unnamed(connection, over))
         if unnamed := [
             snapshot_id for snapshot_id in unnamed if snapshot_id in of_model[snapshot_id.partition("@")[0]]
         ]:

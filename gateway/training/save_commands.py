@@ -14,7 +14,7 @@ from gateway.checkpoints.checkpoint_registry import Checkpoints, check_ttl, put_
 from gateway.checkpoints.exports import complete_export, parse_recipients
 from gateway.database.writer import Job
 from gateway.futures.future import Done, Pending
-from gateway.replicas import snapshot_rows
+from gateway.replicas import snapshot_pushes
 from gateway.replicas.kept_snapshot import KeptSnapshot
 from gateway.replicas.snapshot_pushes import id_of_export, id_of_snapshot
 from gateway.replicas.trainer_link import TrainerLink
@@ -69,7 +69,7 @@ class SaveCommands:
             frozen = await self._trainer.client.take_snapshot(model.model_id, own_id, uri, self._timeout_s)
         kept = KeptSnapshot(frozen, uri, model.trainer_instance)
         saved = gateway_pb2.SnapshotSaved(snapshot=frozen)
-        effects: list[Job[Any]] = [partial(snapshot_rows.put, kept=kept)]
+        effects: list[Job[Any]] = [partial(snapshot_pushes.put_row, kept=kept)]
         if checkpoint:
             checkpoint.snapshot_id, checkpoint.step, checkpoint.size_bytes = own_id, frozen.step, frozen.size_bytes
             _describe(checkpoint, dict(request.user_metadata), expires_at)

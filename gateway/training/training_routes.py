@@ -57,7 +57,6 @@ class TrainingRoutes:
         self._sampling, self._settings = sampling, settings
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
-        """All of them."""
         handlers = {
             "create_model": self.create_model,
             "get_info": self.get_info,
@@ -91,7 +90,6 @@ class TrainingRoutes:
         return Json({"request_id": future_id, "model_id": model_id})
 
     async def get_info(self, request: Request, owner: str) -> Response:
-        """Describes a model."""
         body = await parse_json(request, bodies.GetInfo, await read(request))
         model = await self._models.get(owner, body.model_id)
         data = {
@@ -146,15 +144,12 @@ class TrainingRoutes:
         return [datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
 
     async def optim_step(self, request: Request, owner: str) -> Response:
-        """Submits a step."""
         return await self._submit(request, owner, bodies.OptimStep, gateway_pb2.SubmitOptimStepRequest, _optim_step)
 
     async def save_weights(self, request: Request, owner: str) -> Response:
-        """Submits a checkpoint."""
         return await self._submit(request, owner, bodies.SaveWeights, gateway_pb2.SubmitSaveStateRequest, _save_weights)
 
     async def save_weights_for_sampler(self, request: Request, owner: str) -> Response:
-        """Submits a snapshot."""
         return await self._submit(
             request, owner, bodies.SaveWeightsForSampler, gateway_pb2.SubmitSaveForSamplerRequest, _save_for_sampler
         )
@@ -183,7 +178,6 @@ class TrainingRoutes:
         return Json({"request_id": future_id, "model_id": model_id})
 
     async def save_weights_external(self, request: Request, owner: str) -> Response:
-        """Submits an export."""
         return await self._submit(
             request, owner, bodies.SaveWeightsExternal, gateway_pb2.SubmitSaveExternalRequest, _save_external
         )

@@ -62,7 +62,6 @@ class TrainingRunRoutes:
         self._runs, self._copies = runs, copies
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
-        """All of them."""
         return [
             endpoints.route("GET", "training_runs", self.page),
             endpoints.route("GET", "training_runs/{run}", self.get),
@@ -79,7 +78,6 @@ class TrainingRunRoutes:
         return Json({"training_runs": listed, "cursor": {"offset": offset, "limit": limit, "total_count": total}})
 
     async def get(self, request: Request, owner: str) -> Response:
-        """One training run."""
         with_public = _with_public(request)
         return Json(_run_json(*await self._runs.get(owner, request.path_params["run"], with_public)))
 

@@ -21,7 +21,9 @@ async def test_restarted_trainer_has_lost_its_models(stand: Stand, rest: Rest) -
     gateway = stand.gateway
     assert gateway is not None
     instance_id = stand.trainer.instance_id
-    await eventually(lambda: gateway.parts.trainer.info is not None and gateway.parts.trainer.info.instance_id == instance_id)
+    await eventually(
+        lambda: gateway.parts.trainer.info is not None and gateway.parts.trainer.info.instance_id == instance_id
+    )
     answer = await rest.result((await rest.forward_backward(model_id, 5)).json()["request_id"])
     assert answer["category"] == "server"
     assert "restarted" in answer["error"]

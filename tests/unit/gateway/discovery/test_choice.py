@@ -5,7 +5,8 @@ import re
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from gateway.discovery.discovery import DnsDiscovery, Kind, StaticDiscovery, choose
+from gateway.discovery import Kind, choose
+from gateway.discovery.discovery import DnsDiscovery, StaticDiscovery
 
 
 async def test_static_addresses_are_told_once() -> None:
