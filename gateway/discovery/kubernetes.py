@@ -6,7 +6,6 @@ The client's own Watch repeats an expired version by itself and hides bookmarks,
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ import aiohttp
 from kubernetes.aio import client
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
+from fovea.runtime.backoff import Backoff
 from fovea.wire.errors import InvalidInput
 from gateway.discovery.discovery import Addresses, join_address, split_address
 
@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _WATCH_S = 60
 """A watch is asked for this long: a connection that died in silence is noticed a little later."""
-_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 5.0
 
 
 class KubernetesDiscovery:
@@ -70,7 +71,7 @@ class KubernetesDiscovery:
         api = client.DiscoveryV1Api(api_client)
         by_name: dict[str, dict[str, Any]] = {}
         version = ""
-        failures = 0
+        backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         while True:
             try:
                 if not version:
@@ -78,7 +79,7 @@ class KubernetesDiscovery:
                     yield list(by_name.values())
                 async with aclosing(self._events(api, version)) as events:
                     async for kind, item in events:
-                        failures = 0
+                        backoff.reset()
                         version = item["metadata"]["resourceVersion"]
                         if kind != "BOOKMARK":
                             by_name.pop(item["metadata"]["name"], None)
@@ -94,10 +95,10 @@ class KubernetesDiscovery:
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 self._report(f"{type(error).__name__}: {error}")
             else:
-                self._problem, failures = "", 0
+                self._problem = ""
+                backoff.reset()
                 continue
-            await asyncio.sleep(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
-            failures += 1
+            await backoff.pause()
 
     async def _list(self, api: client.DiscoveryV1Api) -> tuple[dict[str, dict[str, Any]], str]:
         response = await self._get(api, 10.0)

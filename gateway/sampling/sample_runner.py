@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2, tensor_pb2
+from fovea.runtime.backoff import Backoff
 from fovea.wire import tensors
 from fovea.wire.errors import (
     ContextOverflow,
@@ -44,7 +45,7 @@ _OPTIONS = tuple(
 )
 """What a sampler is asked in the client's own words: the fields that both requests have."""
 
-_RETRY_S = 0.5
+_LONGEST_PAUSE_S = 0.5
 _MENDS = 30
 """How often one request may find its snapshot or its image evicted before we call it a fault."""
 
@@ -59,6 +60,7 @@ class SampleWork:
         at_once: Whether nobody reads along.
         snapshot_id: The weights of the last try.
         cells: What to score in the prompt.
+        outage: Since a sampler first failed it.
     """
 
     pending: Pending
@@ -68,7 +70,7 @@ class SampleWork:
     snapshot_id: str = ""
     rendered: model_input_pb2.RenderedInput | None = None
     cells: Cells | None = None
-    down_since: float | None = None
+    outage: Backoff | None = None
     mends: int = 0
 
 
@@ -206,7 +208,6 @@ class SampleRunner:
         """Prepares the next try, or raises the error if there is none."""
         if task := asyncio.current_task():
             self.tasks_in_samplers.discard(task)
-        now = asyncio.get_running_loop().time()
         if isinstance(error, SnapshotNotLoaded | FeatureEvicted):
             work.mends += 1
             if work.mends > _MENDS:
@@ -214,16 +215,16 @@ class SampleRunner:
             if isinstance(error, FeatureEvicted):
                 work.rendered = None
         elif isinstance(error, Unavailable) and not isinstance(error, ModelLost):
-            if work.down_since is None:
-                work.down_since = now
+            if work.outage is None:
+                work.outage = Backoff(self._retry_deadline_s, longest_s=_LONGEST_PAUSE_S)
                 logger.info("sample %s waits: %s", work.pending.submission.future_id, error)
-            if now - work.down_since > self._retry_deadline_s:
+            if work.outage.is_over:
                 raise Unavailable(
                     f"gave up after {self._retry_deadline_s:.0f} s: {error.message}. Send the request again"
                 ) from None
             work.pending.progress.wait_on(error.message, QueueState.PAUSED)
-            await asyncio.sleep(_RETRY_S)
-            await self._samplers.wait_up(work.down_since + self._retry_deadline_s - now)
+            await work.outage.pause()
+            await self._samplers.wait_up(work.outage.left_s)
         else:
             raise error
         metrics.SAMPLE_RETRIES.labels(error.reason).inc()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fovea import vision
-from fovea.runtime.checkpoint import context_length, read_added_tokens, read_json
+from fovea.runtime.model_files import context_length, read_added_tokens, read_json
 from fovea.vision.vision_family import VisionFamily
 
 

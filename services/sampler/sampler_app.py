@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from fovea import vision
 from fovea.api.v1 import model_input_pb2, sampler_pb2, sampler_pb2_grpc
-from fovea.runtime.checkpoint import read_added_tokens
 from fovea.runtime.gpu_memory import show_gpu_memory
+from fovea.runtime.model_files import read_added_tokens
 from fovea.runtime.server import ServiceServer
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire.features import FeatureTensors

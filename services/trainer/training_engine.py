@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from fovea.runtime.checkpoint import context_length
+from fovea.runtime.model_files import context_length
 from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
 from services.trainer import command_queue
 from services.trainer.batches.datum_decoding import Datum, DatumLimits

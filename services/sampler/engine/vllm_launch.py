@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fovea import vision
-from fovea.runtime import checkpoint
+from fovea.runtime import model_files
 from fovea.runtime.hosts import interface_of, is_loopback
 from services.sampler.engine.adapter_capacity import AdapterCapacity, capacity_for, host_memory_bytes
 from services.sampler.engine.manifest_check import checkpoint_shapes
@@ -144,7 +144,7 @@ def context(settings: SamplerSettings) -> int | None:
 
     Raises ValueError if the settings name more than the model takes.
     """
-    most = checkpoint.context_length(read_config(settings.model))
+    most = model_files.context_length(read_config(settings.model))
     if most is None:
         return settings.max_context
     if settings.max_context is not None and settings.max_context > most:
@@ -194,7 +194,7 @@ def read_config(model: str) -> dict[str, Any]:
     """See `checkpoint.read_config`."""
     from huggingface_hub import hf_hub_download
 
-    return checkpoint.read_config(model, hf_hub_download)
+    return model_files.read_config(model, hf_hub_download)
 
 
 def check_model(model: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from fovea.runtime.checkpoint import read_image_processor
+from fovea.runtime.model_files import read_image_processor
 from services.trainer.batches.micro_batch import Documents
 from services.trainer.batches.vision_cache import VisionOutput
 from services.trainer.model.layers import PACKED_ATTENTION

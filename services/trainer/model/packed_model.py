@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from fovea import vision
-from fovea.runtime.checkpoint import read_added_tokens
+from fovea.runtime.model_files import read_added_tokens
 from fovea.vision.vision_family import VisionFamily
 from services.trainer.batches.micro_batch import Batch, TowerInput
 from services.trainer.batches.vision_cache import CachedImage, VisionOutput, join_outputs, split_output

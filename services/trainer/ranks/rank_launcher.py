@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from fovea import vision
-from fovea.runtime.checkpoint import read_config, read_image_processor
 from fovea.runtime.hosts import interface_of, is_loopback
+from fovea.runtime.model_files import read_config, read_image_processor
 from services.trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
 from services.trainer.settings import TrainerSettings
 

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoProcessor
 
 import tinyvlm
-from fovea.runtime import checkpoint
-from fovea.runtime.checkpoint import context_length, read_image_processor
+from fovea.runtime import model_files
+from fovea.runtime.model_files import context_length, read_image_processor
 from services.renderer import model_directory as renderer_checkpoint
 from services.renderer.image_processor import ImagePatcher
 from services.trainer.model.model_family import PatchNormalizer
@@ -24,7 +24,7 @@ def read_config(model: str) -> dict[str, Any]:
     def download(name: str, file: str) -> str:
         return str(tinyvlm.ensure("qwen3") / file)
 
-    return checkpoint.read_config(model, download)
+    return model_files.read_config(model, download)
 
 
 @pytest.mark.parametrize(

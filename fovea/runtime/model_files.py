@@ -1,4 +1,4 @@
-"""What a checkpoint's files say that several services must read alike. Needs neither torch nor transformers."""
+"""What the files of a base model say that several services must read alike. Needs neither torch nor transformers."""
 
 import json
 from collections.abc import Callable, Mapping
