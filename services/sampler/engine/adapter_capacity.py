@@ -9,6 +9,7 @@ from pathlib import Path
 from services.sampler.engine.manifest_check import Shape
 from services.sampler.settings import SamplerSettings
 
+# Of the device's memory for slots, which the KV cache goes without; of the host's for held adapters.
 _SLOT_SHARE = 1 / 16
 _HOST_SHARE = 1 / 4
 _LEAST_SLOTS = 4

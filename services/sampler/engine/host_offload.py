@@ -8,7 +8,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+# What kernels and torch's allocator may still ask for while a snapshot waits on the GPU.
 _WORKING_BYTES = 2 * 2**30
+# Large enough that the bus is busy, small enough to stay pinned for good.
 _PIECE_BYTES = 32 * 2**20
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Each poll is a call of every worker, between two steps of the engine: often at first, as adapters arrive soon.
 _FASTEST_POLL_S = 0.001
 _SLOWEST_POLL_S = 0.01
 _NOT_ARRIVED = "the snapshot did not arrive"
@@ -159,6 +160,7 @@ class Engine:
         start = time.monotonic()
         timeout_s = self._settings.engine_timeout_s
         with _translated():
+            # Seven calls of the engine, of which the pause, which waits for samples, and the loading may take long.
             async with asyncio.timeout(4 * timeout_s):
                 if not self._paused:
                     self._paused = True

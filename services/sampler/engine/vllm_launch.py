@@ -57,7 +57,7 @@ def prepare_environment(settings: SamplerSettings) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         defaults["TORCH_COMPILE_DISABLE"] = "1"
     else:
-        # Of the V1 runner are three of our patches: see vllm_patches/__init__.py.
+        # Three of our patches are of the V1 runner: vllm_patches/__init__.py says when this can go.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -15,7 +15,7 @@ from vllm.config.kernel import IrOpPriorityConfig
 from vllm.platforms import current_platform
 
 PROVIDER = "fovea_cpu"
-_LANES = 16
+_LANES = 16  # vectors of vLLM's kernels; other widths are left to its own formula
 
 
 def apply() -> None:
