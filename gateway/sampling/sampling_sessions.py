@@ -121,7 +121,7 @@ class Sampling:
             self._snapshots.retire(replaced, lambda: self._samplers.up)
 
     async def join(self, owner: str, sampling_session_id: str) -> int:
-        """Counts one more client of a sampling session; returns its number, from 1. Raises NotFound."""
+        """Counts one more client of a sampling session; returns its number, from 1. Raises NotFound, SessionEnded."""
         sampling = await self.get(owner, sampling_session_id)
         await self._sessions.require(owner, sampling.session_id)
         return await self._database.write(lambda connection: add_client(connection, sampling_session_id))
@@ -157,7 +157,7 @@ class Sampling:
     ) -> tuple[str, list[str]]:
         """Accepts a sample; returns the future's id and the ids of the sequences to come.
 
-        Content that is wrong fails the future. Raises NotFound, ResourceExhausted, after which clients
+        Content that is wrong fails the future. Raises NotFound, SessionEnded, ResourceExhausted, after which clients
         send the same again, and ContextOverflow, which they expect at once.
         """
         sampling = await self.get(owner, sampling_session_id)

@@ -151,13 +151,13 @@ async def test_one_owner_does_not_fill_the_memory_of_all(stand: Stand) -> None:
 
 
 def test_bytes_are_shared_as_everything_is() -> None:
-    shares = Quota("memory", 100, "bytes")
-    with shares.holding("one") as first, shares.holding("two") as second:
+    quota = Quota("memory", 100, "bytes")
+    with quota.holding("one") as first, quota.holding("two") as second:
         first.take(40)
         with pytest.raises(ResourceExhausted, match="memory 100"):
             first.take(20)
         second.take(25)
-    with shares.holding("one") as again:
+    with quota.holding("one") as again:
         again.take(50)
 
 

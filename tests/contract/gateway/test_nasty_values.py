@@ -55,8 +55,8 @@ async def answers(stand: Stand) -> AsyncIterator[Answers]:
         yield answers
         await answers.check()
     assert stand.gateway is not None
-    board = stand.gateway.parts.futures
-    await eventually(lambda: all(pending.state is not State.RUNNING for pending in board.unfinished()))
+    futures = stand.gateway.parts.futures
+    await eventually(lambda: all(pending.state is not State.RUNNING for pending in futures.unfinished()))
 
 
 @pytest.mark.usefixtures("no_surprises")

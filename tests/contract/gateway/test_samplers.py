@@ -178,8 +178,8 @@ async def test_two_thousand_samples_pend_and_finish(stand: Stand, rest: Rest) ->
     work = asyncio.create_task(stand.sdk(use))
     await eventually(lambda: stand.sampler.running == 64, 60)
     assert stand.gateway is not None
-    board = stand.gateway.parts.futures
-    await eventually(lambda: board.pending_count >= 400, 60)
+    futures = stand.gateway.parts.futures
+    await eventually(lambda: futures.pending_count >= 400, 60)
     async with stand.http(KEY) as http:
         assert (await http.get("get_server_capabilities")).status_code == 200
     stand.sampler.open.set()

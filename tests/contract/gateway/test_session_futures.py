@@ -156,10 +156,10 @@ async def test_sdk_and_its_pickled_copies_sample_side_by_side(stand: Stand, uses
         assert clients == {0, 1, 2}
     assert stand.gateway is not None
     if uses_poller:
-        board = stand.gateway.parts.futures
+        futures = stand.gateway.parts.futures
 
         async def all_gone() -> bool:
-            return not board._recent
+            return not futures._recent
 
         await eventually(all_gone)  # what was fetched is acknowledged and dropped
 
@@ -197,8 +197,8 @@ async def test_an_expired_sample_is_sent_again_by_the_sdk(
     await stand.stop()
     await stand.start(sdk_flags={"sample_use_retrieve_futures": uses_poller})
     assert stand.gateway is not None
-    board = stand.gateway.parts.futures
-    fetch = board.wait
+    futures = stand.gateway.parts.futures
+    fetch = futures.wait
     expired: list[str] = []
 
     async def wait(future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
@@ -207,7 +207,7 @@ async def test_an_expired_sample_is_sent_again_by_the_sdk(
             raise Expired("gone")
         return await fetch(future_id, owner, timeout_s)
 
-    monkeypatch.setattr(board, "wait", wait)
+    monkeypatch.setattr(futures, "wait", wait)
 
     def use(client: tinker.ServiceClient) -> types.SampleResponse:
         return client.create_sampling_client(base_model=MODEL).result().sample(PROMPT, 1, PARAMS).result()

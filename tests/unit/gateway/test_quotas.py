@@ -8,25 +8,25 @@ from fovea.wire.errors import ResourceExhausted
 from gateway.quotas import Quota
 
 
-def fill(shares: Quota, owner: str) -> int:
+def fill(quota: Quota, owner: str) -> int:
     """Takes until refused; returns how many."""
     taken = 0
     with suppress(ResourceExhausted):
         while True:
-            shares.check(owner)
-            shares.take(owner)
+            quota.check(owner)
+            quota.take(owner)
             taken += 1
     with pytest.raises(ResourceExhausted, match="of max_things "):
-        shares.check(owner)
+        quota.check(owner)
     return taken
 
 
 def test_nobody_gets_it_all_and_newcomers_find_room() -> None:
-    shares = Quota("max_things", 1024, "things")
-    assert [fill(shares, owner) for owner in "abcd"] == [512, 256, 128, 64]
+    quota = Quota("max_things", 1024, "things")
+    assert [fill(quota, owner) for owner in "abcd"] == [512, 256, 128, 64]
     for _ in range(512):
-        shares.give("a")
-    assert fill(shares, "e") == 288, "what one gives back is everybody's"
+        quota.give("a")
+    assert fill(quota, "e") == 288, "what one gives back is everybody's"
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 6, 7])
@@ -35,10 +35,10 @@ def test_one_owner_takes_half_but_never_nothing(capacity: int) -> None:
 
 
 def test_what_must_be_taken_counts() -> None:
-    shares = Quota("max_things", 4, "things")
+    quota = Quota("max_things", 4, "things")
     for _ in range(5):
-        shares.take("a")
-    assert fill(shares, "b") == 0
+        quota.take("a")
+    assert fill(quota, "b") == 0
     for _ in range(5):
-        shares.give("a")
-    assert fill(shares, "b") == 2
+        quota.give("a")
+    assert fill(quota, "b") == 2

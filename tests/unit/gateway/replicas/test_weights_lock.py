@@ -8,33 +8,33 @@ from gateway.replicas.weights_lock import WeightsLock
 
 
 class Place:
-    """A residency with what it was asked to put."""
+    """A lock with what it was asked to put."""
 
     def __init__(self) -> None:
         self.put: list[str] = []
         self.fail: Exception | None = None
-        self.residency = WeightsLock(self._change)
+        self.lock = WeightsLock(self._change)
 
     async def _change(self, wanted: str) -> None:
-        assert self.residency.inside == 0
+        assert self.lock.inside == 0
         self.put.append(wanted)
         await asyncio.sleep(0.001)
         if self.fail:
             raise self.fail
 
     async def use(self, wanted: str, entered: list[str], hold_s: float = 0.005) -> None:
-        async with self.residency.hold(wanted):
-            assert self.residency.resident == wanted
+        async with self.lock.hold(wanted):
+            assert self.lock.resident == wanted
             entered.append(wanted)
             await asyncio.sleep(hold_s)
-            assert self.residency.resident == wanted
+            assert self.lock.resident == wanted
 
 
 async def test_base_needs_no_change_and_runs_side_by_side() -> None:
     place, entered = Place(), []  # type: tuple[Place, list[str]]
     tasks = [asyncio.create_task(place.use("", entered)) for _ in range(5)]
     await asyncio.sleep(0.002)
-    assert place.residency.inside == 5
+    assert place.lock.inside == 5
     await asyncio.gather(*tasks)
     assert place.put == []
 
@@ -68,7 +68,7 @@ async def test_a_failed_change_fails_those_who_wanted_it_and_is_tried_anew() -> 
     place.fail = RuntimeError("broken")
     results = await asyncio.gather(*(place.use("a", entered) for _ in range(3)), return_exceptions=True)
     assert [str(result) for result in results] == ["broken"] * 3
-    assert place.residency.resident is None
+    assert place.lock.resident is None
     place.fail = None
     await place.use("", entered)
     assert place.put == ["a", ""], "what is in place is unknown after a failure: even the base is put again"
@@ -84,29 +84,29 @@ async def test_cancelled_waiters_leave_no_trace() -> None:
         waiter.cancel()
     await asyncio.gather(holder, *waiters, return_exceptions=True)
     assert entered == ["", "a"]
-    assert place.residency.inside == 0
+    assert place.lock.inside == 0
     await asyncio.wait_for(place.use("b", entered), 5)
 
 
 async def test_a_restart_is_noticed() -> None:
     place, entered = Place(), []  # type: tuple[Place, list[str]]
     await place.use("a", entered)
-    place.residency.reset("")
+    place.lock.reset("")
     await place.use("", entered)
     assert place.put == ["a"]
     with pytest.raises(ZeroDivisionError):
-        async with place.residency.hold("a"):
+        async with place.lock.hold("a"):
             _ = 1 / 0
-    assert place.residency.inside == 0
+    assert place.lock.inside == 0
 
 
 async def test_those_who_wait_can_be_dismissed_and_who_is_inside_stays() -> None:
     place, entered = Place(), []  # type: tuple[Place, list[str]]
-    async with place.residency.hold(""):
+    async with place.lock.hold(""):
         waiters = [asyncio.create_task(place.use(name, entered)) for name in ("a", "b")]
         await asyncio.sleep(0)
-        place.residency.dismiss(ConnectionError("it leaves"))
+        place.lock.dismiss(ConnectionError("it leaves"))
         results = await asyncio.gather(*waiters, return_exceptions=True)
         assert [str(result) for result in results] == ["it leaves"] * 2
-        assert place.residency.inside == 1
-    assert (entered, place.put, place.residency.inside) == ([], [], 0)
+        assert place.lock.inside == 1
+    assert (entered, place.put, place.lock.inside) == ([], [], 0)
