@@ -191,7 +191,7 @@ def _register_eagerly(architecture: str) -> None:
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """See `checkpoint.read_config`."""
+    """See `model_files.read_config`."""
     from huggingface_hub import hf_hub_download
 
     return model_files.read_config(model, hf_hub_download)
