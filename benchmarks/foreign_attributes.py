@@ -13,7 +13,7 @@ class _Class:
     """What the source says of a class of the product."""
 
     is_record: bool
-    """A dataclass: values that whoever holds one may change."""
+    """A dataclass, or a class without methods: values that whoever holds one may change."""
     bases: list[str]
     attributes: set[str] = field(default_factory=set)
     """Set on `self` in its methods, or declared in its body."""
@@ -32,7 +32,7 @@ def foreign_attributes(trees: Mapping[str, ast.Module]) -> list[str]:
     Not counted is what is set on
       * an object of somebody else's class: a protobuf message, a tensor, a part of vLLM;
       * an object in the function that makes it (`other = Replica(...)`);
-      * a dataclass, which is a record, unless what is set is a method: then it is a hook.
+      * a record (a dataclass, or a class without methods), unless what is set is a method: then it is a hook.
 
     The class of what stands before the dot is looked up in annotations and constructor calls. Where the source does not
     say it, the assignment counts if all classes with an attribute of that name are no records.
@@ -97,6 +97,7 @@ def _read_class(node: ast.ClassDef) -> _Class:
     decorators = [_named(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list]
     bases = [name for base in node.bases if (name := _named(base)) and name != node.name]
     found = _Class("dataclass" in decorators, bases)
+    found.is_record |= not any(isinstance(item, Function) for item in node.body)
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             found.attributes.add(item.target.id)

@@ -20,6 +20,7 @@ from benchmarks.figure import emit
 from benchmarks.foreign_attributes import foreign_attributes
 
 CORE = ("fovea", "gateway", "services")
+_ROOT = Path(__file__).parents[1]
 _GENERATED = ("fovea/api/", "fovea/tinker/")
 _NAMELESS = ("__init__.py", "__main__.py")
 """Their names say nothing, so they do not count as shared."""
@@ -38,7 +39,8 @@ class House:
         """Reads a git revision, or with None the working tree as it lies there, untracked files included."""
         if revision is None:
             listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "--", *CORE).decode().splitlines()
-            return cls({path: Path(path).read_text() for path in listed if _is_core(path) and Path(path).exists()})
+            core = [path for path in listed if _is_core(path) and (_ROOT / path).exists()]
+            return cls({path: (_ROOT / path).read_text() for path in core})
         with tarfile.open(fileobj=io.BytesIO(_git("archive", "--format=tar", revision, "--", *CORE))) as archive:
             files = {member.name: archive.extractfile(member) for member in archive if _is_core(member.name)}
             return cls({path: file.read().decode() for path, file in files.items() if file is not None})
@@ -181,7 +183,7 @@ def _is_core(path: str) -> bool:
 
 
 def _git(*arguments: str) -> bytes:
-    return subprocess.run(["git", *arguments], check=True, capture_output=True).stdout
+    return subprocess.run(["git", *arguments], cwd=_ROOT, check=True, capture_output=True).stdout
 
 
 @dataclass(frozen=True)
