@@ -167,7 +167,7 @@ def c23_resubmission(target: Target) -> str:
         return Response('{"detail": "expired"}', 410, media_type="application/json")
 
     proxy = target.proxy(before=lose_first)
-    sampler = target.sampler(target.service(proxy))
+    sampler = target.sampler(target.service(proxy)).result(60)
     answer = sampler.sample(target.prompt(), 2, _GREEDY).result(90)
     sent = list(proxy.of("asample"))
     expect(len(sent) == 2, f"after a 410 the SDK submitted {len(sent)} times in all, expected 2")
@@ -359,7 +359,7 @@ def _sample_through(target: Target, encoding: str, compress: Any) -> list[int]:
         compressed.append(len(small))
         return Response(small, headers={"Content-Encoding": encoding}, media_type=_PROTOBUF)
 
-    sampler = target.sampler(target.service(target.proxy(before=ask_plain, after=squeeze)))
+    sampler = target.sampler(target.service(target.proxy(before=ask_plain, after=squeeze))).result(60)
     tokens = list(sampler.sample(target.prompt(), 1, _GREEDY).result(60).sequences[0].tokens)
     expect(bool(compressed), "no result passed the proxy that compresses")
     return tokens

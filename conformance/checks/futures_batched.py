@@ -35,7 +35,7 @@ def c31_batched(target: Target) -> str:
     other = _states(_retrieve(target, sampler_id, 0, clone=7))
     expect(other == {clone: "finished"}, f"the poll of clone 7 brought {other}, expected only {clone}")
     proxy = target.proxy({"sample_use_retrieve_futures": True})
-    sampler = target.sampler(target.service(proxy))
+    sampler = target.sampler(target.service(proxy)).result(60)
     params = types.SamplingParams(max_tokens=3, stop=[])
     futures = [sampler.sample(target.prompt(), 1, params) for _ in range(3)]
     counts = [len(one.result(60).sequences[0].tokens) for one in futures]
@@ -93,7 +93,7 @@ def c34_failed(target: Target) -> str:
     state = _states(page).get(bad)
     expect(state == "failed", f"the failed sample's state is {state}: {str(page)[:200]}")
     expect("error" in target.collect(bad), "the error is gone after the poll")
-    sampler = target.sampler(target.service(target.proxy({"sample_use_retrieve_futures": True})))
+    sampler = target.sampler(target.service(target.proxy({"sample_use_retrieve_futures": True}))).result(60)
     try:
         sampler.sample(types.ModelInput.from_ints([2**30]), 1, types.SamplingParams(max_tokens=2)).result(60)
     except tinker.RequestFailedError as failure:
@@ -196,7 +196,7 @@ def _abandon(target: Target) -> str:
         )
 
     proxy = target.proxy(after=allow_cancels)
-    sampler = target.sampler(target.service(proxy))
+    sampler = target.sampler(target.service(proxy)).result(60)
 
     async def give_up() -> None:
         params = types.SamplingParams(max_tokens=_longest(target), stop=[])

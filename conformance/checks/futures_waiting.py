@@ -150,7 +150,7 @@ def c27_queue_state(target: Target) -> str:
             return None
         return Response(httpx.Response(408, json=paused).content, 408, media_type="application/json")
 
-    sampler = target.sampler(target.service(target.proxy(before=pause_twice)))
+    sampler = target.sampler(target.service(target.proxy(before=pause_twice))).result(60)
     with _sdk_log("tinker.lib.public_interfaces.sampling_client") as lines:
         sampler.sample(target.prompt(), 1, types.SamplingParams(max_tokens=2)).result(60)
     logged = [line for line in lines if reason in line]
