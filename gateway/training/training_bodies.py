@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
 from gateway.http.request_body import Body, ModelNumber, Number
 
@@ -36,15 +37,16 @@ class GetInfo(Body):
     type: str = ""
 
 
-class AdamParams(Body):
-    """Parameters of one AdamW step, with the SDK's defaults."""
+@with_config(ConfigDict(extra="forbid"))
+class AdamParams(TypedDict, total=False):
+    """Parameters of one AdamW step. What is left out stays so: trainer.proto names the defaults, the SDK's."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
 
 
 class OptimStep(Body):

@@ -274,7 +274,7 @@ def _optim_step(body: bodies.OptimStep, message: gateway_pb2.SubmitOptimStepRequ
         raise Unimplemented(f"optimizer_params of type {name!r}: models here use adamw", field="optimizer_params")
     if body.adam_params is None:
         raise InvalidInput("adam_params is missing", field="adam_params")
-    message.adam.CopyFrom(trainer_pb2.AdamParams(**body.adam_params.model_dump()))
+    message.adam.CopyFrom(trainer_pb2.AdamParams(**body.adam_params))
 
 
 def _save_weights(body: bodies.SaveWeights, message: gateway_pb2.SubmitSaveStateRequest) -> None:
