@@ -33,7 +33,7 @@ from benchmarks.running import cpu_seconds, metric_total
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
 from fovea.client.renderer import RendererClient
 from fovea.runtime.hosts import free_ports
-from fovea.wire.names import RENDERER_SERVICE
+from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.tensors import encode_tokens
 
 # Less than the tensors of one cold pass, so that the next finds none of them held; more than those of `HELD` pictures.

@@ -15,8 +15,8 @@ import uvicorn
 from fovea.api.v1 import gateway_pb2_grpc
 from fovea.runtime.server import ServiceServer, open_files
 from fovea.runtime.tasks import BackgroundTasks, repeat
+from fovea.wire.conventions import GATEWAY_SERVICE
 from fovea.wire.errors import SessionEnded
-from fovea.wire.names import GATEWAY_SERVICE
 from gateway.api import build_api
 from gateway.grpc_front.auth_interceptor import AuthInterceptor
 from gateway.grpc_front.field_names import named

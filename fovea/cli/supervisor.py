@@ -19,7 +19,7 @@ from fovea.cli.state_folder import FolderTaken, StateFolder
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret
 from fovea.runtime.hosts import WILDCARDS, free_ports, is_loopback
-from fovea.wire import names
+from fovea.wire import conventions
 
 COLORS = {"renderer": "cyan", "sampler": "green", "trainer": "magenta", "gateway": "yellow", "fovea": "bold white"}
 STOP_ORDER = ("gateway", "trainer", "sampler", "renderer")
@@ -223,17 +223,17 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
     checkpoints = os.environ.get("FOVEA_GATEWAY_CHECKPOINT_DIR") or str(options.state_dir / "checkpoints")
     transfer = ("--transfer", "gloo") if options.shares_gpu else ()
     return [
-        spec("renderer", "services.renderer", names.RENDERER_SERVICE, renderer, "--port"),
+        spec("renderer", "services.renderer", conventions.RENDERER_SERVICE, renderer, "--port"),
         spec(
-            "sampler", "services.sampler", names.SAMPLER_SERVICE, sampler, "--port",
+            "sampler", "services.sampler", conventions.SAMPLER_SERVICE, sampler, "--port",
             "--renderer", f"{to}{renderer}", *transfer,
         ),
         spec(
-            "trainer", "services.trainer", names.TRAINER_SERVICE, trainer, "--port",
+            "trainer", "services.trainer", conventions.TRAINER_SERVICE, trainer, "--port",
             "--renderer", f"{to}{renderer}", "--ranks", str(options.ranks), "--checkpoints", checkpoints,
         ),
         spec(
-            "gateway", "gateway", names.GATEWAY_SERVICE, gateway, "--grpc-port",
+            "gateway", "gateway", conventions.GATEWAY_SERVICE, gateway, "--grpc-port",
             "--host", options.host, "--port", str(options.port), "--model-name", options.model_name,
             "--renderer", f"{to}{renderer}", "--sampler", f"{to}{sampler}", "--trainer", f"{to}{trainer}",
             "--state-dir", str(options.state_dir), *key_file,

@@ -9,8 +9,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fovea.runtime import tracing
+from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import STATUS_DETAILS, BrokenOff, Cancelled, FoveaError, Unavailable, from_rpc_error
-from fovea.wire.limits import MESSAGE_BYTES
 
 Response = TypeVar("Response")
 

@@ -7,9 +7,8 @@ from typing import Any
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc, trainer_pb2, weights_pb2
 from fovea.client.channel import ServiceClient
 from fovea.client.trainer import ForwardBackwardResult
+from fovea.wire.conventions import GATEWAY_SERVICE, PIECE_BYTES
 from fovea.wire.errors import Internal
-from fovea.wire.limits import PIECE_BYTES
-from fovea.wire.names import GATEWAY_SERVICE
 
 SUBMIT_TIMEOUT_S = 120.0
 WAIT_S = 30.0

@@ -8,10 +8,9 @@ import grpc
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
 from fovea.client.channel import OPTIONS, ServiceClient
 from fovea.runtime import secret, tracing
+from fovea.wire.conventions import INLINE_IMAGE_BYTES, PIECE_BYTES, RENDERER_SERVICE
 from fovea.wire.errors import from_rpc_error
 from fovea.wire.features import FeatureAssembler, FeatureTensors, check_feature
-from fovea.wire.limits import INLINE_IMAGE_BYTES, PIECE_BYTES
-from fovea.wire.names import RENDERER_SERVICE
 
 
 class RendererClient(ServiceClient):

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret
-from fovea.wire.names import SAMPLER_SERVICE
+from fovea.wire.conventions import SAMPLER_SERVICE
 
 
 class SamplerClient(ServiceClient):

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret
+from fovea.wire.conventions import TRAINER_SERVICE
 from fovea.wire.errors import Internal
-from fovea.wire.names import TRAINER_SERVICE
 
 COMMAND_TIMEOUT_S = 3600.0
 

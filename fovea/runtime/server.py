@@ -17,8 +17,8 @@ from fovea.runtime import tracing
 from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.runtime.secret import SecretInterceptor, service_secret
 from fovea.runtime.settings import ServiceSettings
+from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import FoveaError
-from fovea.wire.limits import MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 

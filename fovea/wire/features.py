@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, tensor_pb2
 from fovea.wire import tensors
+from fovea.wire.conventions import PIECE_BYTES
 from fovea.wire.errors import Internal
-from fovea.wire.limits import PIECE_BYTES
 
 FeatureTensors = dict[str, npt.NDArray]
 """Tensors of one image by processor name: `pixel_values` uint8 [patches, width], `image_grid_thw` int64 [1, 3]."""

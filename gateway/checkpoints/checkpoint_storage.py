@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import fsspec
 
 from fovea.runtime.durable import sync_folder
+from fovea.wire.conventions import PIECE_BYTES, REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import Internal, NotFound
-from fovea.wire.limits import PIECE_BYTES
-from fovea.wire.names import REPLACED_SUFFIX, STAGING_SUFFIX
 
 logger = logging.getLogger(__name__)
 

@@ -5,23 +5,27 @@ Files may be encrypted by age (age-encryption.org/v1), by pyrage, which wraps th
 
 import hashlib
 import hmac
+import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, NamedTuple
 
 import pyrage
+import sqlalchemy as sa
 
 from fovea.wire.errors import Internal, InvalidInput, PermissionDenied
 from gateway.checkpoints.checkpoint import EXTERNAL, Checkpoint, CheckpointPath
 from gateway.checkpoints.checkpoint_registry import Checkpoints, get_row
 from gateway.checkpoints.checkpoint_storage import Storage
-from gateway.database import secret_rows
+from gateway.database import schema
 from gateway.database.database import Database
+from gateway.database.sql_engine import insert_new
 
 _AGE_SUFFIX = ".age"
 _RECIPIENTS = "age_encryption_recipients"
 _MOST_RECIPIENTS = 64
 _SECRET = "export links"
+_SECRET_BYTES = 32
 _LINK_TTL_S = 3600
 _PRIVATE = "fovea_"
 """Begins the names of files that only trainers read."""
@@ -67,7 +71,7 @@ class Exports:
 
     async def open(self) -> None:
         """Reads the key that links are signed with: they stay good when the gateway restarts."""
-        self._key = await self._database.write(lambda connection: secret_rows.take(connection, _SECRET))
+        self._key = await self._database.write(_take_secret)
 
     async def links(self, owner: str, path: str) -> tuple[list[Link], int]:
         """A link to each file of an export that the caller may read, and when they expire.
@@ -171,3 +175,11 @@ async def _encrypt_folder(files: Storage, source: str, target: str, recipients: 
 
     for name in await files.sizes(source):
         await files.rewrite(source, name, target, f"{name}{_AGE_SUFFIX}", encrypt)
+
+
+def _take_secret(connection: sa.Connection) -> bytes:
+    """The key that signs links (32 bytes), made when it is asked for the first time."""
+    table = schema.secrets
+    insert_new(connection, table, {"name": _SECRET, "value": secrets.token_bytes(_SECRET_BYTES)})
+    value: bytes = connection.execute(sa.select(table.c.value).where(table.c.name == _SECRET)).scalar_one()
+    return value

@@ -9,8 +9,8 @@ import grpc
 
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc, model_input_pb2
 from fovea.runtime.server import open_files
+from fovea.wire.conventions import MAX_IMAGE_BYTES
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
-from fovea.wire.limits import MAX_IMAGE_BYTES
 from gateway.futures.future import Pending, split_messages
 from gateway.grpc_front.field_names import named
 from gateway.grpc_front.uploaded_images import UploadedImages

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from cachetools import LRUCache
 
 from fovea.api.v1 import model_input_pb2
+from fovea.wire.conventions import MAX_IMAGE_BYTES
 from fovea.wire.errors import InvalidInput, NotFound
-from fovea.wire.limits import MAX_IMAGE_BYTES
 
 _SHELF_BYTES = 512 * 2**20
 

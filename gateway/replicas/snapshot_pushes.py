@@ -10,6 +10,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
@@ -23,7 +24,6 @@ from gateway import gateway_metrics as metrics
 from gateway.database.database import Database
 from gateway.database.schema import sampling_sessions, snapshots
 from gateway.database.sql_engine import insert_new
-from gateway.replicas.kept_snapshot import KeptSnapshot
 from gateway.replicas.samplers import Sampler
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.replicas.weights_lock import BASE
@@ -35,6 +35,16 @@ _RECENT = 64
 """So many snapshots, those used last, a sampler that joins is given if its peers hold them."""
 _ROUNDS = 3
 """So often a sampler that joins is brought to the full weights of its peers, which change meanwhile."""
+
+
+@dataclass(eq=False)
+class KeptSnapshot:
+    """Frozen weights: in the memory of one trainer, and in storage if `uri` is set."""
+
+    identity: weights_pb2.Snapshot
+    uri: str
+    trainer_instance: str
+    created_at: float = field(default_factory=time.time)
 
 
 class Snapshots:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from fovea.api.v1 import gateway_pb2, sampler_pb2, tensor_pb2
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire import csr, tensors
+from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import Internal, InvalidInput
-from fovea.wire.limits import MESSAGE_BYTES
 from gateway.futures.future import Kind, ResultEncoder, split_messages
 from gateway.http.request_body import Body
 

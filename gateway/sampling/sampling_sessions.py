@@ -28,10 +28,9 @@ from gateway.futures.future import (
 )  # fmt: skip
 from gateway.futures.futures import Futures
 from gateway.quotas import Quota
-from gateway.replicas.kept_snapshot import KeptSnapshot
 from gateway.replicas.renderers import least_token_count
 from gateway.replicas.samplers import Samplers
-from gateway.replicas.snapshot_pushes import Snapshots, version_of
+from gateway.replicas.snapshot_pushes import KeptSnapshot, Snapshots, version_of
 from gateway.sampling.sample_runner import SampleRunner, SampleWork, check_context, check_limits
 from gateway.sampling.sampling_session import SamplingSession
 from gateway.sessions.session import Session

@@ -9,8 +9,8 @@ from google.protobuf import json_format
 
 from fovea.api.v1 import weights_pb2
 from fovea.runtime.tasks import SingleFlight
+from fovea.wire.conventions import SNAPSHOT_FILE
 from fovea.wire.errors import AlreadyExists
-from fovea.wire.names import SNAPSHOT_FILE
 from gateway.checkpoints.checkpoint import Checkpoint, CheckpointPath
 from gateway.checkpoints.checkpoint_registry import Checkpoints, check_ttl_or_none, put_row
 from gateway.database.database import Database
@@ -18,8 +18,7 @@ from gateway.database.schema import copies
 from gateway.database.sql_engine import insert_new
 from gateway.futures.future import check_seq_id
 from gateway.replicas import snapshot_pushes
-from gateway.replicas.kept_snapshot import KeptSnapshot
-from gateway.replicas.snapshot_pushes import id_of_snapshot
+from gateway.replicas.snapshot_pushes import KeptSnapshot, id_of_snapshot
 from gateway.sessions.sessions import Sessions
 from gateway.training.model import Model, ModelState, id_of_model
 from gateway.training.models import get_row, insert_row

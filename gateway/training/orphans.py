@@ -6,8 +6,8 @@ trainer's machine, samplers or storage.
 
 import logging
 
+from fovea.wire.conventions import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import FoveaError
-from fovea.wire.names import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
 from gateway.checkpoints.checkpoint import folder_name
 from gateway.checkpoints.checkpoint_registry import Checkpoints, named_uris
 from gateway.database.database import Database

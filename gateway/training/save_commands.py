@@ -7,16 +7,15 @@ from functools import partial
 from typing import Any
 
 from fovea.api.v1 import gateway_pb2, weights_pb2
+from fovea.wire.conventions import PLAIN_SUFFIX
 from fovea.wire.errors import FoveaError, InvalidInput
-from fovea.wire.names import PLAIN_SUFFIX
 from gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, TRAINING, Checkpoint
 from gateway.checkpoints.checkpoint_registry import Checkpoints, check_ttl, put_row
 from gateway.checkpoints.exports import complete_export, parse_recipients
 from gateway.database.writer import Job
 from gateway.futures.future import Done, Pending
 from gateway.replicas import snapshot_pushes
-from gateway.replicas.kept_snapshot import KeptSnapshot
-from gateway.replicas.snapshot_pushes import id_of_export, id_of_snapshot
+from gateway.replicas.snapshot_pushes import KeptSnapshot, id_of_export, id_of_snapshot
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.sampling.sampling_sessions import Sampling
 from gateway.training.model import Model

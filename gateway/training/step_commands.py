@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, trainer_pb2
 from fovea.client import ForwardBackwardResult
+from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import FailedPrecondition, FeatureEvicted, InvalidInput
-from fovea.wire.limits import MESSAGE_BYTES
 from gateway.futures.future import Done, Kind, Pending, split_messages
 from gateway.futures.futures import Futures
 from gateway.gateway_metrics import stage

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from fovea.api.v1 import gateway_pb2, tensor_pb2, trainer_pb2
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire import csr, tensors
+from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
-from fovea.wire.limits import MESSAGE_BYTES
 from gateway.futures.future import Kind, ResultEncoder, split_messages
 from gateway.http.model_inputs import fill_chunk
 

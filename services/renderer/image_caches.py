@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from cachetools import LRUCache
 
 from fovea.runtime.tasks import SingleFlight
+from fovea.wire.conventions import MAX_IMAGE_BYTES
 from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound, ResourceExhausted
 from fovea.wire.features import FeatureTensors, size_bytes
-from fovea.wire.limits import MAX_IMAGE_BYTES
 from services.renderer import renderer_metrics
 from services.renderer.worker_pool import ProcessedImage
 

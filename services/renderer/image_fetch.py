@@ -8,7 +8,7 @@ from urllib.parse import urljoin
 
 import httpx
 
-from fovea.wire.limits import MAX_IMAGE_BYTES
+from fovea.wire.conventions import MAX_IMAGE_BYTES
 from services.renderer.chunk_errors import InvalidChunk
 
 REDIRECT_LIMIT = 3

@@ -9,7 +9,7 @@ from typing import Literal
 
 import imagesize
 
-from fovea.wire.limits import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
+from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from services.renderer.chunk_errors import InvalidChunk
 
 ImageFormat = Literal["PNG", "JPEG"]

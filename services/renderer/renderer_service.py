@@ -12,9 +12,9 @@ import grpc
 import fovea
 from fovea.api.v1 import renderer_pb2, renderer_pb2_grpc
 from fovea.runtime.server import ServiceServer
+from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import Unavailable
 from fovea.wire.features import iter_pieces
-from fovea.wire.names import RENDERER_SERVICE
 from services.renderer import input_messages, model_directory, renderer_metrics
 from services.renderer.image_caches import FeatureCache, ImageCache
 from services.renderer.image_fetch import ImageFetcher

@@ -8,8 +8,8 @@ import numpy as np
 from fovea.api.v1 import sampler_pb2
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire import csr, rendered_input, tensors
+from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import ContextOverflow, InvalidInput
-from fovea.wire.limits import MESSAGE_BYTES
 from services.sampler.engine_api import Limits, SampleSpec, TargetRows
 
 

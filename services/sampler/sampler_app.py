@@ -16,8 +16,8 @@ from fovea.runtime.gpu_memory import show_gpu_memory
 from fovea.runtime.model_files import read_added_tokens
 from fovea.runtime.server import ServiceServer
 from fovea.vision.vision_family import VisionFamily
+from fovea.wire.conventions import SAMPLER_SERVICE
 from fovea.wire.features import FeatureTensors
-from fovea.wire.names import SAMPLER_SERVICE
 from fovea.wire.rendered_input import ImageSpan
 from services.sampler.engine.adapter_capacity import AdapterCapacity
 from services.sampler.engine.vllm_engine import Engine

@@ -17,8 +17,8 @@ from fovea.api.v1 import trainer_pb2_grpc
 from fovea.runtime import tracing
 from fovea.runtime.hosts import WILDCARDS
 from fovea.runtime.server import ServiceServer
+from fovea.wire.conventions import TRAINER_SERVICE
 from fovea.wire.errors import Unavailable
-from fovea.wire.names import TRAINER_SERVICE
 from services.trainer import trainer_metrics
 from services.trainer.command_queue import CommandQueue
 from services.trainer.rank_worker import RankWorker

@@ -15,9 +15,9 @@ from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import Internal, Unavailable
 from fovea.wire.features import FeatureTensors
-from fovea.wire.limits import MESSAGE_BYTES
 from services.sampler.engine_api import FILLER_LOGPROB, Delta, Finish, PromptResult, SampleSpec, TopRows
 from services.sampler.vllm_patches.prompt_scores import PLAN_KEY, ScorePlan, Scores
 

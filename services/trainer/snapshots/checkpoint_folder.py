@@ -10,8 +10,8 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from fovea.runtime.durable import sync_folder, sync_place
+from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import InvalidInput, NotFound
-from fovea.wire.names import REPLACED_SUFFIX, STAGING_SUFFIX
 from services.trainer.ranks.control_group import ControlGroup
 
 

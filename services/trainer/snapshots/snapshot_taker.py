@@ -12,9 +12,9 @@ from google.protobuf import json_format
 from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
+from fovea.wire.conventions import SNAPSHOT_FILE
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
 from fovea.wire.manifest import SnapshotDigest, padded_bytes
-from fovea.wire.names import SNAPSHOT_FILE
 from services.trainer.command_queue import TakeSnapshot
 from services.trainer.model.lora import PEFT_PREFIX, LoraWeights
 from services.trainer.model.memory_budget import MemoryBudget

@@ -13,7 +13,7 @@ from fovea.api.v1 import renderer_pb2_grpc
 from fovea.client.renderer import RendererClient
 from fovea.runtime.server import ServiceServer
 from fovea.vision.vision_family import VisionFamily
-from fovea.wire.names import RENDERER_SERVICE
+from fovea.wire.conventions import RENDERER_SERVICE
 from services.renderer.renderer_service import RendererServicer, open_renderer
 from services.renderer.rendering import Renderer
 from services.renderer.settings import RendererSettings

@@ -8,9 +8,9 @@ from prometheus_client import REGISTRY
 
 from fovea.api.v1 import renderer_pb2
 from fovea.client import FeatureFetcher
+from fovea.wire.conventions import INLINE_IMAGE_BYTES
 from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound, ResourceExhausted
 from fovea.wire.features import tensors_sha256
-from fovea.wire.limits import INLINE_IMAGE_BYTES
 from tests.contract.renderer.conftest import FEATURE_CACHE_BYTES, IMAGE_STORE_BYTES, Served
 from tests.contract.renderer.inputs import image, model_input, reference, text
 from tests.unit.renderer.pictures import encoded, picture, png

@@ -12,8 +12,8 @@ from prometheus_client import REGISTRY
 from fovea.api.v1 import model_input_pb2, renderer_pb2_grpc
 from fovea.client.renderer import RendererClient
 from fovea.runtime.server import ServiceServer
+from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import InvalidInput, Unavailable
-from fovea.wire.names import RENDERER_SERVICE
 from services.renderer.renderer_service import RendererServicer
 from services.renderer.settings import RendererSettings
 from tests.contract.renderer.conftest import Served

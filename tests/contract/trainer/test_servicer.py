@@ -14,8 +14,8 @@ from fovea.client import TrainerClient
 from fovea.runtime import tracing
 from fovea.runtime.server import ServiceServer
 from fovea.wire import tensors
+from fovea.wire.conventions import TRAINER_SERVICE
 from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
-from fovea.wire.names import TRAINER_SERVICE
 from services.trainer import command_queue, trainer_metrics
 from services.trainer.batches.datum_decoding import DatumLimits
 from services.trainer.batches.packing import DatumSize

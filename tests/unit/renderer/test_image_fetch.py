@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from fovea.wire.limits import MAX_IMAGE_BYTES
+from fovea.wire.conventions import MAX_IMAGE_BYTES
 from services.renderer.chunk_errors import InvalidChunk
 from services.renderer.image_fetch import ImageFetcher
 

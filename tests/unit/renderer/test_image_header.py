@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from fovea.wire.limits import MAX_IMAGE_BYTES
+from fovea.wire.conventions import MAX_IMAGE_BYTES
 from services.renderer import image_header
 from services.renderer.chunk_errors import InvalidChunk
 from services.renderer.image_header import ImageFormat, ImageHeader

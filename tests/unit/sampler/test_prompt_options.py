@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from fovea.api.v1 import sampler_pb2
 from fovea.wire import tensors
+from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import InvalidInput
-from fovea.wire.limits import MESSAGE_BYTES
 from services.sampler.engine_api import Limits, SampleSpec
 from services.sampler.sample_validation import read_request
 

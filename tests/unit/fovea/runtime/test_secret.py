@@ -14,8 +14,8 @@ from fovea.client import FeatureFetcher, RendererClient, TrainerClient
 from fovea.runtime.secret import FILE_VARIABLE, VARIABLE, service_secret
 from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
+from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import FeatureEvicted, Internal, Unauthenticated
-from fovea.wire.names import RENDERER_SERVICE
 from gateway.settings import GatewaySettings
 from services.renderer.settings import RendererSettings
 from services.trainer.settings import TrainerSettings

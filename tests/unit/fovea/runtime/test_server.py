@@ -11,8 +11,8 @@ from fovea.api.v1 import renderer_pb2, renderer_pb2_grpc
 from fovea.client import RendererClient
 from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
+from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import FeatureEvicted, Internal, InvalidInput, Unavailable
-from fovea.wire.names import RENDERER_SERVICE
 
 
 class FailingRenderer(renderer_pb2_grpc.RendererServiceServicer):

@@ -14,8 +14,8 @@ from fovea.client import RendererClient
 from fovea.runtime import logs, tracing
 from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
+from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import NotFound
-from fovea.wire.names import RENDERER_SERVICE
 from tests.otlp_collector import Collector, attributes
 
 

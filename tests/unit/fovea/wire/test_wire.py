@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from fovea.api.v1 import tensor_pb2, weights_pb2
 from fovea.wire import errors, features, manifest, tensors
-from fovea.wire.limits import PIECE_BYTES
+from fovea.wire.conventions import PIECE_BYTES
 
 DTYPES = st.sampled_from([np.float32, np.int64, np.int32, np.uint8, np.uint16]).map(np.dtype)
 

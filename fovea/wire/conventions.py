@@ -1,0 +1,40 @@
+"""What every process must take alike: names of gRPC services and of checkpoint files, and bounds of what travels."""
+
+GATEWAY_SERVICE = "fovea.api.v1.GatewayService"
+RENDERER_SERVICE = "fovea.api.v1.RendererService"
+SAMPLER_SERVICE = "fovea.api.v1.SamplerService"
+TRAINER_SERVICE = "fovea.api.v1.TrainerService"
+
+SNAPSHOT_FILE = "fovea_snapshot.json"
+"""In a folder of weights: whose they are, a `weights_pb2.Snapshot` as JSON."""
+
+# A process that dies may leave folders behind which have one of these after their name; the gateway removes them.
+
+STAGING_SUFFIX = ".tmp-"
+"""A folder that is being written, and will take the place of the one it is named for."""
+
+REPLACED_SUFFIX = ".old-"
+"""A folder that has lost its place, and is to be removed."""
+
+PLAIN_SUFFIX = ".plain"
+"""An export before it is encrypted."""
+
+# Settings may lower these bounds, never raise what gRPC itself enforces.
+
+MESSAGE_BYTES = 4 * 2**20
+"""gRPC's own receive limit. Larger things are streamed as records or pieces."""
+
+PIECE_BYTES = 2**20
+"""Size of one piece of a streamed object; measured fastest between 256 KiB and 1 MiB."""
+
+INLINE_IMAGE_BYTES = 2**20
+"""Encoded images up to this size, in all, ride inside a request; larger ones are put first and referred to."""
+
+MAX_IMAGE_BYTES = 32 * 2**20
+"""The largest encoded image."""
+
+MAX_IMAGE_PIXELS = 64 * 10**6
+"""The most pixels an image may declare; read from its header, before anything is decoded."""
+
+MAX_IMAGE_ASPECT_RATIO = 200
+"""The largest ratio of the longer to the shorter side; the Qwen-VL processors refuse more."""
