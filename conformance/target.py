@@ -104,6 +104,10 @@ class Target:
         self._stack.callback(_close_quietly, client)
         return client
 
+    def rest(self, proxy: Proxy | None = None) -> tinker.RestClient:
+        """The SDK's client of single calls, without a session, through a proxy if one is given."""
+        return tinker.RestClient(base_url=proxy.url if proxy else self.options.base_url, api_key=self.options.api_key)
+
     def training(
         self, service: tinker.ServiceClient | None = None, *, rank: int = 8, seed: int = 7, **more: Any
     ) -> tinker.TrainingClient:

@@ -135,7 +135,7 @@ def c16_delivery(target: Target) -> str:
 @check("C27", "queue_state and reason reach the SDK's log when a request waits for capacity", background=True)
 def c27_queue_state(target: Target) -> str:
     """A waiting request's poll answer names both; a sample answered paused_capacity with a reason is logged."""
-    model_id = target.raw_model(target.session())
+    model_id = str(target.training().model_id)  # of a session that the SDK keeps alive for as long as a poll is held
     answer = _poll_once(target.http, target.submit_loss(model_id, 2))
     said = answer.json()
     state, why = said.get("queue_state"), said.get("queue_state_reason")

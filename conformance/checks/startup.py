@@ -98,7 +98,7 @@ def c5_capabilities(target: Target) -> str:
     mine = by_name.get(target.model)
     if mine is None:
         raise Failed(f"{target.model} is not listed; listed are {sorted(by_name)}")
-    read = target.service().get_server_capabilities().supported_models
+    read = target.rest().get_server_capabilities().result(30).supported_models
     expect([one.model_name for one in read] == list(by_name), f"the SDK reads {[one.model_name for one in read]}")
     expect(mine["trainable"] and mine["sampleable"], f"{target.model} can be used, but is listed as {mine}")
     return f"{len(models)} models; {target.model}: {mine['max_context_length']} tokens, trainable, sampleable"
@@ -163,9 +163,9 @@ def c12_jwt(target: Target) -> str:
         return Response('{"detail": "expired"}', 401, header, "application/json")
 
     proxy = target.proxy(before=refuse_once)
-    service = target.service(proxy)
-    service.get_server_capabilities()
-    identity = service.create_rest_client().whoami().result(30)
+    client = target.rest(proxy)
+    client.get_server_capabilities().result(30)
+    identity = client.whoami().result(30)
     sent = [one.headers["x-api-key"] for one in proxy.of("get_server_capabilities")]
     expect(len(sent) == 2, f"after invalid_token the request must be sent twice, was sent {len(sent)} times")
     exchanges = len(list(proxy.of("auth/token")))

@@ -11,6 +11,8 @@ from tests.e2e.prompts import Prompt, PromptBuilder, max_difference
 from tests.e2e.stack import Stack
 
 TOLERANCE = 1e-3
+UNMOVED = 1e-4
+"""Of scores of the same weights in other batches, whatever kernels run; steps of training change scores by 0.05."""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,11 @@ def assert_agree(sampled: dict[str, list[float | None]], trained: dict[str, list
         assert values[0] is None
         assert None not in values[1:]
         assert max_difference(values[1:], trained[name][:-1]) <= TOLERANCE, name
+
+
+def assert_unmoved(found: dict[str, list[float | None]], before: dict[str, list[float | None]]) -> None:
+    for name, values in found.items():
+        assert max_difference(values[1:], before[name][1:]) <= UNMOVED, name
 
 
 def take_steps(training: tinker.TrainingClient, prompts: dict[str, Prompt], count: int, rate: float) -> None:
@@ -65,12 +72,12 @@ def check_model(
     assert_agree(new_scores, trained)
 
     # Snapshots do not move, whatever was pushed after them.
-    assert sampler_logprobs(old, prompts) == old_scores
+    assert_unmoved(sampler_logprobs(old, prompts), old_scores)
     take_steps(training, prompts, 1, rate)
     newest = training.save_weights_and_get_sampling_client().result()
     assert_agree(sampler_logprobs(newest, prompts), trainer_logprobs(training, prompts))
-    assert sampler_logprobs(new, prompts) == new_scores
-    assert sampler_logprobs(base, prompts) == base_scores
+    assert_unmoved(sampler_logprobs(new, prompts), new_scores)
+    assert_unmoved(sampler_logprobs(base, prompts), base_scores)
 
 
 @pytest.mark.parametrize("rank", [4, 32])
