@@ -54,7 +54,7 @@ def c113_cli(target: Target) -> str:
     """Each command as a process of its own; its output is searched, and what it changed is asked for by REST."""
     training = target.training(rank=4, user_metadata={"note": "cli"})
     path = training.save_state(unique_name("state"), ttl_seconds=_HOUR_S).result(120).path
-    rest = target.service().create_rest_client()
+    rest = target.rest()
     shows: list[tuple[list[str], str]] = [
         (["auth", "status"], "Tinker accessible: yes"),
         (["model", "list"], target.model),
@@ -93,7 +93,7 @@ def c114_download(target: Target) -> str:
     data = [target.datum(12)]
     training = warmed_up(target.training(), data)
     path = training.save_state(unique_name("state"), ttl_seconds=_HOUR_S).result(120).path
-    rest = target.service().create_rest_client()
+    rest = target.rest()
     before = _exports(rest)
     with tempfile.TemporaryDirectory() as home:
         told = json.loads(command(target, home, "--format", "json", "checkpoint", "download", path, "-o", home))

@@ -33,14 +33,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def language_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's entries of `config.json`: at the top or, in newer checkpoints, in `text_config`."""
+    return {**config, **(config.get("text_config") or {})}
+
+
 def context_length(config: Mapping[str, Any]) -> int | None:
     """The longest sequence that a model was made for, in tokens; None if its configuration does not say.
 
     `max_position_embeddings`, scaled as the rotary embeddings are. With YaRN some checkpoints give the length after
     scaling there (DeepSeek), some the one before it, as Qwen's own instructions do: the longer of the two holds.
     """
-    # Released checkpoints keep the language model's entries at the top or, newer ones, in text_config.
-    text = {**config, **(config.get("text_config") or {})}
+    text = language_entries(config)
     length = text.get("max_position_embeddings")
     if length is None:
         return None

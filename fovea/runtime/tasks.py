@@ -1,12 +1,13 @@
 """Work in the event loop that outlives whoever asked for it: in the background, shared by many, or not to be stopped.
 
 asyncio keeps only weak references to tasks, drops the failure of one that nobody awaits, and lets the cancellation of
-one waiter cancel what others wait for; these helpers do none of it.
+one waiter cancel what others wait for; these helpers do none of it. It has no lock that many may share either.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class SingleFlight(Generic[Key, Value]):
     def __init__(self, abandon: bool = False) -> None:
         self._abandon = abandon
         self._calls: dict[Key, asyncio.Task[Value]] = {}
+        self._keys: dict[asyncio.Task[Value], list[Key]] = {}
         self._waiter_counts: dict[asyncio.Task[Value], int] = {}
 
     def __contains__(self, key: Key) -> bool:
@@ -75,8 +77,7 @@ class SingleFlight(Generic[Key, Value]):
         task = self._calls.get(key)
         if task is None:
             task = asyncio.create_task(call(), name=name or f"call for {key}")
-            for each in (key, *also):
-                self._calls.setdefault(each, task)
+            self._keys[task] = [each for each in (key, *also) if self._calls.setdefault(each, task) is task]
             task.add_done_callback(self._forget)
         self._waiter_counts[task] = self._waiter_counts.get(task, 0) + 1
         try:
@@ -87,7 +88,7 @@ class SingleFlight(Generic[Key, Value]):
 
     async def cancel(self) -> None:
         """Cancels all calls, and returns once they have ended; who waits for one gets CancelledError."""
-        calls = set(self._calls.values())
+        calls = list(self._keys)
         for task in calls:
             task.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
@@ -103,9 +104,53 @@ class SingleFlight(Generic[Key, Value]):
             self._forget(task)
 
     def _forget(self, task: asyncio.Task[Value]) -> None:
-        self._calls = {key: call for key, call in self._calls.items() if call is not task}
+        for key in self._keys.pop(task, ()):
+            self._calls.pop(key, None)
         if task.done() and not task.cancelled():
             task.exception()  # all who asked may have left: then asyncio would complain that nobody has seen it
+
+
+class SharedLock:
+    """A lock that many may share or one may have alone; who waits to be alone comes before those who would share."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._shared_count = 0
+        self._exclusive_count = 0  # of those who are alone or wait for it
+        self._is_exclusive = False
+
+    @asynccontextmanager
+    async def shared(self) -> AsyncIterator[None]:
+        """Beside others that share; waits for whoever is, or wants to be, alone."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._exclusive_count)
+            self._shared_count += 1
+        try:
+            yield
+        finally:
+            self._shared_count -= 1
+            await self._notify()
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Alone: waits for whoever is inside, and goes before those who would share."""
+        self._exclusive_count += 1
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._is_exclusive and not self._shared_count)
+                self._is_exclusive = True
+            try:
+                yield
+            finally:
+                self._is_exclusive = False
+        finally:
+            self._exclusive_count -= 1
+            await self._notify()
+
+    async def _notify(self) -> None:
+        # A cancelled holder must still wake the others: the lock is free for an instant at most, so this cannot hang.
+        async with self._changed:
+            self._changed.notify_all()
 
 
 async def run_to_end(work: Coroutine[Any, Any, Value]) -> Value:

@@ -43,13 +43,7 @@ class SaveCommands:
             answer = await self._trainer.client.save_state(model.model_id, checkpoint.uri, self._timeout_s)
         checkpoint.step, checkpoint.size_bytes = answer.step, answer.size_bytes
         _describe(checkpoint, dict(request.user_metadata), expires_at)
-        saved = gateway_pb2.CheckpointSaved(path=checkpoint.path)
-        cleaning = [lambda: self._checkpoints.remove_folder(old.uri)] if old else []
-        return Done(
-            [gateway_pb2.WaitFutureResponse(checkpoint_saved=saved)],
-            [partial(put_row, checkpoint=checkpoint)],
-            [*cleaning],
-        )
+        return self._saved(checkpoint, old)
 
     async def save_for_sampler(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Freezes the weights. Named: in storage too, under a path. Unnamed: in memory, with a sampling session."""
@@ -99,14 +93,7 @@ class SaveCommands:
             checkpoint.step = await self._write_export(model, pending.submission.seq_id, written)
             checkpoint.size_bytes = await complete_export(storage, written, checkpoint.uri, recipients)
         checkpoint.created_at, checkpoint.expires_at = time.time(), expires_at
-
-        saved = gateway_pb2.CheckpointSaved(path=checkpoint.path)
-        cleaning = [lambda: self._checkpoints.remove_folder(old.uri)] if old else []
-        return Done(
-            [gateway_pb2.WaitFutureResponse(checkpoint_saved=saved)],
-            [partial(put_row, checkpoint=checkpoint)],
-            [*cleaning],
-        )
+        return self._saved(checkpoint, old)
 
     async def _write_export(self, model: Model, seq_id: int, uri: str) -> int:
         """Has the trainer write the weights as they are now; returns the steps that they have taken."""
@@ -119,6 +106,18 @@ class SaveCommands:
             # It is written; the trainer drops old snapshots by itself when its memory is full.
             logger.warning("the export snapshot %s could not be freed: %s", own_id, error)
         return snapshot.step
+
+    def _saved(self, checkpoint: Checkpoint, old: Checkpoint | None) -> Done:
+        """Registers a checkpoint that is written; one of the same name is given up afterwards."""
+        saved = gateway_pb2.CheckpointSaved(path=checkpoint.path)
+        afterwards: list[Callable[[], Awaitable[None]]] = []
+        if old:
+            afterwards.append(partial(self._checkpoints.remove_folder, old.uri))
+        return Done(
+            [gateway_pb2.WaitFutureResponse(checkpoint_saved=saved)],
+            [partial(put_row, checkpoint=checkpoint)],
+            afterwards,
+        )
 
     async def _plan(
         self, model: Model, segment: str, name: str, overwrite: bool = False

@@ -1,11 +1,12 @@
 """The files of a model directory that the renderer reads itself: config.json and the added tokens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fovea import vision
-from fovea.runtime.model_files import context_length, read_added_tokens, read_json
+from fovea.runtime.model_files import context_length, language_entries, read_added_tokens, read_json
 from fovea.vision.vision_family import VisionFamily
 
 
@@ -21,12 +22,12 @@ class Checkpoint:
     @property
     def model_type(self) -> str:
         """`model_type` of config.json."""
-        return str(self._require("model_type"))
+        return str(self._require(self.config, "model_type"))
 
     @property
     def vocabulary_size(self) -> int:
         """The number of token ids that the embedding knows."""
-        return int(self._text("vocab_size"))
+        return int(self._require(language_entries(self.config), "vocab_size"))
 
     @property
     def max_position_count(self) -> int:
@@ -36,15 +37,10 @@ class Checkpoint:
             raise ValueError(f"{self.directory / 'config.json'} has no max_position_embeddings")
         return length
 
-    def _require(self, key: str) -> Any:
-        if self.config.get(key) is None:
+    def _require(self, entries: Mapping[str, Any], key: str) -> Any:
+        if entries.get(key) is None:
             raise ValueError(f"{self.directory / 'config.json'} has no {key}")
-        return self.config[key]
-
-    def _text(self, key: str) -> Any:
-        # Released checkpoints keep the language model's entries at the top or, newer ones, in text_config.
-        text_config = self.config.get("text_config") or {}
-        return text_config[key] if key in text_config else self._require(key)
+        return entries[key]
 
 
 def read(directory: Path) -> Checkpoint:

@@ -10,55 +10,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from fovea.runtime.tasks import BackgroundTasks, run_to_end
+from fovea.runtime.tasks import BackgroundTasks, SharedLock, run_to_end
 from fovea.wire.errors import AlreadyExists, ResourceExhausted, SnapshotNotLoaded
 from services.sampler import sampler_metrics
 from services.sampler.engine_api import AdapterName, WeightEngine
 
 BASE = ""
 """Snapshot id of the base model."""
-
-
-class WeightGate:
-    """A readers-writer lock for one event loop. A waiting writer goes before readers that come later."""
-
-    def __init__(self) -> None:
-        self._readers = 0
-        self._writers = 0
-        self._writing = False
-        self._changed = asyncio.Condition()
-
-    @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._writers)
-            self._readers += 1
-        try:
-            yield
-        finally:
-            self._readers -= 1
-            await self._notify()
-
-    @asynccontextmanager
-    async def writing(self) -> AsyncIterator[None]:
-        """Waits for all readers and writers before it, and holds off all after it."""
-        self._writers += 1
-        try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._readers and not self._writing)
-                self._writing = True
-            try:
-                yield
-            finally:
-                self._writing = False
-        finally:
-            self._writers -= 1
-            await self._notify()
-
-    async def _notify(self) -> None:
-        # A cancelled holder must still wake the others: the lock is free for an instant at most, so this cannot hang.
-        async with self._changed:
-            self._changed.notify_all()
 
 
 @dataclass(eq=False)
@@ -174,7 +132,7 @@ class WeightStore:
     def __init__(self, engine: WeightEngine, adapters: AdapterCache) -> None:
         self._engine = engine
         self._adapters = adapters
-        self._gate = WeightGate()
+        self._lock = SharedLock()
         self._resident: str | None = BASE
         self._dropping = BackgroundTasks()
 
@@ -213,7 +171,7 @@ class WeightStore:
     @asynccontextmanager
     async def use(self, snapshot_id: str) -> AsyncIterator[AdapterName | None]:
         """Holds a snapshot in place while a request samples from it. Raises SnapshotNotLoaded."""
-        async with self._gate.reading():
+        async with self._lock.shared():
             held = self.require(snapshot_id)
             if held is None:
                 yield None
@@ -247,7 +205,7 @@ class WeightStore:
 
         Waits for the requests in flight. After a failure nothing can be sampled until full weights are pushed again.
         """
-        async with self._gate.writing():
+        async with self._lock.exclusive():
             return await run_to_end(self._load_full(task_id, snapshot_id))
 
     async def drop(self, snapshot_id: str) -> None:

@@ -1,4 +1,4 @@
-"""What the trainer must know of a model family. The next family adds one file beside this one.
+"""What the trainer must know of a model family; `packed_model` lists those that there are.
 
 Shapes: T packed tokens, P patches of all images, W bytes of one patch, M placeholder tokens of all images, D hidden.
 """

@@ -64,18 +64,29 @@ class QwenVl(Family):
         deepstack: dict[str, Any] = {}
         if vision is not None and vision.deepstack and image_index_M is not None:
             deepstack = {"visual_pos_masks": image_index_M, "deepstack_visual_embeds": list(vision.deepstack)}
-        output = model.model.language_model(
-            inputs_embeds=embeddings_TD.unsqueeze(0),
-            position_ids=positions.unsqueeze(1),
-            use_cache=False,
-            cu_seq_lens_q=documents.bounds,
-            cu_seq_lens_k=documents.bounds,
-            max_length_q=documents.longest,
-            max_length_k=documents.longest,
-            **deepstack,
-        )
-        hidden_1TD: Tensor = output.last_hidden_state
-        return hidden_1TD.squeeze(0)
+        return run_packed(model.model.language_model, embeddings_TD, positions.unsqueeze(1), documents, **deepstack)
+
+
+def run_packed(language: Any, embeddings_TD: Tensor, position_ids: Tensor, documents: Documents, **more: Any) -> Tensor:
+    """Final hidden states [T, D] of documents that lie end to end, each of which sees itself alone.
+
+    Args:
+        language: The Hugging Face language model, without its unembedding.
+        position_ids: int64 [3, 1, T] with multimodal RoPE, else [1, T].
+        more: What the model takes besides.
+    """
+    output = language(
+        inputs_embeds=embeddings_TD.unsqueeze(0),
+        position_ids=position_ids,
+        use_cache=False,
+        cu_seq_lens_q=documents.bounds,
+        cu_seq_lens_k=documents.bounds,
+        max_length_q=documents.longest,
+        max_length_k=documents.longest,
+        **more,
+    )
+    hidden_1TD: Tensor = output.last_hidden_state
+    return hidden_1TD.squeeze(0)
 
 
 def embed_patches(patch_embed: Any, pixels_PW: Tensor) -> Tensor:
@@ -162,14 +173,4 @@ class Qwen3(Family):
         vision: VisionOutput | None,
         image_index_M: Tensor | None,
     ) -> Tensor:
-        output = model.model(
-            inputs_embeds=embeddings_TD.unsqueeze(0),
-            position_ids=positions,
-            use_cache=False,
-            cu_seq_lens_q=documents.bounds,
-            cu_seq_lens_k=documents.bounds,
-            max_length_q=documents.longest,
-            max_length_k=documents.longest,
-        )
-        hidden_1TD: Tensor = output.last_hidden_state
-        return hidden_1TD.squeeze(0)
+        return run_packed(model.model, embeddings_TD, positions, documents)

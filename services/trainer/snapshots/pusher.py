@@ -6,13 +6,14 @@ Adapters are sent beside training; full parameters take all ranks.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 
 import torch
 
 from fovea.api.v1 import trainer_pb2, weights_pb2
+from fovea.runtime.tasks import SharedLock
 from fovea.wire.errors import InvalidInput, NotFound, Unavailable
 from fovea.wire.manifest import buckets, padded_bytes
 from services.trainer import command_queue, trainer_metrics
@@ -147,44 +148,3 @@ class Pusher:
         return weights_pb2.SnapshotManifest(
             snapshot=identity, tensors=specs, bucket_bytes=self._settings.transfer_bucket_mib * MIB
         )
-
-
-class SharedLock:
-    """A lock that many may share or one may have alone; who waits to be alone comes before those who would share."""
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Condition()
-        self._shared_count = 0
-        self._is_exclusive = False
-        self._waiting_count = 0
-
-    @asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        """Beside others that share; waits for whoever is, or wants to be, alone."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_exclusive and not self._waiting_count)
-            self._shared_count += 1
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._shared_count -= 1
-                self._changed.notify_all()
-
-    @asynccontextmanager
-    async def exclusive(self) -> AsyncIterator[None]:
-        """Alone: waits for whoever is inside, and goes before those who would share."""
-        async with self._changed:
-            self._waiting_count += 1
-            try:
-                await self._changed.wait_for(lambda: not self._is_exclusive and not self._shared_count)
-                self._is_exclusive = True
-            finally:
-                self._waiting_count -= 1
-                self._changed.notify_all()
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._is_exclusive = False
-                self._changed.notify_all()

@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
+from fovea.runtime.tasks import SharedLock
 from fovea.wire.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -19,7 +20,7 @@ from fovea.wire.errors import (
 )
 from services.sampler.engine_api import AdapterName
 from services.sampler.pushes import Loaded, Ready, SnapshotPushes
-from services.sampler.weight_store import AdapterCache, HeldAdapter, WeightGate, WeightStore
+from services.sampler.weight_store import AdapterCache, HeldAdapter, WeightStore
 from tests.unit.sampler.memory_engine import MemoryEngine, eventually
 
 FULL, ADAPTER = weights_pb2.SNAPSHOT_KIND_FULL, weights_pb2.SNAPSHOT_KIND_ADAPTER
@@ -367,14 +368,14 @@ async def test_a_group_that_does_not_meet() -> None:
 
 
 async def test_the_gate_survives_cancelled_readers_and_writers() -> None:
-    gate = WeightGate()
+    gate = SharedLock()
 
     async def read() -> None:
-        async with gate.reading():
+        async with gate.shared():
             await asyncio.sleep(60)
 
     async def write() -> None:
-        async with gate.writing():
+        async with gate.exclusive():
             await asyncio.sleep(60)
 
     for roles in itertools.permutations((read, write, read, write)):
@@ -383,7 +384,7 @@ async def test_the_gate_survives_cancelled_readers_and_writers() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        async with asyncio.timeout(5), gate.writing():
+        async with asyncio.timeout(5), gate.exclusive():
             pass
-        async with asyncio.timeout(5), gate.reading():
+        async with asyncio.timeout(5), gate.shared():
             pass

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.trainer.snapshots.pusher import SharedLock
+from fovea.runtime.tasks import SharedLock
 
 
 async def _until_idle() -> None:
