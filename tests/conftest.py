@@ -1,5 +1,8 @@
 """What all tests may ask for, which of them run on both databases (those of what the gateway keeps), and their logs."""
 
+import asyncio
+import gc
+import io
 import logging
 import random
 import sys
@@ -83,11 +86,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds what others printed to what is printed of a failure."""
+    """Adds what others printed to what is printed of a failure, and to a timeout what the event loop waits for."""
     report = yield
     if report.failed:
         report.sections += [(name, _text(read)) for name, read in item.session.stash.get(OTHER_LOGS, {}).items()]
+        if "Timeout" in report.longreprtext:
+            report.sections.append(("tasks that have not ended", _pending_tasks()))
     return report
+
+
+def _pending_tasks() -> str:
+    """Where each stands: the stacks of threads, which pytest-timeout prints, show the loop's select alone."""
+    text = io.StringIO()
+    for found in gc.get_objects():
+        if isinstance(found, asyncio.Task) and not found.done():
+            found.print_stack(file=text)
+    return text.getvalue()
 
 
 def _text(read: Callable[[], str]) -> str:

@@ -15,6 +15,8 @@ _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the address of an interface
 _PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT = 10_000
 _LEAST_PORTS = 1_000
+_draw = random.SystemRandom()  # two processes that seed `random` alike must not find the same ports
+_found_before: set[int] = set()
 
 
 def is_loopback(host: str) -> bool:
@@ -57,15 +59,17 @@ def free_ports(count: int) -> list[int]:
     """Ports of 127.0.0.1 that nobody listens on, and that nobody gets by chance before they are used.
 
     The kernel gives ports of one range to outgoing connections and to whoever binds port 0: a port of that range may be
-    taken while a service still imports its libraries. These lie below it, if there is room below it.
+    taken while a service still imports its libraries. These lie below it, if there is room below it; none is found
+    twice in a process, where gRPC goes on to remember for a while that nobody listens on a port.
     """
     first_given = _first_given()
     if first_given - _LOWEST_PORT < _LEAST_PORTS:
         return _given_ports(count)
     found: list[int] = []
     while len(found) < count:
-        port = random.randrange(_LOWEST_PORT, first_given)
-        if port not in found and _is_free(port):
+        port = _draw.randrange(_LOWEST_PORT, first_given)
+        if port not in _found_before and _is_free(port):
+            _found_before.add(port)
             found.append(port)
     return found
 

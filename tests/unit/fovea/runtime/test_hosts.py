@@ -1,6 +1,7 @@
 """Ports that stay free until they are used."""
 
 import pathlib
+import random
 import socket
 
 import pytest
@@ -15,13 +16,21 @@ def test_they_are_free_all_different_and_not_given_to_others_by_chance() -> None
     assert all(1024 < port < first_given for port in found)
 
 
-def test_a_port_in_use_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = hosts.free_ports(2)
+def test_a_port_in_use_or_given_before_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, *free = hosts.free_ports(3)
+    monkeypatch.setattr(hosts, "_found_before", {before})
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        drawn = iter([taken.getsockname()[1], free[0], free[0], free[1]])
-        monkeypatch.setattr(hosts.random, "randrange", lambda low, high: next(drawn))
+        drawn = iter([taken.getsockname()[1], before, free[0], free[0], free[1]])
+        monkeypatch.setattr(hosts._draw, "randrange", lambda low, high: next(drawn))
         assert hosts.free_ports(2) == free
+
+
+def test_tests_that_seed_alike_find_others() -> None:
+    random.seed(1)
+    first = hosts.free_ports(4)
+    random.seed(1)
+    assert not set(first).intersection(hosts.free_ports(4))
 
 
 def test_without_room_below_they_come_from_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
