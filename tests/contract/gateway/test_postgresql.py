@@ -180,13 +180,14 @@ class Load:
         self.samples.append(sample)
 
     def _run_sdk(self) -> None:
+        # With timeouts: the event loop waits for its threads when it closes, and nobody answers after a failure.
         with tinker.ServiceClient(base_url=self._cluster.url, api_key=KEY) as client:
-            training = client.create_lora_training_client(base_model=MODEL, rank=8).result()
+            training = client.create_lora_training_client(base_model=MODEL, rank=8).result(120)
             while not self.is_over:
                 loss = training.forward_backward([text_datum()], "cross_entropy")
                 step = training.optim_step(tinker.AdamParams(learning_rate=0.1))
-                assert loss.result().metrics["loss:sum"] == pytest.approx(5 / (1 + self.sdk_rounds))
-                assert step.result().metrics is not None
+                assert loss.result(120).metrics["loss:sum"] == pytest.approx(5 / (1 + self.sdk_rounds))
+                assert step.result(120).metrics is not None
                 self.sdk_rounds += 1
 
 
