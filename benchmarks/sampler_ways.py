@@ -171,8 +171,7 @@ class Direct:
             self.fetch_s.append(time.perf_counter() - begun)
             features.append(fetched[span.feature.digest])
             self.tensor_bytes = sum(array.nbytes for array in features[-1].values())
-            frames, height, width = span.feature.grid_thw
-            spans.append(ImageSpan(span.offset, span.length, (frames, height, width), span.feature))
+            spans.append(ImageSpan(span.offset, np.ones(span.length, np.bool_), span.feature))
         tokens = np.frombuffer(rendered.tokens, np.int32)
         return self._maker.make(self._spec(tokens, tuple(spans)), features)
 

@@ -50,10 +50,13 @@ class FeatureCache:
             self._kept[feature.digest, feature.tensors_sha256] = tensors
 
     def check(self, span: ImageSpan, tensors: FeatureTensors, field: str) -> None:
-        """Raises InvalidInput naming `field` for tensors that are not those of the span's grid, kept ones too.
+        """Raises InvalidInput naming `field` for tensors that are not those of the span, kept ones too.
 
-        A digest names one grid, but the span's grid is the request's own claim.
+        A digest names one image, but the ids that replace it are the request's own claim.
         """
         assert self._vision is not None  # a text model refuses inputs with images
-        if problem := self._vision.tensors_problem(span.grid, tensors):
+        problem = self._vision.image_problem(tensors, span.is_embedding)
+        if not problem and (found := size_bytes(tensors)) != span.feature.size_bytes:
+            problem = f"size_bytes is {span.feature.size_bytes}, the tensors have {found}"
+        if problem:
             raise InvalidInput(f"{field} does not fit what the renderer has: {problem}", field=field)

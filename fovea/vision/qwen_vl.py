@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fovea.vision.vision_family import Grid, GridSpan, TensorShapes, TokenCounter, TokenIds, VisionFamily, require
+from fovea.vision.vision_family import ImageAt, ImageTensors, Replacement, TokenCounter, VisionFamily, require
+
+_Grid = tuple[int, int, int]
+"""Patches of one image before merging: time, height, width."""
 
 _GREY = 128
 # Far more than any image has (64 megapixels are 250,000 patches of 16 x 16), and safe to multiply.
@@ -24,38 +27,39 @@ _MAX_PATCHES = 2**24
 
 
 class QwenVL(VisionFamily):
-    """Images as uint8 patches [t*h*w, channels * temporal patch * patch^2], in grids of (t, h, w) patches."""
+    """Images as `pixel_values`, uint8 patches [t*h*w, channels * temporal patch * patch^2], and `image_grid_thw`."""
 
     model_types = ("qwen2_5_vl", "qwen3_vl")
     opener = "<|vision_start|>"
     placeholders = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")
-    uses_mrope = True
+    position_rows = 3
 
     def __init__(self, config: Mapping[str, Any], added_tokens: Mapping[str, int]) -> None:
         super().__init__(config, added_tokens)
         vision = require(config, "vision_config")
-        self.merge_size = int(vision["spatial_merge_size"])
+        self._merge_size = int(vision["spatial_merge_size"])
         channel_count = vision.get("in_channels", vision.get("in_chans", 3))  # Qwen2.5-VL's files say in_chans.
-        self.patch_bytes = int(channel_count * vision["temporal_patch_size"] * vision["patch_size"] ** 2)
+        self._patch_bytes = int(channel_count * vision["temporal_patch_size"] * vision["patch_size"] ** 2)
 
     def token_counter(self, processor: Mapping[str, Any]) -> TokenCounter:
         if not processor.get("do_resize", True):
             raise ValueError("the image processor has do_resize=false; Qwen-VL grids need resized images")
-        if int(processor["merge_size"]) != self.merge_size:
+        if int(processor["merge_size"]) != self._merge_size:
             raise ValueError(
                 f"the image processor has merge_size {processor['merge_size']},"
-                f" config.json has spatial_merge_size {self.merge_size}"
+                f" config.json has spatial_merge_size {self._merge_size}"
             )
         size = processor["size"]
         return SmartResize(
-            int(processor["patch_size"]) * self.merge_size, int(size["shortest_edge"]), int(size["longest_edge"])
+            int(processor["patch_size"]) * self._merge_size, int(size["shortest_edge"]), int(size["longest_edge"])
         ).token_count
 
-    def token_count(self, grid: Grid) -> int:
-        return math.prod(grid) // self.merge_size**2
+    def replacement(self, tensors: ImageTensors) -> Replacement:
+        count = math.prod(_grid_of(tensors)) // self._merge_size**2
+        return Replacement(np.full(count, self.image_token_id, dtype=np.int32), np.ones(count, dtype=np.bool_))
 
-    def positions(self, length: int, spans: Sequence[GridSpan]) -> TokenIds:
-        """See `VisionFamily.positions`.
+    def positions(self, length: int, images: Sequence[ImageAt]) -> npt.NDArray[np.int32]:
+        """See `VisionFamily.positions`; the rows are time, height and width.
 
         Text counts on in all three rows. An image keeps its time, counts rows and columns from there, and text goes on
         after the longer side. Unlike `get_rope_index`, which takes two images in a row for one and fails, each image
@@ -63,43 +67,64 @@ class QwenVL(VisionFamily):
         """
         positions = np.empty((3, length), dtype=np.int32)
         filled, position = 0, 0
-        for span in spans:
-            text_length = span.offset - filled
-            positions[:, filled : span.offset] = np.arange(position, position + text_length, dtype=np.int32)
+        for offset, tensors in images:
+            text_length = offset - filled
+            positions[:, filled:offset] = np.arange(position, position + text_length, dtype=np.int32)
             position += text_length
-            time, height, width = span.grid[0], span.grid[1] // self.merge_size, span.grid[2] // self.merge_size
-            filled = span.offset + time * height * width
+            time, height, width = _grid_of(tensors)
+            height, width = height // self._merge_size, width // self._merge_size
+            filled = offset + time * height * width
             image = np.indices((time, height, width), dtype=np.int32).reshape(3, -1)
-            positions[:, span.offset : filled] = image + position
+            positions[:, offset:filled] = image + position
             position += max(height, width)
         positions[:, filled:] = np.arange(position, position + length - filled, dtype=np.int32)
         return positions
 
-    def grid_problem(self, grid: Sequence[int]) -> str:
-        """A grid is (1, height, width) in patches, both multiples of the merge size."""
-        if len(grid) != 3:
-            return f"grid_thw {list(grid)} must have 3 extents"
-        if any(extent < 1 for extent in grid) or math.prod(grid) > _MAX_PATCHES:
-            return f"grid_thw {list(grid)} must be positive and at most {_MAX_PATCHES} patches"
-        if grid[0] != 1:
-            return f"grid_thw {list(grid)} has {grid[0]} frames; an image has 1"
-        if grid[1] % self.merge_size or grid[2] % self.merge_size:
-            return f"grid_thw {list(grid)} must be multiples of {self.merge_size} in height and width"
+    def patch_count(self, embedding_count: int) -> int:
+        return embedding_count * self._merge_size**2
+
+    def tensors_problem(self, tensors: ImageTensors) -> str:
+        if set(tensors) != {"pixel_values", "image_grid_thw"}:
+            return f"tensors are {sorted(tensors)}, must be ['image_grid_thw', 'pixel_values']"
+        grid = tensors["image_grid_thw"]
+        if problem := _mismatch("image_grid_thw", grid, np.int64, (1, 3)):
+            return problem
+        if problem := self._grid_problem(_grid_of(tensors)):
+            return f"image_grid_thw {problem}"
+        shape = (math.prod(_grid_of(tensors)), self._patch_bytes)
+        if problem := _mismatch("pixel_values", tensors["pixel_values"], np.uint8, shape):
+            return f"{problem} for the grid {grid[0].tolist()}"
         return ""
 
-    def tensor_shapes(self, grid: Grid) -> TensorShapes:
-        return {"pixel_values": ("uint8", (math.prod(grid), self.patch_bytes)), "image_grid_thw": ("int64", (1, 3))}
+    def blank_image(self) -> dict[str, npt.NDArray]:
+        """Four by four merged patches."""
+        side = 4 * self._merge_size
+        pixels = np.full((side * side, self._patch_bytes), _GREY, dtype=np.uint8)
+        return {"pixel_values": pixels, "image_grid_thw": np.array([[1, side, side]], dtype=np.int64)}
 
-    def grid_of(self, tensors: Mapping[str, npt.NDArray]) -> Grid:
-        time, height, width = (int(extent) for extent in tensors["image_grid_thw"].reshape(3))
-        return time, height, width
+    def _grid_problem(self, grid: _Grid) -> str:
+        """A grid is (1, height, width) in patches, both multiples of the merge size."""
+        said = str(list(grid))
+        if any(extent < 1 for extent in grid) or math.prod(grid) > _MAX_PATCHES:
+            return f"{said} must be positive and at most {_MAX_PATCHES} patches"
+        if grid[0] != 1:
+            return f"{said} has {grid[0]} frames; an image has 1"
+        if grid[1] % self._merge_size or grid[2] % self._merge_size:
+            return f"{said} must be multiples of {self._merge_size} in height and width"
+        return ""
 
-    def blank_image(self) -> tuple[dict[str, npt.NDArray], Grid]:
-        """Four by four merged patches of grey."""
-        grid = (1, 4 * self.merge_size, 4 * self.merge_size)
-        _, shape = self.tensor_shapes(grid)["pixel_values"]
-        pixels = np.full(shape, _GREY, dtype=np.uint8)
-        return {"pixel_values": pixels, "image_grid_thw": np.array([grid], dtype=np.int64)}, grid
+
+def _grid_of(tensors: ImageTensors) -> _Grid:
+    time, height, width = tensors["image_grid_thw"][0].tolist()
+    return time, height, width
+
+
+def _mismatch(name: str, array: npt.NDArray, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> str:
+    if array.dtype != dtype:
+        return f"{name} is {array.dtype.name}, must be {np.dtype(dtype).name}"
+    if array.shape != shape:
+        return f"{name} has shape {list(array.shape)}, must be {list(shape)}"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,33 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Grid = tuple[int, int, int]
-"""Patches of one image before merging: time, height, width."""
-
 TokenIds = npt.NDArray[np.int32]
 """Token ids, int32 [N]."""
 
-TensorShapes = Mapping[str, tuple[str, tuple[int, ...]]]
-"""numpy dtype name and shape of each tensor of an image, by processor name."""
+ImageTensors = Mapping[str, npt.NDArray]
+"""The tensors of one image by name."""
 
 TokenCounter = Callable[[int, int], int]
-"""Number of placeholder tokens of an image of (width, height) pixels."""
+"""The number of ids that replace an image of (width, height) pixels."""
 
 
-class GridSpan(NamedTuple):
-    """Where one image stands in the spliced tokens: its first placeholder, and its patch grid."""
+class Replacement(NamedTuple):
+    """What stands in the place of one image.
+
+    Attributes:
+        ids: int32 [L].
+        is_embedding: bool [L], where an embedding of the tower takes the place of the id's own.
+    """
+
+    ids: TokenIds
+    is_embedding: npt.NDArray[np.bool_]
+
+
+class ImageAt(NamedTuple):
+    """One image of an input: the index of the first id that replaces it, and its tensors."""
 
     offset: int
-    grid: Grid
+    tensors: ImageTensors
 
 
 class VisionFamily(ABC):
@@ -46,14 +55,8 @@ class VisionFamily(ABC):
     placeholders: ClassVar[tuple[str, ...]]
     """Tokens that stand for a piece of an image or a video. Text may not carry one right after the opener."""
 
-    uses_mrope: ClassVar[bool]
-    """Whether an input with images has position ids of its own, int32 [3, N]."""
-
-    merge_size: int
-    """Patches along each side of the square that becomes one token."""
-
-    patch_bytes: int
-    """Uint8 values of one patch."""
+    position_rows: ClassVar[int] = 1
+    """Rows of the position ids of an input with images; 1 where they count on as in text."""
 
     def __init__(self, config: Mapping[str, Any], added_tokens: Mapping[str, int]) -> None:
         self.image_token_id = int(require(config, "image_token_id"))
@@ -66,8 +69,8 @@ class VisionFamily(ABC):
         """Ids of `placeholders`, with their names."""
 
     @abstractmethod
-    def token_counter(self, processor: Mapping[str, Any]) -> TokenCounter:
-        """Counts the placeholder tokens of an image by geometry alone.
+    def token_counter(self, processor: Mapping[str, Any]) -> TokenCounter | None:
+        """Counts the ids that replace an image by geometry alone; None if only processing an image tells.
 
         Args:
             processor: Settings of the checkpoint's image processor, as its `to_dict` gives them.
@@ -76,32 +79,38 @@ class VisionFamily(ABC):
         """
 
     @abstractmethod
-    def token_count(self, grid: Grid) -> int:
-        """The number of placeholder tokens that an image of this grid takes. The grid has no problem."""
+    def replacement(self, tensors: ImageTensors) -> Replacement:
+        """What the family's own processor puts in the place of an image of these tensors, which have no problem."""
 
     @abstractmethod
-    def positions(self, length: int, spans: Sequence[GridSpan]) -> TokenIds:
-        """Rotary position ids (time, height, width) of an input of `length` tokens with images: int32 [3, length]."""
+    def positions(self, length: int, images: Sequence[ImageAt]) -> npt.NDArray[np.int32] | None:
+        """Position ids of an input of `length` ids with images, int32 [position_rows, length].
+
+        None for a family without multimodal RoPE, where they are 0 .. length-1.
+        """
 
     @abstractmethod
-    def grid_problem(self, grid: Sequence[int]) -> str:
-        """What is wrong with a patch grid, `grid_thw` by name, or the empty string."""
+    def patch_count(self, embedding_count: int) -> int:
+        """Patches of the tower that so many embeddings are made of: what its memory depends on."""
 
     @abstractmethod
-    def tensor_shapes(self, grid: Grid) -> TensorShapes:
-        """The tensors of a well-formed image of this grid."""
+    def tensors_problem(self, tensors: ImageTensors) -> str:
+        """What is wrong with the tensors of an image, or the empty string: names, types and shapes."""
 
     @abstractmethod
-    def grid_of(self, tensors: Mapping[str, npt.NDArray]) -> Grid:
-        """The grid that the tensors of one image say."""
+    def blank_image(self) -> dict[str, npt.NDArray]:
+        """Tensors of a small grey image, for warm-ups."""
 
-    @abstractmethod
-    def blank_image(self) -> tuple[dict[str, npt.NDArray], Grid]:
-        """Tensors and grid of a small grey image, for warm-ups."""
-
-    def placeholder_ids(self, grid: Grid) -> TokenIds:
-        """The ids that the family's own processor puts in the place of an image: int32 [token count]."""
-        return np.full(self.token_count(grid), self.image_token_id, dtype=np.int32)
+    def image_problem(self, tensors: ImageTensors, is_embedding: npt.NDArray[np.bool_]) -> str:
+        """What is wrong with tensors for an image whose ids are embeddings where `is_embedding` (bool [L]) says."""
+        if problem := self.tensors_problem(tensors):
+            return problem
+        expected = self.replacement(tensors).is_embedding
+        if len(expected) != len(is_embedding):
+            return f"the tensors make {len(expected)} ids, the request says {len(is_embedding)}"
+        if not np.array_equal(expected, is_embedding):
+            return "embedding_mask is not that of the tensors"
+        return ""
 
     def find_lost_image(self, ids: npt.NDArray, previous_id: int = -1) -> int | None:
         """Index of the first placeholder that follows the opener where no image is: an image that was lost; or None.
@@ -117,21 +126,6 @@ class VisionFamily(ABC):
         opened = np.concatenate(([previous_id], ids[:-1])) == self.opener_id
         lost = np.flatnonzero(opened & np.isin(ids, list(self.reserved_ids)))
         return int(lost[0]) if lost.size else None
-
-    def tensors_problem(self, grid: Grid, tensors: Mapping[str, npt.NDArray]) -> str:
-        """What is wrong with the tensors of an image of this grid, or the empty string."""
-        expected = self.tensor_shapes(grid)
-        if set(tensors) != set(expected):
-            return f"tensors are {sorted(tensors)}, must be {sorted(expected)}"
-        for name, (dtype, shape) in expected.items():
-            array = tensors[name]
-            if array.dtype != np.dtype(dtype):
-                return f"{name} is {array.dtype.name}, must be {dtype}"
-            if array.shape != shape:
-                return f"{name} has shape {list(array.shape)}, must be {list(shape)} for the grid {list(grid)}"
-        if (found := self.grid_of(tensors)) != tuple(grid):
-            return f"the tensors are of the grid {list(found)}, the request says {list(grid)}"
-        return ""
 
 
 def require(config: Mapping[str, Any], key: str) -> Any:

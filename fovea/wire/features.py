@@ -11,7 +11,7 @@ from fovea.wire.conventions import PIECE_BYTES
 from fovea.wire.errors import Internal
 
 FeatureTensors = dict[str, npt.NDArray]
-"""Tensors of one image by processor name: `pixel_values` uint8 [patches, width], `image_grid_thw` int64 [1, 3]."""
+"""Tensors of one image by the names that the model's processor gives them, such as `pixel_values`."""
 
 
 def tensors_sha256(feature: Mapping[str, npt.NDArray]) -> str:

@@ -1,20 +1,18 @@
 """What a rendered input must be before a model computes on it: one checker for gateway, sampler and trainer.
 
-Whatever passes is safe to compute on: ids lie in the vocabulary, placeholders and images belong together, and every
-size follows from the grids. N is the number of tokens.
+Whatever passes is safe to compute on, once the tensors of its images have passed `FeatureCache.check`: ids lie in the
+vocabulary, placeholders and images belong together. N is the number of tokens.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from fovea.api.v1 import model_input_pb2
-from fovea.vision.vision_family import Grid, VisionFamily
+from fovea.vision.vision_family import VisionFamily
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
 
@@ -28,26 +26,39 @@ class InputLimits:
     Attributes:
         vocabulary_size: Token ids lie below it.
         max_context_length: The most tokens; None leaves the context to the caller, who knows of new tokens too.
-        positions: Whether an input with images must bring rotary positions, may, or (as any other) must not.
+        needs_positions: Whether an input with images must bring positions, where the model has multimodal RoPE.
         max_images: The most images of one input.
-        max_image_tokens: The most tokens of one image.
+        max_image_tokens: The most embeddings of one image.
     """
 
     vocabulary_size: int
     max_context_length: int | None = None
-    positions: Literal["required", "optional", "refused"] = "required"
+    needs_positions: bool = True
     max_images: int | None = None
     max_image_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """One image: tokens `offset` to `offset + length` are its placeholders, and `feature` names its tensors."""
+    """One image: ids `offset` to `offset + length` replace it, and `feature` names its tensors.
+
+    Attributes:
+        is_embedding: bool [length], where an embedding of the tower takes the place of the id's own.
+    """
 
     offset: int
-    length: int
-    grid: Grid
+    is_embedding: npt.NDArray[np.bool_]
     feature: model_input_pb2.VisionFeature
+
+    @property
+    def length(self) -> int:
+        """The number of ids that replace the image."""
+        return len(self.is_embedding)
+
+    @property
+    def embedding_count(self) -> int:
+        """Embeddings of the tower."""
+        return int(np.count_nonzero(self.is_embedding))
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ class CheckedInput:
     Attributes:
         tokens: int32 [N].
         spans: Images in order of offset.
-        positions: int32 [3, N], or None for 0 .. N-1.
+        positions: int32 [rows, N], or None for 0 .. N-1.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -79,7 +90,7 @@ def check(
         _check_no_image_is_lost(ids, spans, vision, f"{field}.tokens")
     elif rendered.spans:
         raise _wrong(f"{field}.spans", "has images, but the model takes no images")
-    return CheckedInput(ids, spans, _check_positions(rendered, ids.size, limits, f"{field}.positions"))
+    return CheckedInput(ids, spans, _check_positions(rendered, ids.size, vision, limits, f"{field}.positions"))
 
 
 def check_tokens(
@@ -122,25 +133,20 @@ def _check_spans(
     end = 0
     for number, span in enumerate(spans):
         place = f"{field}[{number}]"
-        grid = _check_feature(span.feature, vision, f"{place}.feature")
-        if span.length != span.feature.token_count:
-            raise _wrong(
-                f"{place}.length", f"is {span.length}, but the grid {list(grid)} makes {vision.token_count(grid)}"
-            )
-        if limits.max_image_tokens is not None and span.length > limits.max_image_tokens:
-            raise _wrong(
-                f"{place}.length", f"is {span.length}; at most {limits.max_image_tokens} are taken of one image"
-            )
-        if span.offset < end or span.offset + span.length > ids.size:
-            raise _wrong(
-                f"{place}.offset",
-                f"is {span.offset}: the {span.length} tokens of the image must lie in {end} .. {ids.size - 1}, after "
-                "those of the image before",
-            )
+        _check_feature(span.feature, f"{place}.feature")
+        _check_place(span, end, ids.size, place)
         end = span.offset + span.length
-        if np.any(ids[span.offset : end] != vision.image_token_id):
+        is_embedding = _read_mask(span.feature, f"{place}.feature.embedding_mask")
+        found = ImageSpan(span.offset, is_embedding, span.feature)
+        if limits.max_image_tokens is not None and found.embedding_count > limits.max_image_tokens:
+            raise _wrong(
+                f"{place}.length",
+                f"is {span.length}, {found.embedding_count} of them embeddings; at most {limits.max_image_tokens} are "
+                "taken of one image",
+            )
+        if np.any(ids[span.offset : end][is_embedding] != vision.image_token_id):
             raise _wrong(place, f"covers tokens other than the image placeholder {vision.image_token_id}")
-        checked.append(ImageSpan(span.offset, span.length, grid, span.feature))
+        checked.append(found)
     return tuple(checked)
 
 
@@ -154,37 +160,55 @@ def _check_no_image_is_lost(
         raise _wrong(field, f"has the image placeholder {ids[lost]} at position {lost}, but no image there")
 
 
-def _check_feature(feature: model_input_pb2.VisionFeature, vision: VisionFamily, field: str) -> Grid:
+def _check_feature(feature: model_input_pb2.VisionFeature, field: str) -> None:
     for name, value in (("digest", feature.digest), ("tensors_sha256", feature.tensors_sha256)):
         if not _SHA256.fullmatch(value):
             raise _wrong(f"{field}.{name}", "must be 64 lower-case hexadecimal digits")
-    if problem := vision.grid_problem(feature.grid_thw):
-        raise InvalidInput(f"{field}.{problem}", field=f"{field}.grid_thw")
-    time, height, width = feature.grid_thw
-    grid = (time, height, width)
-    shapes = vision.tensor_shapes(grid).values()
-    sizes = {
-        "token_count": vision.token_count(grid),
-        "size_bytes": sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in shapes),
-    }
-    for name, expected in sizes.items():
-        if (seen := getattr(feature, name)) != expected:
-            raise _wrong(f"{field}.{name}", f"is {seen}, but the grid {list(grid)} makes {expected}")
-    return grid
+    if feature.token_count < 1:
+        raise _wrong(f"{field}.token_count", f"is {feature.token_count}, must be at least 1")
+
+
+def _check_place(span: model_input_pb2.VisionSpan, start: int, token_count: int, field: str) -> None:
+    if span.length != span.feature.token_count:
+        raise _wrong(f"{field}.length", f"is {span.length}, but feature.token_count is {span.feature.token_count}")
+    if span.offset < start or span.offset + span.length > token_count:
+        raise _wrong(
+            f"{field}.offset",
+            f"is {span.offset}: the {span.length} tokens of the image must lie in {start} .. {token_count - 1}, after "
+            "those of the image before",
+        )
+
+
+def _read_mask(feature: model_input_pb2.VisionFeature, field: str) -> npt.NDArray[np.bool_]:
+    """Which of the ids that replace an image are embeddings, bool [token count]."""
+    if not feature.embedding_mask:
+        return np.ones(feature.token_count, dtype=np.bool_)
+    mask = np.frombuffer(feature.embedding_mask, dtype=np.uint8)
+    if len(mask) != feature.token_count:
+        raise _wrong(field, f"has {len(mask)} bytes, but token_count is {feature.token_count}")
+    if mask.max() != 1:
+        raise _wrong(field, "must hold 0 and 1, and 1 at least once")
+    return mask.astype(np.bool_)
 
 
 def _check_positions(
-    rendered: model_input_pb2.RenderedInput, token_count: int, limits: InputLimits, field: str
+    rendered: model_input_pb2.RenderedInput,
+    token_count: int,
+    vision: VisionFamily | None,
+    limits: InputLimits,
+    field: str,
 ) -> npt.NDArray[np.int32] | None:
+    rows = 1 if vision is None else vision.position_rows
+    shape = f"int32 [{rows}, {token_count}]"
     if not rendered.HasField("positions"):
-        if rendered.spans and limits.positions == "required":
-            raise _wrong(field, f"is missing: an input with images needs int32 [3, {token_count}] for this model")
+        if rendered.spans and limits.needs_positions and rows > 1:
+            raise _wrong(field, f"is missing: an input with images needs {shape} for this model")
         return None
-    if limits.positions == "refused":
+    if rows == 1:
         raise _wrong(field, "is set, but this model has no multimodal RoPE")
     positions = tensors.decode(rendered.positions, field)
-    if positions.dtype != np.int32 or positions.shape != (3, token_count):
-        raise _wrong(field, f"is {positions.dtype.name} {list(positions.shape)}; it must be int32 [3, {token_count}]")
+    if positions.dtype != np.int32 or positions.shape != (rows, token_count):
+        raise _wrong(field, f"is {positions.dtype.name} {list(positions.shape)}; it must be {shape}")
     if positions.min() < 0:
         raise _wrong(field, f"has the negative value {positions.min()}")
     return positions

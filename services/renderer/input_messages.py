@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fovea.api.v1 import model_input_pb2
-from fovea.vision.vision_family import Grid, TokenIds
+from fovea.vision.vision_family import TokenIds
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
 from services.renderer.chunk_errors import chunk_field
@@ -46,17 +46,20 @@ Chunk = TokenIds | ImageChunk
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """One image within the spliced tokens: its placeholders, its patch grid and its tensors."""
+    """One image within the spliced tokens: the ids that replace it, and its tensors.
+
+    `embedding_mask` has a byte for each id, 1 where an embedding takes its place; it is empty where all are 1.
+    """
 
     offset: int
     length: int
-    grid: Grid
+    embedding_mask: bytes
     feature: Feature
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A spliced input: ids int32 [N], images by rising offset, and positions int32 [3, N] if there are images."""
+    """A spliced input: ids int32 [N], images by rising offset, and int32 [rows, N] if images have positions."""
 
     tokens: TokenIds
     images: tuple[PlacedImage, ...]
@@ -124,11 +127,11 @@ def _spans(images: Sequence[PlacedImage], source: str) -> list[model_input_pb2.V
             length=image.length,
             feature=model_input_pb2.VisionFeature(
                 digest=image.feature.digest,
-                grid_thw=image.grid,
                 token_count=image.length,
                 size_bytes=image.feature.size_bytes,
                 source=source,
                 tensors_sha256=image.feature.tensors_sha256,
+                embedding_mask=image.embedding_mask,
             ),
         )
         for image in images

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fovea.vision.vision_family import GridSpan, TokenCounter, TokenIds, VisionFamily
+from fovea.vision.vision_family import ImageAt, Replacement, TokenCounter, TokenIds, VisionFamily
 from fovea.wire.errors import ContextOverflow, Internal, InvalidInput, ResourceExhausted
 from services.renderer import image_header, renderer_metrics
 from services.renderer.chunk_errors import InvalidChunk, chunk_field
@@ -35,13 +35,13 @@ class ImageSupport:
 
     Args:
         family: Its family, bound to the checkpoint.
-        token_count: Placeholder tokens of an image of (width, height) pixels.
+        token_count: The number of ids that replace an image of (width, height) pixels; None if only processing tells.
         process: Turns one image into tensors.
         fingerprint: Identity of the image processor, SHA-256 in hexadecimal.
     """
 
     family: VisionFamily
-    token_count: TokenCounter
+    token_count: TokenCounter | None
     process: ProcessImage
     fingerprint: str
 
@@ -59,12 +59,23 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class _CheckedImage:
-    """An image whose header, size and count are in order."""
+    """An image whose header, size and count, where geometry tells it, are in order."""
 
     index: int
+    chunk: ImageChunk
     data: bytes
     header: ImageHeader
-    token_count: int
+    token_count: int | None
+
+    def check_expected(self, token_count: int) -> None:
+        """Raises InvalidChunk if the client has counted other than `token_count` ids."""
+        expected = self.chunk.expected_token_count
+        if expected not in (None, token_count):
+            raise InvalidChunk(
+                "expected_tokens",
+                f"expected_tokens is {expected} but the image takes {token_count} tokens"
+                f" ({self.header.width}x{self.header.height} pixels); send {token_count} or leave it out",
+            )
 
 
 class Renderer:
@@ -105,8 +116,10 @@ class Renderer:
         images = await _first_error(
             [self._check_image(index, chunk) for index, chunk in enumerate(chunks) if isinstance(chunk, ImageChunk)]
         )
-        self._check_length(chunks, images)
+        # An image that geometry cannot count takes at least one id; more is known once it is processed.
+        self._check_length(chunks, [image.token_count or 1 for image in images])
         features = await _first_error([self._feature(image) for image in images])
+        self._check_length(chunks, [len(self._replacement(feature).ids) for feature in features])
         self._check_room(features)
         return self._splice(chunks, features)
 
@@ -136,14 +149,12 @@ class Renderer:
             image_support = self._image_support()
             data = await self._bytes(index, chunk.source)
             header = image_header.read(data, chunk.format)
-            token_count = image_support.token_count(header.width, header.height)
-            if chunk.expected_token_count not in (None, token_count):
-                raise InvalidChunk(
-                    "expected_tokens",
-                    f"expected_tokens is {chunk.expected_token_count} but the image takes {token_count} tokens"
-                    f" ({header.width}x{header.height} pixels); send {token_count} or leave it out",
-                )
-            return _CheckedImage(index, data, header, token_count)
+            count = image_support.token_count
+            token_count = None if count is None else count(header.width, header.height)
+            image = _CheckedImage(index, chunk, data, header, token_count)
+            if token_count is not None:
+                image.check_expected(token_count)
+            return image
         except InvalidChunk as error:
             raise error.at(index) from error
 
@@ -163,9 +174,9 @@ class Renderer:
             return await self._fetcher.fetch(source.uri)
         return source
 
-    def _check_length(self, chunks: Sequence[Chunk], images: Sequence[_CheckedImage]) -> None:
+    def _check_length(self, chunks: Sequence[Chunk], image_lengths: Sequence[int]) -> None:
         text_length = sum(len(chunk) for chunk in chunks if not isinstance(chunk, ImageChunk))
-        image_length = sum(image.token_count for image in images)
+        image_length = sum(image_lengths)
         length, limit = text_length + image_length, self.model.max_context_length
         if length == 0:
             raise InvalidInput("the input has no tokens; send at least one", field="chunks", cause="empty_input")
@@ -187,15 +198,20 @@ class Renderer:
 
         try:
             feature = await self.features.get(digest, process)
+            found = len(self._replacement(feature).ids)
+            if image.token_count is None:
+                image.check_expected(found)
         except InvalidChunk as error:
             raise error.at(image.index) from error
-        found = image_support.family.token_count(image_support.family.grid_of(feature.tensors))
-        if found != image.token_count:
+        if image.token_count not in (None, found):
             raise Internal(
                 f"{chunk_field(image.index)}: geometry says {image.token_count} tokens for {image.header.width}x"
                 f"{image.header.height} pixels, the image processor made {found}"
             )
         return feature
+
+    def _replacement(self, feature: Feature) -> Replacement:
+        return self._image_support().family.replacement(feature.tensors)
 
     def _check_room(self, features: Sequence[Feature]) -> None:
         """An input whose tensors do not fit together could never be fetched: its first image is gone with its last."""
@@ -213,16 +229,15 @@ class Renderer:
         for chunk in chunks:
             if isinstance(chunk, ImageChunk):
                 feature = next(remaining)
-                family = self._image_support().family
-                grid = family.grid_of(feature.tensors)
-                part = family.placeholder_ids(grid)
-                images.append(PlacedImage(offset, len(part), grid, feature))
+                part, is_embedding = self._replacement(feature)
+                mask = b"" if is_embedding.all() else is_embedding.tobytes()
+                images.append(PlacedImage(offset, len(part), mask, feature))
             else:
                 part = chunk
             parts.append(part)
             offset += len(part)
-        spans = [GridSpan(image.offset, image.grid) for image in images]
-        positions = self._image_support().family.positions(offset, spans) if spans else None
+        placed = [ImageAt(image.offset, image.feature.tensors) for image in images]
+        positions = self._image_support().family.positions(offset, placed) if placed else None
         return Rendered(np.concatenate(parts), tuple(images), positions)
 
 

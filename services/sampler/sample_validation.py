@@ -38,7 +38,7 @@ def read_request(request: sampler_pb2.SampleRequest, limits: Limits, vision: Vis
     # Positions may be there and are not used: the engine computes the same. `_read_max_tokens` checks the context.
     taken = rendered_input.InputLimits(
         limits.vocabulary_size,
-        positions="optional",
+        needs_positions=False,
         max_images=limits.max_images,
         max_image_tokens=limits.max_image_tokens,
     )

@@ -125,8 +125,8 @@ def _warm_up_prompt(
     text = [token for token in range(_WARM_UP_TOKENS + len(reserved)) if token not in reserved][:_WARM_UP_TOKENS]
     if vision is None:
         return (), [], np.asarray(text, dtype=np.int32)
-    tensors, grid = vision.blank_image()
-    placeholders = vision.placeholder_ids(grid)
-    feature = model_input_pb2.VisionFeature(digest=hashlib.sha256(b"warm-up").hexdigest(), grid_thw=grid)
-    tokens = np.concatenate([text, placeholders, text]).astype(np.int32)
-    return (ImageSpan(len(text), len(placeholders), grid, feature),), [tensors], tokens
+    tensors = vision.blank_image()
+    ids, is_embedding = vision.replacement(tensors)
+    feature = model_input_pb2.VisionFeature(digest=hashlib.sha256(b"warm-up").hexdigest())
+    tokens = np.concatenate([text, ids, text]).astype(np.int32)
+    return (ImageSpan(len(text), is_embedding, feature),), [tensors], tokens

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from fovea.api.v1 import trainer_pb2
 from fovea.wire.errors import FoveaError
-from services.trainer.batches.datum_decoding import Datum, DatumLimits, Patches, decode_datum
+from fovea.wire.features import FeatureTensors
+from services.trainer.batches.datum_decoding import Datum, DatumLimits, decode_datum
 from services.trainer.batches.micro_batch import Batch, BatchLayout, wanted_images
 from services.trainer.batches.packing import Plan, Step, plan
-from services.trainer.batches.vision_cache import CachedImage, PatchFetcher, VisionOutputCache
+from services.trainer.batches.vision_cache import CachedImage, TensorFetcher, VisionOutputCache
 from services.trainer.command_queue import ForwardBackward
 from services.trainer.loss_results import ForwardBackwardResult, MicroBatchResult, RankResult, reduce_measures
 from services.trainer.losses import Loss, Sandbox, loss_of
@@ -44,7 +45,7 @@ class PreparedCall:
         alone: Whether its passes need no other rank.
         loss: What is computed.
         datums: This rank's, by index.
-        patches: Of the images that the tower may have to be run on, by digest.
+        images: Tensors of the images that the tower may have to be run on, by digest.
         cached: Outputs of the frozen tower that are known; None if the tower is trained.
     """
 
@@ -53,7 +54,7 @@ class PreparedCall:
     alone: bool
     loss: Loss
     datums: dict[int, Datum]
-    patches: dict[str, Patches]
+    images: dict[str, FeatureTensors]
     cached: dict[str, CachedImage] | None
 
 
@@ -64,7 +65,7 @@ class LossComputer:
         self,
         sharded: ShardedModel,
         control: ControlGroup,
-        features: PatchFetcher,
+        features: TensorFetcher,
         layout: BatchLayout,
         vision: VisionOutputCache,
         limits: DatumLimits,
@@ -91,7 +92,7 @@ class LossComputer:
     def run(self, command: ForwardBackward, model: TrainedModel) -> ForwardBackwardResult:
         """Computes; adds to the model's gradients if `backward`. Collective.
 
-        Raises, on all ranks, with the gradients as they were before the call: what `PatchFetcher.patches_of` raises;
+        Raises, on all ranks, with the gradients as they were before the call: what `TensorFetcher.tensors_of` raises;
         InvalidInput if a loss or its gradient is not finite, or if a traced loss fails or takes too much;
         ResourceExhausted if memory ran out. Gradients of all parameters are not kept twice: those that earlier calls
         had added are dropped too.
@@ -159,10 +160,10 @@ class LossComputer:
         datums = {index: self._datum(command, index, loss) for index in schedule.datums_of(self._control.rank)}
         cached = None
         if not model.trains_vision:
-            grids = {span.feature.digest: span.grid for datum in datums.values() for span in datum.spans}
-            cached = self._vision.lookup(grids)
-        patches = self._features.patches_of(command.model_id, list(datums.values()), cached or {})
-        return PreparedCall(command, model, alone, loss, datums, patches, cached)
+            counts = {span.feature.digest: span.embedding_count for datum in datums.values() for span in datum.spans}
+            cached = self._vision.lookup(counts)
+        images = self._features.tensors_of(command.model_id, list(datums.values()), cached or {})
+        return PreparedCall(command, model, alone, loss, datums, images, cached)
 
     def _tokens_of(self, command: ForwardBackward, step: Step) -> int:
         return sum(command.sizes[index].token_count for index in step.datums[self._control.rank])
@@ -192,7 +193,7 @@ class LossComputer:
 
         def compute(step: Step, run_tower: bool) -> None:
             own = [call.datums[index] for index in step.datums[self._control.rank]]
-            batch = self._layout.pack(own, call.patches, run_tower, call.cached)
+            batch = self._layout.pack(own, call.images, run_tower, call.cached)
             with torch.set_grad_enabled(call.command.backward):
                 logprobs_TK = self._module(batch, call.model.unembedding, call.cached, recompute_above)
                 total, found = _losses_of(batch, logprobs_TK, call.loss, result)

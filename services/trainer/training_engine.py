@@ -13,7 +13,7 @@ from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, Resou
 from services.trainer import command_queue
 from services.trainer.batches.datum_decoding import Datum, DatumLimits
 from services.trainer.batches.micro_batch import BatchLayout
-from services.trainer.batches.vision_cache import PatchFetcher, VisionOutputCache
+from services.trainer.batches.vision_cache import TensorFetcher, VisionOutputCache
 from services.trainer.forward_backward import LossComputer
 from services.trainer.loss_results import ForwardBackwardResult
 from services.trainer.losses import Sandbox
@@ -93,7 +93,7 @@ class TrainingEngine:
             module.vision,
         )
         layout = BatchLayout(module.vision, self._device)
-        features = PatchFetcher(
+        features = TensorFetcher(
             settings.feature_cache_mib * MIB, module.vision, settings.fetch_timeout_s, settings.renderer
         )
         memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB)

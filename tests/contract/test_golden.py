@@ -20,7 +20,12 @@ RENDERED = model_input_pb2.RenderedInput(
             offset=1,
             length=2,
             feature=model_input_pb2.VisionFeature(
-                digest="d" * 64, grid_thw=[1, 2, 4], token_count=2, size_bytes=8, source="h:1", tensors_sha256="e" * 64
+                digest="d" * 64,
+                token_count=2,
+                size_bytes=8,
+                source="h:1",
+                tensors_sha256="e" * 64,
+                embedding_mask=b"\1\0",
             ),
         )
     ],

@@ -82,17 +82,17 @@ class VisionSpan(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ..., feature: _Optional[_Union[VisionFeature, _Mapping]] = ...) -> None: ...
 
 class VisionFeature(_message.Message):
-    __slots__ = ("digest", "grid_thw", "token_count", "size_bytes", "source", "tensors_sha256")
+    __slots__ = ("digest", "token_count", "size_bytes", "source", "tensors_sha256", "embedding_mask")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    GRID_THW_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TENSORS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_MASK_FIELD_NUMBER: _ClassVar[int]
     digest: str
-    grid_thw: _containers.RepeatedScalarFieldContainer[int]
     token_count: int
     size_bytes: int
     source: str
     tensors_sha256: str
-    def __init__(self, digest: _Optional[str] = ..., grid_thw: _Optional[_Iterable[int]] = ..., token_count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., source: _Optional[str] = ..., tensors_sha256: _Optional[str] = ...) -> None: ...
+    embedding_mask: bytes
+    def __init__(self, digest: _Optional[str] = ..., token_count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., source: _Optional[str] = ..., tensors_sha256: _Optional[str] = ..., embedding_mask: _Optional[bytes] = ...) -> None: ...

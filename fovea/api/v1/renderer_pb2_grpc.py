@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RendererServiceStub(object):
-    """Turns images into placeholder tokens and vision tensors, once per image, and hands the tensors out by digest.
+    """Turns images into token ids and vision tensors, once per image, and hands the tensors out by digest.
     """
 
     def __init__(self, channel):
@@ -58,7 +58,7 @@ class RendererServiceStub(object):
 
 
 class RendererServiceServicer(object):
-    """Turns images into placeholder tokens and vision tensors, once per image, and hands the tensors out by digest.
+    """Turns images into token ids and vision tensors, once per image, and hands the tensors out by digest.
     """
 
     def GetRendererInfo(self, request, context):
@@ -121,7 +121,7 @@ def add_RendererServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RendererService(object):
-    """Turns images into placeholder tokens and vision tensors, once per image, and hands the tensors out by digest.
+    """Turns images into token ids and vision tensors, once per image, and hands the tensors out by digest.
     """
 
     @staticmethod

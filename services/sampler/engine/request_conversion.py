@@ -18,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import Internal, Unavailable
 from fovea.wire.features import FeatureTensors
+from fovea.wire.rendered_input import ImageSpan
 from services.sampler.engine_api import FILLER_LOGPROB, Delta, Finish, PromptResult, SampleSpec, TopRows
 from services.sampler.vllm_patches.prompt_scores import PLAN_KEY, ScorePlan, Scores
 
@@ -45,7 +46,7 @@ class PromptMaker:
             MultiModalKwargsItems({_MODALITY: [self._item(tensors) for tensors in images]}),
             # vLLM salts the prefix cache alone; its encoder cache goes by these names.
             {_MODALITY: [f"{spec.request.cache_salt}:{span.feature.digest}" for span in spec.spans]},
-            {_MODALITY: [PlaceholderRange(offset=span.offset, length=span.length) for span in spec.spans]},
+            {_MODALITY: [_place_of(span) for span in spec.spans]},
             cache_salt=salt,
         )
 
@@ -54,6 +55,11 @@ class PromptMaker:
         fields = self._processor._get_mm_fields_config(features, {})
         items: MultiModalKwargsItems = MultiModalKwargsItems.from_hf_inputs(features, fields)
         return items[_MODALITY][0]
+
+
+def _place_of(span: ImageSpan) -> PlaceholderRange:
+    is_embed = None if span.is_embedding.all() else torch.from_numpy(span.is_embedding)
+    return PlaceholderRange(offset=span.offset, length=span.length, is_embed=is_embed)
 
 
 def _tensor(array: npt.NDArray) -> torch.Tensor:

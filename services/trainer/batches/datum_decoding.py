@@ -3,7 +3,6 @@
 Shapes: N tokens of one datum, K targets a position.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fovea.api.v1 import tensor_pb2, trainer_pb2
-from fovea.vision.vision_family import Grid, VisionFamily
+from fovea.vision.vision_family import VisionFamily
 from fovea.wire import rendered_input, tensors
 from fovea.wire.errors import InvalidInput
 from fovea.wire.rendered_input import ImageSpan
@@ -20,8 +19,6 @@ from services.trainer.losses import TARGETS, Loss
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
-Patches = npt.NDArray[np.uint8]
-"""Of an image, [P, W]: P patches of W bytes."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,9 @@ class Datum:
     Args:
         index: Its place in the call.
         tokens: int64 [N].
-        positions: int64 [3, N], or None for 0 .. N-1.
+        positions: int64 [rows, N], or None for 0 .. N-1.
         spans: Images in order of offset.
+        patch_count: Patches of the tower, of all images.
         targets: int64 [N, K].
         inputs: By name, float32 and shaped as the targets came, or as the loss says; optional ones that were not given
             are at their defaults.
@@ -58,6 +56,7 @@ class Datum:
     tokens: IntArray
     positions: IntArray | None
     spans: tuple[ImageSpan, ...]
+    patch_count: int
     targets: IntArray
     inputs: dict[str, npt.NDArray]
     flat_targets: bool
@@ -65,42 +64,40 @@ class Datum:
     @property
     def size(self) -> DatumSize:
         """What it costs to compute, for `packing.plan`."""
-        return DatumSize(len(self.tokens), sum(math.prod(span.grid) for span in self.spans))
+        return DatumSize(len(self.tokens), self.patch_count)
 
     @classmethod
     def blank(cls, length: int) -> "Datum":
         """Text of `length` zeros with targets of zero, without inputs for a loss."""
         zeros = np.zeros(length, np.int64)
-        return cls(0, zeros, None, (), zeros[:, None], {}, True)
+        return cls(0, zeros, None, (), 0, zeros[:, None], {}, True)
 
 
 def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: DatumLimits) -> Datum:
     """Decodes one example. Raises InvalidInput naming `datum[index].field` for anything that is not computable."""
     path = f"datum[{index}]"
-    taken = rendered_input.InputLimits(
-        limits.vocabulary_size,
-        limits.max_context_length,
-        positions="required" if limits.vision is not None and limits.vision.uses_mrope else "refused",
-    )
+    taken = rendered_input.InputLimits(limits.vocabulary_size, limits.max_context_length)
     given = rendered_input.check(datum.input, taken, limits.vision, f"{path}.input")
     tokens = given.tokens.astype(np.int64)
     positions = None if given.positions is None else given.positions.astype(np.int64)
     targets, flat = _targets(datum, loss, limits, len(tokens), f"{path}.loss_inputs.{TARGETS}")
     shape = targets.shape[:1] if flat else targets.shape
     inputs = _loss_inputs(datum, loss, shape, f"{path}.loss_inputs")
-    return Datum(index, tokens, positions, given.spans, targets, inputs, flat)
+    vision = limits.vision
+    patch_count = 0 if vision is None else sum(vision.patch_count(span.embedding_count) for span in given.spans)
+    return Datum(index, tokens, positions, given.spans, patch_count, targets, inputs, flat)
 
 
 def check_digests(datums: Iterable[Datum]) -> None:
-    """Raises InvalidInput if one image, by its digest, is said to have two grids within a call."""
-    grids: dict[str, Grid] = {}
+    """Raises InvalidInput if one image, by its digest, is said to have two sets of tensors within a call."""
+    tensors_of: dict[str, str] = {}
     for datum in datums:
         for number, span in enumerate(datum.spans):
-            known = grids.setdefault(span.feature.digest, span.grid)
-            if known != span.grid:
+            known = tensors_of.setdefault(span.feature.digest, span.feature.tensors_sha256)
+            if known != span.feature.tensors_sha256:
                 raise _invalid(
-                    f"datum[{datum.index}].input.spans[{number}].feature.grid_thw",
-                    f"is {list(span.grid)}, but the same digest came with {list(known)} before",
+                    f"datum[{datum.index}].input.spans[{number}].feature.tensors_sha256",
+                    f"is {span.feature.tensors_sha256}, but the same digest came with {known} before",
                 )
 
 

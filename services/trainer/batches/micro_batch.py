@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fovea.vision.vision_family import Grid, VisionFamily
-from services.trainer.batches.datum_decoding import Datum, Patches
+from fovea.vision.vision_family import VisionFamily
+from fovea.wire.features import FeatureTensors
+from services.trainer.batches.datum_decoding import Datum
 
 FILLER_TOKENS = 2
 """Of a rank without a datum in a step. One would have torch.compile make kernels for that size alone."""
@@ -35,12 +36,13 @@ class TowerInput:
     Args:
         patches_PW: uint8.
         grids_I3: int64, time, height, width in patches.
-        images: Digest and grid of each image, in order; empty for a filler, which only joins the collectives.
+        images: Digest and number of embeddings of each image, in order; empty for a filler, which only joins the
+            collectives.
     """
 
     patches_PW: Tensor
     grids_I3: Tensor
-    images: tuple[tuple[str, Grid], ...]
+    images: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Placement:
 
     Args:
         digests: Of all images of the micro-batch, in packed order.
-        index_M: int64, packed positions of their placeholder tokens.
+        index_M: int64, packed positions of their embeddings.
     """
 
     digests: tuple[str, ...]
@@ -62,7 +64,7 @@ class Batch:
 
     Args:
         tokens_T: int64.
-        positions: int64 [3, T] for multimodal RoPE, else [1, T].
+        positions: int64 [rows, T] for multimodal RoPE, else [1, T].
         targets_TK: int64, 0 where a datum has fewer targets than K.
         inputs: What the loss reads, by name, for each datum.
         tower: None if no rank runs the vision tower in this step.
@@ -105,21 +107,21 @@ class BatchLayout:
     def pack(
         self,
         datums: Sequence[Datum],
-        patches: Mapping[str, Patches],
+        images: Mapping[str, FeatureTensors],
         run_tower: bool,
         cached: Container[str] | None,
     ) -> Batch:
         """Packs datums; an empty list makes a filler.
 
         Args:
-            patches: uint8 [P, W] by digest.
+            images: Tensors of images by digest.
             run_tower: Whether the ranks run the vision tower in this step.
             cached: Digests of images whose output is known; None if the tower is trained and every image is run.
         """
         lengths = [len(datum.tokens) for datum in datums] or [FILLER_TOKENS]
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         width = max((datum.targets.shape[1] for datum in datums), default=1)
-        tower = self._tower(datums, patches, cached) if run_tower else None
+        tower = self._tower(datums, images, cached) if run_tower else None
         if not datums:
             return self._filler(bounds, tower)
         return Batch(
@@ -158,21 +160,20 @@ class BatchLayout:
 
     @property
     def _position_rows(self) -> int:
-        return 3 if self.vision is not None and self.vision.uses_mrope else 1
+        return 1 if self.vision is None else self.vision.position_rows
 
     def _tower(
-        self, datums: Sequence[Datum], patches: Mapping[str, Patches], cached: Container[str] | None
+        self, datums: Sequence[Datum], images: Mapping[str, FeatureTensors], cached: Container[str] | None
     ) -> TowerInput:
-        images = wanted_images(datums, cached)
-        if not images:
+        wanted = wanted_images(datums, cached)
+        inputs = [images[digest] for digest, _ in wanted]
+        if not inputs:
             assert self.vision is not None  # a text model runs no tower
-            side = self.vision.merge_size
-            filler = torch.zeros(side * side, self.vision.patch_bytes, dtype=torch.uint8, device=self.device)
-            return TowerInput(filler, torch.tensor([[1, side, side]], device=self.device), ())
+            inputs = [self.vision.blank_image()]
         return TowerInput(
-            self._move(np.concatenate([patches[digest] for digest, _ in images])),
-            self._move(np.array([grid for _, grid in images], dtype=np.int64)),
-            tuple(images),
+            self._move(np.concatenate([tensors["pixel_values"] for tensors in inputs])),
+            self._move(np.concatenate([tensors["image_grid_thw"] for tensors in inputs])),
+            tuple(wanted),
         )
 
     def _placement(self, datums: Sequence[Datum], bounds: npt.NDArray[np.int32]) -> Placement | None:
@@ -180,7 +181,7 @@ class BatchLayout:
         for datum, start in zip(datums, bounds, strict=False):
             for span in datum.spans:
                 digests.append(span.feature.digest)
-                index.append(np.arange(start + span.offset, start + span.offset + span.length, dtype=np.int64))
+                index.append(start + span.offset + np.flatnonzero(span.is_embedding))
         return Placement(tuple(digests), self._move(np.concatenate(index))) if index else None
 
     def _move(self, array: npt.NDArray) -> Tensor:
@@ -190,12 +191,12 @@ class BatchLayout:
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
 
-def wanted_images(datums: Iterable[Datum], cached: Container[str] | None) -> list[tuple[str, Grid]]:
-    """Digest and grid of the images that the tower must be run on: all, or each that is not cached, once."""
-    images = [(span.feature.digest, span.grid) for datum in datums for span in datum.spans]
+def wanted_images(datums: Iterable[Datum], cached: Container[str] | None) -> list[tuple[str, int]]:
+    """Digest and number of embeddings of images to run the tower on: all, or each that is not cached, once."""
+    images = [(span.feature.digest, span.embedding_count) for datum in datums for span in datum.spans]
     if cached is None:
         return images
-    return [(digest, grid) for digest, grid in dict(images).items() if digest not in cached]
+    return [(digest, count) for digest, count in dict(images).items() if digest not in cached]
 
 
 def _widen(rows: npt.NDArray, width: int) -> npt.NDArray:

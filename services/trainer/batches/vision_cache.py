@@ -1,4 +1,4 @@
-"""Vision tensors of images by digest, kept between calls: patches from renderers, outputs of the frozen tower.
+"""Vision tensors of images by digest, kept between calls: tensors from renderers, outputs of the frozen tower.
 
 While an adapter leaves the tower alone, its output depends on the image only. Prompts come back (epochs, groups of
 samples, turns), so remembering it saves most of the tower's work. Models that train the tower have no cached outputs.
@@ -15,19 +15,19 @@ from torch import Tensor
 from fovea.api.v1 import model_input_pb2
 from fovea.client import FeatureFetcher
 from fovea.client.feature_cache import FeatureCache
-from fovea.vision.vision_family import Grid, VisionFamily
+from fovea.vision.vision_family import VisionFamily
 from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, FoveaError, NotFound, Unavailable
 from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
 from services.trainer import trainer_metrics
-from services.trainer.batches.datum_decoding import Datum, Patches
+from services.trainer.batches.datum_decoding import Datum
 
 _MOST_NAMED = 512
 """Datums that an error names: it travels in the trailing metadata of a call, which has a limit."""
 
 
-class PatchFetcher:
-    """Fetches patches from renderers, and keeps them.
+class TensorFetcher:
+    """Fetches the tensors of images from renderers, and keeps them.
 
     Args:
         max_bytes: What is kept between calls; what a call needs is held for the call in any case.
@@ -44,11 +44,11 @@ class PatchFetcher:
         self._kept = FeatureCache(vision, max_bytes, default_source)
         self._staged: dict[str, dict[str, FeatureTensors]] = {}
 
-    def patches_of(self, model_id: str, datums: Sequence[Datum], skip: Container[str]) -> dict[str, Patches]:
-        """uint8 [P, W] by digest for all images of the datums but those in `skip`.
+    def tensors_of(self, model_id: str, datums: Sequence[Datum], skip: Container[str]) -> dict[str, FeatureTensors]:
+        """Tensors by digest for all images of the datums but those in `skip`.
 
         Raises FeatureEvicted if a renderer no longer holds one or does not answer, InvalidInput naming
-        `datum[i]...feature` for tensors that do not fit their grid. The metadata of FeatureEvicted names the datums to
+        `datum[i]...feature` for tensors that do not fit their ids. The metadata of FeatureEvicted names the datums to
         render again; what came of the others waits here for the model's next call, so that a batch which is more than
         renderers hold at once comes in portions.
         """
@@ -75,7 +75,7 @@ class PatchFetcher:
                 raise _evicted(datums, missing.keys() - found.keys(), error)
         for span, field in places:
             self._kept.check(span, held[span.feature.digest], field)
-        return {digest: image["pixel_values"] for digest, image in held.items()}
+        return held
 
     def forget(self, model_id: str) -> None:
         """Drops what waits for a model's next call."""
@@ -137,9 +137,8 @@ class VisionOutput:
 
 @dataclass(frozen=True)
 class CachedImage:
-    """The tower's output for one image: [m, D] embeddings and deepstack features, and the grid that it had."""
+    """The tower's output for one image: [m, D] embeddings and deepstack features."""
 
-    grid_thw: Grid
     output: VisionOutput
 
     @property
@@ -154,12 +153,12 @@ class VisionOutputCache:
     def __init__(self, max_bytes: int) -> None:
         self._held: LRUCache[str, CachedImage] = LRUCache(max_bytes, lambda image: image.size_bytes)
 
-    def lookup(self, images: Mapping[str, Grid]) -> dict[str, CachedImage]:
-        """Those of the images (digest to grid) that are held, under that grid."""
+    def lookup(self, images: Mapping[str, int]) -> dict[str, CachedImage]:
+        """Those of the images (digest to number of embeddings) that are held, with so many."""
         found = {}
-        for digest, grid in images.items():
+        for digest, count in images.items():
             image = self._held.get(digest)
-            if image is not None and image.grid_thw == grid:
+            if image is not None and len(image.output.embeddings) == count:
                 found[digest] = image
         return found
 
@@ -170,14 +169,13 @@ class VisionOutputCache:
                 self._held[digest] = image
 
 
-def split_output(output: VisionOutput, grids: Sequence[Grid], vision: VisionFamily) -> list[CachedImage]:
-    """One entry an image, in order; copies, so that dropping one frees its memory."""
-    counts = [vision.token_count(grid) for grid in grids]
-    embeddings = torch.split(output.embeddings, counts)
-    deepstack = [torch.split(feature, counts) for feature in output.deepstack]
+def split_output(output: VisionOutput, counts: Sequence[int]) -> list[CachedImage]:
+    """One entry an image of so many embeddings, in order; copies, so that dropping one frees its memory."""
+    embeddings = torch.split(output.embeddings, list(counts))
+    deepstack = [torch.split(feature, list(counts)) for feature in output.deepstack]
     return [
-        CachedImage(grid, VisionOutput(embeddings[i].clone(), tuple(level[i].clone() for level in deepstack)))
-        for i, grid in enumerate(grids)
+        CachedImage(VisionOutput(embeddings[i].clone(), tuple(level[i].clone() for level in deepstack)))
+        for i in range(len(embeddings))
     ]
 
 

@@ -103,9 +103,7 @@ class PackedModel(nn.Module):
             with torch.no_grad():
                 output = self._run_tower(batch.tower)
             if batch.tower.images:
-                assert self.vision is not None
-                grids = [grid for _, grid in batch.tower.images]
-                images = split_output(output, grids, self.vision)
+                images = split_output(output, [count for _, count in batch.tower.images])
                 cached |= {digest: image for (digest, _), image in zip(batch.tower.images, images, strict=True)}
         return join_outputs(cached[digest] for digest in batch.placement.digests) if batch.placement else None
 
@@ -135,7 +133,9 @@ def load_model(
     normalizer = None
     if images is not None:
         channels = int(hf.config.vision_config.in_channels)
-        normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, images.patch_bytes).to(device)
+        normalizer = PatchNormalizer.from_checkpoint(
+            model_dir, channels, images.blank_image()["pixel_values"].shape[1]
+        ).to(device)
     head_dtype = torch.float32 if settings.head_dtype == "float32" else dtype
     chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, head_dtype)
     return family, dtype, PackedModel(family, images, hf, normalizer, chunk, head_dtype)

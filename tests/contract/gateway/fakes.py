@@ -124,9 +124,7 @@ class FakeRenderer(Fake, renderer_pb2_grpc.RendererServiceServicer):
                 raise InvalidInput(f"expected {image.expected_token_count} tokens, got {IMAGE_TOKENS} from image")
             key = chunk.image.data or chunk.image_reference.sha256.encode()
             digest = hashlib.sha256(key).hexdigest()
-            feature = model_input_pb2.VisionFeature(
-                digest=digest, grid_thw=[1, 4, 4], token_count=IMAGE_TOKENS, source=self.address
-            )
+            feature = model_input_pb2.VisionFeature(digest=digest, token_count=IMAGE_TOKENS, source=self.address)
             rendered.spans.add(offset=len(ids), length=IMAGE_TOKENS, feature=feature)
             ids += [IMAGE_PAD] * IMAGE_TOKENS
         rendered.tokens = tensors.encode_tokens(ids)

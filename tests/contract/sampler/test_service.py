@@ -52,7 +52,6 @@ class OneImage(renderer_pb2_grpc.RendererServiceServicer):
         """The image."""
         return model_input_pb2.VisionFeature(
             digest=self.digest,
-            grid_thw=[1, 4, 4],
             token_count=4,
             size_bytes=size_bytes(self.tensors),
             source=source,

@@ -39,11 +39,9 @@ class TinyRenderer(renderer_pb2_grpc.RendererServiceServicer):
         }
         digest = hashlib.sha256(pixels.tobytes() + str(pixels.shape).encode()).hexdigest()
         self.features[digest] = tensors
-        grid = tensors["image_grid_thw"][0].tolist()
         return model_input_pb2.VisionFeature(
             digest=digest,
-            grid_thw=grid,
-            token_count=int(np.prod(grid)) // self._processor.merge_size**2,
+            token_count=int(np.prod(tensors["image_grid_thw"])) // self._processor.merge_size**2,
             size_bytes=size_bytes(tensors),
             source=self.address,
             tensors_sha256=tensors_sha256(tensors),

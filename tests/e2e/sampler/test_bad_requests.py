@@ -53,13 +53,9 @@ def set_feature(**fields: object) -> Spoil:
     return spoil
 
 
-def set_grid(*grid: int) -> Spoil:
-    """Claims another grid."""
-
-    def spoil(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
-        request.prompt.spans[0].feature.grid_thw[:] = grid
-
-    return spoil
+def held_grid(*grid: int) -> Spoil:
+    """The renderer holds, and promises, another grid."""
+    return tensor_swap("image_grid_thw", lambda _: np.array([grid], np.int64), True)
 
 
 def set_token(place: int, token_id: int) -> Spoil:
@@ -123,6 +119,12 @@ def many(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
         request.prompt.spans.add().CopyFrom(request.prompt.spans[0])
 
 
+def claimed_mask(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
+    """One embedding fewer than the tower makes."""
+    feature = request.prompt.spans[0].feature
+    feature.embedding_mask = b"\0" + bytes([1]) * (feature.token_count - 1)
+
+
 def evicted(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
     """An image that the renderer does not hold."""
     request.prompt.spans[0].feature.digest = hashlib.sha256(b"nobody holds this").hexdigest()
@@ -174,7 +176,11 @@ CASES: dict[str, tuple[Spoil, type[FoveaError], str]] = {
         InvalidInput,
         "pixel_values is float32",
     ),
-    "another grid": (tensor_swap("image_grid_thw", lambda a: a * 2, True), InvalidInput, "the tensors are of the grid"),
+    "another grid": (held_grid(1, 8, 10), InvalidInput, "pixel_values has shape"),
+    "odd grid": (held_grid(1, 7, 9), InvalidInput, "multiples of 2"),
+    "huge grid": (held_grid(1, 1 << 40, 1 << 40), InvalidInput, "at most"),
+    "video grid": (held_grid(2, 6, 8), InvalidInput, "2 frames"),
+    "flat grid": (held_grid(6, 8), InvalidInput, "image_grid_thw has shape"),
     "other bytes than promised": (tensor_swap("pixel_values", lambda a: a ^ 1, False), Internal, "digest"),
     "evicted image": (evicted, FeatureEvicted, "render it again"),
     "no renderer there": (
@@ -182,13 +188,10 @@ CASES: dict[str, tuple[Spoil, type[FoveaError], str]] = {
         FeatureEvicted,
         "cannot be had from",
     ),
-    "claimed grid": (set_grid(1, 8, 10), InvalidInput, "token_count"),
-    "odd grid": (set_grid(1, 7, 9), InvalidInput, "multiples of 2"),
-    "huge grid": (set_grid(1, 1 << 40, 1 << 40), InvalidInput, "at most"),
-    "video grid": (set_grid(2, 6, 8), InvalidInput, "2 frames"),
-    "flat grid": (set_grid(6, 8), InvalidInput, "3 extents"),
     "claimed size": (set_feature(size_bytes=5), InvalidInput, "size_bytes"),
     "claimed tokens": (set_feature(token_count=5), InvalidInput, "token_count"),
+    "claimed mask": (claimed_mask, InvalidInput, "embedding_mask is not that of the tensors"),
+    "short mask": (set_feature(embedding_mask=b"\1"), InvalidInput, "embedding_mask has 1 bytes"),
     "no digest": (set_feature(digest=""), InvalidInput, "digest"),
     "path as digest": (set_feature(digest="../../etc/passwd"), InvalidInput, "digest"),
     "no tensor digest": (set_feature(tensors_sha256=""), InvalidInput, "tensors_sha256"),

@@ -62,7 +62,7 @@ class ImageService(renderer_pb2_grpc.RendererServiceServicer):
             feature = self._feature(chunk)
             rendered.spans.add(offset=len(ids), length=feature.token_count, feature=feature)
             ids += [self.config.image_token_id] * feature.token_count
-            grids.append(list(feature.grid_thw))
+            grids.append(self.features[feature.digest]["image_grid_thw"][0].tolist())
         rendered.tokens = tensors.encode_tokens(ids)
         if grids:
             rendered.positions.CopyFrom(tensors.encode(self.positions(ids, grids).astype(np.int32)))
@@ -83,11 +83,9 @@ class ImageService(renderer_pb2_grpc.RendererServiceServicer):
         }
         digest = hashlib.sha256(image.tobytes() + str(image.size).encode()).hexdigest()
         self.features[digest] = feature
-        grid = feature["image_grid_thw"][0].tolist()
         return model_input_pb2.VisionFeature(
             digest=digest,
-            grid_thw=grid,
-            token_count=int(np.prod(grid)) // self.config.vision_config.spatial_merge_size**2,
+            token_count=int(np.prod(feature["image_grid_thw"])) // self.config.vision_config.spatial_merge_size**2,
             size_bytes=size_bytes(feature),
             source=self.address,
             tensors_sha256=tensors_sha256(feature),

@@ -34,10 +34,7 @@ def _span(**fields: int) -> Change:
 def _feature(**fields: object) -> Change:
     def change(datum: trainer_pb2.Datum) -> None:
         for name, value in fields.items():
-            if name == "grid_thw":
-                datum.input.spans[0].feature.grid_thw[:] = value
-            else:
-                setattr(datum.input.spans[0].feature, name, value)
+            setattr(datum.input.spans[0].feature, name, value)
 
     return change
 
@@ -81,12 +78,12 @@ TEXT_CASES: list[tuple[Change, str, str]] = [
 ]
 
 IMAGE_CASES: list[tuple[Change, str, str]] = [
-    (_span(length=5), "input.spans[0].length", "makes"),
+    (_span(length=5), "input.spans[0].length", "token_count is"),
     (_span(offset=10**6), "input.spans[0].offset", "must lie in"),
     (_span(offset=-1), "input.spans[0].offset", "must lie in 0"),
-    (_feature(grid_thw=[1, 2]), "input.spans[0].feature.grid_thw", "must have 3 extents"),
-    (_feature(grid_thw=[1, 3, 16]), "input.spans[0].feature.grid_thw", "multiples of 2"),
-    (_feature(token_count=3), "input.spans[0].feature.token_count", "is 3, but the grid"),
+    (_feature(token_count=3), "input.spans[0].length", "token_count is 3"),
+    (_feature(token_count=0), "input.spans[0].feature.token_count", "must be at least 1"),
+    (_feature(embedding_mask=b"ab"), "input.spans[0].feature.embedding_mask", "has 2 bytes"),
     (_no_positions, "input.positions", "is missing"),
     (_short_positions, "input.positions", r"\[3, 2\]; it must be int32"),
 ]
@@ -120,12 +117,12 @@ async def test_feature_whose_bytes_differ(qwen3_vl: Bench, model: str) -> None:
     await _refused(qwen3_vl, model, "image", change, "", "e" * 64, Internal)
 
 
-async def test_feature_of_another_grid(qwen3_vl: Bench, model: str) -> None:
-    """Another grid of as many tokens, for an image that was fetched before and for one that was not."""
+async def test_feature_of_other_ids(qwen3_vl: Bench, model: str) -> None:
+    """An embedding fewer than the tensors make, for an image that was fetched before and for one that was not."""
 
     def change(datum: trainer_pb2.Datum) -> None:
-        grid = datum.input.spans[0].feature.grid_thw
-        grid[1], grid[2] = grid[1] * 2, grid[2] // 2
+        feature = datum.input.spans[0].feature
+        feature.embedding_mask = bytes([1]) * (feature.token_count - 1) + b"\0"
 
     def of_unknown(datum: trainer_pb2.Datum) -> None:
         change(datum)

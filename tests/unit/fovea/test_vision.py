@@ -8,7 +8,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from fovea import vision
 from fovea.vision.qwen_vl import QwenVL
-from fovea.vision.vision_family import GridSpan, VisionFamily
+from fovea.vision.vision_family import ImageAt, VisionFamily
 from tests.unit.renderer.checkpoints import ADDED_TOKENS, IMAGE, PROCESSORS, START, VIDEO, VISION, config, family
 
 KINDS = ["qwen3_vl", "qwen2_5_vl"]
@@ -94,15 +94,23 @@ def test_counts_are_those_of_smart_resize(width: int, height: int, model_type: s
     assert family(model_type).token_counter(processor)(width, height) == resized[0] * resized[1] // factor**2
 
 
+def of_grid(*grid: int) -> dict[str, np.ndarray]:
+    """As much of an image's tensors as says its grid."""
+    return {"image_grid_thw": np.array([grid], np.int64)}
+
+
 def test_placeholders_are_one_a_merged_patch(qwen3_vl: VisionFamily) -> None:
-    ids = qwen3_vl.placeholder_ids((1, 6, 10))
+    ids, is_embedding = qwen3_vl.replacement(of_grid(1, 6, 10))
     assert ids.dtype == np.int32
     assert ids.tolist() == [IMAGE] * 15
+    assert is_embedding.tolist() == [True] * 15
+    assert qwen3_vl.patch_count(15) == 60
 
 
 def test_positions_of_text_image_text(qwen3_vl: VisionFamily) -> None:
     # Two tokens, an image of 2 rows and 3 columns after merging, two tokens.
-    positions = qwen3_vl.positions(10, [GridSpan(2, (1, 4, 6))])
+    positions = qwen3_vl.positions(10, [ImageAt(2, of_grid(1, 4, 6))])
+    assert positions is not None
     assert positions.dtype == np.int32
     assert positions.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
@@ -113,7 +121,8 @@ def test_positions_of_text_image_text(qwen3_vl: VisionFamily) -> None:
 
 def test_two_images_in_a_row_are_placed_one_after_the_other(qwen3_vl: VisionFamily) -> None:
     # transformers' get_rope_index cannot say this: it takes the run of placeholders for one image.
-    positions = qwen3_vl.positions(6, [GridSpan(0, (1, 2, 4)), GridSpan(2, (1, 4, 4))])
+    positions = qwen3_vl.positions(6, [ImageAt(0, of_grid(1, 2, 4)), ImageAt(2, of_grid(1, 4, 4))])
+    assert positions is not None
     assert positions.tolist() == [[0, 0, 2, 2, 2, 2], [0, 0, 2, 2, 3, 3], [0, 1, 2, 3, 2, 3]]
 
 
@@ -122,42 +131,37 @@ def test_what_a_well_formed_image_is(model_type: str, channels: str) -> None:
     sizes = {"patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, channels: 3}
     bound = vision.bind({"model_type": model_type, "image_token_id": 7, "vision_config": sizes}, {})
     assert bound is not None
-    assert bound.token_count((1, 8, 12)) == 24
-    assert bound.tensor_shapes((1, 8, 12))["pixel_values"] == ("uint8", (96, 3 * 2 * 14 * 14))
-    tensors, grid = bound.blank_image()
-    assert not bound.grid_problem(grid)
-    assert not bound.tensors_problem(grid, tensors)
-    assert bound.grid_of(tensors) == grid
+    pixels = np.zeros((96, 3 * 2 * 14 * 14), np.uint8)
+    assert not bound.image_problem({"pixel_values": pixels} | of_grid(1, 8, 12), np.ones(24, np.bool_))
+    assert not bound.tensors_problem(bound.blank_image())
 
 
 def test_tensors_are_checked(qwen3_vl: VisionFamily) -> None:
-    tensors, grid = qwen3_vl.blank_image()
-    pixels, held_grid = tensors["pixel_values"], tensors["image_grid_thw"]
+    tensors = qwen3_vl.blank_image()
+    pixels, grid = tensors["pixel_values"], tensors["image_grid_thw"]
     spoiled = {
         "tensors are": {"pixel_values": pixels},
-        "is float32": {"pixel_values": pixels.astype(np.float32), "image_grid_thw": held_grid},
-        "pixel_values has shape": {"pixel_values": pixels[1:], "image_grid_thw": held_grid},
-        "image_grid_thw has shape": {"pixel_values": pixels, "image_grid_thw": held_grid[0]},
-        "the tensors are of the grid": {"pixel_values": pixels, "image_grid_thw": held_grid[:, ::-1]},
+        "is float32": {"pixel_values": pixels.astype(np.float32), "image_grid_thw": grid},
+        "pixel_values has shape": {"pixel_values": pixels[1:], "image_grid_thw": grid},
+        "image_grid_thw has shape": {"pixel_values": pixels, "image_grid_thw": grid[0]},
+        "must be [64, 1536] for the grid [1, 8, 8]": {"pixel_values": pixels[:, 1:], "image_grid_thw": grid},
     }
     for problem, bad in spoiled.items():
-        assert problem in qwen3_vl.tensors_problem(grid, bad)
+        assert problem in qwen3_vl.tensors_problem(bad)
 
 
 @pytest.mark.parametrize(
     ("grid", "problem"),
     [
-        ([1, 2], "must have 3 extents"),
         ([0, 2, 2], "must be positive"),
         ([-1, -2, 2], "must be positive"),
         ([1, 2**62, 2**62], "at most 16777216 patches"),
         ([1, 2**20, 2**20], "at most 16777216 patches"),
         ([2, 2, 2], "has 2 frames"),
         ([1, 3, 2], "multiples of 2"),
-        ([1, 2, 4], ""),
     ],
 )
 def test_grids_are_checked(qwen3_vl: VisionFamily, grid: list[int], problem: str) -> None:
-    found = qwen3_vl.grid_problem(grid)
+    found = qwen3_vl.tensors_problem(qwen3_vl.blank_image() | of_grid(*grid))
+    assert found.startswith("image_grid_thw [")
     assert problem in found
-    assert bool(problem) == bool(found)

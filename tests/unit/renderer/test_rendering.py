@@ -79,7 +79,8 @@ async def test_splicing_keeps_every_id_and_places_every_image(renderer: Renderer
         if isinstance(chunk, ImageChunk):
             span = next(placed)
             assert span.offset == offset
-            assert span.length == int(np.prod(span.grid)) // 4
+            assert span.length == int(np.prod(span.feature.tensors["image_grid_thw"])) // 4
+            assert not span.embedding_mask
             assert rendered.tokens[offset : offset + span.length].tolist() == [IMAGE] * span.length
             offset += span.length
         else:

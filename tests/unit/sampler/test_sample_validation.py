@@ -18,7 +18,6 @@ VISION = small_qwen3_vl()
 LIMITS = Limits(
     vocabulary_size=100, max_context=50, max_sample_count=4, max_top_logprobs=5, max_images=2, max_image_tokens=8
 )
-GRID = [1, 4, 4]
 SHA = "0" * 64
 
 
@@ -28,9 +27,7 @@ def request(image_count: int = 1) -> sampler_pb2.SampleRequest:
     ids = [1, 2]
     for _ in range(image_count):
         span = result.prompt.spans.add(offset=len(ids), length=4)
-        span.feature.CopyFrom(
-            type(span.feature)(digest=SHA, grid_thw=GRID, token_count=4, size_bytes=16 * 24 + 24, tensors_sha256=SHA)
-        )
+        span.feature.CopyFrom(type(span.feature)(digest=SHA, token_count=4, tensors_sha256=SHA))
         ids += [IMAGE] * 4 + [3]
     result.prompt.tokens = tensors.encode_tokens(ids)
     return result
@@ -98,8 +95,7 @@ def test_an_image_above_the_engines_budget() -> None:
     wanted.prompt.tokens = tensors.encode_tokens([IMAGE] * 16)
     span = wanted.prompt.spans.add(offset=0, length=16)
     feature = request().prompt.spans[0].feature
-    feature.grid_thw[:] = [1, 8, 8]
-    feature.token_count, feature.size_bytes = 16, 64 * 24 + 24
+    feature.token_count = 16
     span.feature.CopyFrom(feature)
     with pytest.raises(InvalidInput, match="at most 8 are taken of one image"):
         read_request(wanted, LIMITS, VISION)

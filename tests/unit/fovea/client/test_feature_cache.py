@@ -27,9 +27,9 @@ def cache(limit_bytes: int, default_source: str = "") -> FeatureCache:
     return FeatureCache(vision.bind(CONFIG, {}), limit_bytes, default_source)
 
 
-def feature(digest: str, tensors_sha256: str = "t") -> model_input_pb2.VisionFeature:
+def feature(digest: str, tensors_sha256: str = "t", size_bytes: int = IMAGE_BYTES) -> model_input_pb2.VisionFeature:
     """A reference to an image."""
-    return model_input_pb2.VisionFeature(digest=digest, tensors_sha256=tensors_sha256)
+    return model_input_pb2.VisionFeature(digest=digest, tensors_sha256=tensors_sha256, size_bytes=size_bytes)
 
 
 def test_the_least_recently_used_go_first() -> None:
@@ -63,8 +63,17 @@ def test_the_renderer_to_ask() -> None:
         cache(0).source_of(feature("a"), "f")
 
 
-def test_a_span_of_another_grid_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("is_embedding", "size_bytes", "problem"),
+    [
+        ([True] * 8, IMAGE_BYTES, "the tensors make 4 ids, the request says 8"),
+        ([True, True, False, True], IMAGE_BYTES, "embedding_mask is not that of the tensors"),
+        ([True] * 4, 5, f"size_bytes is 5, the tensors have {IMAGE_BYTES}"),
+    ],
+)
+def test_a_span_of_another_image_is_refused(is_embedding: list[bool], size_bytes: int, problem: str) -> None:
     kept = cache(0)
-    kept.check(ImageSpan(0, 4, (1, 4, 4), feature("a")), TENSORS, "f")
-    with pytest.raises(InvalidInput, match=r"^f does not fit what the renderer has: pixel_values has shape"):
-        kept.check(ImageSpan(0, 8, (1, 4, 8), feature("a")), TENSORS, "f")
+    kept.check(ImageSpan(0, np.ones(4, np.bool_), feature("a")), TENSORS, "f")
+    span = ImageSpan(0, np.array(is_embedding), feature("a", size_bytes=size_bytes))
+    with pytest.raises(InvalidInput, match=rf"^f does not fit what the renderer has: {problem}"):
+        kept.check(span, TENSORS, "f")

@@ -16,7 +16,7 @@ from fovea.wire.rendered_input import CheckedInput, InputLimits, check, check_id
 from tests.vision_families import IMAGE, OPENER, PAD, VIDEO, small_qwen3_vl
 
 VISION = small_qwen3_vl()
-LIMITS = InputLimits(100, max_context_length=50, positions="optional", max_images=2, max_image_tokens=8)
+LIMITS = InputLimits(100, max_context_length=50, needs_positions=False, max_images=2, max_image_tokens=8)
 SHA = "0" * 64
 Change = Callable[[model_input_pb2.RenderedInput], object]
 
@@ -26,9 +26,7 @@ def rendered(image_count: int = 1) -> model_input_pb2.RenderedInput:
     result = model_input_pb2.RenderedInput()
     ids = [1, 2]
     for _ in range(image_count):
-        feature = model_input_pb2.VisionFeature(
-            digest=SHA, grid_thw=[1, 4, 4], token_count=4, size_bytes=16 * 24 + 24, tensors_sha256=SHA
-        )
+        feature = model_input_pb2.VisionFeature(digest=SHA, token_count=4, tensors_sha256=SHA)
         result.spans.add(offset=len(ids), length=4, feature=feature)
         ids += [IMAGE] * 4 + [3]
     result.tokens = tensors.encode_tokens(ids)
@@ -50,14 +48,30 @@ def positions(array: np.ndarray) -> Change:
     return lambda given: given.positions.CopyFrom(tensors.encode(array))
 
 
+def mask(value: bytes) -> Change:
+    """Gives the first image this mask."""
+    return lambda given: setattr(given.spans[0].feature, "embedding_mask", value)
+
+
 def test_a_good_input() -> None:
     given = rendered(2)
     positions(np.ones((3, 12), np.int32))(given)
     found = checked(given)
     assert found.tokens.tolist() == [1, 2, 90, 90, 90, 90, 3, 90, 90, 90, 90, 3]
-    assert [(span.offset, span.length, span.grid) for span in found.spans] == [(2, 4, (1, 4, 4)), (7, 4, (1, 4, 4))]
+    assert [(span.offset, span.length, span.embedding_count) for span in found.spans] == [(2, 4, 4), (7, 4, 4)]
     assert found.positions is not None
     assert checked(rendered()).positions is None
+
+
+def test_ids_around_embeddings_may_be_any() -> None:
+    given = rendered()
+    given.tokens = tensors.encode_tokens([1, 2, 7, IMAGE, IMAGE, 8, 3])
+    with pytest.raises(InvalidInput, match="covers tokens other than"):
+        checked(given)
+    mask(b"\0\1\1\0")(given)
+    (span,) = checked(given).spans
+    assert (span.offset, span.length, span.embedding_count) == (2, 4, 2)
+    assert span.is_embedding.tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +84,10 @@ def test_a_good_input() -> None:
         (lambda r: setattr(r.spans[0].feature, "digest", SHA + "\n"), "spans[0].feature.digest must be 64"),
         (lambda r: setattr(r.spans[0].feature, "tensors_sha256", ""), "spans[0].feature.tensors_sha256 must be 64"),
         (lambda r: setattr(r.spans[0].feature, "token_count", -4), "spans[0].feature.token_count is -4"),
-        (lambda r: setattr(r.spans[0].feature, "size_bytes", 0), "spans[0].feature.size_bytes is 0, but the grid"),
-        (lambda r: r.spans[0].feature.grid_thw.append(1), "spans[0].feature.grid_thw [1, 4, 4, 1] must have 3 extents"),
-        (lambda r: setattr(r.spans[0], "length", 3), "spans[0].length is 3, but the grid [1, 4, 4] makes 4"),
+        (lambda r: setattr(r.spans[0], "length", 3), "spans[0].length is 3, but feature.token_count is 4"),
+        (mask(b"\1\0\1"), "spans[0].feature.embedding_mask has 3 bytes, but token_count is 4"),
+        (mask(b"\1\0\2\1"), "spans[0].feature.embedding_mask must hold 0 and 1, and 1 at least once"),
+        (mask(bytes(4)), "spans[0].feature.embedding_mask must hold 0 and 1, and 1 at least once"),
         (lambda r: setattr(r.spans[0], "offset", -1), "spans[0].offset is -1"),
         (lambda r: setattr(r.spans[0], "offset", 4), "spans[0].offset is 4"),
         (lambda r: setattr(r.spans[0], "offset", 1), "spans[0] covers tokens other than the image placeholder 90"),
@@ -101,19 +116,23 @@ def test_the_context() -> None:
 
 def test_an_image_above_the_budget() -> None:
     given = rendered()
-    with pytest.raises(InvalidInput, match=r"spans\[0\].length is 4; at most 3 are taken of one image"):
+    with pytest.raises(
+        InvalidInput, match=r"spans\[0\].length is 4, 4 of them embeddings; at most 3 are taken of one image"
+    ):
         checked(given, replace(LIMITS, max_image_tokens=3))
 
 
 def test_whether_positions_are_needed() -> None:
     given = rendered()
     with pytest.raises(InvalidInput, match=r"prompt.positions is missing: .* int32 \[3, 7\]"):
-        checked(given, replace(LIMITS, positions="required"))
-    checked(text([1]), replace(LIMITS, positions="required"))
+        checked(given, replace(LIMITS, needs_positions=True))
+    checked(text([1]), replace(LIMITS, needs_positions=True))
     positions(np.zeros((3, 7), np.int32))(given)
-    checked(given, replace(LIMITS, positions="required"))
+    checked(given, replace(LIMITS, needs_positions=True))
+    plain = text([1])
+    positions(np.zeros((3, 1), np.int32))(plain)
     with pytest.raises(InvalidInput, match="no multimodal RoPE"):
-        checked(given, replace(LIMITS, positions="refused"))
+        check(plain, LIMITS, None, "prompt")
 
 
 def test_a_text_model_takes_no_images() -> None:

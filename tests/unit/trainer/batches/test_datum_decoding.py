@@ -25,13 +25,10 @@ def _datum(tokens: list[int], **inputs: np.ndarray) -> trainer_pb2.Datum:
     )
 
 
-def _with_image(tokens: int, offset: int = 2, grid: tuple[int, ...] = (1, 4, 4), length: int = 4) -> trainer_pb2.Datum:
+def _with_image(tokens: int, offset: int = 2, length: int = 4, sha256: str = SHA) -> trainer_pb2.Datum:
     ids = [IMAGE if offset <= place < offset + length else 1 for place in range(tokens)]
     datum = _datum(ids, target_tokens=np.zeros(len(ids), np.int64), weights=np.zeros(len(ids), np.float32))
-    size_bytes = 4 * length * 24 + 24
-    feature = model_input_pb2.VisionFeature(
-        digest=SHA, grid_thw=grid, token_count=length, size_bytes=size_bytes, tensors_sha256=SHA
-    )
+    feature = model_input_pb2.VisionFeature(digest=SHA, token_count=length, tensors_sha256=sha256)
     datum.input.spans.add(offset=offset, length=length, feature=feature)
     datum.input.positions.CopyFrom(tensors.encode(np.ones((3, tokens), np.int32)))
     return datum
@@ -129,7 +126,7 @@ def test_a_placeholder_in_the_place_of_an_image_is_refused(placeholder: int) -> 
 def test_image_is_counted() -> None:
     datum = decode_datum(_with_image(9), 0, CROSS_ENTROPY, LIMITS)
     assert datum.size == DatumSize(9, 16)
-    assert datum.spans[0].grid == (1, 4, 4)
+    assert datum.spans[0].embedding_count == 4
     assert datum.positions is not None
     assert datum.positions.shape == (3, 9)
 
@@ -139,10 +136,8 @@ def test_image_is_counted() -> None:
     [
         (_with_image(9, offset=6), "input.spans[0].offset"),
         (_with_image(9, offset=-1), "input.spans[0].offset"),
-        (_with_image(9, grid=(1, 4)), "input.spans[0].feature.grid_thw"),
-        (_with_image(9, grid=(1, 0, 4)), "input.spans[0].feature.grid_thw"),
-        (_with_image(9, grid=(1, 3, 4)), "input.spans[0].feature.grid_thw"),
-        (_with_image(9, length=3), "input.spans[0].feature.token_count"),
+        (_with_image(9, length=0), "input.spans[0].feature.token_count"),
+        (_with_image(9, sha256=""), "input.spans[0].feature.tensors_sha256"),
         (_with_image(17), "input.tokens"),
     ],
 )
@@ -161,11 +156,11 @@ def test_overlapping_images_are_refused() -> None:
         decode_datum(datum, 0, CROSS_ENTROPY, LIMITS)
 
 
-def test_one_digest_has_one_grid() -> None:
-    datums = [_with_image(9, grid=(1, 4, 4)), _with_image(9, grid=(1, 2, 8))]
+def test_one_digest_has_one_set_of_tensors() -> None:
+    datums = [_with_image(9), _with_image(9, sha256="1" * 64)]
     decoded = [decode_datum(datum, index, CROSS_ENTROPY, LIMITS) for index, datum in enumerate(datums)]
     check_digests([decoded[0], decoded[0]])
-    with pytest.raises(InvalidInput, match=r"datum\[1\].*\[1, 2, 8\], but the same digest came with \[1, 4, 4\]"):
+    with pytest.raises(InvalidInput, match=r"datum\[1\].*is 1+, but the same digest came with 0+ before"):
         check_digests(decoded)
 
 

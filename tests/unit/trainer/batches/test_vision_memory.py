@@ -1,11 +1,10 @@
-"""Outputs of the frozen tower: split, kept, recalled under the right grid, joined."""
+"""Outputs of the frozen tower: split, kept, recalled under the right size, joined."""
 
 import torch
 
 from services.trainer.batches.vision_cache import VisionOutput, VisionOutputCache, join_outputs, split_output
-from tests.vision_families import small_qwen3_vl
 
-GRIDS = [(1, 4, 4), (1, 2, 2), (2, 2, 4)]
+COUNTS = [4, 1, 4]
 
 
 def _output() -> VisionOutput:
@@ -14,7 +13,7 @@ def _output() -> VisionOutput:
 
 def test_split_and_joined_again() -> None:
     output = _output()
-    images = split_output(output, GRIDS, small_qwen3_vl())
+    images = split_output(output, COUNTS)
     assert [len(image.output.embeddings) for image in images] == [4, 1, 4]
     joined = join_outputs(images)
     torch.testing.assert_close(joined.embeddings, output.embeddings)
@@ -24,25 +23,25 @@ def test_split_and_joined_again() -> None:
 
 
 def test_families_without_deepstack() -> None:
-    images = split_output(VisionOutput(torch.randn(9, 3), ()), GRIDS, small_qwen3_vl())
+    images = split_output(VisionOutput(torch.randn(9, 3), ()), COUNTS)
     assert join_outputs(images).deepstack == ()
 
 
-def test_recalled_under_the_same_grid_only() -> None:
+def test_recalled_with_as_many_embeddings_only() -> None:
     memory = VisionOutputCache(10**6)
-    images = split_output(_output(), GRIDS, small_qwen3_vl())
+    images = split_output(_output(), COUNTS)
     memory.store_all({"a": images[0], "b": images[1]})
-    assert set(memory.lookup({"a": (1, 4, 4), "b": (1, 2, 2), "c": (1, 2, 2)})) == {"a", "b"}
-    assert memory.lookup({"a": (1, 2, 8)}) == {}
+    assert set(memory.lookup({"a": 4, "b": 1, "c": 1})) == {"a", "b"}
+    assert memory.lookup({"a": 5}) == {}
 
 
 def test_least_recently_used_goes_first() -> None:
-    images = split_output(_output(), GRIDS, small_qwen3_vl())
+    images = split_output(_output(), COUNTS)
     memory = VisionOutputCache(images[0].size_bytes * 2)
     memory.store_all({"a": images[0], "b": images[2]})
-    memory.lookup({"a": GRIDS[0]})
+    memory.lookup({"a": COUNTS[0]})
     memory.store_all({"c": images[1]})
-    assert set(memory.lookup({"a": GRIDS[0], "b": GRIDS[2], "c": GRIDS[1]})) == {"a", "c"}
+    assert set(memory.lookup({"a": COUNTS[0], "b": COUNTS[2], "c": COUNTS[1]})) == {"a", "c"}
     nothing = VisionOutputCache(0)
     nothing.store_all({"a": images[0]})
-    assert nothing.lookup({"a": GRIDS[0]}) == {}
+    assert nothing.lookup({"a": COUNTS[0]}) == {}

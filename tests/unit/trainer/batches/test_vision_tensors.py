@@ -11,10 +11,10 @@ import pytest
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
 from fovea.wire.errors import FeatureEvicted, to_status
-from fovea.wire.features import FeatureTensors, iter_pieces, tensors_sha256
+from fovea.wire.features import FeatureTensors, iter_pieces, size_bytes, tensors_sha256
 from fovea.wire.rendered_input import ImageSpan
 from services.trainer.batches.datum_decoding import Datum
-from services.trainer.batches.vision_cache import PatchFetcher
+from services.trainer.batches.vision_cache import TensorFetcher
 from tests.vision_families import small_qwen3_vl
 
 COUNT, HELD = 7, 2
@@ -43,11 +43,14 @@ class SmallRenderer(renderer_pb2_grpc.RendererServiceServicer):
         while len(self.held) > HELD:
             self.held.popitem(last=False)
         feature = model_input_pb2.VisionFeature(
-            digest=digest, grid_thw=[1, 2, 2], source=self.address, tensors_sha256=tensors_sha256(tensors)
+            digest=digest,
+            source=self.address,
+            tensors_sha256=tensors_sha256(tensors),
+            size_bytes=size_bytes(tensors),
         )
         datum = Datum.blank(3)
         object.__setattr__(datum, "index", number)
-        object.__setattr__(datum, "spans", (ImageSpan(0, 1, (1, 2, 2), feature),))
+        object.__setattr__(datum, "spans", (ImageSpan(0, np.ones(1, np.bool_), feature),))
         return datum
 
     def FetchFeatures(self, request: renderer_pb2.FetchFeaturesRequest, context: Any) -> Any:  # noqa: N802
@@ -67,30 +70,30 @@ def renderer() -> Iterator[SmallRenderer]:
 
 
 def test_a_batch_that_is_more_than_a_renderer_holds_comes_in_portions(renderer: SmallRenderer) -> None:
-    cache = PatchFetcher(0, small_qwen3_vl(patch_size=1), 10.0, "")
+    cache = TensorFetcher(0, small_qwen3_vl(patch_size=1), 10.0, "")
     datums = [renderer.render(number) for number in range(COUNT)]
     missing = []
     for _ in range(COUNT):
         try:
-            found = cache.patches_of("m", datums, {})
+            found = cache.tensors_of("m", datums, {})
             break
         except FeatureEvicted as error:
             missing.append([int(index) for index in error.metadata["datums"].split(",")])
             for number in missing[-1][:HELD]:
                 renderer.render(number)
     assert missing == [[0, 1, 2, 3, 4], [2, 3, 4], [4]]
-    assert [int(found[f"{number:064x}"][0, 0]) for number in range(COUNT)] == list(range(COUNT))
+    assert [int(found[f"{number:064x}"]["pixel_values"][0, 0]) for number in range(COUNT)] == list(range(COUNT))
     with pytest.raises(FeatureEvicted):
-        cache.patches_of("another", datums, {})
+        cache.tensors_of("another", datums, {})
 
 
 def test_what_waits_for_a_model_goes_with_it(renderer: SmallRenderer) -> None:
-    cache = PatchFetcher(0, small_qwen3_vl(patch_size=1), 10.0, "")
+    cache = TensorFetcher(0, small_qwen3_vl(patch_size=1), 10.0, "")
     datums = [renderer.render(number) for number in range(3)]
     with pytest.raises(FeatureEvicted):
-        cache.patches_of("m", datums, {})
+        cache.tensors_of("m", datums, {})
     cache.forget("m")
     renderer.held.clear()
     with pytest.raises(FeatureEvicted) as caught:
-        cache.patches_of("m", datums, {})
+        cache.tensors_of("m", datums, {})
     assert caught.value.metadata["datums"] == "0,1,2"
