@@ -21,7 +21,7 @@ from tinyvlm.recipe import Kind, Recipe, default_recipe
 
 logger = logging.getLogger(__name__)
 
-_VERSIONS_THAT_MATTER = ("torch", "torchvision", "transformers", "tokenizers", "numpy")
+VERSIONS_THAT_MATTER = ("torch", "torchvision", "transformers", "tokenizers", "numpy")
 
 
 def cache_directory() -> Path:
@@ -35,7 +35,7 @@ def fingerprint(recipe: Recipe) -> str:
     package = Path(__file__).parent
     for path in sorted([*package.glob("*.py"), *package.glob("chat_templates/*.jinja"), package / "words.txt"]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    for name in _VERSIONS_THAT_MATTER:
+    for name in VERSIONS_THAT_MATTER:
         digest.update(f"{name}=={version(name)}\n".encode())
     return digest.hexdigest()[:16]
 
@@ -59,7 +59,7 @@ def ensure_recipe(recipe: Recipe) -> Path:
     if directory.exists():
         return directory
     parent.mkdir(parents=True, exist_ok=True)
-    with _locked(parent / f"{directory.name}.lock"):
+    with locked(parent / f"{directory.name}.lock"):
         if not directory.exists():
             _build_into(recipe, directory)
     return directory
@@ -86,7 +86,7 @@ def _build_into(recipe: Recipe, directory: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         # Released by the kernel when the holder dies, unlike a file whose mere existence is the lock.
         fcntl.flock(file, fcntl.LOCK_EX)

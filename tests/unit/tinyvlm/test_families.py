@@ -1,0 +1,116 @@
+"""The tiny families: transformers loads each, an image changes what it says, and saving it again loses nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    BatchFeature,
+    PreTrainedModel,
+    ProcessorMixin,
+)
+
+from tinyvlm.families import FAMILIES, build_family, ensure_families
+
+# GLM's and others' processors hand torch tensors to numpy 2 in the old way.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+_INSTALLED = [name for name, family in FAMILIES.items() if not family.needs or importlib.util.find_spec(family.needs)]
+
+
+@pytest.fixture(scope="session")
+def directories() -> dict[str, Path]:
+    return ensure_families(_INSTALLED)
+
+
+def _load(directory: Path) -> PreTrainedModel:
+    is_vision = FAMILIES[directory.name.split("-")[1]].processor is not None
+    auto = AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_pretrained(directory).eval()
+    return model
+
+
+def _chat(directory: Path, image: Image.Image | None) -> BatchFeature:
+    processor = AutoProcessor.from_pretrained(directory)
+    content = [{"type": "image"}] if image else []
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": "What is this?"}]}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    images = {"images": [image]} if image else {}
+    inputs: BatchFeature = processor(text=[text], return_tensors="pt", add_special_tokens=False, **images)
+    return inputs
+
+
+def _picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (90, 140, 3), np.uint8))
+
+
+@pytest.mark.parametrize("name", _INSTALLED)
+def test_a_family_runs(directories: dict[str, Path], name: str) -> None:
+    family, directory = FAMILIES[name], directories[name]
+    assert AutoConfig.from_pretrained(directory).architectures == [family.architecture.__name__]
+    model = _load(directory)
+    assert type(model) is family.architecture
+    with torch.no_grad():
+        if family.processor is None:
+            assert model(**_chat(directory, None)).logits.isfinite().all()
+            return
+        assert isinstance(AutoProcessor.from_pretrained(directory), ProcessorMixin)
+        first, second = (model(**_chat(directory, _picture(seed))).logits[0, -1] for seed in (0, 1))
+    assert first.isfinite().all()
+    assert (first - second).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", _INSTALLED)
+def test_files_are_those_of_transformers_5(directories: dict[str, Path], name: str) -> None:
+    present = {path.name for path in directories[name].iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= present
+    assert ("processor_config.json" in present) == (FAMILIES[name].processor is not None)
+    assert not present & {"preprocessor_config.json", "video_preprocessor_config.json"}
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3", "llava_onevision", "llama"])
+def test_saved_again_in_shards_it_is_the_same(directories: dict[str, Path], name: str, tmp_path: Path) -> None:
+    model = _load(directories[name])
+    again = tmp_path / directories[name].name
+    model.save_pretrained(again, max_shard_size="2MB")
+    AutoProcessor.from_pretrained(directories[name]).save_pretrained(again)
+    index = json.loads((again / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    loaded = _load(again)
+    for (key, value), (other_key, other) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert key == other_key
+        assert torch.equal(value, other)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama", "lfm2_vl"])
+def test_tied_embeddings_are_saved_once(directories: dict[str, Path], name: str) -> None:
+    model = _load(directories[name])
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert not [key for key in load_file(directories[name] / "model.safetensors") if "lm_head" in key]
+
+
+def test_equal_seeds_give_equal_weights(tmp_path: Path) -> None:
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+        torch.randn(3)  # what the caller drew before does not matter
+        build_family("mistral", tmp_path / folder, seed)
+    a, b, c = (load_file(tmp_path / folder / "model.safetensors") for folder in "abc")
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert not any(torch.equal(a[key], c[key]) for key in a)
+
+
+def test_what_is_not_installed_is_named(tmp_path: Path) -> None:
+    if importlib.util.find_spec("num2words"):
+        pytest.skip("num2words is installed")
+    with pytest.raises(ModuleNotFoundError, match=r"smolvlm: transformers' processor needs num2words"):
+        build_family("smolvlm", tmp_path / "smolvlm")

@@ -1,0 +1,15 @@
+"""`python -m tinyvlm.families.build PARENT SEED NAME...`: each family into the directory of its name below PARENT."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from tinyvlm.families.registry import build_family
+
+if __name__ == "__main__":
+    disable_progress_bar()
+    for name in sys.argv[3:]:
+        build_family(name, Path(sys.argv[1], name), int(sys.argv[2]))

@@ -1,0 +1,76 @@
+"""What a tiny checkpoint of a published family is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+TokenIds = Mapping[str, int]
+"""Ids of a family's added tokens by their text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatWords:
+    """A family's turns: `{start}{role opener}{content}{end}`, with one text in the place of each image."""
+
+    user: str
+    assistant: str
+    end: str
+    start: str = ""
+    """Stands before the first turn."""
+    image: str = ""
+
+    def template(self) -> str:
+        """The Jinja template of chats with text and images, without system prompts and tools."""
+        return (
+            f"{{{{- {self.start!r} }}}}"
+            "{%- for message in messages %}"
+            f"{{%- if message.role == 'assistant' %}}{{{{- {self.assistant!r} }}}}"
+            f"{{%- else %}}{{{{- {self.user!r} }}}}{{%- endif %}}"
+            "{%- if message.content is string %}{{- message.content }}"
+            "{%- else %}{%- for part in message.content %}"
+            f"{{%- if part.type == 'image' %}}{{{{- {self.image!r} }}}}"
+            "{%- elif 'text' in part %}{{- part.text }}{%- endif %}"
+            "{%- endfor %}{%- endif %}"
+            f"{{{{- {self.end!r} }}}}"
+            "{%- endfor %}"
+            f"{{%- if add_generation_prompt %}}{{{{- {self.assistant!r} }}}}{{%- endif %}}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A published family.
+
+    Attributes:
+        name: Its name here and in the documentation.
+        published: The checkpoint whose configuration this follows.
+        source: Where that configuration was read.
+        architecture: Class of transformers.
+        config: Makes the tiny configuration from the ids of the added tokens.
+        processor: Makes the processor around a tokenizer; None for a model that takes text only.
+        tokens: Special tokens, added in this order.
+        plain_tokens: Added tokens that decoding keeps.
+        token_names: Attributes of the tokenizer that its processor reads, such as `image_token`.
+        chat: Words around the turns of a chat.
+        begin, end, pad: Tokens that begin and end a text, and fill a batch. `begin` is put before every encoded text
+            where the published tokenizer does so.
+        needs: A package that the processor imports and Fovea does not install.
+    """
+
+    name: str
+    published: str
+    source: str
+    architecture: type[PreTrainedModel]
+    config: Callable[[TokenIds], PretrainedConfig]
+    tokens: tuple[str, ...]
+    chat: ChatWords
+    end: str
+    pad: str
+    begin: str | None = None
+    processor: Callable[[PreTrainedTokenizerBase], ProcessorMixin] | None = None
+    plain_tokens: tuple[str, ...] = ()
+    token_names: Mapping[str, str] = field(default_factory=dict)
+    needs: str | None = None

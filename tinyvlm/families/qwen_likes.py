@@ -1,0 +1,176 @@
+"""Vision families with Qwen2-VL's patches and positions: Qwen2-VL, Qwen3.5, GLM-4.1V."""
+
+from __future__ import annotations
+
+from transformers import (
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vImageProcessor,
+    Glm4vProcessor,
+    Glm4vVideoProcessor,
+    PreTrainedTokenizerBase,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from tinyvlm.families.declaration import ChatWords, Family, TokenIds
+from tinyvlm.families.text_models import CHATML, HEAD_DIM, HIDDEN_SIZE, QWEN_TOKENS, language, qwen_language, rope
+
+_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_QWEN_CHAT = ChatWords(user=CHATML.user, assistant=CHATML.assistant, end=CHATML.end, image=_QWEN_IMAGE)
+_GLM_CHAT = ChatWords(
+    start="[gMASK]<sop>",
+    user="<|user|>\n",
+    assistant="<|assistant|>\n",
+    end="",
+    image="<|begin_of_image|><|image|><|end_of_image|>",
+)
+_GLM_TOKENS = (
+    "<|endoftext|>",
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+    "<|image|>",
+    "<|video|>",
+)
+
+
+def _qwen_vision_ids(ids: TokenIds) -> dict[str, int]:
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    edges = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    return {key: ids[token] for key, token in (names | edges).items()}
+
+
+def _qwen2_vl(ids: TokenIds) -> Qwen2VLConfig:
+    # 2B: 28 layers, sections [16, 24, 24] of 64 frequencies; tower of 32 blocks, 1280 channels, MLP of 4 times that.
+    rotary = rope(1e6, mrope_section=[4, 6, 6])
+    vision = {"depth": 2, "embed_dim": 64, "hidden_size": HIDDEN_SIZE, "num_heads": 2, "mlp_ratio": 4}
+    return Qwen2VLConfig(
+        text_config=qwen_language(ids) | {"rope_parameters": rotary, "tie_word_embeddings": True},
+        vision_config=vision | {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+        tie_word_embeddings=True,
+        **_qwen_vision_ids(ids),
+    )
+
+
+def _qwen2_vl_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen2VLProcessor:
+    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16_384}
+    image, video = Qwen2VLImageProcessor(size=size), Qwen2VLVideoProcessor(size=size)
+    return Qwen2VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
+
+
+def _qwen3_5(ids: TokenIds) -> Qwen3_5Config:
+    # 9B: 32 layers, every fourth with attention (16 heads of 256 for 4, gated, a quarter of them rotary), the others
+    # gated delta nets with 16 heads of 128 for keys and 32 for values; sections [11, 11, 10] of 32 frequencies.
+    rotary = rope(1e7, mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25)
+    delta_net = {
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": HEAD_DIM,
+        "linear_value_head_dim": HEAD_DIM,
+    }
+    layers = 3 * ["linear_attention"] + ["full_attention"]
+    text = {"head_dim": HEAD_DIM, "layer_types": layers, "rope_parameters": rotary, "tie_word_embeddings": False}
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": HIDDEN_SIZE}
+    patches = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 256}
+    return Qwen3_5Config(
+        text_config=qwen_language(ids, layers=4) | text | delta_net,
+        vision_config=vision | patches,
+        tie_word_embeddings=False,
+        **_qwen_vision_ids(ids),
+    )
+
+
+def _qwen3_5_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen3VLProcessor:
+    half = [0.5, 0.5, 0.5]
+    size = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
+    image = Qwen2VLImageProcessor(size=size, image_mean=half, image_std=half, patch_size=16)
+    video = Qwen3VLVideoProcessor(size={"shortest_edge": 4_096, "longest_edge": 25_165_824})
+    return Qwen3VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
+
+
+def _glm4v(ids: TokenIds) -> Glm4vConfig:
+    # 9B: 40 layers, 32 heads of 128 for 2, half of each rotary, sections [8, 12, 12], norms around both halves; tower
+    # of 24 blocks, 1536 channels, whose learnt positions of a 24 x 24 grid are interpolated.
+    rotary = rope(1e4, mrope_section=[2, 3, 3], partial_rotary_factor=0.5)
+    text = language(ids, begin=None, end="<|endoftext|>", pad="<|endoftext|>") | {"rms_norm_eps": 1e-5}
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": HIDDEN_SIZE}
+    edges = {"begin": "start", "end": "end"}
+    spans = {
+        f"{kind}_{edge}_token_id": f"<|{token}_of_{kind}|>"
+        for kind in ("image", "video")
+        for token, edge in edges.items()
+    }
+    return Glm4vConfig(
+        text_config=text | {"rope_parameters": rotary, "tie_word_embeddings": False},
+        vision_config=vision | {"image_size": 336, "patch_size": 14},
+        image_token_id=ids["<|image|>"],
+        video_token_id=ids["<|video|>"],
+        tie_word_embeddings=False,
+        **{key: ids[token] for key, token in spans.items()},
+    )
+
+
+def _glm4v_processor(tokenizer: PreTrainedTokenizerBase) -> Glm4vProcessor:
+    image, video = Glm4vImageProcessor(), Glm4vVideoProcessor()
+    return Glm4vProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
+
+
+QWEN_LIKES = (
+    Family(
+        name="qwen2_vl",
+        published="Qwen/Qwen2-VL-2B-Instruct",
+        source="docs of transformers 5.19",
+        architecture=Qwen2VLForConditionalGeneration,
+        config=_qwen2_vl,
+        processor=_qwen2_vl_processor,
+        tokens=QWEN_TOKENS,
+        chat=_QWEN_CHAT,
+        end="<|im_end|>",
+        pad="<|endoftext|>",
+    ),
+    Family(
+        name="qwen3_5",
+        published="Qwen/Qwen3.5-9B",
+        source="its config.json, quoted in public tests of loaders; tower by the defaults of transformers 5.19",
+        architecture=Qwen3_5ForConditionalGeneration,
+        config=_qwen3_5,
+        processor=_qwen3_5_processor,
+        tokens=QWEN_TOKENS,
+        plain_tokens=("<think>", "</think>"),
+        chat=_QWEN_CHAT,
+        end="<|im_end|>",
+        pad="<|endoftext|>",
+    ),
+    Family(
+        name="glm4v",
+        published="zai-org/GLM-4.1V-9B-Thinking",
+        source="defaults of transformers 5.19, which are this checkpoint's",
+        architecture=Glm4vForConditionalGeneration,
+        config=_glm4v,
+        processor=_glm4v_processor,
+        tokens=_GLM_TOKENS,
+        plain_tokens=("<think>", "</think>", "<answer>", "</answer>"),
+        chat=_GLM_CHAT,
+        end="<|endoftext|>",
+        pad="<|endoftext|>",
+    ),
+)

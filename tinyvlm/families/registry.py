@@ -1,0 +1,55 @@
+"""All families, and how one is built."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from tinyvlm.families.qwen_likes import QWEN_LIKES
+from tinyvlm.families.text_models import TEXT_FAMILIES
+from tinyvlm.families.tiled import TILED
+from tinyvlm.families.vocabulary import family_tokenizer
+from tinyvlm.families.whole_images import WHOLE_IMAGES
+
+FAMILIES = {family.name: family for family in (*QWEN_LIKES, *WHOLE_IMAGES, *TILED, *TEXT_FAMILIES)}
+
+
+def build_family(name: str, directory: Path, seed: int = 0, max_shard_size: str = "5GB") -> None:
+    """Writes model, tokenizer and processor of a family into `directory`, which may exist.
+
+    Raises KeyError for a name that is not in `FAMILIES`, ModuleNotFoundError if a package that the family's processor
+    needs is not installed.
+    """
+    family = FAMILIES[name]
+    if family.needs is not None and importlib.util.find_spec(family.needs) is None:
+        raise ModuleNotFoundError(f"{name}: transformers' processor needs {family.needs}, which is not installed")
+    tokenizer = family_tokenizer(family)
+    ids = tokenizer.get_added_vocab()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = family.architecture(family.config(ids))
+        _randomize(model)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    saver = tokenizer if family.processor is None else family.processor(tokenizer)
+    saver.save_pretrained(directory)
+
+
+@torch.no_grad()
+def _randomize(model: PreTrainedModel) -> None:
+    # As in tinyvlm.architecture: matrices at the scale that keeps so few channels alive. Vectors keep what the
+    # architecture starts them with (norms of Gemma and Qwen3.5 start from 0, decays from a range) and get noise, so
+    # that a test notices a part that is left out.
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+        else:
+            is_table = parameter.dim() == 2 and "embed" in name and "proj" not in name
+            fan_in = parameter.shape[-1] if is_table else parameter[0].numel()
+            parameter.normal_(std=fan_in**-0.5)
