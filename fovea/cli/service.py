@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from fovea.runtime.backoff import Backoff
 from fovea.runtime.children import die_with_parent
+from fovea.runtime.tasks import Backoff
 
 STEADY_S = 120.0
 """A process that lived this long starts again at once when it dies; the pause doubles for one that did not."""

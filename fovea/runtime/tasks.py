@@ -1,4 +1,4 @@
-"""Work in the event loop that outlives whoever asked for it: in the background, shared by many, or not to be stopped.
+"""Work in the event loop that outlives whoever asked for it, and work that is tried again.
 
 asyncio keeps only weak references to tasks, drops the failure of one that nobody awaits, and lets the cancellation of
 one waiter cancel what others wait for; these helpers do none of it. It has no lock that many may share either.
@@ -6,6 +6,8 @@ one waiter cancel what others wait for; these helpers do none of it. It has no l
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
@@ -184,3 +186,47 @@ async def repeat(work: Callable[[], Coroutine[Any, Any, None]], period_s: float,
         except Exception:
             logger.exception("%s failed; it is tried again in %g s", name, period_s)
         await asyncio.sleep(period_s)
+
+
+class Backoff:
+    """Pauses that double from one attempt to the next, until a deadline.
+
+        backoff = Backoff(deadline_s=60.0)
+        while True:
+            try:
+                return await attempt()
+            except Unavailable:
+                if backoff.is_over:
+                    raise
+                await backoff.pause()
+
+    Args:
+        deadline_s: Seconds from now until `is_over`.
+        first_s: Length of the first pause.
+        longest_s: Length that pauses do not pass.
+    """
+
+    def __init__(self, deadline_s: float = math.inf, first_s: float = 0.1, longest_s: float = 2.0) -> None:
+        self._ends_at = time.monotonic() + deadline_s
+        self._first_s, self._longest_s = first_s, longest_s
+        self.next_s = first_s
+        """Length of the next pause, if the deadline does not cut it short."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(self._ends_at - time.monotonic(), 0.0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.left_s == 0.0
+
+    def reset(self) -> None:
+        """Begins anew with a short pause, after an attempt that went well. The deadline stays."""
+        self.next_s = self._first_s
+
+    async def pause(self) -> None:
+        """Waits before the next attempt, not beyond the deadline."""
+        await asyncio.sleep(min(self.next_s, self.left_s))
+        self.next_s = min(2 * self.next_s, self._longest_s)

@@ -19,7 +19,7 @@ import aiohttp
 from kubernetes.aio import client
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
-from fovea.runtime.backoff import Backoff
+from fovea.runtime.tasks import Backoff
 from fovea.wire.errors import InvalidInput
 from gateway.discovery.discovery import Addresses, join_address, split_address
 

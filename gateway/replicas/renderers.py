@@ -8,7 +8,7 @@ import numpy as np
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2
 from fovea.client import RendererClient
-from fovea.runtime.backoff import Backoff
+from fovea.runtime.tasks import Backoff
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput, ResourceExhausted, Unavailable
 from gateway import gateway_metrics as metrics

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2, tensor_pb2
-from fovea.runtime.backoff import Backoff
+from fovea.runtime.tasks import Backoff
 from fovea.wire import tensors
 from fovea.wire.errors import (
     ContextOverflow,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fovea.api.v1 import gateway_pb2, sampler_pb2, tensor_pb2
 from fovea.tinker.v1 import tinker_pb2
-from fovea.wire import csr, tensors
+from fovea.wire import tensors
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import Internal, InvalidInput
 from gateway.futures.future import Kind, ResultEncoder, split_messages
@@ -53,8 +53,8 @@ def read_table(table: gateway_pb2.TargetTable) -> Cells:
     ids = _flat(table.tokens.token_ids, "tokens.token_ids")
     columns = _flat(table.column_indices, "column_indices")
     offsets = _flat(table.tokens.row_offsets, "tokens.row_offsets")
-    csr.check_offsets(offsets, ids.size, None, f"{FIELD}.tokens.row_offsets")
-    csr.check_columns(columns, ids.size, table.column_count, f"{FIELD}.column_indices")
+    tensors.check_row_offsets(offsets, ids.size, None, f"{FIELD}.tokens.row_offsets")
+    tensors.check_column_indices(columns, ids.size, table.column_count, f"{FIELD}.column_indices")
     return Cells(ids, columns, offsets)
 
 
@@ -132,8 +132,8 @@ def _sparse(
     values: npt.NDArray[np.int64], shape: list[int], crow_indices: list[int], col_indices: list[int]
 ) -> gateway_pb2.TargetTable:
     offsets, columns = np.asarray(crow_indices), np.asarray(col_indices)
-    csr.check_offsets(offsets, values.size, shape[0], f"{FIELD}.sparse_crow_indices")
-    csr.check_columns(columns, values.size, shape[1], f"{FIELD}.sparse_col_indices")
+    tensors.check_row_offsets(offsets, values.size, shape[0], f"{FIELD}.sparse_crow_indices")
+    tensors.check_column_indices(columns, values.size, shape[1], f"{FIELD}.sparse_col_indices")
     return _table(values, columns.astype(np.int64), offsets, shape[1], is_sparse=True)
 
 

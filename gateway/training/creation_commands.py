@@ -1,7 +1,7 @@
 """Commands that make a model or load one."""
 
 from fovea.api.v1 import gateway_pb2, weights_pb2
-from fovea.runtime.backoff import Backoff
+from fovea.runtime.tasks import Backoff
 from fovea.wire.errors import FoveaError, InvalidInput, Unavailable
 from gateway.checkpoints.checkpoint_registry import Checkpoints
 from gateway.futures.future import Done, Pending, QueueState

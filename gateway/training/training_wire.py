@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from fovea.api.v1 import gateway_pb2, tensor_pb2, trainer_pb2
 from fovea.tinker.v1 import tinker_pb2
-from fovea.wire import csr, tensors
+from fovea.wire import tensors
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
 from gateway.futures.future import Kind, ResultEncoder, split_messages
@@ -81,8 +81,8 @@ def _densify(tensor: tinker_pb2.Tensor, dtype: np.dtype, field: str) -> npt.NDAr
     values = _flat(tensor.sparse_csr.values, dtype, field)
     rows = _flat(tensor.sparse_csr.crow_indices, index_type, f"{field}.crow_indices")
     columns = _flat(tensor.sparse_csr.col_indices, index_type, f"{field}.col_indices")
-    csr.check_offsets(rows, values.size, shape[0], f"{field}.crow_indices")
-    csr.check_columns(columns, values.size, shape[1], f"{field}.col_indices")
+    tensors.check_row_offsets(rows, values.size, shape[0], f"{field}.crow_indices")
+    tensors.check_column_indices(columns, values.size, shape[1], f"{field}.col_indices")
     dense = np.zeros(shape, dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return dense

@@ -7,7 +7,7 @@ import numpy as np
 
 from fovea.api.v1 import sampler_pb2
 from fovea.vision.vision_family import VisionFamily
-from fovea.wire import csr, rendered_input, tensors
+from fovea.wire import rendered_input, tensors
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import ContextOverflow, InvalidInput
 from services.sampler.engine_api import Limits, SampleSpec, TargetRows
@@ -72,7 +72,7 @@ def _read_targets(request: sampler_pb2.SampleRequest, prompt_length: int, vocabu
         raise InvalidInput(
             f"{field} is {offsets.dtype.name} {list(offsets.shape)}, must be int64 [{prompt_length}]", field=field
         )
-    csr.check_offsets(offsets, ids.size, prompt_length - 1, field)
+    tensors.check_row_offsets(offsets, ids.size, prompt_length - 1, field)
     return TargetRows(ids, offsets)
 
 

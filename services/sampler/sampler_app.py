@@ -19,9 +19,8 @@ from fovea.vision.vision_family import VisionFamily
 from fovea.wire.conventions import SAMPLER_SERVICE
 from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
-from services.sampler.engine.adapter_capacity import AdapterCapacity
 from services.sampler.engine.vllm_engine import Engine
-from services.sampler.engine.vllm_launch import checkpoint_directory, runs_on_cpu
+from services.sampler.engine.vllm_launch import AdapterCapacity, checkpoint_directory, runs_on_cpu
 from services.sampler.engine_api import Limits, SampleEngine, SampleSpec
 from services.sampler.generation import Generation
 from services.sampler.image_fetching import ImageFetcher

@@ -1,7 +1,11 @@
 """One evaluation of a traced loss on one datum, in the process where that may be done (loss_worker.py)."""
 
+import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from types import EllipsisType
 from typing import Any, NoReturn
 
 import torch
@@ -10,14 +14,36 @@ from torch import Tensor
 from fovea.wire import custom_loss, loss_operations
 from fovea.wire.custom_loss import Argument, Constant, Graph, Node, Ref
 from fovea.wire.errors import InvalidInput
-from services.trainer.losses import operations
-from services.trainer.losses.costs import Meter, RefusedError
+from services.trainer.losses import costs
+from services.trainer.losses.costs import Meter, RefusedError, Resolved
 
+_MAX_INTEGER = 2**63 - 1
+_ROOTS: dict[str, Any] = {"torch": torch, "operator": operator, "math": math}
 _CONSTANTS: dict[tuple[str, str], Any] = {
     (kind, text): torch.device(text) if kind == "device" else getattr(torch, text)
     for kind, texts in loss_operations.CONSTANTS.items()
     for text in texts
 }
+
+
+def _getattr(owner: Resolved, attribute: str) -> Resolved:
+    if isinstance(owner, Tensor) and attribute in ("values", "indices"):
+        raise RefusedError(f"a tensor has no {attribute} here")
+    return getattr(owner, attribute)
+
+
+def _named(target: str) -> Callable[..., Resolved]:
+    root, *path = target.split(".")
+    found: Callable[..., Resolved] = reduce(getattr, path, _ROOTS[root])
+    return found
+
+
+# The callables behind the names of fovea/wire/loss_operations.py, built once: a name from outside is only ever a key.
+FUNCTIONS: dict[str, Callable[..., Resolved]] = {
+    **{target: _named(target) for target in loss_operations.FUNCTIONS - {loss_operations.GETATTR}},
+    loss_operations.GETATTR: _getattr,
+}
+METHODS: dict[str, Callable[..., Resolved]] = {name: getattr(Tensor, name) for name in loss_operations.METHODS}
 
 
 @dataclass(frozen=True)
@@ -114,10 +140,10 @@ class _Run:
         kwargs = {key: self._resolve(argument) for key, argument in node.kwargs.items()}
         try:
             if node.op == "call_function":
-                return operations.call(operations.FUNCTIONS[node.target], node.target, args, kwargs, self._meter)
+                return call(FUNCTIONS[node.target], node.target, args, kwargs, self._meter)
             if not args or not isinstance(args[0], Tensor):
                 raise RefusedError("must be called on a tensor")
-            return operations.call(operations.METHODS[node.target], node.target, args, kwargs, self._meter)
+            return call(METHODS[node.target], node.target, args, kwargs, self._meter)
         except Exception as error:  # What a client's function raises is the client's, whatever it is.
             self._refuse(f"{node} failed: {self._first_line(error)}")
 
@@ -151,3 +177,43 @@ class _Run:
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             return f"it takes more than {self._memory_mib} MiB, which is what a loss gets on this server"
         return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+def call(
+    function: Callable[..., Resolved], target: str, args: tuple[Any, ...], kwargs: dict[str, Any], meter: Meter
+) -> Resolved:
+    """Calls, if neither arguments, work nor result are too large. Raises RefusedError, or what the callable raises."""
+    if target.startswith("math.") and any(isinstance(leaf, Tensor) for leaf in costs.leaves(args)):
+        raise RefusedError(f"takes numbers, not tensors: use torch.{target.removeprefix('math.')}")
+    if target.startswith("operator.") and target != "operator.getitem":
+        _check_operands(target, args)
+    costs.spend_before(meter, function, target.rpartition(".")[2], args, kwargs)
+    result = function(*args, **kwargs)
+    _check_kinds(result)
+    costs.spend_after(meter, result)
+    return result
+
+
+def _check_operands(target: str, args: tuple[Any, ...]) -> None:
+    """Python's own arithmetic knows no bounds: lists multiply, whatever is in them, and whole numbers grow."""
+    for leaf in args:
+        if not isinstance(leaf, Tensor | bool | int | float | torch.dtype | torch.device):
+            raise RefusedError(f"takes tensors and numbers, not a {type(leaf).__name__}")
+    if target == "operator.pow" and all(isinstance(leaf, int) for leaf in args):
+        base, exponent = args
+        if base.bit_length() * abs(exponent) > 63:
+            raise RefusedError(f"makes a whole number above 64 bits: {base} ** {exponent}")
+
+
+def _check_kinds(value: Resolved) -> None:
+    """Lists are flat: what may hold lists of itself doubles with every operation."""
+    for leaf in value if isinstance(value, list | tuple) else (value,):
+        match leaf:
+            case Tensor() | bool() | float() | None | str() | EllipsisType():
+                pass
+            case int() if abs(leaf) <= _MAX_INTEGER:
+                pass
+            case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
+                pass
+            case _:
+                raise RefusedError(f"makes a {type(leaf).__name__}, which is not allowed")

@@ -21,10 +21,9 @@ from fovea.api.v1 import trainer_pb2
 from fovea.runtime.children import die_with_parent
 from fovea.wire import custom_loss
 from fovea.wire.errors import InvalidInput
-from services.trainer.losses import operations
+from services.trainer.losses import graph_evaluation
 from services.trainer.losses.costs import Meter
 from services.trainer.losses.frames import HELLO, PROGRESS, Answer, Failure, Request, read_request, reader, write_answer
-from services.trainer.losses.graph_evaluation import evaluate
 
 _MIB = 2**20
 _MAX_FILES = 32
@@ -88,7 +87,7 @@ class _Worker:
         try:
             graph = _graph(request.graph)
             for place, tensors in enumerate(request.datums):
-                found = evaluate(graph, list(tensors), request.backward, at_node, self._memory_mib)
+                found = graph_evaluation.evaluate(graph, list(tensors), request.backward, at_node, self._memory_mib)
                 losses[place] = found.loss.to(torch.float32).item()
                 metrics[place] = [metric.item() for metric in found.metrics]
                 if found.gradient is not None:
@@ -133,8 +132,8 @@ def _load_lazy_parts() -> None:
         "torch.matmul": (small, small), "torch.nn.functional.pad": (small, (1, 1)), "operator.getitem": (small, [0]),
     }  # fmt: skip
     for target, args in calls.items():
-        function: Callable[..., object] = operations.FUNCTIONS[target]
-        operations.call(function, target, args, {}, Meter())
+        function: Callable[..., object] = graph_evaluation.FUNCTIONS[target]
+        graph_evaluation.call(function, target, args, {}, Meter())
 
 
 if __name__ == "__main__":

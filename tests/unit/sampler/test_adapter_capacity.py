@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 import tinyvlm
-from services.sampler.engine.adapter_capacity import capacity_for, host_memory_bytes
 from services.sampler.engine.manifest_check import checkpoint_shapes
+from services.sampler.engine.vllm_launch import capacity_for, host_memory_bytes
 from services.sampler.settings import SamplerSettings
 from tests.e2e.sampler.reference import Reference, random_adapter
 

@@ -15,8 +15,7 @@ from rich.console import Console
 from fovea.cli import service as service_module
 from fovea.cli import supervisor as supervisor_module
 from fovea.cli.service import ServiceSpec
-from fovea.cli.state_folder import StateFolder
-from fovea.cli.supervisor import Supervisor, UpOptions, base_url, service_specs
+from fovea.cli.supervisor import StateFolder, Supervisor, UpOptions, base_url, service_specs
 from fovea.runtime.hosts import free_ports
 from fovea.runtime.secret import VARIABLE
 

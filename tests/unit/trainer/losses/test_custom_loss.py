@@ -12,7 +12,7 @@ from torch.nn import functional
 from fovea.api.v1 import trainer_pb2
 from fovea.wire import loss_operations
 from fovea.wire.errors import InvalidInput
-from services.trainer.losses import LossValue, Sandbox, loss_of, operations
+from services.trainer.losses import LossValue, Sandbox, graph_evaluation, loss_of
 from tests.unit.trainer.losses.traced import graph, node, output, ref, square_loss, traced
 
 N, K = 12, 3
@@ -111,9 +111,9 @@ def test_forward_only_needs_no_gradient(sandbox: Sandbox) -> None:
 
 
 def test_every_allowed_operation_can_be_called() -> None:
-    assert set(operations.FUNCTIONS) == loss_operations.FUNCTIONS
-    assert set(operations.METHODS) == loss_operations.METHODS
-    assert all(callable(one) for one in (*operations.FUNCTIONS.values(), *operations.METHODS.values()))
+    assert set(graph_evaluation.FUNCTIONS) == loss_operations.FUNCTIONS
+    assert set(graph_evaluation.METHODS) == loss_operations.METHODS
+    assert all(callable(one) for one in (*graph_evaluation.FUNCTIONS.values(), *graph_evaluation.METHODS.values()))
 
 
 def function(name: str, target: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
