@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.trainer.batches.packing import DatumSize, plan
-from services.trainer.model.layers import PACKED_ATTENTION
+from services.trainer.model.packed_attention import PACKED_ATTENTION
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 

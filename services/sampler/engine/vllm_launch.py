@@ -273,7 +273,7 @@ def check_model(model: str) -> None:
     if vision.choose(config) is None and (experts := [key for key in _EXPERT_KEYS if key in config]):
         raise ValueError(
             f"model_type {config.get('model_type')!r} has experts ({experts[0]}), for which there are no adapters;"
-            f" supported are {', '.join(vision.MODEL_TYPES)} and dense language models (training takes qwen3 only)"
+            f" supported are {', '.join(vision.MODEL_TYPES)} and dense language models"
         )
 
 

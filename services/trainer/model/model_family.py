@@ -1,25 +1,34 @@
-"""What the trainer must know of a model family; `packed_model` lists those that there are.
+"""What the trainer must know of a model family, and those that there are.
 
 Shapes: T packed tokens, P patches of all images, W bytes of one patch, M placeholder tokens of all images, D hidden.
 """
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fovea.runtime.model_files import read_image_processor
 from services.trainer.batches.micro_batch import Documents
 from services.trainer.batches.vision_cache import VisionOutput
-from services.trainer.model.layers import PACKED_ATTENTION
+from services.trainer.model.fused_layers import fuse_language, fuse_qwen_vl
+from services.trainer.model.lora_linear import embedding
+from services.trainer.model.packed_attention import PACKED_ATTENTION
 
 
 class Role(StrEnum):
@@ -76,53 +85,73 @@ class PatchNormalizer:
         return torch.addcmul(self.shift_W, patches_PW.float(), self.scale_W).to(dtype)
 
 
-class Family(ABC):
-    """One model family, on the Hugging Face implementation of its model."""
+@dataclass(frozen=True)
+class Family:
+    """One model family, on the Hugging Face implementation of its model; what is not declared here goes by rule.
 
-    model_type: ClassVar[str]
-    architecture: ClassVar[type[PreTrainedModel]]
+    Args:
+        model_type: In the checkpoint's configuration.
+        fuse: Puts faster forms of the model's layers in their place; None leaves them.
+        tower_roles: Linear modules of the vision tower and its mergers that vLLM can adapt, by last name.
+    """
+
+    model_type: str
+    fuse: Callable[[Any], None] | None = None
+    tower_roles: Mapping[str, Role] = field(default_factory=dict)
 
     def load(self, model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
         """The model on the CPU, in training mode without dropout, with packed attention throughout.
 
-        Raises, before it reads any weights, what `check` raises.
+        Raises ValueError for a variant that would be computed wrongly, most of them before any weights are read.
         """
-        self.check(AutoConfig.from_pretrained(model_dir))
-        model: Any = self.architecture.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
+        config = AutoConfig.from_pretrained(model_dir)
+        check(config)
+        kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        model: Any = kind.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
         model.config._attn_implementation = PACKED_ATTENTION
+        if model.get_output_embeddings().bias is not None:
+            raise ValueError(f"{config.model_type} has an unembedding with a bias, which is not supported")
+        if dropouts := [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]:
+            raise ValueError(f"dropout is not supported: {config.model_type} has some in {dropouts[0]}")
+        decoder = model.get_decoder()
+        if hasattr(decoder, "_deepstack_process"):
+            decoder._deepstack_process = MethodType(_add_level, decoder)
+        if self.fuse is not None:
+            self.fuse(model)
         return model.train()  # type: ignore[no-any-return]
 
-    def check(self, config: PretrainedConfig) -> None:
-        """Raises ValueError for a variant that would be computed wrongly where documents are packed."""
-        text = config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise ValueError(
-                f"layer types {sorted(kinds)} of {config.model_type} are not supported, only full_attention"
-            )
-        rope_type = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
-        if "dynamic" in rope_type or rope_type == "longrope":
-            raise ValueError(
-                f"rope_type {rope_type!r} of {config.model_type} is not supported: its frequencies depend on the "
-                "longest document of a micro-batch, so what a document gets would depend on its neighbours. Take one "
-                "whose frequencies are fixed: default, linear, llama3, yarn"
-            )
-        if getattr(text, "attention_dropout", 0.0):
-            raise ValueError("attention_dropout must be 0")
-
-    @abstractmethod
     def blocks(self, model: Any) -> Iterator[nn.Module]:
-        """The modules that are sharded by themselves, in the order of the forward pass."""
+        """The modules that are sharded and recomputed by themselves, in the order of the forward pass.
 
-    @abstractmethod
+        Those that transformers itself can recompute, of tower and language model alike. Its `_no_split_modules` names
+        the same ones, but parts of layers in some towers (Idefics 3) and embeddings in others (SigLIP).
+        """
+        return (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+
     def lora_targets(self, model: Any) -> Iterator[LoraTarget]:
         """All linear modules that an adapter may adapt and that vLLM can load an adapter for."""
+        language = _name_of(model, model.get_decoder())
+        for name, module in model.named_modules():
+            is_language = name.startswith(f"{language}.")
+            role = (LANGUAGE_ROLES if is_language else self.tower_roles).get(name.rpartition(".")[2])
+            if role is not None and isinstance(module, nn.Linear):
+                yield LoraTarget(name, module, role, vision=not is_language)
+        head = model.get_output_embeddings()
+        yield LoraTarget(_name_of(model, head), head, Role.UNEMBEDDING, vision=False)
 
-    @abstractmethod
     def embed(self, model: Any, tokens_T: Tensor) -> Tensor:
         """Token embeddings [T, D]."""
+        table = model.get_input_embeddings()
+        if type(table).forward is nn.Embedding.forward:
+            return embedding(tokens_T, table.weight)
+        rows_TD: Tensor = table(tokens_T)  # Gemma's are scaled
+        return rows_TD
 
-    @abstractmethod
+    def run_vision(self, model: Any, pixels_PW: Tensor, grids_I3: Tensor) -> VisionOutput:
+        """Runs the tower on normalised patches."""
+        output = model.model.visual(pixels_PW, grid_thw=grids_I3, return_dict=True)
+        return VisionOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
+
     def run_language(
         self,
         model: Any,
@@ -132,34 +161,108 @@ class Family(ABC):
         vision: VisionOutput | None,
         image_index_M: Tensor | None,
     ) -> Tensor:
-        """Final hidden states [T, D], after the last norm.
+        """Final hidden states [T, D], after the last norm, of documents each of which sees itself alone.
 
         Args:
             positions: int64 [3, T] for families with multimodal RoPE, else [1, T].
             vision: For families that feed vision into the layers; its embeddings are in `embeddings_TD` already.
             image_index_M: Packed positions of the placeholder tokens.
         """
+        deepstack: dict[str, Any] = {}
+        if vision is not None and vision.deepstack and image_index_M is not None:
+            deepstack = {"visual_pos_masks": image_index_M, "deepstack_visual_embeds": list(vision.deepstack)}
+        output = model.get_decoder()(
+            inputs_embeds=embeddings_TD.unsqueeze(0),
+            position_ids=positions.unsqueeze(1) if len(positions) > 1 else positions,
+            use_cache=False,
+            cu_seq_lens_q=documents.bounds,
+            cu_seq_lens_k=documents.bounds,
+            max_length_q=documents.longest,
+            max_length_k=documents.longest,
+            **deepstack,
+        )
+        hidden_1TD: Tensor = output.last_hidden_state
+        return hidden_1TD.squeeze(0)
 
-    def run_vision(self, model: Any, pixels_PW: Tensor, grids_I3: Tensor) -> VisionOutput:
-        """Runs the tower on normalised patches. Raises ValueError for a family without one."""
-        raise ValueError(f"{self.model_type} has no vision tower")
+
+def check(config: PretrainedConfig) -> None:
+    """Raises ValueError for a variant that would be computed wrongly where documents are packed."""
+    text = config.get_text_config()
+    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise ValueError(
+            f"layer types {sorted(unknown)} of {config.model_type} are not supported, only {sorted(_LAYER_TYPES)}"
+        )
+    if getattr(text, "use_bidirectional_attention", False):
+        raise ValueError(f"use_bidirectional_attention of {config.model_type} is not supported, only causal attention")
+    if changed := [name for name in _LOGIT_CHANGES if getattr(text, name, None) not in (None, 1.0)]:
+        raise ValueError(f"{changed[0]} of {config.model_type} is not supported: logits are products alone")
+    if getattr(text, "attention_dropout", 0.0):
+        raise ValueError("attention_dropout must be 0")
+    rope = getattr(text, "rope_parameters", None) or {}
+    # One set of parameters, or one for each type of layer.
+    for parameters in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+        rope_type = parameters.get("rope_type", "default")
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise ValueError(
+                f"rope_type {rope_type!r} of {config.model_type} is not supported: its frequencies depend on the "
+                "longest document of a micro-batch, so what a document gets would depend on its neighbours. Take one "
+                "whose frequencies are fixed: default, linear, llama3, yarn"
+            )
 
 
-def named_linears(prefix: str, root: nn.Module, roles: dict[str, Role], vision: bool) -> Iterator[LoraTarget]:
-    """The linear modules below `root` whose last name is in `roles`."""
-    for name, module in root.named_modules():
-        role = roles.get(name.rpartition(".")[2])
-        if role is not None and isinstance(module, nn.Linear):
-            yield LoraTarget(f"{prefix}.{name}", module, role, vision)
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""What some families do to logits after the unembedding."""
+
+
+def _name_of(model: PreTrainedModel, part: nn.Module) -> str:
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+    return names[part]
+
+
+def _add_level(_: Any, hidden_1TD: Tensor, image_index_M: Tensor, level_MD: Tensor) -> Tensor:
+    """Adds one level of deepstack features where the images are.
+
+    The module's own takes a mask, for which the host has to wait for the GPU six times a pass.
+    """
+    return hidden_1TD.index_add(1, image_index_M, level_MD.to(hidden_1TD.dtype).unsqueeze(0))
 
 
 LANGUAGE_ROLES = {
     "q_proj": Role.ATTENTION,
     "k_proj": Role.ATTENTION,
     "v_proj": Role.ATTENTION,
+    "qkv_proj": Role.ATTENTION,
     "o_proj": Role.ATTENTION,
     "gate_proj": Role.MLP,
     "up_proj": Role.MLP,
+    "gate_up_proj": Role.MLP,
     "down_proj": Role.MLP,
 }
-"""Names that the language layers of all Qwen families share; vLLM packs q, k, v and gate, up by itself."""
+"""Names that language layers share; vLLM packs q, k, v and gate, up by itself."""
+
+_QWEN_ROLES = {"qkv": Role.ATTENTION, "proj": Role.ATTENTION}
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        # linear_fc1 and linear_fc2 name the linears of the blocks, of the merger and of the deepstack mergers alike.
+        Family("qwen3_vl", fuse_qwen_vl, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
+        # The merger is a Sequential: its linears are called 0 and 2.
+        Family("qwen2_5_vl", fuse_qwen_vl, {**LANGUAGE_ROLES, **_QWEN_ROLES, "0": Role.MLP, "2": Role.MLP}),
+        Family("qwen3", fuse_language),
+        Family("qwen2", fuse_language),
+        Family("llama", fuse_language),
+        Family("mistral", fuse_language),
+        Family("gemma3_text"),
+    )
+}
+"""By `model_type` of the checkpoint's configuration."""
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a checkpoint. Raises ValueError naming the known ones."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[model_type]

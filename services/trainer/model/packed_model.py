@@ -19,16 +19,12 @@ from fovea.vision.vision_family import VisionFamily
 from services.trainer.batches.micro_batch import Batch, TowerInput
 from services.trainer.batches.vision_cache import CachedImage, VisionOutput, join_outputs, split_output
 from services.trainer.model.lora_linear import LoraPair
-from services.trainer.model.model_family import Family, PatchNormalizer
-from services.trainer.model.qwen import Qwen3, Qwen3Vl, Qwen25Vl
+from services.trainer.model.model_family import Family, PatchNormalizer, family_of
 from services.trainer.model.target_logprobs import target_logprobs
 from services.trainer.settings import TrainerSettings
 
 HF_PREFIX = "hf."
 MIB = 2**20
-
-FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (Qwen3Vl, Qwen25Vl, Qwen3)}
-"""By `model_type` of the checkpoint's configuration."""
 
 
 class PackedModel(nn.Module):
@@ -57,6 +53,7 @@ class PackedModel(nn.Module):
         self.family = family
         self.vision = vision
         self.hf = hf
+        self._blocks = list(family.blocks(hf))
         self._normalizer = normalizer
         self._chunk_positions = chunk_positions
         self._head_dtype = head_dtype
@@ -76,12 +73,11 @@ class PackedModel(nn.Module):
             cached: What a frozen tower made of images so far, by digest; new ones are added. None if it is trained.
             recompute_above: Tokens above which a micro-batch keeps no activations but each block's input.
         """
-        for block in self.family.blocks(self.hf):
+        for block in self._blocks:
             block.gradient_checkpointing = len(batch.tokens_T) > recompute_above  # type: ignore[assignment]
         hidden_TD = self._hidden(batch, cached)
-        return target_logprobs(
-            hidden_TD, self.hf.lm_head.weight, unembedding, batch.targets_TK, self._chunk_positions, self._head_dtype
-        )
+        head = self.hf.get_output_embeddings().weight
+        return target_logprobs(hidden_TD, head, unembedding, batch.targets_TK, self._chunk_positions, self._head_dtype)
 
     def _hidden(self, batch: Batch, cached: dict[str, CachedImage] | None) -> Tensor:
         embeddings_TD = self.family.embed(self.hf, batch.tokens_T)
@@ -111,13 +107,6 @@ class PackedModel(nn.Module):
         assert self._normalizer is not None
         pixels_PW = self._normalizer(tower.patches_PW, self.hf.dtype)
         return self.family.run_vision(self.hf, pixels_PW, tower.grids_I3)
-
-
-def family_of(model_type: str) -> Family:
-    """The family of a checkpoint. Raises ValueError naming the known ones."""
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[model_type]()
 
 
 def load_model(

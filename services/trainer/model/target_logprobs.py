@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.trainer.model.layers import fused
+from services.trainer.model.fused_layers import fused
 from services.trainer.model.lora_linear import LoraPair, add_product, gradient_of, product
 
 

@@ -98,8 +98,8 @@ class RankEnvironment:
         )
 
 
-MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, "qwen3"}))
-"""Those of `FAMILIES` in model/packed_model.py: known before torch is imported, so that others are refused at once."""
+MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, "gemma3_text", "llama", "mistral", "qwen2", "qwen3"}))
+"""Those of `FAMILIES` in model/model_family.py: known before torch is imported, so that others are refused at once."""
 
 LEAVE_S = 8.0
 """How long the ranks get to leave together after the last call has ended."""

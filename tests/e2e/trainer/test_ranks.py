@@ -7,14 +7,17 @@ how gradients are added up.
 import pathlib
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3TextConfig
 
 import tinyvlm
+from fovea.api.v1 import model_input_pb2
+from fovea.wire import tensors
 from services.trainer.model.lora import LoraSettings
 from services.trainer.model.optimizer import Adam
-from tests.e2e.trainer.examples import datums_of
+from tests.e2e.trainer.examples import datum, datums_of, text
 from tests.e2e.trainer.image_service import ImageService
 from tests.e2e.trainer.rank_engine import Call, run_ranks
 
@@ -43,6 +46,23 @@ def test_two_ranks_sum_gradients_as_one_does(images: ImageService, tmp_path: pat
         # Adam divides a gradient by its own size: where one is all but zero, even its last bits show in that element.
         difference = (two["weights"][name] - weights).square().mean().sqrt().item()
         assert difference < 0.1 * ADAM.learning_rate, name
+
+
+def test_a_family_by_rule_is_sharded_and_recomputed(tmp_path: pathlib.Path) -> None:
+    """Gemma 3, whose layers slide and whose embeddings are scaled, in float32."""
+    config = Gemma3TextConfig(
+        vocab_size=1280, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=8, query_pre_attn_scalar=24, max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    texts = [tensors.encode_tokens(np.array(text(length, length))) for length in (17, 5, 42, 17, 30)]
+    rendered = [model_input_pb2.RenderedInput(tokens=tokens) for tokens in texts]
+    datums = [datum(one, seed).SerializeToString() for seed, one in enumerate(rendered)]
+    call = Call({"keep_gathered": "never", "recompute": "always"}, None, datums, 1, ADAM)
+    one, two = (run_ranks(tmp_path / "model", call, ranks, tmp_path / str(ranks)) for ranks in (1, 2))
+    assert one["gradients"].keys() >= {"model.embed_tokens.weight", "model.layers.5.self_attn.q_norm.weight"}
+    assert max(relative(two["gradients"][name], exact) for name, exact in one["gradients"].items()) < 1e-4
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:

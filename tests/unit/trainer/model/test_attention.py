@@ -1,17 +1,27 @@
 """Packed attention against a dense mask over everything."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from services.trainer.model.layers import group_by_length, packed_attention
+from services.trainer.model.packed_attention import group_by_length, packed_attention
 
 CASES = [[5], [3, 3, 3], [1, 4, 2], [4, 2, 4, 2, 4], [7, 1, 1, 7, 3], [2, 5, 2]]
 
 
-def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], causal: bool) -> torch.Tensor:
+def _dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: list[int],
+    causal: bool,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     count = q.shape[2]
     document = torch.zeros(count, dtype=torch.int64)
     for number, (start, end) in enumerate(pairwise(bounds)):
@@ -21,8 +31,17 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int],
         allowed &= torch.ones(count, count, dtype=torch.bool).tril()
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~allowed, float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    if window is not None:
+        places = torch.arange(count)
+        allowed &= places[:, None] - places[None, :] < window
+    scores = q @ k.transpose(-1, -2) * 0.3
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    if sinks is None:
+        return (scores.softmax(-1) @ v).transpose(1, 2)
+    with_sinks = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return (with_sinks.softmax(-1)[..., :-1] @ v).transpose(1, 2)
 
 
 @pytest.mark.parametrize("lengths", CASES)
@@ -44,6 +63,46 @@ def test_equals_dense_attention(lengths: list[int], causal: bool, kv_heads: int)
     (expected * direction).sum().backward()
     for one, other in zip(given, copies, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("lengths", CASES)
+@pytest.mark.parametrize("kind", ["window", "softcap", "sinks", "all"])
+def test_windows_caps_and_sinks(lengths: list[int], kind: str) -> None:
+    torch.manual_seed(0)
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    shapes = [(1, 4, bounds[-1], 6), (1, 2, bounds[-1], 6), (1, 2, bounds[-1], 6), (4,)]
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    copies = [tensor.detach().clone().requires_grad_() for tensor in given]
+    window = 3 if kind in ("window", "all") else None
+    softcap = 0.5 if kind in ("softcap", "all") else None
+    with_sinks = kind in ("sinks", "all")
+    expected = _dense(*copies[:3], bounds, True, window, softcap, copies[3] if with_sinks else None)
+    more = {"sliding_window": window, "softcap": softcap, "s_aux": given[3] if with_sinks else None}
+    found, _ = packed_attention(
+        nn.Module(), *given[:3], None, 0.3, torch.tensor(bounds, dtype=torch.int32), max(lengths), True, **more
+    )
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    direction = torch.randn_like(expected)
+    (found * direction).sum().backward()
+    (expected * direction).sum().backward()
+    for one, other in zip(given, copies, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"head_mask": None, "use_cache": False}, "does not know head_mask"),
+        ({"attention_mask": torch.ones(2, 2)}, "no mask"),
+        ({"dropout": 0.1}, "no dropout"),
+        ({"sliding_window": 4, "is_causal": False}, "causal windows only"),
+    ],
+)
+def test_nothing_that_is_asked_is_ignored(given: dict[str, Any], message: str) -> None:
+    query = torch.zeros(1, 1, 2, 4)
+    bounds = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        packed_attention(nn.Module(), query, query, query, cu_seq_lens_q=bounds, max_length_q=2, **given)
 
 
 def test_equal_lengths_make_one_call() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.model.packed_model import FAMILIES
+from services.trainer.model.model_family import FAMILIES
 from services.trainer.ranks.rank_launcher import MODEL_TYPES, check_checkpoint
 
 

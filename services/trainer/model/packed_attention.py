@@ -1,0 +1,221 @@
+"""Attention over packed sequences: tokens see only their own document or image, and there is never a mask of T x T.
+
+Shapes: T tokens of all documents, H heads, D head size, N documents of one length L.
+
+It is registered with transformers under `PACKED_ATTENTION`. The name holds the word "flash" because transformers'
+vision towers then hand over the packed tensors whole with `cu_seq_lens_q`, instead of one call per image.
+"""
+
+# ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
+
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+PACKED_ATTENTION = "fovea_packed_flash"
+
+HARMLESS = {
+    "cu_seq_lens_k": "documents attend to themselves: the same as of the queries",
+    "max_length_k": "likewise",
+    "position_ids": "the rotary embedding has been applied",
+    "use_cache": "nothing is cached in training",
+    "past_key_values": "likewise",
+    "output_attentions": "no weights are returned, whatever is asked",
+}
+"""Keywords of transformers' models that change nothing here, and why."""
+
+# Without the flag torch 2.11 takes grouped queries as they are; later versions want to be told.
+_GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How the scores of a layer come to be, besides q k'.
+
+    Args:
+        scaling: Their factor; None for 1 / sqrt(D).
+        causal: Whether tokens see only themselves and those before them.
+        window: The most tokens that a token sees, itself included; None for all of its document.
+        softcap: c of c tanh(score / c); None for no cap.
+        sinks_H: A further score for each head that takes weight and gives no value; None for none.
+    """
+
+    scaling: float | None
+    causal: bool
+    window: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LengthGroup:
+    """All documents of one length.
+
+    Args:
+        length: Tokens of each.
+        start: First token if the documents stand side by side, else None.
+        count: How many.
+        index: int64 [count * length], positions of their tokens; None if they stand side by side.
+    """
+
+    length: int
+    start: int | None
+    count: int
+    index: Tensor | None
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Documents by length. `restore` is int64 [T], where each token's output stands, or None if in order already."""
+
+    groups: tuple[LengthGroup, ...]
+    restore: Tensor | None
+
+
+@lru_cache(maxsize=256)
+def group_by_length(bounds: tuple[int, ...]) -> Grouping:
+    """Groups the documents that `bounds` (0, end of first, ..., T) delimits."""
+    starts: dict[int, list[int]] = {}
+    for start, end in pairwise(bounds):
+        if end > start:
+            starts.setdefault(end - start, []).append(start)
+    groups, order = [], []
+    for length, members in starts.items():
+        index = (torch.tensor(members)[:, None] + torch.arange(length)).flatten()
+        side_by_side = members == list(range(members[0], members[0] + length * len(members), length))
+        groups.append(
+            LengthGroup(length, members[0] if side_by_side else None, len(members), None if side_by_side else index)
+        )
+        order.append(index)
+    permutation = torch.cat(order)
+    in_order = bool((permutation[1:] > permutation[:-1]).all())
+    return Grouping(tuple(groups), None if in_order else torch.argsort(permutation))
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface.
+
+    Args:
+        query: [1, H, T, D]; `key` and `value` may have fewer heads.
+        attention_mask: Must be None: the bounds say what is seen.
+        cu_seq_lens_q: int32 [documents + 1], bounds of the documents.
+        is_causal: Falls back to the module's own.
+        dropout: Must be 0.
+        sliding_window: As `Scores.window`; of causal attention only.
+        softcap: As `Scores.softcap`.
+        s_aux: [H], as `Scores.sinks_H`.
+
+    Returns:
+        [1, T, H, D]. Raises ValueError without bounds, since attention over everything would leak between documents,
+        and naming any keyword that it would have to ignore.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError("packed attention needs cu_seq_lens_q and max_length_q")
+    if refused := [name for name in others if name not in HARMLESS]:
+        raise ValueError(f"packed attention does not know {', '.join(refused)}, which {type(module).__name__} gives")
+    if attention_mask is not None or dropout:
+        raise ValueError(f"packed attention takes no mask and no dropout, which {type(module).__name__} gives")
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if sliding_window is not None and not causal:
+        raise ValueError(f"packed attention knows causal windows only, {type(module).__name__} has another")
+    scores = Scores(scaling, causal, sliding_window, softcap, s_aux)
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, scores, cu_seq_lens_q, max_length_q), None
+    return _grouped(query, key, value, scores, tuple(cu_seq_lens_q.tolist())), None
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: tuple[int, ...]) -> Tensor:
+    """One batched call a length: exact, and without padding."""
+    if query.shape[1] != key.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    grouping = group_by_length(bounds)
+    outputs = []
+    for group in grouping.groups:
+        q_NHLD, k_NHLD, v_NHLD = (_take(tensor, group) for tensor in (query, key, value))
+        out_NHLD = _attend(q_NHLD, k_NHLD, v_NHLD, scores)
+        outputs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
+    out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if grouping.restore is not None:
+        out_THD = out_THD.index_select(0, grouping.restore.to(out_THD.device))
+    return out_THD.unsqueeze(0)
+
+
+def _attend(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, scores: Scores) -> Tensor:
+    """[N, H, L, D] of documents of one length, each by itself."""
+    length = q_NHLD.shape[2]
+    is_cut = scores.window is not None and length > scores.window
+    if scores.softcap is None and scores.sinks_H is None and not is_cut:
+        return nn.functional.scaled_dot_product_attention(
+            q_NHLD, k_NHLD, v_NHLD, is_causal=scores.causal, scale=scores.scaling
+        )
+    seen_LL = torch.ones(length, length, dtype=torch.bool, device=q_NHLD.device)
+    if scores.causal:
+        seen_LL = seen_LL.tril()
+    if is_cut and scores.window is not None:
+        seen_LL = seen_LL.triu(1 - scores.window)
+    if scores.softcap is None and scores.sinks_H is None:
+        return nn.functional.scaled_dot_product_attention(q_NHLD, k_NHLD, v_NHLD, seen_LL, scale=scores.scaling)
+    return _attend_by_steps(q_NHLD, k_NHLD, v_NHLD, seen_LL, scores)
+
+
+def _attend_by_steps(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, seen_LL: Tensor, scores: Scores) -> Tensor:
+    """What torch has no kernel for: capped scores (Gemma 2, 2024) and sinks (gpt-oss, 2025)."""
+    scaling = q_NHLD.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    found_NHLL = (q_NHLD @ k_NHLD.transpose(-1, -2)).float() * scaling
+    if scores.softcap is not None:
+        found_NHLL = scores.softcap * torch.tanh(found_NHLL / scores.softcap)
+    found_NHLL = found_NHLL.masked_fill(~seen_LL, float("-inf"))
+    total_NHL1 = torch.logsumexp(found_NHLL, dim=-1, keepdim=True)
+    if scores.sinks_H is not None:
+        total_NHL1 = torch.logaddexp(total_NHL1, scores.sinks_H.float()[:, None, None])
+    return torch.exp(found_NHLL - total_NHL1).to(v_NHLD.dtype) @ v_NHLD
+
+
+def _take(packed_1HTD: Tensor, group: LengthGroup) -> Tensor:
+    heads_HTD = packed_1HTD.squeeze(0)
+    if group.index is None:
+        assert group.start is not None
+        picked = heads_HTD.narrow(1, group.start, group.count * group.length)
+    else:
+        picked = heads_HTD.index_select(1, group.index.to(heads_HTD.device))
+    return picked.reshape(picked.shape[0], group.count, group.length, -1).transpose(0, 1)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: Tensor, longest: int) -> Tensor:
+    """torch's variable-length flash attention."""
+    if scores.softcap is not None or scores.sinks_H is not None:
+        raise ValueError("capped scores and attention sinks have no kernel on a GPU in 16 bits: use --dtype float32")
+    q_THD, k_THD, v_THD = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    # How many tokens are seen on either side; -1 for all.
+    window = (-1 if scores.window is None else scores.window - 1, 0) if scores.causal else (-1, -1)
+    out_THD = varlen_attn(
+        q_THD, k_THD, v_THD, bounds, bounds, longest, longest, scale=scores.scaling, window_size=window, **_GROUPED
+    )
+    assert isinstance(out_THD, Tensor)
+    return out_THD.unsqueeze(0)
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,55 @@
+"""A family that goes by rule through all services: Mistral, with a window that is shorter than the prompts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
+
+import tinyvlm
+from tests.e2e.prompts import PromptBuilder
+from tests.e2e.stack import Stack, running_stack
+from tests.e2e.test_agreement import check_model
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, and the tokenizer of the tiny models."""
+    directory = tmp_path_factory.mktemp("models") / "tiny-mistral"
+    tokenizer = AutoTokenizer.from_pretrained(tinyvlm.ensure("qwen3"))
+    config = MistralConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # the smallest that vLLM's CPU attention has a kernel for
+        max_position_embeddings=1024,
+        sliding_window=16,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text_stack(mistral: Path) -> Iterator[Stack]:
+    with running_stack(mistral) as stack:
+        yield stack
+
+
+@pytest.mark.parametrize(("rank", "rate"), [(8, 5e-3), (0, 5e-4)], ids=["adapter", "full"])
+def test_sampler_and_trainer_agree(text_stack: Stack, rank: int, rate: float) -> None:
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(text_stack.model))
+    words = "Some words about nothing in particular, which the sampler and the trainer have to score alike. "
+    prompts = {"short": builder.build("Hello there."), "long": builder.build(words * 4)}
+    with text_stack.service_client() as service:
+        check_model(text_stack, service, rank, rate, prompts)

@@ -1,0 +1,198 @@
+"""Language models by rule, packed, against transformers' own forward pass of one document at a time, in float32.
+
+Windows are shorter than the documents, and layers alternate as in the published configurations.
+"""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from services.trainer.batches.datum_decoding import Datum
+from services.trainer.batches.micro_batch import BatchLayout
+from services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from services.trainer.model.model_family import LoraTarget, Role
+from services.trainer.model.packed_model import PackedModel, load_model
+from services.trainer.settings import TrainerSettings
+
+CPU = torch.device("cpu")
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2 window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "qwen3 window": Qwen3Config(**SIZES, head_dim=16, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "llama": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "mistral": MistralConfig(**SIZES, head_dim=16, sliding_window=8),
+    "mistral full": MistralConfig(**SIZES, head_dim=16, sliding_window=None),
+    "gemma3": Gemma3TextConfig(
+        **SIZES | {"num_hidden_layers": 6}, head_dim=16, sliding_window=8, query_pre_attn_scalar=24
+    ),
+}
+LENGTHS = [5, 23, 11, 23]
+
+
+@cache
+def _checkpoint(name: str) -> Path:
+    """With random weights of a scale at which every part speaks, biases and norms included."""
+    directory = Path(mkdtemp(prefix="families-"))
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _packed(name: str) -> tuple[PackedModel, list[LoraTarget], LoraInjector]:
+    directory = _checkpoint(name)
+    family, _, module = load_model(TrainerSettings(model=str(directory)), directory, CPU)
+    targets = list(family.lora_targets(module.hf))
+    return module.requires_grad_(False), targets, LoraInjector(targets)
+
+
+def _reference(name: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(_checkpoint(name), dtype=torch.float32, attn_implementation="eager")
+
+
+def _datums() -> list[Datum]:
+    generator = np.random.default_rng(3)
+    made = []
+    for index, length in enumerate(LENGTHS):
+        # Padding, 0, is no token of a document: transformers gives its embedding no gradient.
+        tokens = generator.integers(3, VOCABULARY, length + 1)
+        made.append(Datum(index, tokens[:-1], None, (), 0, tokens[1:, None], {}, True))
+    return made
+
+
+def _run(module: PackedModel, datums: list[Datum], unembedding: Any = None, recompute_above: float = 1e9) -> Tensor:
+    """Log-probabilities of all targets, float32 [T]."""
+    batch = BatchLayout(None, CPU).pack(datums, {}, False, None)
+    logprobs: Tensor = module(batch, unembedding, None, recompute_above)
+    return logprobs[:, 0]
+
+
+def _run_reference(model: Any, datums: list[Datum]) -> Tensor:
+    found = []
+    for datum in datums:
+        logits = model(input_ids=torch.from_numpy(datum.tokens)[None], use_cache=False).logits[0]
+        found.append(logits.log_softmax(-1).gather(1, torch.from_numpy(datum.targets))[:, 0])
+    return torch.cat(found)
+
+
+def _direction() -> Tensor:
+    return torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_equals_one_by_one_and_transformers(name: str) -> None:
+    module, _, _ = _packed(name)
+    datums = _datums()
+    with torch.no_grad():
+        packed = _run(module, datums)
+        alone = torch.cat([_run(module, [datum]) for datum in datums])
+        expected = _run_reference(_reference(name), datums)
+    assert (packed - alone).abs().max() <= 2e-5
+    assert (packed - expected).abs().max() <= 1e-4
+    assert packed.std() > 0.1
+
+
+@pytest.mark.parametrize("recompute_above", [0, 1e9])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_of_all_parameters(name: str, recompute_above: float) -> None:
+    module, _, _ = _packed(name)
+    module.requires_grad_(True)
+    (_run(module, _datums(), None, recompute_above) * _direction()).sum().backward()
+    reference = _reference(name)
+    (_run_reference(reference, _datums()) * _direction()).sum().backward()
+    found = dict(module.hf.named_parameters())
+    for key, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(
+            found[key].grad, parameter.grad, atol=2e-4, rtol=2e-4, msg=lambda m, k=key: f"{k} {m}"
+        )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_adapters_of_every_linear_module(name: str) -> None:
+    """As merged into the weights, whose gradient d W gives those of A and B: s B' dW and s dW A'."""
+    module, targets, injector = _packed(name)
+    linears = {name for name, part in module.hf.named_modules() if isinstance(part, nn.Linear)}
+    assert {target.name for target in targets} == linears
+    assert {target.role for target in targets} == set(Role)
+    weights = LoraWeights(LoraSettings(4, 8.0, 0, True, True, True, False), targets, CPU, torch.float32)
+    injector.activate(weights)
+    reference = _reference(name)
+    reference.lm_head.weight = nn.Parameter(reference.lm_head.weight.detach().clone())  # an adapter leaves a tied one
+    parts = dict(reference.named_modules())
+    generator = torch.Generator().manual_seed(11)
+    for key, pair in weights.pairs.items():
+        with torch.no_grad():
+            pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * 0.1)
+            parts[key].weight += pair.scale * pair.b @ pair.a
+    logprobs = _run(module, _datums(), weights.pairs["lm_head"])
+    expected = _run_reference(reference, _datums())
+    assert (logprobs - expected).abs().max() <= 1e-4
+    (logprobs * _direction()).sum().backward()
+    (expected * _direction()).sum().backward()
+    for key, pair in weights.pairs.items():
+        grad = parts[key].weight.grad
+        torch.testing.assert_close(pair.a_grad, pair.scale * pair.b.T @ grad, atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(pair.b_grad, pair.scale * grad @ pair.a.T, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping of gemma3_text is not supported"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention of gemma3_text"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout must be 0"),
+        ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
+    ],
+)
+def test_variants_that_would_be_computed_wrongly(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(_checkpoint(name))
+    for key, value in change.items():
+        setattr(config, key, value)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_model(TrainerSettings(model=str(tmp_path)), tmp_path, CPU)
