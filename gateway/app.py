@@ -23,7 +23,7 @@ from gateway.grpc_front.field_names import named
 from gateway.grpc_front.gateway_servicer import GatewayServicer, channel_limits
 from gateway.http.connections import Connection, Connections
 from gateway.parts import Parts
-from gateway.sessions.session import Session
+from gateway.sessions.sessions import Session
 from gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.wire.errors import Unavailable
-from gateway.database.ownership import Superseded
 from gateway.database.sql_engine import is_lost, make_engine, parse_url, translate
-from gateway.database.writer import Job, Result, Writer
+from gateway.database.writer import Job, Result, Superseded, Writer
 
 logger = logging.getLogger(__name__)
 

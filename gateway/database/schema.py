@@ -18,7 +18,7 @@ alembic_version = sa.Table("alembic_version", metadata, sa.Column("version_num",
 # For gateways from before alembic: see `migrations`.
 schema_version = sa.Table("schema_version", metadata, sa.Column("version", sa.Integer, primary_key=True))
 
-# Who has the state, and the last transaction that it committed: see `ownership`. Empty in SQLite.
+# Who has the state, and the last transaction that it committed: see `writer`. Empty in SQLite.
 owner = sa.Table(
     "state_owner",
     metadata,

@@ -33,8 +33,7 @@ from gateway.replicas.samplers import Samplers
 from gateway.replicas.snapshot_pushes import KeptSnapshot, Snapshots, version_of
 from gateway.sampling.sample_runner import SampleRunner, SampleWork, check_context, check_limits
 from gateway.sampling.sampling_session import SamplingSession
-from gateway.sessions.session import Session
-from gateway.sessions.sessions import Sessions, update_session
+from gateway.sessions.sessions import Session, Sessions, update_session
 
 logger = logging.getLogger(__name__)
 

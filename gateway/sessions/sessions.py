@@ -1,23 +1,46 @@
-"""Sessions: opened, kept alive, ended once; and their rows.
+"""Sessions, which clients open, keep alive and end; and their rows.
 
 The end of a session frees everything that it owns, which is done by who takes the session from `next_ended`.
 """
 
 import asyncio
+import json
 import logging
+import secrets
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
 
-from fovea.wire.errors import NotFound, SessionEnded
+from fovea.wire.errors import InvalidInput, NotFound, SessionEnded
 from gateway.database.database import Database
 from gateway.database.schema import models, sampling_sessions, sessions
 from gateway.database.sql_engine import insert_new
 from gateway.quotas import Quota
-from gateway.sessions.session import Session, check_metadata, new_session_id
 
 logger = logging.getLogger(__name__)
+
+_MOST_METADATA_BYTES = 64 * 2**10
+
+
+@dataclass(eq=False)
+class Session:
+    """What a client opened; owns models and sampling sessions."""
+
+    session_id: str
+    owner: str
+    request_key: str | None = None
+    tags: list[str] = field(default_factory=list)
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+    display_name: str | None = None
+    created_at: float = field(default_factory=time.time)
+    heartbeat_at: float = field(default_factory=time.time)
+    ended_at: float | None = None
+    end_reason: str | None = None
+    end_detail: str | None = None
+    next_sampling_number: int = 0
 
 
 class Sessions:
@@ -52,7 +75,7 @@ class Sessions:
         self._database.check_room()
         self._quota.check(owner)
         check_metadata({"tags": tags, "user_metadata": user_metadata}, "user_metadata with tags")
-        session = Session(new_session_id(), owner, request_key, tags, user_metadata, display_name)
+        session = Session(f"sess-{secrets.token_hex(8)}", owner, request_key, tags, user_metadata, display_name)
         if not await self._database.write(lambda connection: insert_session(connection, session)):
             known = await self._database.read(lambda connection: find_session(connection, owner, request_key or ""))
             assert known is not None, "an insert failed without a row in its way"
@@ -154,6 +177,13 @@ class Sessions:
         await self._database.write(lambda connection: update_session(connection, session.session_id, **values))
         logger.info("session %s is over: %s", session.session_id, reason)
         self.free(session)
+
+
+def check_metadata(metadata: Mapping[str, Any], field: str = "user_metadata") -> None:
+    """Raises InvalidInput for more of it than is kept in memory with each thing that has some."""
+    size_bytes = len(json.dumps(metadata))
+    if size_bytes > _MOST_METADATA_BYTES:
+        raise InvalidInput(f"{field} has {size_bytes} bytes as JSON; at most {_MOST_METADATA_BYTES}", field=field)
 
 
 def insert_session(connection: sa.Connection, session: Session) -> bool:

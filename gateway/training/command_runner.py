@@ -10,8 +10,7 @@ from fovea.wire.errors import FoveaError, ModelLost, NotFound, Unavailable
 from gateway.futures.future import Done, Kind, Outcome, Pending, State, Submission, run_to_outcome
 from gateway.futures.futures import Futures
 from gateway.replicas.trainer_link import TrainerLink
-from gateway.training.model import Model, ModelState
-from gateway.training.models import Models
+from gateway.training.models import Model, Models, ModelState
 from gateway.training.step_commands import BATCH_KINDS, Batches
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from gateway.futures.future import check_seq_id
 from gateway.replicas import snapshot_pushes
 from gateway.replicas.snapshot_pushes import KeptSnapshot, id_of_snapshot
 from gateway.sessions.sessions import Sessions
-from gateway.training.model import Model, ModelState, id_of_model
-from gateway.training.models import get_row, insert_row
+from gateway.training.models import Model, ModelState, get_row, id_of_model, insert_row
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from gateway.checkpoints.checkpoint_registry import Checkpoints
 from gateway.futures.future import Done, Pending, QueueState
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.sessions.sessions import Sessions
-from gateway.training.model import Model, ModelState
-from gateway.training.models import Models
+from gateway.training.models import Model, Models, ModelState
 
 _LONGEST_PAUSE_S = 0.5
 

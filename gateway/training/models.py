@@ -1,7 +1,9 @@
-"""The registry of models: who owns which, what state it is in, and when its trainer is gone; and their rows."""
+"""Models, which clients train: who owns which, what state it is in, and when its trainer is gone; and their rows."""
 
+import enum
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
@@ -14,11 +16,53 @@ from gateway.database.database import Database
 from gateway.database.schema import models, sessions
 from gateway.database.sql_engine import insert_new
 from gateway.database.writer import Job
-from gateway.training.model import Model, ModelState
 
 logger = logging.getLogger(__name__)
 
 _UPDATE = sa.update(models).where(models.c.model_id == sa.bindparam("key"))
+
+
+class ModelState(enum.StrEnum):
+    """Where a model stands."""
+
+    CREATING = "creating"
+    READY = "ready"
+    FAILED = "failed"
+    LOST = "lost"
+    ENDED = "ended"
+
+
+@dataclass(eq=False)
+class Model:
+    """One model in training, and what its queue of commands must remember.
+
+    Attributes:
+        lora: Its shape; rank 0 means that all parameters are trained.
+        trainer_instance: The trainer that holds it; any other one does not.
+        state_reason: Why it failed, was lost or ended.
+        next_seq_id: The next command in turn.
+        next_snapshot: Number of the next snapshot, never used twice.
+        failed_seq_id: A forward_backward that failed since the last step: the next step would be on partial gradients.
+        is_accumulating: Whether a forward_backward has succeeded since the last step, taken or not. Until then, what
+            gradients the trainer may hold are no part of the next step.
+    """
+
+    model_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    lora: weights_pb2.LoraConfig
+    user_metadata: dict[str, Any]
+    trainer_instance: str = ""
+    state: ModelState = ModelState.CREATING
+    state_reason: str = ""
+    next_seq_id: int = 0
+    next_snapshot: int = 1
+    failed_seq_id: int | None = None
+    failed_reason: str = ""
+    is_accumulating: bool = False
+    created_at: float = field(default_factory=time.time)
+    last_request_at: float = field(default_factory=time.time)
 
 
 class Models:
@@ -143,6 +187,11 @@ class Models:
             words = {ModelState.CREATING: "was not created", ModelState.FAILED: "could not be created"}
             state = words.get(model.state, "has ended")
             raise FailedPrecondition(f"model {model.model_id} {state}: {model.state_reason or 'no create_model came'}")
+
+
+def id_of_model(session_id: str, model_seq_id: int) -> str:
+    """The id that the SDK expects for a session's n-th model."""
+    return f"{session_id}:train:{model_seq_id}"
 
 
 def _unknown(model_id: str) -> FoveaError:

@@ -18,7 +18,7 @@ from gateway.replicas import snapshot_pushes
 from gateway.replicas.snapshot_pushes import KeptSnapshot, id_of_export, id_of_snapshot
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.sampling.sampling_sessions import Sampling
-from gateway.training.model import Model
+from gateway.training.models import Model
 
 logger = logging.getLogger(__name__)
 

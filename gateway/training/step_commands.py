@@ -19,7 +19,7 @@ from gateway.gateway_metrics import stage
 from gateway.replicas.renderers import Renderers
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.training.custom_losses import CUSTOM, CustomLosses
-from gateway.training.model import Model
+from gateway.training.models import Model
 
 BATCH_KINDS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 _MOST_AHEAD = 8

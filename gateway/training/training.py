@@ -13,11 +13,9 @@ from fovea.wire.errors import FoveaError, InvalidInput, SessionEnded
 from gateway.futures.future import Kind, Outcome, Pending, Submission, check_seq_id, future_id, join_messages
 from gateway.futures.futures import Futures
 from gateway.replicas.trainer_link import TrainerLink
-from gateway.sessions.session import Session, check_metadata
-from gateway.sessions.sessions import Sessions
+from gateway.sessions.sessions import Session, Sessions, check_metadata
 from gateway.training.command_runner import CommandQueue, CommandRunner
-from gateway.training.model import Model, ModelState, id_of_model
-from gateway.training.models import Models
+from gateway.training.models import Model, Models, ModelState, id_of_model
 from gateway.training.step_commands import BATCH_KINDS, Batches
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from gateway.database.database import Database
 from gateway.http.endpoint import Endpoints, Json, check_query, paging
 from gateway.http.request_body import parse_json, read
 from gateway.training.copies import Copies
-from gateway.training.model import Model, ModelState
-from gateway.training.models import get_row, rows_of_owner
+from gateway.training.models import Model, ModelState, get_row, rows_of_owner
 from gateway.training.training_bodies import CopyWeights
 
 _SCOPES = {"owned": False, "accessible": True}
