@@ -20,16 +20,15 @@ from gateway.sampling.sample_runner import SampleRunner
 from gateway.sampling.sampling_sessions import Sampling
 from gateway.sessions.sessions import Sessions
 from gateway.settings import GatewaySettings
-from gateway.training.command_runner import Command, CommandRunner
+from gateway.training.batches import Batches
+from gateway.training.commands import Command, CommandRunner, StepCommands
 from gateway.training.copies import Copies
-from gateway.training.creation_commands import CreationCommands
 from gateway.training.custom_losses import CustomLosses
 from gateway.training.models import Models
 from gateway.training.orphans import OrphanCollector
-from gateway.training.save_commands import SaveCommands
-from gateway.training.step_commands import Batches, StepCommands
 from gateway.training.training import Training
 from gateway.training.training_runs import TrainingRuns
+from gateway.training.weight_commands import CreationCommands, SaveCommands
 
 
 class Parts:

@@ -1,9 +1,12 @@
-"""Training submissions: accepted in any order, each once, and handed to the queue of their model."""
+"""Training submissions: accepted in any order, each once, and handed to the queue of their model, which has them run
+strictly by seq_id.
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from google.protobuf.message import Message
 
@@ -14,9 +17,9 @@ from gateway.futures.future import Kind, Outcome, Pending, Submission, check_seq
 from gateway.futures.futures import Futures
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.sessions.sessions import Session, Sessions, check_metadata
-from gateway.training.command_runner import CommandQueue, CommandRunner
+from gateway.training.batches import BATCH_KINDS, Batches
+from gateway.training.commands import CommandRunner
 from gateway.training.models import Model, Models, ModelState, id_of_model
-from gateway.training.step_commands import BATCH_KINDS, Batches
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,101 @@ _KINDS: Mapping[type[Command], Kind] = {
 
 KINDS = frozenset({*_KINDS.values(), *BATCH_KINDS, Kind.CREATE_MODEL})
 """What is done with models."""
+
+
+class CommandQueue:
+    """The commands of one model: run one after another, strictly by seq_id, whatever order they arrive in.
+
+    Args:
+        model_id: For logs.
+        next_seq_id: The first command in turn.
+        run: Runs one command and ends its future, well or badly; never raises.
+        refuse: Ends the future of a command that can no longer run.
+        skip: Notes that a range of seq ids never arrived.
+        gap_timeout_s: How long later commands wait for a missing one, counted from the last arrival.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        next_seq_id: int,
+        run: Callable[[Pending], Awaitable[None]],
+        refuse: Callable[[Pending, FoveaError | None], Awaitable[None]],
+        skip: Callable[[int, int], None],
+        gap_timeout_s: float,
+    ) -> None:
+        self._model_id = model_id
+        self._next = next_seq_id
+        self._run, self._refuse, self._skip = run, refuse, skip
+        self._gap_timeout_s = gap_timeout_s
+        self._waiting: dict[int, Pending] = {}
+        self._late: deque[Pending] = deque()
+        self._arrived = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closed_by: FoveaError | None = None
+        self._is_paused = False
+
+    @property
+    def in_turn(self) -> int:
+        """The seq_id that runs now, or runs next once it has arrived."""
+        return self._next
+
+    def add(self, pending: Pending) -> None:
+        """Takes a command; returns at once."""
+        if pending.submission.seq_id < self._next:
+            self._late.append(pending)
+        else:
+            self._waiting[pending.submission.seq_id] = pending
+            if pending.submission.seq_id != self._next:
+                pending.progress.queue(self._describe)
+        self._arrived.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._work(), name=f"commands of {self._model_id}")
+
+    async def close(self, error: FoveaError) -> None:
+        """Refuses what waits and what is to come; the running command ends first."""
+        self._closed_by = error
+        self._arrived.set()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Stops at once, for the end of the process: what waits stays in the database."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def pause(self) -> asyncio.Task[None] | None:
+        """Starts nothing more; returns the task to wait for if a command runs now."""
+        self._is_paused = True
+        self._arrived.set()
+        return None if self._task is None or self._task.done() else self._task
+
+    async def _work(self) -> None:
+        while (self._waiting or self._late) and not self._is_paused:
+            while self._late:
+                await self._refuse(self._late.popleft(), self._closed_by)
+            if self._closed_by is not None:
+                for pending in sorted(self._waiting.values(), key=lambda pending: pending.submission.seq_id):
+                    await self._refuse(self._waiting.pop(pending.submission.seq_id), self._closed_by)
+            elif self._next in self._waiting:
+                await self._run(self._waiting.pop(self._next))
+                self._next += 1
+            elif self._waiting:
+                await self._wait_for_missing()
+
+    def _describe(self) -> str:
+        return f"waiting for request {self._next} of this model"
+
+    async def _wait_for_missing(self) -> None:
+        self._arrived.clear()
+        try:
+            await asyncio.wait_for(self._arrived.wait(), self._gap_timeout_s)
+        except TimeoutError:
+            first = min(self._waiting)
+            logger.warning("%s: requests %d to %d never arrived", self._model_id, self._next, first - 1)
+            self._skip(self._next, first - 1)
+            self._next = first
 
 
 class Training:

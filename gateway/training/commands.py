@@ -1,118 +1,28 @@
-"""Training commands in their turn: a queue for each model, and what runs the command that is in turn."""
+"""Training commands: what runs one in its turn and keeps its outcome; and those that compute, which are forward,
+forward_backward and optim_step.
 
-import asyncio
+What changes a model has no deadline: to give it up would leave unknown what it did. The trainer knows it by its seq_id,
+does it once, and says what came of it however often it is asked.
+"""
+
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
-from fovea.wire.errors import FoveaError, ModelLost, NotFound, Unavailable
+from fovea.api.v1 import gateway_pb2, trainer_pb2
+from fovea.client import ForwardBackwardResult
+from fovea.wire.errors import FailedPrecondition, FeatureEvicted, FoveaError, ModelLost, NotFound, Unavailable
 from gateway.futures.future import Done, Kind, Outcome, Pending, State, Submission, run_to_outcome
 from gateway.futures.futures import Futures
+from gateway.gateway_metrics import stage
 from gateway.replicas.trainer_link import TrainerLink
+from gateway.training.batches import BATCH_KINDS, Batch, Batches
 from gateway.training.models import Model, Models, ModelState
-from gateway.training.step_commands import BATCH_KINDS, Batches
 
 logger = logging.getLogger(__name__)
 
 _CHANGING = (Kind.OPTIM_STEP, Kind.LOAD_STATE)
 """Commands after which the weights are others: if what came of one cannot be learned, the model is lost."""
-
-
-class CommandQueue:
-    """The commands of one model: run one after another, strictly by seq_id, whatever order they arrive in.
-
-    Args:
-        model_id: For logs.
-        next_seq_id: The first command in turn.
-        run: Runs one command and ends its future, well or badly; never raises.
-        refuse: Ends the future of a command that can no longer run.
-        skip: Notes that a range of seq ids never arrived.
-        gap_timeout_s: How long later commands wait for a missing one, counted from the last arrival.
-    """
-
-    def __init__(
-        self,
-        model_id: str,
-        next_seq_id: int,
-        run: Callable[[Pending], Awaitable[None]],
-        refuse: Callable[[Pending, FoveaError | None], Awaitable[None]],
-        skip: Callable[[int, int], None],
-        gap_timeout_s: float,
-    ) -> None:
-        self._model_id = model_id
-        self._next = next_seq_id
-        self._run, self._refuse, self._skip = run, refuse, skip
-        self._gap_timeout_s = gap_timeout_s
-        self._waiting: dict[int, Pending] = {}
-        self._late: deque[Pending] = deque()
-        self._arrived = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._closed_by: FoveaError | None = None
-        self._is_paused = False
-
-    @property
-    def in_turn(self) -> int:
-        """The seq_id that runs now, or runs next once it has arrived."""
-        return self._next
-
-    def add(self, pending: Pending) -> None:
-        """Takes a command; returns at once."""
-        if pending.submission.seq_id < self._next:
-            self._late.append(pending)
-        else:
-            self._waiting[pending.submission.seq_id] = pending
-            if pending.submission.seq_id != self._next:
-                pending.progress.queue(self._describe)
-        self._arrived.set()
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._work(), name=f"commands of {self._model_id}")
-
-    async def close(self, error: FoveaError) -> None:
-        """Refuses what waits and what is to come; the running command ends first."""
-        self._closed_by = error
-        self._arrived.set()
-        if self._task is not None:
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def stop(self) -> None:
-        """Stops at once, for the end of the process: what waits stays in the database."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    def pause(self) -> asyncio.Task[None] | None:
-        """Starts nothing more; returns the task to wait for if a command runs now."""
-        self._is_paused = True
-        self._arrived.set()
-        return None if self._task is None or self._task.done() else self._task
-
-    async def _work(self) -> None:
-        while (self._waiting or self._late) and not self._is_paused:
-            while self._late:
-                await self._refuse(self._late.popleft(), self._closed_by)
-            if self._closed_by is not None:
-                for pending in sorted(self._waiting.values(), key=lambda pending: pending.submission.seq_id):
-                    await self._refuse(self._waiting.pop(pending.submission.seq_id), self._closed_by)
-            elif self._next in self._waiting:
-                await self._run(self._waiting.pop(self._next))
-                self._next += 1
-            elif self._waiting:
-                await self._wait_for_missing()
-
-    def _describe(self) -> str:
-        return f"waiting for request {self._next} of this model"
-
-    async def _wait_for_missing(self) -> None:
-        self._arrived.clear()
-        try:
-            await asyncio.wait_for(self._arrived.wait(), self._gap_timeout_s)
-        except TimeoutError:
-            first = min(self._waiting)
-            logger.warning("%s: requests %d to %d never arrived", self._model_id, self._next, first - 1)
-            self._skip(self._next, first - 1)
-            self._next = first
-
 
 Command = Callable[[Model, Pending, bytes], Awaitable[Done]]
 
@@ -245,3 +155,76 @@ def _begin_afresh(model: Model, submission: Submission) -> None:
         and not model.is_accumulating
     ):
         model.failed_seq_id, model.failed_reason = None, ""
+
+
+class StepCommands:
+    """Runs forward, forward_backward and optim_step."""
+
+    def __init__(self, batches: Batches, trainer: TrainerLink) -> None:
+        self._batches, self._trainer = batches, trainer
+
+    async def forward_backward(self, model: Model, pending: Pending, blob: bytes) -> Done:
+        """Renders the datums and has their loss computed, with gradients or without."""
+        pending.progress.wait_on("rendering")
+        batch = await self._batches.take(pending)
+        again: list[int] = []
+        portion = len(batch.datums)
+        while True:
+            try:
+                answer = await self._compute(model, batch, pending)
+                break
+            except FeatureEvicted as error:  # the trainer fetches before it computes: nothing was added yet
+                missing = _missing(error, len(batch.datums))
+                came = len(set(again).difference(missing))
+                if again and not came and portion == 1:
+                    raise
+                # As many as came the last time: more than renderers hold at once would push each other out.
+                portion = max(1, came or portion // 4) if again else portion
+                again = missing[:portion]
+                pending.progress.wait_on("rendering again what the renderers no longer hold")
+                batch = await self._batches.render_again(pending, batch, again)
+        outputs = [gateway_pb2.WaitFutureResponse(output=output) for output in answer.outputs]
+        metrics = trainer_pb2.Metrics(values=answer.metrics)
+        return Done([*outputs, gateway_pb2.WaitFutureResponse(metrics=metrics)])
+
+    async def _compute(self, model: Model, batch: Batch, pending: Pending) -> ForwardBackwardResult:
+        pending.progress.wait_on("computing, or waiting for the trainer")
+        batch.header.seq_id = pending.submission.seq_id
+        batch.header.drop_gradients = not model.is_accumulating
+        with stage("train", pending.submission.kind.value):
+            return await self._trainer.settle(
+                model.trainer_instance,
+                lambda: self._trainer.client.forward_backward(batch.header, batch.datums, timeout_s=None),
+            )
+
+    async def optim_step(self, model: Model, pending: Pending, blob: bytes) -> Done:
+        """Steps, unless a forward_backward since the last step failed: then gradients are partial and are dropped."""
+        trainer, held_by, seq_id = self._trainer, model.trainer_instance, pending.submission.seq_id
+        if model.failed_seq_id is not None:
+            failed, reason = model.failed_seq_id, model.failed_reason
+            await trainer.settle(
+                held_by,
+                lambda: trainer.client.clear_gradients(model.model_id, timeout_s=None, seq_id=seq_id),
+            )
+            model.failed_seq_id, model.failed_reason = None, ""
+            raise FailedPrecondition(
+                f"this optim_step (request {seq_id}) was not taken: forward_backward request {failed} before it "
+                f"failed ({reason}), so the gradients were partial. They were dropped; send the forward_backward calls "
+                "again, then optim_step"
+            )
+        request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
+        pending.progress.wait_on("stepping, or waiting for the trainer")
+        with stage("train", pending.submission.kind.value):
+            answer = await trainer.settle(
+                held_by,
+                lambda: trainer.client.optim_step(
+                    model.model_id, request.adam, timeout_s=None, seq_id=pending.submission.seq_id
+                ),
+            )
+        return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
+
+
+def _missing(error: FeatureEvicted, count: int) -> list[int]:
+    """The datums that must be rendered again; all, if the trainer does not say."""
+    named = error.metadata.get("datums", "")
+    return [int(index) for index in named.split(",") if int(index) < count] if named else list(range(count))

@@ -1,7 +1,5 @@
-"""Commands that compute: forward, forward_backward, optim_step; and the batches of datums of the first two.
-
-What changes a model has no deadline: to give it up would leave unknown what it did. The trainer knows it by its seq_id,
-does it once, and says what came of it however often it is asked.
+"""Batches of datums for forward and forward_backward: decoded and rendered while they wait for their turn, so that the
+trainer computes one batch while the next is rendered.
 """
 
 import asyncio
@@ -10,16 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, trainer_pb2
-from fovea.client import ForwardBackwardResult
 from fovea.wire.conventions import MESSAGE_BYTES
-from fovea.wire.errors import FailedPrecondition, FeatureEvicted, InvalidInput
-from gateway.futures.future import Done, Kind, Pending, split_messages
+from fovea.wire.errors import InvalidInput
+from gateway.futures.future import Kind, Pending, split_messages
 from gateway.futures.futures import Futures
 from gateway.gateway_metrics import stage
 from gateway.replicas.renderers import Renderers
-from gateway.replicas.trainer_link import TrainerLink
 from gateway.training.custom_losses import CUSTOM, CustomLosses
-from gateway.training.models import Model
 
 BATCH_KINDS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 _MOST_AHEAD = 8
@@ -35,9 +30,7 @@ class Batch:
 
 
 class Batches:
-    """Decodes and renders the requests of forward and forward_backward, while they wait for their turn: the trainer
-    computes one batch while the next is rendered.
-    """
+    """Decodes and renders the requests of forward and forward_backward."""
 
     def __init__(self, futures: Futures, renderers: Renderers, custom_losses: CustomLosses) -> None:
         self._futures = futures
@@ -112,79 +105,6 @@ class Batches:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return {index: task.result() for index, task in tasks.items()}
-
-
-class StepCommands:
-    """Runs forward, forward_backward and optim_step."""
-
-    def __init__(self, batches: Batches, trainer: TrainerLink) -> None:
-        self._batches, self._trainer = batches, trainer
-
-    async def forward_backward(self, model: Model, pending: Pending, blob: bytes) -> Done:
-        """Renders the datums and has their loss computed, with gradients or without."""
-        pending.progress.wait_on("rendering")
-        batch = await self._batches.take(pending)
-        again: list[int] = []
-        portion = len(batch.datums)
-        while True:
-            try:
-                answer = await self._compute(model, batch, pending)
-                break
-            except FeatureEvicted as error:  # the trainer fetches before it computes: nothing was added yet
-                missing = _missing(error, len(batch.datums))
-                came = len(set(again).difference(missing))
-                if again and not came and portion == 1:
-                    raise
-                # As many as came the last time: more than renderers hold at once would push each other out.
-                portion = max(1, came or portion // 4) if again else portion
-                again = missing[:portion]
-                pending.progress.wait_on("rendering again what the renderers no longer hold")
-                batch = await self._batches.render_again(pending, batch, again)
-        outputs = [gateway_pb2.WaitFutureResponse(output=output) for output in answer.outputs]
-        metrics = trainer_pb2.Metrics(values=answer.metrics)
-        return Done([*outputs, gateway_pb2.WaitFutureResponse(metrics=metrics)])
-
-    async def _compute(self, model: Model, batch: Batch, pending: Pending) -> ForwardBackwardResult:
-        pending.progress.wait_on("computing, or waiting for the trainer")
-        batch.header.seq_id = pending.submission.seq_id
-        batch.header.drop_gradients = not model.is_accumulating
-        with stage("train", pending.submission.kind.value):
-            return await self._trainer.settle(
-                model.trainer_instance,
-                lambda: self._trainer.client.forward_backward(batch.header, batch.datums, timeout_s=None),
-            )
-
-    async def optim_step(self, model: Model, pending: Pending, blob: bytes) -> Done:
-        """Steps, unless a forward_backward since the last step failed: then gradients are partial and are dropped."""
-        trainer, held_by, seq_id = self._trainer, model.trainer_instance, pending.submission.seq_id
-        if model.failed_seq_id is not None:
-            failed, reason = model.failed_seq_id, model.failed_reason
-            await trainer.settle(
-                held_by,
-                lambda: trainer.client.clear_gradients(model.model_id, timeout_s=None, seq_id=seq_id),
-            )
-            model.failed_seq_id, model.failed_reason = None, ""
-            raise FailedPrecondition(
-                f"this optim_step (request {seq_id}) was not taken: forward_backward request {failed} before it "
-                f"failed ({reason}), so the gradients were partial. They were dropped; send the forward_backward calls "
-                "again, then optim_step"
-            )
-        request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
-        pending.progress.wait_on("stepping, or waiting for the trainer")
-        with stage("train", pending.submission.kind.value):
-            answer = await trainer.settle(
-                held_by,
-                lambda: trainer.client.optim_step(
-                    model.model_id, request.adam, timeout_s=None, seq_id=pending.submission.seq_id
-                ),
-            )
-        return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
-
-
-def _missing(error: FeatureEvicted, count: int) -> list[int]:
-    """The datums that must be rendered again; all, if the trainer does not say."""
-    named = error.metadata.get("datums", "")
-    return [int(index) for index in named.split(",") if int(index) < count] if named else list(range(count))
 
 
 def _look_at(task: asyncio.Task[Batch]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fovea.wire.errors import FoveaError, SessionEnded
 from gateway.futures.future import Kind, Pending, Progress, QueueState, Submission
-from gateway.training.command_runner import CommandQueue
+from gateway.training.training import CommandQueue
 
 
 def command(seq_id: int) -> Submission:
