@@ -28,7 +28,7 @@ from gateway.sampling import sample_wire
 from gateway.sampling.sample_routes import SamplingRoutes
 from gateway.sessions.session_routes import SessionRoutes
 from gateway.settings import GatewaySettings
-from gateway.training import training_wire
+from gateway.training import training_routes
 from gateway.training.training_routes import TrainingRoutes
 from gateway.training.training_runs import TrainingRunRoutes
 
@@ -63,7 +63,7 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
     future_routes = FutureRoutes(
         parts.futures,
         limiter,
-        {**training_wire.ENCODERS, **sample_wire.ENCODERS},
+        {**training_routes.ENCODERS, **sample_wire.ENCODERS},
         settings.poll_hold_s,
         settings.inline_limit_bytes,
         settings.compress_from_bytes,

@@ -6,7 +6,7 @@ import io
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -255,3 +255,8 @@ def split_messages(kind: type[M], blob: bytes) -> list[M]:
         assert message is not None
         messages.append(message)
     return messages
+
+
+def in_order(values: Mapping[str, float]) -> dict[str, float]:
+    """A protobuf map by its keys: its own order differs between processes, and a result is always the same bytes."""
+    return dict(sorted(values.items()))

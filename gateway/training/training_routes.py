@@ -14,6 +14,7 @@ from fovea.api.v1 import gateway_pb2, trainer_pb2, weights_pb2
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.custom_loss import MAX_GRAPH_BYTES
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, SessionEnded, Unimplemented
+from gateway.futures.future import Kind, ResultEncoder, in_order, split_messages
 from gateway.http.endpoint import Endpoints, Json
 from gateway.http.request_body import (
     PREFIX_BYTES,
@@ -27,15 +28,14 @@ from gateway.http.request_body import (
 )
 from gateway.sampling.sampling_sessions import Sampling
 from gateway.settings import GatewaySettings
-from gateway.training import training_bodies as bodies
+from gateway.training import training_wire as wire
+from gateway.training.batches import BATCH_KINDS
 from gateway.training.custom_losses import CustomLosses
 from gateway.training.models import Models
-from gateway.training.training import Command, Training
-from gateway.training.training_wire import check_dense_size, datum_from_proto, loss_config_from_proto
+from gateway.training.training import KINDS, Command, Training
 
 B = TypeVar("B", bound=BaseModel)
 C = TypeVar("C", bound=Command)
-M = TypeVar("M")
 _ADAM = "adamw"
 _MOST_LOSS_BYTES = 2 * MAX_GRAPH_BYTES
 """A graph as it is kept, with whatever white space a client puts in."""
@@ -72,7 +72,7 @@ class TrainingRoutes:
 
     async def create_model(self, request: Request, owner: str) -> Response:
         """Submits a fresh model."""
-        body = await parse_json(request, bodies.CreateModel, await read(request))
+        body = await parse_json(request, wire.CreateModel, await read(request))
         self._sampling.check_base_model(body.base_model)
         message = gateway_pb2.SubmitCreateModelRequest(
             session_id=body.session_id,
@@ -90,7 +90,7 @@ class TrainingRoutes:
         return Json({"request_id": future_id, "model_id": model_id})
 
     async def get_info(self, request: Request, owner: str) -> Response:
-        body = await parse_json(request, bodies.GetInfo, await read(request))
+        body = await parse_json(request, wire.GetInfo, await read(request))
         model = await self._models.get(owner, body.model_id)
         data = {
             "arch": "vision-language model",
@@ -124,8 +124,13 @@ class TrainingRoutes:
         header = gateway_pb2.SubmitForwardBackwardHeader(
             model_id=body.model_id, seq_id=body.seq_id, loss_function=body.loss_fn, backward=not body.forward_only
         )
-        data, rejection = _accepted(lambda: self._content(body, header))
-        future_id = await self._training.submit_forward_backward(owner, header, data or [], rejection)
+        data: list[gateway_pb2.InputDatum] = []
+        rejection: FoveaError | None = None
+        try:
+            data = self._content(body, header)
+        except FoveaError as error:
+            rejection = error
+        future_id = await self._training.submit_forward_backward(owner, header, data, rejection)
         return Json({"request_id": future_id, "model_id": body.model_id})
 
     async def _use_up(self, owner: str, prefix: bytes, error: FoveaError) -> None:
@@ -138,20 +143,20 @@ class TrainingRoutes:
     def _content(
         self, body: tinker_pb2.ForwardBackwardRequest, header: gateway_pb2.SubmitForwardBackwardHeader
     ) -> list[gateway_pb2.InputDatum]:
-        check_dense_size(body.data, self._settings.max_body_bytes)
-        config, header.custom_loss_id = loss_config_from_proto(body)
+        wire.check_dense_size(body.data, self._settings.max_body_bytes)
+        config, header.custom_loss_id = wire.loss_config_from_proto(body)
         header.loss_config.update(config)
-        return [datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
+        return [wire.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
 
     async def optim_step(self, request: Request, owner: str) -> Response:
-        return await self._submit(request, owner, bodies.OptimStep, gateway_pb2.SubmitOptimStepRequest, _optim_step)
+        return await self._submit(request, owner, wire.OptimStep, gateway_pb2.SubmitOptimStepRequest, _optim_step)
 
     async def save_weights(self, request: Request, owner: str) -> Response:
-        return await self._submit(request, owner, bodies.SaveWeights, gateway_pb2.SubmitSaveStateRequest, _save_weights)
+        return await self._submit(request, owner, wire.SaveWeights, gateway_pb2.SubmitSaveStateRequest, _save_weights)
 
     async def save_weights_for_sampler(self, request: Request, owner: str) -> Response:
         return await self._submit(
-            request, owner, bodies.SaveWeightsForSampler, gateway_pb2.SubmitSaveForSamplerRequest, _save_for_sampler
+            request, owner, wire.SaveWeightsForSampler, gateway_pb2.SubmitSaveForSamplerRequest, _save_for_sampler
         )
 
     async def load_weights(self, request: Request, owner: str) -> Response:
@@ -160,8 +165,8 @@ class TrainingRoutes:
         blob, fields = await self._read(request, owner, kind)
         if fields.get("session_id") is None:
             message = kind(**_address(fields))
-            return await self._accept(request, owner, bodies.LoadWeights, message, _load_weights, blob)
-        body = await parse_json(request, bodies.LoadWeights, blob)
+            return await self._accept(request, owner, wire.LoadWeights, message, _load_weights, blob)
+        body = await parse_json(request, wire.LoadWeights, blob)
         if body.model_seq_id is None or body.model_id is not None or body.seq_id is not None:
             raise InvalidInput("send session_id with model_seq_id, or model_id with seq_id", field="model_seq_id")
         self._sampling.check_base_model(body.base_model or self._settings.model_name)
@@ -179,12 +184,12 @@ class TrainingRoutes:
 
     async def save_weights_external(self, request: Request, owner: str) -> Response:
         return await self._submit(
-            request, owner, bodies.SaveWeightsExternal, gateway_pb2.SubmitSaveExternalRequest, _save_external
+            request, owner, wire.SaveWeightsExternal, gateway_pb2.SubmitSaveExternalRequest, _save_external
         )
 
     async def create_custom_loss(self, request: Request, owner: str) -> Response:
         """Submits a loss. What it may not do fails the future."""
-        body = await parse_json(request, bodies.CreateCustomLoss, await read(request, _MOST_LOSS_BYTES))
+        body = await parse_json(request, wire.CreateCustomLoss, await read(request, _MOST_LOSS_BYTES))
         loss = trainer_pb2.CustomLoss(
             name=body.name,
             inputs=[trainer_pb2.CustomLossInput(name=given.name, rank=given.rank) for given in body.inputs],
@@ -237,7 +242,7 @@ class TrainingRoutes:
         future_id = await self._training.submit(owner, message, rejection)
         return Json({"request_id": future_id, "model_id": message.model_id})
 
-    def _lora(self, config: bodies.LoraConfig) -> weights_pb2.LoraConfig:
+    def _lora(self, config: wire.LoraConfig) -> weights_pb2.LoraConfig:
         if not -(2**31) <= config.rank < 2**31 or (config.seed is not None and not -(2**63) <= config.seed < 2**63):
             raise InvalidInput("lora_config.rank or seed is out of range", field="lora_config")
         return weights_pb2.LoraConfig(
@@ -261,14 +266,7 @@ def _address(body: dict[str, Any]) -> dict[str, Any]:
     return {"model_id": model_id, "seq_id": seq_id}
 
 
-def _accepted(decode: Callable[[], M]) -> tuple[M | None, FoveaError | None]:
-    try:
-        return decode(), None
-    except FoveaError as error:
-        return None, error
-
-
-def _optim_step(body: bodies.OptimStep, message: gateway_pb2.SubmitOptimStepRequest) -> None:
+def _optim_step(body: wire.OptimStep, message: gateway_pb2.SubmitOptimStepRequest) -> None:
     if body.optimizer_params is not None:
         name = body.optimizer_params.get("type")
         raise Unimplemented(f"optimizer_params of type {name!r}: models here use adamw", field="optimizer_params")
@@ -277,12 +275,12 @@ def _optim_step(body: bodies.OptimStep, message: gateway_pb2.SubmitOptimStepRequ
     message.adam.CopyFrom(trainer_pb2.AdamParams(**body.adam_params))
 
 
-def _save_weights(body: bodies.SaveWeights, message: gateway_pb2.SubmitSaveStateRequest) -> None:
+def _save_weights(body: wire.SaveWeights, message: gateway_pb2.SubmitSaveStateRequest) -> None:
     message.name, message.overwrite, message.ttl_s = body.path or "", body.overwrite, _ttl(body.ttl_seconds)
     message.user_metadata.update(body.user_metadata or {})
 
 
-def _save_external(body: bodies.SaveWeightsExternal, message: gateway_pb2.SubmitSaveExternalRequest) -> None:
+def _save_external(body: wire.SaveWeightsExternal, message: gateway_pb2.SubmitSaveExternalRequest) -> None:
     if body.age_encryption_recipients == []:
         field = "age_encryption_recipients"
         raise InvalidInput(f"{field} names nobody; leave it out for an export that is not encrypted", field=field)
@@ -290,7 +288,7 @@ def _save_external(body: bodies.SaveWeightsExternal, message: gateway_pb2.Submit
     message.age_recipients.extend(body.age_encryption_recipients or [])
 
 
-def _save_for_sampler(body: bodies.SaveWeightsForSampler, message: gateway_pb2.SubmitSaveForSamplerRequest) -> None:
+def _save_for_sampler(body: wire.SaveWeightsForSampler, message: gateway_pb2.SubmitSaveForSamplerRequest) -> None:
     if body.kind not in _SAMPLER_KINDS:
         raise InvalidInput(f"kind is {body.kind!r}; it must be one of {', '.join(_SAMPLER_KINDS)}", field="kind")
     if (body.path is None) == (body.sampling_session_seq_id is None):
@@ -302,7 +300,7 @@ def _save_for_sampler(body: bodies.SaveWeightsForSampler, message: gateway_pb2.S
     message.user_metadata.update(body.user_metadata or {})
 
 
-def _load_weights(body: bodies.LoadWeights, message: gateway_pb2.SubmitLoadStateRequest) -> None:
+def _load_weights(body: wire.LoadWeights, message: gateway_pb2.SubmitLoadStateRequest) -> None:
     if rejection := _unsupported_load(body):
         raise rejection
     if body.model_seq_id is not None:
@@ -310,7 +308,7 @@ def _load_weights(body: bodies.LoadWeights, message: gateway_pb2.SubmitLoadState
     message.path, message.optimizer = body.path, body.optimizer
 
 
-def _unsupported_load(body: bodies.LoadWeights) -> InvalidInput | Unimplemented | None:
+def _unsupported_load(body: wire.LoadWeights) -> InvalidInput | Unimplemented | None:
     if body.weights_access_token is not None:
         return Unimplemented("weights_access_token is not supported", field="weights_access_token")
     return _unsupported_optimizer(body.optimizer_config)
@@ -329,3 +327,39 @@ def _ttl(ttl_seconds: int | None) -> int:
 
 def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:
     return {name: str(value) for name, value in (metadata or {}).items()}
+
+
+def _record_json(record: gateway_pb2.WaitFutureResponse) -> dict[str, Any]:
+    match record.WhichOneof("record"):
+        case "model_created":
+            return {"type": "create_model", "model_id": record.model_created.model_id}
+        case "state_loaded":
+            return {"type": "load_weights", "path": record.state_loaded.path}
+        case "metrics":
+            return {"metrics": in_order(record.metrics.values)}
+        case "custom_loss_created":
+            return {"type": "create_custom_loss", "loss_id": record.custom_loss_created.custom_loss_id}
+        case "checkpoint_saved":
+            return {"type": "save_weights", "path": record.checkpoint_saved.path}
+        case _:
+            saved = record.snapshot_saved
+            place = {"path": saved.path} if saved.path else {"sampling_session_id": saved.sampling_session_id}
+            return {"type": "save_weights_for_sampler", **place}
+
+
+def _command_json(blob: bytes) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    for record in split_messages(gateway_pb2.WaitFutureResponse, blob):
+        answer |= _record_json(record)
+    return answer
+
+
+def _external_json(blob: bytes) -> dict[str, Any]:
+    return _command_json(blob) | {"type": "save_weights_external"}
+
+
+ENCODERS: dict[Kind, ResultEncoder] = {
+    **{kind: ResultEncoder(_command_json) for kind in (*KINDS, Kind.CREATE_CUSTOM_LOSS)},
+    **{kind: wire.LOSSES for kind in BATCH_KINDS},
+    Kind.SAVE_EXTERNAL: ResultEncoder(_external_json),
+}

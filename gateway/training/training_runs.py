@@ -12,14 +12,25 @@ from gateway.checkpoints.checkpoint_registry import Checkpoints
 from gateway.checkpoints.checkpoint_routes import checkpoint_json, iso_time
 from gateway.database.database import Database
 from gateway.http.endpoint import Endpoints, Json, check_query, paging
-from gateway.http.request_body import parse_json, read
+from gateway.http.request_body import Body, ModelNumber, parse_json, read
 from gateway.training.copies import Copies
 from gateway.training.models import Model, ModelState, get_row, rows_of_owner
-from gateway.training.training_bodies import CopyWeights
 
 _SCOPES = {"owned": False, "accessible": True}
 _MOST = 1000
 _ACCESS_TOKEN = "x-tinker-weights-access-token"
+
+
+class CopyWeights(Body):
+    """POST copy_weights."""
+
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: ModelNumber | None = None
+    destination_project_id: str | None = None
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+    type: str = ""
 
 
 class TrainingRuns:

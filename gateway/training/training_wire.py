@@ -1,20 +1,25 @@
-"""Training in Tinker's protobuf and JSON: datums in, results out. What has no meaning here is refused by name."""
+"""Training in Tinker's JSON and protobuf: the bodies of commands, datums in, losses out. What has no meaning here is
+refused by name.
+"""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
 from fovea.api.v1 import gateway_pb2, tensor_pb2, trainer_pb2
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire import tensors
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
-from gateway.futures.future import Kind, ResultEncoder, split_messages
+from gateway.futures.future import ResultEncoder, in_order, split_messages
 from gateway.http.model_inputs import fill_chunk
+from gateway.http.request_body import Body, ModelNumber, Number
 
 _DTYPES: dict[int, np.dtype] = {tinker_pb2.DTYPE_FLOAT32: np.dtype("<f4"), tinker_pb2.DTYPE_INT64: np.dtype("<i8")}
 _WIDEST_BYTES = 8
@@ -27,6 +32,127 @@ _RESULT_DTYPES: dict[int, "tinker_pb2.DType"] = {
     tensor_pb2.ELEMENT_TYPE_INT32: tinker_pb2.DTYPE_INT32,
     tensor_pb2.ELEMENT_TYPE_BFLOAT16: tinker_pb2.DTYPE_BFLOAT16,
 }
+
+
+class LoraConfig(Body):
+    """Shape of an adapter; rank 0 trains all parameters."""
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModel(Body):
+    """POST create_model."""
+
+    session_id: str
+    model_seq_id: ModelNumber
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: dict[str, Any] | None = None
+    type: str = ""
+
+
+class GetInfo(Body):
+    """POST get_info."""
+
+    model_id: str
+    type: str = ""
+
+
+@with_config(ConfigDict(extra="forbid"))
+class AdamParams(TypedDict, total=False):
+    """Parameters of one AdamW step. What is left out stays so: trainer.proto names the defaults, the SDK's."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+
+
+class OptimStep(Body):
+    """POST optim_step."""
+
+    model_id: str
+    seq_id: Number
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+    type: str = ""
+
+
+class SaveWeights(Body):
+    """POST save_weights."""
+
+    model_id: str
+    seq_id: Number
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    type: str = ""
+
+
+class SaveWeightsForSampler(Body):
+    """POST save_weights_for_sampler."""
+
+    model_id: str
+    seq_id: Number
+    path: str | None = None
+    sampling_session_seq_id: Number | None = None
+    kind: str = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+    type: str = ""
+
+
+class SaveWeightsExternal(Body):
+    """POST save_weights_external."""
+
+    model_id: str
+    seq_id: Number
+    path: str
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+    type: str = ""
+
+
+class LoadWeights(Body):
+    """POST load_weights: form A makes a model (session_id, model_seq_id), form B loads into one (model_id, seq_id)."""
+
+    model_id: str | None = None
+    seq_id: Number | None = None
+    session_id: str | None = None
+    model_seq_id: ModelNumber | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    path: str
+    optimizer: bool
+    optimizer_config: dict[str, Any] | None = None
+    weights_access_token: str | None = None
+    type: str = ""
+
+
+class CustomLossInput(Body):
+    """What a traced loss takes."""
+
+    name: str
+    rank: int = Field(ge=0, le=2)
+
+
+class CreateCustomLoss(Body):
+    """POST create_custom_loss. The graph is checked where it is kept."""
+
+    session_id: str
+    custom_loss_seq_id: Number
+    name: str
+    inputs: list[CustomLossInput]
+    graph: dict[str, Any]
+    type: str = ""
 
 
 def check_dense_size(data: Sequence[tinker_pb2.Datum], most_bytes: int) -> None:
@@ -170,24 +296,6 @@ def _target_length(datum: tinker_pb2.Datum) -> int | None:
     return len(targets.dense) // _TARGET_BYTES
 
 
-def _record_json(record: gateway_pb2.WaitFutureResponse) -> dict[str, Any]:
-    match record.WhichOneof("record"):
-        case "model_created":
-            return {"type": "create_model", "model_id": record.model_created.model_id}
-        case "state_loaded":
-            return {"type": "load_weights", "path": record.state_loaded.path}
-        case "metrics":
-            return {"metrics": _in_order(record.metrics.values)}
-        case "custom_loss_created":
-            return {"type": "create_custom_loss", "loss_id": record.custom_loss_created.custom_loss_id}
-        case "checkpoint_saved":
-            return {"type": "save_weights", "path": record.checkpoint_saved.path}
-        case _:
-            saved = record.snapshot_saved
-            place = {"path": saved.path} if saved.path else {"sampling_session_id": saved.sampling_session_id}
-            return {"type": "save_weights_for_sampler", **place}
-
-
 def _forward_backward(blob: bytes) -> tinker_pb2.ForwardBackwardOutput:
     outputs, metrics = _split(blob)
     response = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT_TYPE, metrics=metrics)
@@ -199,12 +307,7 @@ def _forward_backward(blob: bytes) -> tinker_pb2.ForwardBackwardOutput:
 def _split(blob: bytes) -> tuple[list[trainer_pb2.DatumOutput], dict[str, float]]:
     parts = split_messages(gateway_pb2.WaitFutureResponse, blob)
     outputs = [part.output for part in parts if part.WhichOneof("record") == "output"]
-    return outputs, _in_order(parts[-1].metrics.values)
-
-
-def _in_order(metrics: Mapping[str, float]) -> dict[str, float]:
-    # A protobuf map comes in another order in every process, and a result must be the same bytes after a restart.
-    return dict(sorted(metrics.items()))
+    return outputs, in_order(parts[-1].metrics.values)
 
 
 def _signature(output: trainer_pb2.DatumOutput) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -244,23 +347,5 @@ def _forward_backward_proto(blob: bytes) -> bytes:
     return _forward_backward(blob).SerializeToString(deterministic=True)
 
 
-def _command_json(blob: bytes) -> dict[str, Any]:
-    answer: dict[str, Any] = {}
-    for record in split_messages(gateway_pb2.WaitFutureResponse, blob):
-        answer |= _record_json(record)
-    return answer
-
-
-def _external_json(blob: bytes) -> dict[str, Any]:
-    return _command_json(blob) | {"type": "save_weights_external"}
-
-
-_LOSSES = ResultEncoder(_forward_backward_json, _forward_backward_proto)
-_COMMANDS = (Kind.CREATE_MODEL, Kind.OPTIM_STEP, Kind.SAVE_STATE, Kind.LOAD_STATE, Kind.SAVE_FOR_SAMPLER)
-
-ENCODERS: dict[Kind, ResultEncoder] = {
-    Kind.FORWARD: _LOSSES,
-    Kind.FORWARD_BACKWARD: _LOSSES,
-    Kind.SAVE_EXTERNAL: ResultEncoder(_external_json),
-    **{kind: ResultEncoder(_command_json) for kind in (*_COMMANDS, Kind.CREATE_CUSTOM_LOSS)},
-}
+LOSSES = ResultEncoder(_forward_backward_json, _forward_backward_proto)
+"""Results of forward and forward_backward."""

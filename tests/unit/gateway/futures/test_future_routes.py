@@ -14,9 +14,9 @@ from fovea.wire.errors import FailedPrecondition, Internal
 from gateway.futures.future import Kind, Outcome, join_messages
 from gateway.futures.future_routes import error_json
 from gateway.sampling import sample_wire
-from gateway.training import training_wire
+from gateway.training import training_routes
 
-ENCODERS = {**training_wire.ENCODERS, **sample_wire.ENCODERS}
+ENCODERS = {**training_routes.ENCODERS, **sample_wire.ENCODERS}
 
 logprob = st.floats(-1e4, 0, width=32)
 
