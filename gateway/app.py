@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _SWEEP_S = 30.0
 _COLLECT_S = 60.0
 _FOLDER_ROUNDS = 10
-"""Folders are looked at every ten minutes: listing a bucket takes calls for each model."""
+"""Folders are looked at every ten minutes: listing a bucket takes several calls per model."""
 _GAUGES_S = 2.0
 
 
@@ -179,7 +179,7 @@ class Gateway:
             logger.error("nothing can be saved at %s until this is mended: %s", self.parts.storage.root, problem)
 
     async def _watch_services(self) -> None:
-        """Health is SERVING while every service answers once; it is not taken back when one of them restarts."""
+        """Health is SERVING once every service has answered; it is not taken back when one of them restarts."""
         said: list[str] = []
         while not self._stopping.is_set():
             missing = await self.parts.health.missing()

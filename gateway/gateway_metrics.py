@@ -66,7 +66,7 @@ STATE_BYTES = Gauge("fovea_gateway_state_volume_bytes", "The volume of the state
 
 @contextmanager
 def stage(name: str, kind: str) -> Iterator[None]:
-    """One stage of a request of a kind, well ended or not."""
+    """Times one stage of a request of this kind, whether it succeeds or fails."""
     started = time.perf_counter()
     try:
         with tracing.span(name):

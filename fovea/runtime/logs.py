@@ -1,4 +1,4 @@
-"""Readable logs: one line an event, time, service, level, logger, message; within a trace its id too."""
+"""Readable logs: one line per event, time, service, level, logger, message; within a trace its id too."""
 
 import logging
 import os

@@ -60,7 +60,7 @@ class SnapshotDigest:
         self._sums: list[Any] = []
 
     def add(self, specs: Iterable[weights_pb2.TensorSpec], words: Any) -> None:
-        """Adds tensors. How many a call does not matter, only their order.
+        """Adds tensors. How many per call does not matter, only their order.
 
         Args:
             words: int64 [n], an array or tensor: the bytes of all of them, each padded as `padded_bytes` says.

@@ -1,4 +1,4 @@
-"""API keys: their texts, their rows, and who is let in by them. Kept and compared are their hashes alone.
+"""API keys: their texts, their rows, and who is let in by them. Only their hashes are kept and compared.
 
 A key is an owner's; an owner is a name that outlives its keys.
 """

@@ -115,7 +115,7 @@ class Storage:
         await self.run(place.files.rm_file, f"{place.path}/{name}")
 
     async def remove(self, uri: str) -> None:
-        """Removes a folder below the root that nothing names any more, and drafts of it that a trainer left.
+        """Removes a folder below the root that nothing names any more, and unfinished or replaced copies beside it.
 
         A failure is logged: nobody can act on it.
         """

@@ -28,7 +28,7 @@ _SECRET = "export links"
 _SECRET_BYTES = 32
 _LINK_TTL_S = 3600
 _PRIVATE = "fovea_"
-"""Begins the names of files that only trainers read."""
+"""Prefix of the names of files that only trainers read."""
 
 
 Recipient = Any

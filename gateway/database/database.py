@@ -5,8 +5,8 @@ All writes go through one queue to one thread, which has the only connection tha
 their statements, so that a thousand submissions take a few commits and a few statements. Reads have threads and
 connections of their own and see what is committed.
 
-Jobs are plain functions that run in those threads. SQLAlchemy's asyncio engine over aiosqlite was measured first: it
-changes threads for every statement and took 2.2 ms of CPU per future, where this takes 0.8.
+Jobs are plain functions that run in those threads. That takes 0.8 ms of CPU per future, where SQLAlchemy's asyncio
+engine over aiosqlite takes 2.2: it changes threads for every statement.
 """
 
 import asyncio

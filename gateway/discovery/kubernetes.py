@@ -1,6 +1,6 @@
 """EndpointSlices of a service, watched through the Kubernetes API.
 
-List once, then watch from the list's version: https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes.
+They are listed once, then watched from the list's version: https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes.
 The client's own Watch repeats an expired version by itself and hides bookmarks, so the stream is read here.
 """
 

@@ -5,11 +5,15 @@ here spares reading it again and wakes those who wait.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import sqlalchemy as sa
+
 from gateway.database.database import Database
+from gateway.database.schema import future_results, futures
+from gateway.futures.future import State
 
 CLIENT_SPAN = 1_000_000_000
 """Each client of a sampling session numbers its samples within a span of its own: tinker-contract.md, section 3."""
@@ -101,16 +105,10 @@ class _Log:
 
 
 class CompletionLogs:
-    """The logs of all targets that somebody asks for.
+    """The logs of all targets that somebody asks for."""
 
-    Args:
-        database: Where finished futures are.
-        read: The query for a target's completions after a number.
-    """
-
-    def __init__(self, database: Database, read: Callable[[Any, Target, int], list[Completion]]) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._read = read
         self._logs: dict[Target, _Log] = {}
         self._is_closing = False
 
@@ -127,7 +125,7 @@ class CompletionLogs:
             log = self._logs[target] = _Log()
         if log.since is None or after < log.since:
             # Through the writer: what was finished before this log was there is committed before it is read.
-            log.begin(after, self._database.write(lambda connection: self._read(connection, target, after)))
+            log.begin(after, self._database.write(lambda connection: read_completions(connection, target, after)))
         await asyncio.shield(log.filled)
         log.trim(after)
         found = log.page(after)
@@ -158,3 +156,17 @@ class CompletionLogs:
         self._is_closing = True
         for log in self._logs.values():
             log.grown.set()
+
+
+def read_completions(connection: sa.Connection, target: Target, after: int) -> list[Completion]:
+    """What a client has finished since number `after` and not acknowledged, in order."""
+    seq_id = futures.c.seq_id
+    where = (futures.c.scope == target.sampling_session_id) & (futures.c.finish_number > after)
+    where &= (seq_id >= target.first_seq_id) & (seq_id <= target.last_seq_id)
+    columns = (futures.c.finish_number, futures.c.future_id, futures.c.state, sa.func.length(future_results.c.result))
+    joined = futures.join(future_results, futures.c.future_id == future_results.c.future_id)
+    query = sa.select(*columns).select_from(joined).where(where).order_by(futures.c.finish_number)
+    return [
+        Completion(number, future_id, state == State.FAILED.value, size)
+        for number, future_id, state, size in connection.execute(query)
+    ]

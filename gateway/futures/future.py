@@ -25,7 +25,7 @@ M = TypeVar("M", bound=Message)
 
 INT64_MAX = 2**63 - 1
 _OUTCOME_BYTES = 1024
-"""Of an outcome's objects and of what finds it, whatever is in it."""
+"""What one outcome takes besides its contents: its objects, and its entry in the cache."""
 
 
 class Kind(enum.StrEnum):

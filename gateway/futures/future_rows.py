@@ -8,7 +8,6 @@ from sqlalchemy.sql.dml import ReturningInsert
 
 from gateway.database.schema import future_requests, future_results, futures
 from gateway.database.sql_engine import insertion
-from gateway.futures.completions import Completion, Target
 from gateway.futures.future import UNFINISHED, Kind, Outcome, Pending, State, Submission, error_from_blob
 
 _IDS_PER_STATEMENT = 500
@@ -135,20 +134,6 @@ def unfinished(connection: sa.Connection) -> list[Pending]:
 def last_number(connection: sa.Connection) -> int:
     """The highest number of a finished future, 0 if there is none."""
     return connection.execute(sa.select(sa.func.max(futures.c.finish_number))).scalar() or 0
-
-
-def completions(connection: sa.Connection, target: Target, after: int) -> list[Completion]:
-    """What a client has finished since number `after` and not acknowledged, in order."""
-    seq_id = futures.c.seq_id
-    where = (futures.c.scope == target.sampling_session_id) & (futures.c.finish_number > after)
-    where &= (seq_id >= target.first_seq_id) & (seq_id <= target.last_seq_id)
-    columns = (futures.c.finish_number, futures.c.future_id, futures.c.state, sa.func.length(future_results.c.result))
-    joined = futures.join(future_results, futures.c.future_id == future_results.c.future_id)
-    query = sa.select(*columns).select_from(joined).where(where).order_by(futures.c.finish_number)
-    return [
-        Completion(number, future_id, state == State.FAILED.value, size)
-        for number, future_id, state, size in connection.execute(query)
-    ]
 
 
 def drop_fetched(connection: sa.Connection, scope: str, future_ids: list[str]) -> None:

@@ -53,7 +53,7 @@ class Futures:
         self._told_failures: defaultdict[str, set[int]] = defaultdict(set)
         # What finished before was dropped already: looking at those rows again would take longer from day to day.
         self._results_until = self._rows_until = 0.0
-        self._completions = CompletionLogs(database, rows.completions)
+        self._completions = CompletionLogs(database)
 
     @property
     def pending_count(self) -> int:

@@ -10,7 +10,7 @@ from fovea.api.v1 import model_input_pb2
 from fovea.wire.conventions import MAX_IMAGE_BYTES
 from fovea.wire.errors import InvalidInput, NotFound
 
-_SHELF_BYTES = 512 * 2**20
+_CAPACITY_BYTES = 512 * 2**20
 
 
 class UploadedImages:
@@ -19,7 +19,7 @@ class UploadedImages:
     Another owner's image is like one that nobody uploaded: what is there tells nobody what others work on.
     """
 
-    def __init__(self, capacity_bytes: int = _SHELF_BYTES) -> None:
+    def __init__(self, capacity_bytes: int = _CAPACITY_BYTES) -> None:
         self._capacity_bytes = capacity_bytes
         self._images: defaultdict[str, LRUCache[str, bytes]] = defaultdict(lambda: LRUCache(capacity_bytes, len))
 

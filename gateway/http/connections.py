@@ -24,7 +24,7 @@ _SAY_EVERY_S = 1.0
 
 
 class Seldom(logging.Filter):
-    """Lets one warning of a kind through each second, with the number of those before it: strangers cause them."""
+    """Lets one warning of each kind through per second, with the number of those before it: strangers cause them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Reading request bodies: bounded in bytes, time and elements before anything is built out of them, decoded once.
 
-A byte of JSON or protobuf can become a hundred of Python's: `[[],[],` a list for each three, `1,` an integer each two.
-So elements are counted in the bytes.
+One byte of JSON or protobuf can become a hundred of Python's: `[[],[],` makes one list per three bytes, `1,` an integer
+per two. So elements are counted in the bytes.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ INT64_MAX = 2**63 - 1
 Number = Annotated[int, Field(ge=0, le=INT64_MAX)]
 """What a client counts up: it must fit into a column of the database and a field of our wire."""
 ModelNumber = Annotated[int, Field(ge=0, lt=2**31)]
-"""The same, of a model."""
+"""The same, where it counts the models of a session."""
 
 PREFIX_BYTES = 4096
 SMALL_BYTES = 256 * 2**10
@@ -38,7 +38,7 @@ _PIECE_BYTES = 2**20
 _WINDOW_BYTES = 2**23
 """What RFC 8878 asks a decoder to support; a frame may name terabytes."""
 _LEAST_RATE = 16 * 2**10
-"""Bytes in a second, once a body has had its first seconds."""
+"""Bytes per second, once a body has had its first seconds."""
 
 
 _LENGTH_DELIMITED = 2

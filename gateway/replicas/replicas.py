@@ -160,7 +160,7 @@ class Replica(Peer):
             self._slots.release()
 
     def check_stays(self) -> None:
-        """Raises Left if nothing new is to be sent."""
+        """Raises ReplicaLeft if nothing new is to be sent."""
         if self.is_leaving:
             raise ReplicaLeft(self.address)
 
@@ -173,7 +173,7 @@ class Replica(Peer):
     async def place(self, owner: str) -> AsyncIterator[None]:
         """Waits for a place, owners by turns. It is not let go before all that wait or have one have ended.
 
-        Raises Left if it leaves.
+        Raises ReplicaLeft if it leaves.
         """
         self.queued += 1
         self._idle.clear()

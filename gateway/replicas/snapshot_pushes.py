@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 _KNOWN = 4096
 _RECENT = 64
-"""So many snapshots, those used last, a sampler that joins is given if its peers hold them."""
+"""How many snapshots, the last used ones, a sampler that joins is given if its peers hold them."""
 _ROUNDS = 3
-"""So often a sampler that joins is brought to the full weights of its peers, which change meanwhile."""
+"""How often a sampler that joins is brought to the full weights of its peers, which change meanwhile."""
 
 
 @dataclass(eq=False)

@@ -155,7 +155,7 @@ class SampleRunner:
 
     @asynccontextmanager
     async def _place(self, work: SampleWork, sampler: Sampler) -> AsyncIterator[Sampler]:
-        """A place in a sampler, the weights loaded, for as long as it is needed. Raises Left if the sampler leaves."""
+        """A place in a sampler that has the weights, until the block ends. Raises ReplicaLeft if the sampler leaves."""
         async with AsyncExitStack() as held:
             work.pending.progress.wait_on("waiting for a place in a sampler", QueueState.PAUSED)
             await held.enter_async_context(sampler.place(work.pending.submission.owner))

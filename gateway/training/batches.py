@@ -18,7 +18,7 @@ from gateway.training.custom_losses import CUSTOM, CustomLosses
 
 BATCH_KINDS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 _MOST_AHEAD = 8
-"""Of one owner: what waits for a turn that never comes must not keep others from being rendered in time."""
+"""Batches per owner: what waits for a turn that never comes must not keep others from being rendered in time."""
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ class StepCommands:
             )
 
     async def optim_step(self, model: Model, pending: Pending, blob: bytes) -> Done:
-        """Steps, unless a forward_backward since the last step failed: then gradients are partial and are dropped."""
+        """Takes a step, unless a forward_backward since the last one failed: then gradients are partial and dropped."""
         trainer, held_by, seq_id = self._trainer, model.trainer_instance, pending.submission.seq_id
         if model.failed_seq_id is not None:
             failed, reason = model.failed_seq_id, model.failed_reason

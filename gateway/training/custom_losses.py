@@ -22,7 +22,7 @@ CUSTOM = "custom"
 """The loss function that takes one."""
 
 MAX_LOSSES = 1024
-"""The most of a session."""
+"""The most per session."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Orphans, which a killed process left behind: models in the trainer, adapters in samplers, folders in storage.
 
-Compared with the rows. Only what this gateway's own rows know by name is freed: another gateway may use the same
-trainer's machine, samplers or storage.
+No row names them any more. Only what belongs to models of this gateway's own rows is freed: another gateway may use the
+same trainer's machine, samplers or storage.
 """
 
 import logging
@@ -95,5 +95,5 @@ class OrphanCollector:
 
 
 def _folder(uri: str) -> str:
-    """The folder that a draft is to become, or was."""
+    """The folder that one with a suffix is to become, or was."""
     return uri.split(STAGING_SUFFIX)[0].split(REPLACED_SUFFIX)[0].removesuffix(PLAIN_SUFFIX)
