@@ -16,9 +16,9 @@ ADAPTER = "adapter_model.safetensors"
 Matrices = dict[str, NDArray[np.float64]]
 
 
-def download(service: tinker.ServiceClient, path: str) -> dict[str, bytes]:
+def download(rest: tinker.RestClient, path: str) -> dict[str, bytes]:
     """The files of an external-weights checkpoint by relative path, got without a key as the SDK gets them."""
-    answer = service.create_rest_client().get_external_weights_urls(path).result(60)
+    answer = rest.get_external_weights_urls(path).result(60)
     expect(bool(answer.urls), f"{path} has no files")
     expect(answer.expires.tzinfo is not None, f"expires {answer.expires} has no time zone")
     files = {}
@@ -29,12 +29,12 @@ def download(service: tinker.ServiceClient, path: str) -> dict[str, bytes]:
     return files
 
 
-def export_matrices(service: tinker.ServiceClient, training: tinker.TrainingClient) -> Matrices:
+def export_matrices(rest: tinker.RestClient, training: tinker.TrainingClient) -> Matrices:
     """The adapter's matrices by name, exported, downloaded and deleted. Raises NotApplicable unless float32."""
     with may_refuse():
         path = training.save_weights_external(unique_name("probe"), ttl_seconds=3600).result(120).path
-    files = download(service, path)
-    service.create_rest_client().delete_checkpoint_from_tinker_path(path).result(60)
+    files = download(rest, path)
+    rest.delete_checkpoint_from_tinker_path(path).result(60)
     expect(ADAPTER in files, f"the export has no {ADAPTER}: {sorted(files)}")
     tensors = load(files[ADAPTER])
     coarse = {str(one.dtype) for one in tensors.values()} - {"torch.float32"}

@@ -108,7 +108,7 @@ def c107_resume(target: Target) -> str:
 def c108_clash(target: Target) -> str:
     """A user error within seconds that leaves the model working; overwrite replaces weights and metadata."""
     service = target.service()
-    rest = service.create_rest_client()
+    rest = target.rest()
     data = [target.datum(12)]
     training, name = warmed_up(target.training(service), data), unique_name("state")
     first = training.save_state(name, user_metadata={"kept": "no", "step": "1"}).result(120).path
@@ -137,7 +137,7 @@ def c109_ttl(target: Target) -> str:
     one is not waited for: only that the listing knows when it is.
     """
     service = target.service()
-    rest, training = service.create_rest_client(), target.training(service)
+    rest, training = target.rest(), target.training(service)
     with user_error("ttl"):
         training.save_state(unique_name("state"), ttl_seconds=60).result(60)
     path = training.save_state(unique_name("state"), ttl_seconds=_HOUR_S).result(120).path
@@ -173,7 +173,7 @@ def _route(path: str, action: str) -> str:
 def c110_rest(target: Target) -> str:
     """Both kinds by RestClient; publishing twice is no error; deleted weights neither load nor sample."""
     service = target.service()
-    rest, training = service.create_rest_client(), target.training(service)
+    rest, training = target.rest(), target.training(service)
     state = training.save_state(unique_name("state")).result(120).path
     weights = training.save_weights_for_sampler(unique_name("weights")).result(120).path
     run = rest.get_training_run_by_tinker_path(state).result(60)
@@ -222,7 +222,7 @@ def _expect_no_sample(target: Target, service: tinker.ServiceClient, path: str) 
 def c111_run(target: Target) -> str:
     """A run with renderer_name and one checkpoint of each kind; pages at offsets 0, 1 and past the end."""
     service = target.service()
-    rest = service.create_rest_client()
+    rest = target.rest()
     metadata = {"renderer_name": "some_renderer", "note": "a b"}
     training = target.training(service, rank=4, user_metadata=metadata)
     target.training(service, rank=4)
@@ -256,7 +256,7 @@ def _pages(rest: tinker.RestClient) -> str:
 def c112_weights_info(target: Target) -> str:
     """A model with rank 4 and one flag off, asked for both of its checkpoints."""
     service = target.service()
-    rest = service.create_rest_client()
+    rest = target.rest()
     training = target.training(service, rank=4, train_unembed=False)
     paths = [
         training.save_state(unique_name("state"), ttl_seconds=_HOUR_S).result(120).path,

@@ -154,7 +154,7 @@ def c115_encrypted(target: Target) -> str:
     import pyrage
 
     service = target.service()
-    rest = service.create_rest_client()
+    rest = target.rest()
     data = [target.datum(12)]
     trained = warmed_up(target.training(service), data)
     path = trained.save_state(unique_name("state"), ttl_seconds=_HOUR_S).result(120).path
@@ -168,7 +168,7 @@ def c115_encrypted(target: Target) -> str:
         expect(user and "age" in str(error).lower(), f"the refusal does not say that age is not served: {error}")
         return f"refused with a clear message: {error}"
     rest.set_checkpoint_ttl_from_tinker_path(export, _HOUR_S).result(60)
-    files = download(service, export)
+    files = download(rest, export)
     plain = {name for name, content in files.items() if not (name.endswith(".age") and content.startswith(_AGE_HEADER))}
     expect(not plain, f"not encrypted, or not named .age: {sorted(plain)}")
     with tempfile.TemporaryDirectory() as folder:

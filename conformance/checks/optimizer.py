@@ -39,11 +39,11 @@ def c93_adamw(target: Target) -> str:
         for _ in range(steps):
             gradient(twin, data)
             twin.optim_step(settings)
-        states.append(flat(export_matrices(service, twin)))
+        states.append(flat(export_matrices(target.rest(), twin)))
         if steps < _STEPS:
             gradient(twin, data)
             twin.optim_step(READ_OUT)
-            gradients.append(gradient_behind(states[-1], flat(export_matrices(service, twin))))
+            gradients.append(gradient_behind(states[-1], flat(export_matrices(target.rest(), twin))))
         if steps == 0:
             # Of the gradient's own size, so that eps counts, and noise around zero does not.
             settings = _ADAM.model_copy(update={"eps": float(np.sqrt(np.mean(gradients[0] ** 2)))})
@@ -75,13 +75,13 @@ def c94_clipping(target: Target) -> str:
     """The global norm of the gradient behind one step of four twins, read out of their exported adapters."""
     service = target.service()
     data = [target.datum(12, seed) for seed in range(2)]
-    start = flat(export_matrices(service, warmed_up(target.training(service), data)))
+    start = flat(export_matrices(target.rest(), warmed_up(target.training(service), data)))
 
     def stepped(clip: float, *factors: float) -> NDArray[np.float64]:
         twin = warmed_up(target.training(service), data)
         gradient(twin, data, factors)
         twin.optim_step(READ_OUT.model_copy(update={"grad_clip_norm": clip}))
-        return gradient_behind(start, flat(export_matrices(service, twin)))
+        return gradient_behind(start, flat(export_matrices(target.rest(), twin)))
 
     plain = stepped(0.0, 1.0)
     norm = float(np.linalg.norm(plain))
@@ -149,7 +149,7 @@ def _parts(target: Target, service: tinker.ServiceClient) -> str:
 
     def adapted(*on: str) -> Matrices:
         flags = {name: name in on for name in names}
-        return export_matrices(service, target.training(service, rank=4, **flags))
+        return export_matrices(target.rest(), target.training(service, rank=4, **flags))
 
     parts = {name: set(adapted(name)) for name in names}
     for name, matrices in parts.items():
