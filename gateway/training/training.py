@@ -24,14 +24,14 @@ from gateway.training.models import Model, Models, ModelState, id_of_model
 logger = logging.getLogger(__name__)
 
 
-Command = (
+CommandRequest = (
     gateway_pb2.SubmitOptimStepRequest
     | gateway_pb2.SubmitSaveStateRequest
     | gateway_pb2.SubmitLoadStateRequest
     | gateway_pb2.SubmitSaveForSamplerRequest
     | gateway_pb2.SubmitSaveExternalRequest
 )
-_KINDS: Mapping[type[Command], Kind] = {
+_KINDS: Mapping[type[CommandRequest], Kind] = {
     gateway_pb2.SubmitOptimStepRequest: Kind.OPTIM_STEP,
     gateway_pb2.SubmitSaveStateRequest: Kind.SAVE_STATE,
     gateway_pb2.SubmitLoadStateRequest: Kind.LOAD_STATE,
@@ -196,7 +196,7 @@ class Training:
         kind = Kind.FORWARD_BACKWARD if header.backward else Kind.FORWARD
         return await self._submit(owner, kind, header.model_id, header.seq_id, parts, rejection)
 
-    async def submit(self, owner: str, request: Command, rejection: FoveaError | None = None) -> str:
+    async def submit(self, owner: str, request: CommandRequest, rejection: FoveaError | None = None) -> str:
         """Accepts any other command. Raises as above."""
         return await self._submit(owner, _KINDS[type(request)], request.model_id, request.seq_id, [request], rejection)
 

@@ -32,10 +32,10 @@ from gateway.training import training_wire as wire
 from gateway.training.batches import BATCH_KINDS
 from gateway.training.custom_losses import CustomLosses
 from gateway.training.models import Models
-from gateway.training.training import KINDS, Command, Training
+from gateway.training.training import KINDS, CommandRequest, Training
 
 B = TypeVar("B", bound=BaseModel)
-C = TypeVar("C", bound=Command)
+C = TypeVar("C", bound=CommandRequest)
 _ADAM = "adamw"
 _MOST_LOSS_BYTES = 2 * MAX_GRAPH_BYTES
 """A graph as it is kept, with whatever white space a client puts in."""
@@ -92,17 +92,13 @@ class TrainingRoutes:
     async def get_info(self, request: Request, owner: str) -> Response:
         body = await parse_json(request, wire.GetInfo, await read(request))
         model = await self._models.get(owner, body.model_id)
-        data = {
-            "arch": "vision-language model",
-            "model_name": model.base_model,
-            "tokenizer_id": self._settings.tokenizer_id,
-        }
+        name, tokenizer_id = model.base_model, self._settings.tokenizer_id
         return Json(
             {
                 "type": "get_info",
                 "model_id": model.model_id,
-                "model_data": data,
-                "model_name": model.base_model,
+                "model_data": {"arch": "vision-language model", "model_name": name, "tokenizer_id": tokenizer_id},
+                "model_name": name,
                 "is_lora": model.lora.rank > 0,
                 "lora_rank": model.lora.rank or None,
                 "optimizer_config": {"type": _ADAM},
@@ -178,8 +174,7 @@ class TrainingRoutes:
             from_path=body.path,
             optimizer=body.optimizer,
         )
-        rejection = _unsupported_load(body)
-        future_id, model_id = await self._training.submit_create(owner, creation, rejection)
+        future_id, model_id = await self._training.submit_create(owner, creation, _unsupported_load(body))
         return Json({"request_id": future_id, "model_id": model_id})
 
     async def save_weights_external(self, request: Request, owner: str) -> Response:
@@ -212,7 +207,9 @@ class TrainingRoutes:
         blob, fields = await self._read(request, owner, message_kind)
         return await self._accept(request, owner, kind, message_kind(**_address(fields)), fill, blob)
 
-    async def _read(self, request: Request, owner: str, kind: Callable[..., Command]) -> tuple[bytes, dict[str, Any]]:
+    async def _read(
+        self, request: Request, owner: str, kind: Callable[..., CommandRequest]
+    ) -> tuple[bytes, dict[str, Any]]:
         """A command's body and its fields. One that is too large still uses up its seq_id, if its start tells that."""
         prefix = b""
         try:
