@@ -1,4 +1,4 @@
-"""`fovea up | demo | status | restart | keys | conformance`."""
+"""`fovea up | demo | status | restart | keys | models | conformance`."""
 
 import asyncio
 import importlib.util
@@ -16,15 +16,19 @@ from rich.console import Console
 from rich.table import Table
 
 import fovea
+from fovea import vision
 from fovea.cli.supervisor import Supervisor, UpOptions
 from fovea.client.channel import ServiceClient
 from fovea.runtime.hosts import free_ports, is_loopback
+from fovea.runtime.model_files import TEXT_MODEL_TYPES, read_json
 
 app = typer.Typer(
     help="Fovea: self-hosted post-training for vision-language models, behind the Tinker API.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+models_app = typer.Typer(help="Which checkpoints work here.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 KEYS_VARIABLE = "FOVEA_API_KEY"
 DEFAULT_STATE_DIR = pathlib.Path(".fovea")
@@ -72,6 +76,8 @@ def up(
             f"--api-key-file or {KEYS_VARIABLE}",
             param_hint="--host",
         )
+    if refusal := _refusal(path):
+        raise typer.Exit(_complain(refusal))
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ.pop(KEYS_VARIABLE, None)  # the gateway alone is given the keys
     options = UpOptions(
@@ -135,6 +141,12 @@ def keys(context: typer.Context) -> None:
     )
 
 
+@models_app.command(context_settings=PASSED_ON, add_help_option=False)
+def check(context: typer.Context) -> None:
+    """Try a checkpoint directory on the CPU, part by part; see `fovea models check --help`."""
+    raise typer.Exit(subprocess.run([sys.executable, "-m", "parity", *context.args], check=False).returncode)
+
+
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def conformance(context: typer.Context) -> None:
     """Check any Tinker server against the API's contract; see `fovea conformance --help`."""
@@ -157,6 +169,21 @@ def version() -> None:
 
 async def _run(options: UpOptions, console: Console) -> int:
     return await Supervisor(options, console).run()
+
+
+def _refusal(model: str) -> str:
+    """Why a checkpoint directory is not served: Fovea does not know its architecture. Empty if it does.
+
+    Of a hub name, which is not here yet, the services say so themselves.
+    """
+    file = pathlib.Path(model).expanduser() / "config.json"
+    model_type = read_json(file).get("model_type") if file.is_file() else None
+    if not file.is_file() or model_type in (*vision.MODEL_TYPES, *TEXT_MODEL_TYPES):
+        return ""
+    return (
+        f"{model} has model_type {model_type!r}, which Fovea does not know; see how much of it works: "
+        f"fovea models check {model}"
+    )
 
 
 def _may_have_keys(state_dir: pathlib.Path) -> bool:
@@ -192,7 +219,7 @@ def _tiny_model(console: Console) -> str:
 
 
 def _complain(message: str) -> int:
-    Console(stderr=True).print(message)
+    Console(stderr=True).print(message, soft_wrap=True)
     return 1
 
 

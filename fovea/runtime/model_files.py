@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+TEXT_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+"""`model_type` of the models that take text only and that a whole Fovea runs; `fovea.vision` has the others."""
+
 
 def read_config(model: str, download: Callable[[str, str], str]) -> dict[str, Any]:
     """`config.json` of a checkpoint's directory or, by hub name, of the hub.

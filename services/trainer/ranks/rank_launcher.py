@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from fovea import vision
 from fovea.runtime.hosts import interface_of, is_loopback
-from fovea.runtime.model_files import read_config, read_image_processor
+from fovea.runtime.model_files import TEXT_MODEL_TYPES, read_config, read_image_processor
 from services.trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
 from services.trainer.settings import TrainerSettings
 
@@ -98,7 +98,7 @@ class RankEnvironment:
         )
 
 
-MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, "gemma3_text", "llama", "mistral", "qwen2", "qwen3"}))
+MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *TEXT_MODEL_TYPES}))
 """Those of `FAMILIES` in model/model_family.py: known before torch is imported, so that others are refused at once."""
 
 LEAVE_S = 8.0

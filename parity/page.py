@@ -1,0 +1,129 @@
+"""`make models`: checks every tiny family, notes what was found in docs/models.json, and writes docs/models.md.
+
+`python -m parity.page NAME...` checks these alone and leaves the other rows as they were; with --write it checks none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from parity.finding import Finding, run_apart
+from parity.parts import PARTS
+from tinyvlm.families import FAMILIES, ensure_family
+from tinyvlm.recipe import KINDS
+
+ROOT = Path(__file__).parent.parent
+FOUND, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- rows: made by `make models` -->\n", "<!-- end of rows -->\n"
+
+_PUBLISHED = {
+    "qwen3_vl": "Qwen/Qwen3-VL-4B-Instruct",
+    "qwen2_5_vl": "Qwen/Qwen2.5-VL-3B-Instruct",
+    "qwen3": "Qwen/Qwen3-1.7B",
+}
+"""Of the kinds that tinyvlm builds besides its families."""
+
+NAMES = (*KINDS, *FAMILIES)
+
+Row = dict[str, Any]
+
+
+def check(names: list[str]) -> dict[str, Row]:
+    """Rows by name: each part by itself, then, where all parts work, a running Fovea."""
+    buildable = [name for name in names if name not in FAMILIES or _is_installed(FAMILIES[name].needs)]
+    rows: dict[str, Row] = {}
+    for name in names:
+        rows[name] = {"date": datetime.now(UTC).date().isoformat(), "findings": []}
+        if name not in buildable:
+            rows[name]["findings"] = [_missing(part, name) for part in PARTS]
+    directories = [ensure_family(name) for name in buildable]
+    for part in PARTS:
+        for name, finding in zip(buildable, run_apart(part, directories), strict=True):
+            _note(rows, name, finding)
+    for name, directory in zip(buildable, directories, strict=True):
+        if all(finding["works"] for finding in rows[name]["findings"]):
+            (finding,) = run_apart("served", [directory])
+            _note(rows, name, finding)
+    return rows
+
+
+def _is_installed(package: str | None) -> bool:
+    return package is None or importlib.util.find_spec(package) is not None
+
+
+def _missing(part: str, name: str) -> dict[str, Any]:
+    why = f"transformers' processor of this family needs {FAMILIES[name].needs}, which Fovea does not install"
+    return asdict(Finding(part, False, why))
+
+
+def _note(rows: dict[str, Row], name: str, finding: Finding) -> None:
+    print(f"{name:18}{finding.part:10}{'yes' if finding.works else 'no':5}{finding.says}", flush=True)
+    rows[name]["findings"].append(asdict(finding))
+
+
+def table(rows: dict[str, Row]) -> str:
+    """Markdown: a row per family, in the order of `NAMES`."""
+    lines = [
+        "| family | after | renderer | trainer | sampler | served: base, LoRA, full | real / padded | of |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_line(name, rows[name]) for name in NAMES if name in rows]
+    served = sum(any(_works(finding, "served") for finding in row["findings"]) for row in rows.values())
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch"))
+    made = f"{served} of {len(rows)} families work in a running Fovea. {libraries}, vLLM 0.32.0, {platform.machine()}."
+    return f"{made}\n\n" + "\n".join(lines) + "\n"
+
+
+def _line(name: str, row: Row) -> str:
+    by_part = {finding["part"]: finding for finding in row["findings"]}
+    published = FAMILIES[name].published if name in FAMILIES else _PUBLISHED[name]
+    cells = [name, published, *(_cell(by_part.get(part)) for part in (*PARTS, "served"))]
+    padded = by_part["trainer"]["figures"].get("padded") if "trainer" in by_part else None
+    return "| " + " | ".join([*cells, f"{padded:.2f}" if padded else "", row["date"]]) + " |"
+
+
+def _cell(finding: dict[str, Any] | None) -> str:
+    if finding is None:
+        return "not yet"
+    says = " ".join(finding["says"].split()).replace("|", "\\|")
+    return says if finding["works"] else f"**not yet**: {says}"
+
+
+def _works(finding: dict[str, Any], part: str) -> bool:
+    return bool(finding["part"] == part and finding["works"])
+
+
+def with_table(page: str, rows: dict[str, Row]) -> str:
+    """The page with its rows made anew. Raises ValueError if the page has no place for them."""
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{PAGE} lacks the lines {BEGIN!r} and {END!r}")
+    return head + BEGIN + table(rows) + END + tail
+
+
+def main() -> None:
+    """Checks, notes, writes."""
+    parser = argparse.ArgumentParser(prog="python -m parity.page", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"families, of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--write", action="store_true", help="check nothing, write the page from docs/models.json")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(NAMES):
+        parser.error(f"no such family: {', '.join(sorted(unknown))}")
+    rows: dict[str, Row] = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+    if not arguments.write:
+        rows |= check(arguments.names or list(NAMES))
+        FOUND.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(with_table(PAGE.read_text(), rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Sampler against trainer in a running Fovea, over the official SDK: base, adapter and full parameters after a push."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tinker
+from PIL import Image
+from tinker import types
+
+from demo.up import NotReady, running_fovea
+from parity.documents import Document, Maker, Piece, picture
+from parity.finding import Finding, last_line, reason
+
+MOST_NAT = 1e-3
+LEAST_CHANGE = 1e-3
+"""Nat that another image must change of what follows it."""
+
+_FOLLOWING = 3
+"""Ids at the end of the text after an image, whose scores it must change."""
+
+_API_KEY = "tml-local"
+_STEPS = 3
+_RANK = 8
+_WAYS = {"base": (_RANK, 0, 0.0), "LoRA": (_RANK, _STEPS, 5e-3), "full": (0, _STEPS, 5e-4)}
+"""Rank (0 trains all parameters), steps before the comparison, and their learning rate."""
+
+
+class _Prompt:
+    """A document as the SDK sends it, and the ids that the model then reads."""
+
+    def __init__(self, maker: Maker, pieces: Sequence[Piece]) -> None:
+        document = maker.splice(pieces)
+        images = [piece for piece in pieces if isinstance(piece, Image.Image)]
+        self.ids: list[int] = document.ids.tolist()
+        self.input = types.ModelInput(chunks=list(_chunks(document, images)))
+
+    def datum(self) -> tinker.Datum:
+        """Scores every id but the first, at the position before it."""
+        targets = [*self.ids[1:], 0]
+        weights = [1.0] * (len(targets) - 1) + [0.0]
+        return tinker.Datum(
+            model_input=self.input,
+            loss_fn_inputs={
+                "target_tokens": tinker.TensorData(data=targets, dtype="int64", shape=[len(targets)]),
+                "weights": tinker.TensorData(data=weights, dtype="float32", shape=[len(weights)]),
+            },
+        )
+
+
+def _chunks(document: Document, images: Sequence[Image.Image]) -> Iterator[Any]:
+    ids, start = document.ids.tolist(), 0
+    for placed, image in zip(document.images, images, strict=True):
+        if placed.offset > start:
+            yield types.EncodedTextChunk(tokens=ids[start : placed.offset])
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        count = len(placed.replacement.ids)
+        yield types.ImageChunk(data=file.getvalue(), format="png", expected_tokens=count)
+        start = placed.offset + count
+    if start < len(ids):
+        yield types.EncodedTextChunk(tokens=ids[start:])
+
+
+def check(directory: Path) -> Finding:
+    """Starts a Fovea with the checkpoint and compares."""
+    os.environ["TINKER_TELEMETRY"] = "0"
+    maker = Maker(directory)
+    prompts = [_Prompt(maker, ["Some words about nothing in particular."])]
+    if maker.family is not None:
+        wide, high = picture((140, 90), 1), picture((60, 110), 2)
+        prompts += [_Prompt(maker, [wide, "What is this?"]), _Prompt(maker, ["See ", high, " and ", wide, " now."])]
+    try:
+        with tempfile.TemporaryDirectory(prefix="fovea-models-") as folder:
+            arguments = ("--port", "0", "--grpc-port", "0", "--ranks", "1")
+            with running_fovea(Path(folder), directory, *arguments) as state:
+                return _compared(state, maker, prompts)
+    except NotReady as error:
+        lines = [line for line in str(error).splitlines() if "Error" in line]
+        return Finding("served", False, f"does not start: {last_line(chr(10).join(lines)) or reason(error)}")
+
+
+def _compared(state: dict[str, Any], maker: Maker, prompts: list[_Prompt]) -> Finding:
+    figures: dict[str, float] = {}
+    problems: list[str] = []
+    for way, (rank, steps, rate) in _WAYS.items():
+        try:
+            with _client(state) as service:
+                figures[way] = _difference(service, str(state["model_name"]), prompts, rank, steps, rate)
+        except Exception as error:  # what a service refuses, or is not able to do, is the finding
+            problems.append(f"{way}: {reason(error)}")
+            continue
+        if figures[way] > MOST_NAT:
+            problems.append(f"{way}: {figures[way]:.1e} nat apart")
+    if maker.family is not None and "base" in figures:
+        with _client(state) as service:
+            figures["image"] = _change(service, str(state["model_name"]), maker)
+        if figures["image"] < LEAST_CHANGE:
+            problems.append(f"another image changes what follows it by {figures['image']:.1e} nat")
+    agreed = ", ".join(f"{way} {figures[way]:.1e}" for way in _WAYS if figures.get(way, 1.0) <= MOST_NAT)
+    return Finding("served", not problems, "; ".join([f"sampler = trainer: {agreed} nat", *problems]), figures)
+
+
+@contextmanager
+def _client(state: dict[str, Any]) -> Iterator[tinker.ServiceClient]:
+    """Whose models are gone when it is left: a model of all parameters suffers no other beside it."""
+    service = tinker.ServiceClient(base_url=str(state["base_url"]), api_key=_API_KEY)
+    try:
+        yield service
+    finally:
+        service.close("success")
+
+
+def _difference(
+    service: tinker.ServiceClient, model: str, prompts: list[_Prompt], rank: int, steps: int, rate: float
+) -> float:
+    """The largest difference of log-probabilities at any id, in nat."""
+    data = [prompt.datum() for prompt in prompts]
+    training = service.create_lora_training_client(base_model=model, rank=rank, seed=1).result(300)
+    for _ in range(steps):
+        backward = training.forward_backward(data, "cross_entropy")
+        step = training.optim_step(tinker.AdamParams(learning_rate=rate))
+        backward.result(300)
+        step.result(300)
+    if steps:
+        sampling = training.save_weights_and_get_sampling_client().result(300)
+    else:
+        sampling = service.create_sampling_client(base_model=model).result(300)
+    outputs = training.forward(data, "cross_entropy").result(300).loss_fn_outputs
+    worst = 0.0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        trained = np.array(list(output["logprobs"].data)[:-1])
+        worst = max(worst, float(np.abs(_scores(sampling, prompt) - trained).max()))
+    return worst
+
+
+def _scores(sampling: tinker.SamplingClient, prompt: _Prompt) -> npt.NDArray[np.float64]:
+    """Log-probabilities [N-1] of the ids after the first."""
+    return np.array(sampling.compute_logprobs(prompt.input).result(300)[1:], np.float64)
+
+
+def _change(service: tinker.ServiceClient, model: str, maker: Maker) -> float:
+    """How much another picture of the same size changes the log-probability of what follows, in nat, at most."""
+    sampling = service.create_sampling_client(base_model=model).result(300)
+    prompts = [_Prompt(maker, [picture((140, 90), seed), "What is this?"]) for seed in (1, 2)]
+    first, second = (_scores(sampling, prompt)[-_FOLLOWING:] for prompt in prompts)
+    return float(np.abs(first - second).max())

@@ -1,0 +1,68 @@
+"""What `fovea models check` does with checkpoints that work, that do not, and that end the process."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from parity.finding import Finding, run_apart
+from parity.page import BEGIN, END, with_table
+from parity.shallow import cut, layers_needed
+from tinyvlm.families import ensure_family
+
+
+def test_as_few_layers_as_show_every_kind() -> None:
+    assert layers_needed(AutoConfig.from_pretrained(ensure_family("llama")).get_text_config()) == 2
+    assert layers_needed(AutoConfig.from_pretrained(ensure_family("qwen3_5")).get_text_config()) == 4
+    assert layers_needed(AutoConfig.from_pretrained(ensure_family("gemma3")).get_text_config()) == 6
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_checkpoint_is_cut_with_its_tokenizer(tmp_path: Path, has_weights: bool) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ensure_family("llama"), source)
+    if not has_weights:
+        (source / "model.safetensors").unlink()
+    assert cut(source, tmp_path / "cut") == 2
+    names = {path.name for path in (tmp_path / "cut").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
+    assert AutoConfig.from_pretrained(tmp_path / "cut").num_hidden_layers == 2
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": {"AutoModel": "evil.Model"}}))
+    with pytest.raises(ValueError, match="brings code of its own"):
+        cut(tmp_path, tmp_path / "cut")
+
+
+def test_a_part_that_raises_is_a_finding_and_the_next_checkpoint_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "kosmos-9"}')
+    broken, works = run_apart("renderer", [tmp_path, ensure_family("llama")])
+    assert not broken.works
+    assert broken.says.startswith("ValueError: Unrecognized processing class")
+    assert works == Finding("renderer", True, "text only: ids equal")
+
+
+def test_the_command_says_why_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "kosmos-9"}')
+    ended = subprocess.run([sys.executable, "-m", "parity", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    (line,) = ended.stdout.splitlines()
+    assert line.startswith("transformers  does not work: ")
+    assert "kosmos-9" in line
+
+
+def test_the_page_keeps_what_stands_around_its_rows() -> None:
+    finding = {"part": "renderer", "works": False, "says": "a | b", "figures": {}}
+    rows = {"llama": {"date": "2026-11-23", "findings": [finding]}}
+    page = with_table(f"before\n{BEGIN}old\n{END}after\n", rows)
+    assert page.startswith("before\n")
+    assert page.endswith("after\n")
+    assert "old" not in page
+    assert "**not yet**: a \\| b" in page
+    with pytest.raises(ValueError, match="lacks the lines"):
+        with_table("nothing", rows)
