@@ -8,10 +8,11 @@ the added tokens of its tokenizer. A new one is a class in a file here and its n
 from collections.abc import Mapping
 from typing import Any
 
-from fovea.vision.qwen_vl import QwenVL
+from fovea.vision.processor_vl import MaskedTilesVL, RaggedVL, TiledVL
+from fovea.vision.qwen_vl import Glm4v, QwenVL
 from fovea.vision.vision_family import VisionFamily
 
-FAMILIES: tuple[type[VisionFamily], ...] = (QwenVL,)
+FAMILIES: tuple[type[VisionFamily], ...] = (QwenVL, Glm4v, TiledVL, MaskedTilesVL, RaggedVL)
 
 MODEL_TYPES = tuple(sorted(model_type for family in FAMILIES for model_type in family.model_types))
 """The values of `model_type` in config.json that have a family."""
@@ -39,6 +40,11 @@ def choose(config: Mapping[str, Any]) -> type[VisionFamily] | None:
             return family
     if all(config.get(key) is None for key in _TOWER_KEYS):
         return None
+    if config.get("auto_map"):
+        raise ValueError(
+            f"model_type {model_type!r} needs code of its own (auto_map, trust_remote_code), which Fovea never"
+            f" runs; take a checkpoint that transformers knows itself, of one of {', '.join(MODEL_TYPES)}"
+        )
     raise ValueError(
         f"model_type {model_type!r} is a vision model that Fovea does not know; supported are {', '.join(MODEL_TYPES)},"
         " and text-only models (the trainer takes qwen3 of them)"

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL (dense): smart resizing, one placeholder per merged patch, and MRoPE.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 (dense) and GLM-4.1V: smart resizing, one id per merged patch, and MRoPE.
 
 They differ in numbers of the checkpoint only (patch 14 and 16). Qwen2.5-VL's time scaling (`tokens_per_second`) is for
 videos, an image has one moment; Qwen3-VL's interleaved MRoPE concerns the model, not the position ids.
@@ -11,7 +11,7 @@ models/qwen2_5_vl/modeling_qwen2_5_vl.py (for images, without videos, the two ar
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,9 @@ _MAX_PATCHES = 2**24
 class QwenVL(VisionFamily):
     """Images as `pixel_values`, uint8 patches [t*h*w, channels * temporal patch * patch^2], and `image_grid_thw`."""
 
-    model_types = ("qwen2_5_vl", "qwen3_vl")
-    opener = "<|vision_start|>"
-    placeholders = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+    opener: ClassVar[str] = "<|vision_start|>"
+    placeholders: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")
     position_rows = 3
 
     def __init__(self, config: Mapping[str, Any], added_tokens: Mapping[str, int]) -> None:
@@ -41,7 +41,7 @@ class QwenVL(VisionFamily):
         channel_count = vision.get("in_channels", vision.get("in_chans", 3))  # Qwen2.5-VL's files say in_chans.
         self._patch_bytes = int(channel_count * vision["temporal_patch_size"] * vision["patch_size"] ** 2)
 
-    def token_counter(self, processor: Mapping[str, Any]) -> TokenCounter:
+    def token_counter(self, processor: Mapping[str, Any]) -> TokenCounter | None:
         if not processor.get("do_resize", True):
             raise ValueError("the image processor has do_resize=false; Qwen-VL grids need resized images")
         if int(processor["merge_size"]) != self._merge_size:
@@ -112,6 +112,17 @@ class QwenVL(VisionFamily):
         if grid[1] % self._merge_size or grid[2] % self._merge_size:
             return f"{said} must be multiples of {self._merge_size} in height and width"
         return ""
+
+
+class Glm4v(QwenVL):
+    """The same with a resizing of its own, which counts frames."""
+
+    model_types = ("glm4v",)
+    opener = "<|begin_of_image|>"
+    placeholders = ("<|image|>", "<|video|>")
+
+    def token_counter(self, processor: Mapping[str, Any]) -> None:
+        return None
 
 
 def _grid_of(tensors: ImageTensors) -> _Grid:

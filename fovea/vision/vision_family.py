@@ -36,6 +36,10 @@ class ImageAt(NamedTuple):
     tensors: ImageTensors
 
 
+# Under one of these a configuration names the token that an image follows.
+_OPENER_KEYS = ("vision_start_token_id", "image_start_token_id", "boi_token_index", "boi_token_id")
+
+
 class VisionFamily(ABC):
     """Facts about the images of one checkpoint.
 
@@ -59,8 +63,10 @@ class VisionFamily(ABC):
     """Rows of the position ids of an input with images; 1 where they count on as in text."""
 
     def __init__(self, config: Mapping[str, Any], added_tokens: Mapping[str, int]) -> None:
-        self.image_token_id = int(require(config, "image_token_id"))
-        self.opener_id: int | None = config.get("vision_start_token_id", added_tokens.get(self.opener))
+        token_key = "image_token_index" if config.get("image_token_index") is not None else "image_token_id"
+        self.image_token_id = int(require(config, token_key))
+        openers = (config[key] for key in _OPENER_KEYS if config.get(key) is not None)
+        self.opener_id: int | None = next(openers, added_tokens.get(self.opener))
         reserved = {added_tokens[name]: name for name in self.placeholders if name in added_tokens}
         reserved.setdefault(self.image_token_id, "the image placeholder")
         if config.get("video_token_id") is not None:

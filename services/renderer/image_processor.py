@@ -1,10 +1,11 @@
-"""The model's own image processor without rescaling and normalising, and a faster equal. Runs in image workers only."""
+"""The model's own processor of images, or a faster equal. Runs in image workers only."""
 
 import hashlib
 import json
 import logging
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,11 @@ import torch
 from PIL import Image, features
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, AutoProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from fovea.vision.processor_vl import IDS, ProcessorVL
+from services.renderer import model_directory
 from services.renderer.pixels import DECODER_VERSION
 from services.renderer.worker_protocol import Allocate
 
@@ -91,28 +94,60 @@ _LIBRARIES = ("pillow", "torch", "torchvision", "transformers")
 _PROBE_SIZES = ((256, 320), (50, 21), (333, 1000))
 
 
+class ImageProcessor(Protocol):
+    """Makes the tensors of images for one checkpoint.
+
+    Attributes:
+        settings: Those of the checkpoint's image processor.
+        fingerprint: SHA-256 over them and every library that acts on pixels, lower-case hexadecimal.
+    """
+
+    settings: dict[str, Any]
+    fingerprint: str
+
+    def tensors(self, image: Image.Image, allocate: Allocate) -> dict[str, npt.NDArray[Any]]:
+        """Processes one RGB image; the tensors lie where `allocate` says."""
+
+
+def open_processor(model_dir: Path) -> ImageProcessor:
+    """The processor of a checkpoint with images. Raises what transformers raises for one that it cannot load."""
+    family = model_directory.read(model_dir).family
+    return WholeProcessor(model_dir, family) if isinstance(family, ProcessorVL) else ImagePatcher(model_dir)
+
+
+class WholeProcessor:
+    """The checkpoint's processor with its tokenizer: turns its image token and one image into ids and tensors."""
+
+    def __init__(self, model_dir: Path, family: ProcessorVL) -> None:
+        self._processor = AutoProcessor.from_pretrained(model_dir, trust_remote_code=False)
+        self._names = tuple(family.declared)
+        self.settings: dict[str, Any] = json.loads(self._processor.image_processor.to_json_string())
+        # The tokenizer's part is small: of the whole processor, what it makes of a known image says it.
+        ids = self._run(Image.new("RGB", _PROBE_SIZES[0]))[IDS]
+        self.fingerprint = _fingerprint(self._processor, [self.settings, ids.tolist()])
+
+    def tensors(self, image: Image.Image, allocate: Allocate) -> dict[str, npt.NDArray[Any]]:
+        """The family's tensors as the processor names and makes them, and `input_ids`, int32 [L]."""
+        return _placed(self._run(image), allocate)
+
+    def _run(self, image: Image.Image) -> dict[str, npt.NDArray[Any]]:
+        token = self._processor.image_token
+        with torch.inference_mode():
+            made = self._processor(text=[token], images=[image], return_tensors="pt", add_special_tokens=False)
+        return {name: made[name].numpy() for name in self._names} | {IDS: made[IDS][0].numpy().astype(np.int32)}
+
+
 class ImagePatcher:
     """Turns RGB images into uint8 patches, as the Hugging Face image processor of one checkpoint does."""
 
-    def __init__(self, model_directory: str) -> None:
-        self._processor = AutoImageProcessor.from_pretrained(model_directory)
+    def __init__(self, model_dir: Path) -> None:
+        self._processor = AutoImageProcessor.from_pretrained(model_dir, trust_remote_code=False)
         self.settings: dict[str, Any] = json.loads(self._processor.to_json_string())
+        self.fingerprint = _fingerprint(self._processor, self.settings)
         self._patches = QwenPatches(self.settings) if QwenPatches.suits(self._processor) else None
         if self._patches and not all(self._agree(*size) for size in _PROBE_SIZES):
             logger.warning("%s makes other patches than expected; it is used itself", type(self._processor).__name__)
             self._patches = None
-
-    def fingerprint(self) -> str:
-        """SHA-256 over the processor's settings and every library that acts on pixels, lower-case hexadecimal."""
-        facts = {
-            "processor": type(self._processor).__name__,
-            "settings": self.settings,
-            "decoder": DECODER_VERSION,
-            "libraries": {name: version(name) for name in _LIBRARIES},
-            "jpeg": f"{features.version('jpg')} turbo {features.version('libjpeg_turbo')}",
-        }
-        canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return hashlib.sha256(canonical.encode()).hexdigest()
 
     def tensors(self, image: Image.Image, allocate: Allocate) -> dict[str, npt.NDArray[Any]]:
         """Processes one RGB image; the tensors lie where `allocate` says.
@@ -125,11 +160,7 @@ class ImagePatcher:
         """
         if self._patches:
             return self._patches(image, allocate)
-        tensors = self._own(image)
-        for name, array in tensors.items():
-            tensors[name] = allocate(name, array.shape, array.dtype)
-            tensors[name][:] = array
-        return tensors
+        return _placed(self._own(image), allocate)
 
     def _agree(self, width: int, height: int) -> bool:
         assert self._patches
@@ -147,6 +178,27 @@ class ImagePatcher:
             "pixel_values": pixel_values,
             "image_grid_thw": batch["image_grid_thw"].numpy().astype(np.int64),
         }
+
+
+def _placed(tensors: dict[str, npt.NDArray[Any]], allocate: Allocate) -> dict[str, npt.NDArray[Any]]:
+    """The same tensors where `allocate` says."""
+    for name, array in tensors.items():
+        tensors[name] = allocate(name, array.shape, array.dtype)
+        tensors[name][:] = array
+    return tensors
+
+
+def _fingerprint(processor: Any, settings: Any) -> str:
+    """SHA-256 over a processor's settings and every library that acts on pixels, lower-case hexadecimal."""
+    facts = {
+        "processor": type(processor).__name__,
+        "settings": settings,
+        "decoder": DECODER_VERSION,
+        "libraries": {name: version(name) for name in _LIBRARIES},
+        "jpeg": f"{features.version('jpg')} turbo {features.version('libjpeg_turbo')}",
+    }
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def anywhere(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -11,6 +11,7 @@ import signal
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 from PIL import Image
@@ -19,7 +20,7 @@ from fovea.wire.features import tensors_sha256
 from services.renderer import pixels
 from services.renderer.chunk_errors import InvalidChunk
 from services.renderer.image_header import ImageHeader
-from services.renderer.image_processor import ImagePatcher
+from services.renderer.image_processor import ImageProcessor, open_processor
 from services.renderer.worker_protocol import Done, Failed, Invalid, Job, Ready, SharedMemory, send
 
 WARM_UP_SIZE = (320, 240)
@@ -39,26 +40,26 @@ def main() -> None:
     torch.set_num_threads(1)
     if arguments.memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (arguments.memory_bytes, arguments.memory_bytes))
-    patcher = ImagePatcher(arguments.model)
+    processor = open_processor(Path(arguments.model))
     memory = SharedMemory(arguments.tensors)
-    _warm_up(patcher, memory)
+    _warm_up(processor, memory)
     with Connection(arguments.connection) as connection:
         try:
-            send(connection, Ready(patcher.settings, patcher.fingerprint()))
+            send(connection, Ready(processor.settings, processor.fingerprint))
             while True:
-                _serve_one(connection, memory, patcher)
+                _serve_one(connection, memory, processor)
         except (EOFError, ConnectionError):
             return
 
 
-def _serve_one(connection: Connection, memory: SharedMemory, patcher: ImagePatcher) -> None:
+def _serve_one(connection: Connection, memory: SharedMemory, processor: ImageProcessor) -> None:
     job: Job = connection.recv()
     start = time.perf_counter()
     try:
         header = job.header
         image = pixels.decode(job.data, header.format, header.width, header.height)
         memory.clear()
-        sha256 = tensors_sha256(patcher.tensors(image, memory.allocate))
+        sha256 = tensors_sha256(processor.tensors(image, memory.allocate))
     except InvalidChunk as error:
         send(connection, Invalid(error.cause, error.message))
         return
@@ -69,14 +70,14 @@ def _serve_one(connection: Connection, memory: SharedMemory, patcher: ImagePatch
     send(connection, Done(memory.places, sha256, time.perf_counter() - start))
 
 
-def _warm_up(patcher: ImagePatcher, memory: SharedMemory) -> None:
+def _warm_up(processor: ImageProcessor, memory: SharedMemory) -> None:
     """Decodes and processes one image of each format, so that the first client's image waits for nothing."""
     image = Image.new("RGB", WARM_UP_SIZE, (120, 60, 30))
     for header in (ImageHeader("PNG", *WARM_UP_SIZE), ImageHeader("JPEG", *WARM_UP_SIZE)):
         file = io.BytesIO()
         image.save(file, header.format)
         memory.clear()
-        patcher.tensors(pixels.decode(file.getvalue(), header.format, header.width, header.height), memory.allocate)
+        processor.tensors(pixels.decode(file.getvalue(), header.format, header.width, header.height), memory.allocate)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _MODALITY = "image"
+_RENAMED = {"image_position_ids": "pixel_position_ids"}
+"""What vLLM calls tensors other than Hugging Face's processors do."""
+
 _MOST_AT_ONCE = MESSAGE_BYTES // 16
 """Tokens of one message: an id and a log-probability take 8 bytes."""
 
@@ -35,6 +38,9 @@ class PromptMaker:
 
     def __init__(self, llm: "AsyncLLM") -> None:
         self._processor: Any = llm.renderer.mm_processor if llm.model_config.supports_multimodal_inputs else None
+        self._dtype = llm.model_config.dtype
+        config = llm.model_config.hf_config
+        self._image_token_id = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
 
     def make(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
         """The engine input; `images` holds the tensors of each span."""
@@ -51,20 +57,29 @@ class PromptMaker:
         )
 
     def _item(self, tensors: FeatureTensors) -> MultiModalKwargsItem:
-        features = BatchFeature({name: _tensor(array) for name, array in tensors.items()})
+        """One image by the fields of vLLM's own processor, which takes what it knows of the names."""
+        features = BatchFeature({_RENAMED.get(name, name): self._tensor(array) for name, array in tensors.items()})
+        tiles = features["pixel_values"]
+        if tiles.ndim == 5:  # Idefics 3 has all tiles of an image under one more dimension, of one; vLLM has not.
+            features.update({name: tensor.squeeze(0) for name, tensor in features.items() if tensor.ndim >= 4})
+        # vLLM's processors tell the model what Hugging Face's do not, under either name.
+        tile_count = torch.tensor([len(features["pixel_values"])])
+        features.update(num_patches=tile_count, image_num_patches=tile_count)
+        if self._image_token_id is not None:
+            features["image_token_id"] = torch.tensor(self._image_token_id)
         fields = self._processor._get_mm_fields_config(features, {})
         items: MultiModalKwargsItems = MultiModalKwargsItems.from_hf_inputs(features, fields)
         return items[_MODALITY][0]
+
+    def _tensor(self, array: npt.NDArray) -> torch.Tensor:
+        # torch warns of memory that it could not write to, though nobody writes here.
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 def _place_of(span: ImageSpan) -> PlaceholderRange:
     is_embed = None if span.is_embedding.all() else torch.from_numpy(span.is_embedding)
     return PlaceholderRange(offset=span.offset, length=span.length, is_embed=is_embed)
-
-
-def _tensor(array: npt.NDArray) -> torch.Tensor:
-    # torch warns of memory that it could not write to, though nobody writes here.
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def score_plan(spec: SampleSpec, index: int) -> ScorePlan | None:

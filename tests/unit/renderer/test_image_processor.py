@@ -18,11 +18,11 @@ QWEN3 = {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 1_0
 QWEN2_5 = {"patch_size": 14, "size": {"shortest_edge": 3_136, "longest_edge": 500_000}}
 
 
-def write(directory: Path, **config: Any) -> str:
+def write(directory: Path, **config: Any) -> Path:
     """A directory with a processor of Qwen's class."""
     content = {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2, "temporal_patch_size": 2, **config}
     (directory / "preprocessor_config.json").write_text(json.dumps(content))
-    return str(directory)
+    return directory
 
 
 @pytest.fixture(scope="module", params=[QWEN3, QWEN2_5], ids=["16", "14"])

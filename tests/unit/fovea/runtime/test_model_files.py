@@ -80,7 +80,7 @@ def test_a_processor_that_transformers_5_saved(tmp_path: Path) -> None:
     settings = read_image_processor(tmp_path)
     assert settings["image_mean"] == [0.1, 0.2, 0.3]
     assert settings["size"] == read_image_processor(model)["size"]
-    assert ImagePatcher(str(tmp_path)).settings["image_mean"] == [0.1, 0.2, 0.3]
+    assert ImagePatcher(tmp_path).settings["image_mean"] == [0.1, 0.2, 0.3]
     normalizer = PatchNormalizer.from_checkpoint(tmp_path, 3, 6)
     black = normalizer(torch.zeros(1, 6, dtype=torch.uint8), torch.float32)
     assert black[0, ::2].tolist() == pytest.approx([-0.2, -0.4, -0.6])

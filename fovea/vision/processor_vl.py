@@ -1,0 +1,186 @@
+"""Families whose images are what the checkpoint's own Hugging Face processor makes of them, one at a time.
+
+The processor turns its image token and one image into ids and named tensors, which travel as they are; the ids go with
+them as `input_ids`, so that nobody computes them twice. A family declares its tensors, and how many embeddings its
+tower makes of them: what a model server needs to refuse tensors that would end its engine.
+
+A shape holds numbers and names: a name stands for any positive size, the same wherever it occurs in an image.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fovea.vision.vision_family import ImageAt, ImageTensors, Replacement, VisionFamily, require
+
+IDS = "input_ids"
+"""Name of the ids that replace an image among its tensors, int32 [L]."""
+
+Sizes = Mapping[str, int]
+"""What the names in an image's shapes stand for."""
+
+
+class Declared(NamedTuple):
+    """What a tensor must be: the name of its numpy type, and its shape."""
+
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+class ProcessorVL(VisionFamily):
+    """Images as the processor's own tensors."""
+
+    opener: ClassVar[str] = ""
+    placeholders: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: Mapping[str, Any], added_tokens: Mapping[str, int]) -> None:
+        super().__init__(config, added_tokens)
+        self.declared: Mapping[str, Declared] = self._declare(config, require(config, "vision_config"))
+        """The processor's tensors by name."""
+
+    @abstractmethod
+    def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
+        """The tensors of an image, and whatever `_embedding_count` reads, from config.json and its `vision_config`."""
+
+    @abstractmethod
+    def _embedding_count(self, sizes: Sizes, tensors: ImageTensors) -> int:
+        """Embeddings that the tower makes of tensors whose types and shapes are right; 0 if their values are wrong."""
+
+    @abstractmethod
+    def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
+        """Sizes of a small image, and those of its tensors that are not pixels."""
+
+    def token_counter(self, processor: Mapping[str, Any]) -> None:
+        return None
+
+    def replacement(self, tensors: ImageTensors) -> Replacement:
+        ids = tensors[IDS]
+        return Replacement(ids, ids == self.image_token_id)
+
+    def positions(self, length: int, images: Sequence[ImageAt]) -> None:
+        return None
+
+    def tensors_problem(self, tensors: ImageTensors) -> str:
+        declared = {**self.declared, IDS: Declared("int32", ("ids",))}
+        if set(tensors) != set(declared):
+            return f"tensors are {sorted(tensors)}, must be {sorted(declared)}"
+        sizes: dict[str, int] = {}
+        for name, (dtype, shape) in declared.items():
+            found = tensors[name]
+            if found.dtype.name != dtype:
+                return f"{name} is {found.dtype.name}, must be {dtype}"
+            if not _matches(found.shape, shape, sizes):
+                return f"{name} has shape {list(found.shape)}, must be [{', '.join(map(str, shape))}]"
+        made, count = (
+            self._embedding_count(sizes, tensors),
+            int(np.count_nonzero(self.replacement(tensors).is_embedding)),
+        )
+        if made != count:
+            return f"{IDS} has {count} placeholders, the tower makes {made} embeddings of the other tensors"
+        return ""
+
+    def blank_image(self) -> dict[str, npt.NDArray]:
+        """Grey, since processors take it for zero, and placeholders alone."""
+        sizes, others = self._blank()
+        pixels = {
+            name: np.zeros([sizes[size] if isinstance(size, str) else size for size in shape], dtype)
+            for name, (dtype, shape) in self.declared.items()
+            if name not in others
+        }
+        tensors = pixels | others
+        ids = np.full(self._embedding_count(sizes, tensors), self.image_token_id, np.int32)
+        return tensors | {IDS: ids}
+
+
+class TiledVL(ProcessorVL):
+    """Images in square tiles of one size, each of which makes as many embeddings."""
+
+    model_types = ("internvl", "gemma3")
+    opener = "<img>"
+
+    def patch_count(self, embedding_count: int) -> int:
+        return embedding_count * self._tile_patches // self._tile_embeddings
+
+    def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
+        side, patch = _first(vision["image_size"]), _first(vision["patch_size"])
+        self._tile_patches = (side // patch) ** 2
+        self._tile_embeddings = self._count(config, self._tile_patches)
+        return {"pixel_values": Declared("float32", ("tiles", int(vision.get("num_channels", 3)), side, side))}
+
+    def _count(self, config: Mapping[str, Any], patches: int) -> int:
+        key = "mm_tokens_per_image" if config["model_type"] == "gemma3" else "image_seq_length"
+        return int(require(config, key))
+
+    def _embedding_count(self, sizes: Sizes, tensors: ImageTensors) -> int:
+        return sizes["tiles"] * self._tile_embeddings
+
+    def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
+        return {"tiles": 1}, {}
+
+
+class MaskedTilesVL(TiledVL):
+    """Such tiles with a mask of their pixels, under a further dimension of one."""
+
+    model_types = ("idefics3", "smolvlm")
+    opener = "<fake_token_around_image>"
+
+    def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
+        _, shape = super()._declare(config, vision)["pixel_values"]
+        tiles, channels, height, width = shape
+        return {
+            "pixel_values": Declared("float32", (1, tiles, channels, height, width)),
+            "pixel_attention_mask": Declared("int64", (1, tiles, height, width)),
+        }
+
+    def _count(self, config: Mapping[str, Any], patches: int) -> int:
+        return patches // int(require(config, "scale_factor")) ** 2
+
+    def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
+        shape = self.declared["pixel_attention_mask"].shape
+        return {"tiles": 1}, {"pixel_attention_mask": np.ones((1, 1, *shape[2:]), np.int64)}  # type: ignore[arg-type]
+
+
+class RaggedVL(ProcessorVL):
+    """Images whole, in their own proportions: an embedding is a square of merged patches, and a token ends each row."""
+
+    model_types = ("mistral3",)
+
+    def patch_count(self, embedding_count: int) -> int:
+        return embedding_count * self._merge_size**2
+
+    def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
+        self._merge_size = int(require(config, "spatial_merge_size"))
+        self._factor = _first(vision["patch_size"]) * self._merge_size
+        channels = int(vision.get("num_channels", 3))
+        return {
+            "pixel_values": Declared("float32", (1, channels, "height", "width")),
+            "image_sizes": Declared("int64", (1, 2)),
+        }
+
+    def _embedding_count(self, sizes: Sizes, tensors: ImageTensors) -> int:
+        height, width = sizes["height"], sizes["width"]
+        if tensors["image_sizes"][0].tolist() != [height, width] or height % self._factor or width % self._factor:
+            return 0
+        return height // self._factor * (width // self._factor)
+
+    def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
+        side = 2 * self._factor
+        return {"height": side, "width": side}, {"image_sizes": np.array([[side, side]], np.int64)}
+
+
+def _matches(found: Sequence[int], shape: Sequence[int | str], sizes: dict[str, int]) -> bool:
+    """Whether a shape is as declared; notes in `sizes` what its names stand for."""
+    if len(found) != len(shape):
+        return False
+    return all(
+        size >= 1 and size == (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted)
+        for size, wanted in zip(found, shape, strict=True)
+    )
+
+
+def _first(size: int | Sequence[int]) -> int:
+    """A side that configurations give as a number, or for both sides."""
+    return int(size if isinstance(size, int) else size[0])
