@@ -5,8 +5,8 @@ import pytest
 from fovea.api.v1 import model_input_pb2
 from fovea.wire.conventions import MAX_IMAGE_BYTES
 from fovea.wire.errors import ContextOverflow, FoveaError, InvalidInput, NotFound
-from tests.contract.renderer.conftest import Served
 from tests.contract.renderer.inputs import image, model_input, reference, text, token_ids
+from tests.served_renderer import Served
 from tests.unit.renderer.pictures import encoded, picture, png
 from tests.unit.renderer.test_image_header import png_header
 

@@ -13,8 +13,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
 from fovea.api.v1 import model_input_pb2
-from tests.contract.renderer.conftest import Served
 from tests.contract.renderer.inputs import image, model_input, positions, text, token_ids
+from tests.served_renderer import Served
 from tests.unit.renderer.pictures import encoded, picture
 
 SIZES = [

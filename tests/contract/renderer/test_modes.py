@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.contract.renderer.conftest import Served
 from tests.contract.renderer.inputs import image, model_input
+from tests.served_renderer import Served
 from tests.unit.renderer.pictures import encoded, picture
 from tests.unit.renderer.test_pixels import interlaced_png
 

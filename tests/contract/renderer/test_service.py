@@ -16,8 +16,8 @@ from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import InvalidInput, Unavailable
 from services.renderer.renderer_service import RendererServicer
 from services.renderer.settings import RendererSettings
-from tests.contract.renderer.conftest import Served
 from tests.contract.renderer.inputs import image, model_input, reference, text
+from tests.served_renderer import Served
 from tests.unit.renderer.pictures import png
 
 

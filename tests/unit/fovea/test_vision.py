@@ -1,5 +1,7 @@
 """Vision-language families: geometry as transformers computes it, positions as get_rope_index computes them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +22,8 @@ def qwen3_vl() -> VisionFamily:
 
 
 def test_the_model_type_chooses_the_family() -> None:
-    assert vision.MODEL_TYPES == ("qwen2_5_vl", "qwen3_vl")
+    qwen = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"}
+    assert set(vision.MODEL_TYPES) == qwen | {"internvl", "gemma3", "idefics3", "smolvlm", "mistral3"}
     assert [vision.choose(config(kind)) for kind in KINDS] == [QwenVL, QwenVL]
     assert vision.choose({"model_type": "qwen3"}) is vision.choose({"model_type": "llama"}) is None
     assert vision.bind({"model_type": "qwen3"}, ADDED_TOKENS) is None
@@ -28,7 +31,7 @@ def test_the_model_type_chooses_the_family() -> None:
 
 @pytest.mark.parametrize("tower", ["vision_config", "audio_config", "mm_vision_tower", "image_token_id"])
 def test_an_unknown_vision_model_is_refused_with_the_supported_ones(tower: str) -> None:
-    with pytest.raises(ValueError, match=r"'llava' is a vision model.*supported are qwen2_5_vl, qwen3_vl, and text-"):
+    with pytest.raises(ValueError, match=r"'llava' is a vision model.*supported are gemma3, .*, and text-"):
         vision.bind({"model_type": "llava", tower: {}}, {})
 
 
@@ -165,3 +168,67 @@ def test_grids_are_checked(qwen3_vl: VisionFamily, grid: list[int], problem: str
     found = qwen3_vl.tensors_problem(qwen3_vl.blank_image() | of_grid(*grid))
     assert found.startswith("image_grid_thw [")
     assert problem in found
+
+
+TILED = {"image_size": 8, "patch_size": [2, 2], "num_channels": 3}
+PROCESSED: dict[str, dict[str, Any]] = {
+    "internvl": {"image_token_id": IMAGE, "image_seq_length": 4, "vision_config": TILED},
+    "gemma3": {"image_token_index": IMAGE, "mm_tokens_per_image": 4, "boi_token_index": START, "vision_config": TILED},
+    "idefics3": {"image_token_id": IMAGE, "scale_factor": 2, "vision_config": TILED},
+    "smolvlm": {"image_token_id": IMAGE, "scale_factor": 2, "vision_config": TILED},
+    "mistral3": {"image_token_index": IMAGE, "spatial_merge_size": 2, "vision_config": {"patch_size": 2}},
+}
+
+
+def processed(model_type: str) -> VisionFamily:
+    """A family whose own processor makes its images."""
+    bound = vision.bind({"model_type": model_type} | PROCESSED[model_type], ADDED_TOKENS)
+    assert bound is not None
+    return bound
+
+
+@pytest.mark.parametrize("model_type", PROCESSED)
+def test_what_a_processor_made_is_checked(model_type: str) -> None:
+    bound = processed(model_type)
+    tensors = bound.blank_image()
+    assert not bound.tensors_problem(tensors)
+    assert bound.replacement(tensors).ids.tolist() == [IMAGE] * 4
+    assert bound.patch_count(4) == 16
+    assert bound.token_counter({}) is None
+    assert bound.positions(4, [ImageAt(0, tensors)]) is None
+    pixels = tensors["pixel_values"]
+    spoiled = {
+        "tensors are": {"pixel_values": pixels},
+        "pixel_values is float64": tensors | {"pixel_values": pixels.astype(np.float64)},
+        "pixel_values has shape": tensors | {"pixel_values": pixels[..., 1:, 0]},
+        "input_ids is int64": tensors | {"input_ids": tensors["input_ids"].astype(np.int64)},
+        "input_ids has 3 placeholders, the tower makes 4": tensors | {"input_ids": tensors["input_ids"][1:]},
+    }
+    for problem, bad in spoiled.items():
+        assert bound.tensors_problem(bad).startswith(problem)
+
+
+def test_ids_around_embeddings_are_no_placeholders() -> None:
+    bound = processed("internvl")
+    ids = np.array([START, *[IMAGE] * 8, 5], np.int32)
+    tensors = {"pixel_values": np.zeros((2, 3, 8, 8), np.float32), "input_ids": ids}
+    found = bound.replacement(tensors)
+    assert found.ids.tolist() == ids.tolist()
+    assert found.is_embedding.tolist() == [False] + [True] * 8 + [False]
+    assert not bound.image_problem(tensors, found.is_embedding)
+    assert bound.image_problem(tensors, np.ones(10, np.bool_)) == "embedding_mask is not that of the tensors"
+
+
+def test_an_image_in_its_own_proportions() -> None:
+    bound = processed("mistral3")
+    ids = np.array([*[IMAGE] * 3, 7] * 2, np.int32)
+    pixels = np.zeros((1, 3, 8, 12), np.float32)
+    tensors = {"pixel_values": pixels, "image_sizes": np.array([[8, 12]]), "input_ids": ids}
+    assert not bound.tensors_problem(tensors)
+    assert "makes 0 embeddings" in bound.tensors_problem(tensors | {"image_sizes": np.array([[12, 8]])})
+    assert "makes 0 embeddings" in bound.tensors_problem(tensors | {"pixel_values": pixels[..., :10]})
+
+
+def test_code_of_a_checkpoint_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'kimi_k25' needs code of its own .*which Fovea never runs"):
+        vision.choose({"model_type": "kimi_k25", "vision_config": {}, "auto_map": {"AutoModel": "m.py"}})

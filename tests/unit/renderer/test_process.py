@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fovea import vision
 from tests.unit.renderer import checkpoints
 
 HEAVY = {"torch", "torchvision", "transformers", "vllm", "PIL"}
@@ -41,7 +42,7 @@ def test_an_unknown_vision_family_ends_the_start(tmp_path: Path) -> None:
     checkpoints.write(tmp_path, "qwen3_vl", model_type="llava")
     ended = run("-m", "services.renderer", "--model", str(tmp_path))
     assert ended.returncode == 1
-    assert "supported are qwen2_5_vl, qwen3_vl" in ended.stderr
+    assert "supported are " + ", ".join(vision.MODEL_TYPES) in ended.stderr
 
 
 def test_an_unknown_setting_ends_the_start(tmp_path: Path) -> None:
