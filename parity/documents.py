@@ -14,7 +14,7 @@ from transformers import AutoProcessor, BatchFeature
 
 from fovea.vision.vision_family import ImageAt, Replacement
 from services.renderer import model_directory
-from services.renderer.image_processor import ImagePatcher, anywhere
+from services.renderer.image_processor import anywhere, open_processor
 
 SIZES = (
     (64, 64),
@@ -67,7 +67,7 @@ class Maker:
         self.processor: Any = AutoProcessor.from_pretrained(directory, trust_remote_code=False)
         self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
         self.family = model_directory.read(directory).family
-        self._renderer = ImagePatcher(str(directory)) if self.family else None
+        self._renderer = open_processor(directory) if self.family else None
         self._around = self._words_around_an_image() if self.family else ("", "")
 
     def own(self, pieces: Sequence[Piece], **how: Any) -> BatchFeature:
