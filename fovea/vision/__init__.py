@@ -8,11 +8,19 @@ the added tokens of its tokenizer. A new one is a class in a file here and its n
 from collections.abc import Mapping
 from typing import Any
 
-from fovea.vision.processor_vl import MaskedTilesVL, RaggedVL, TiledVL
+from fovea.vision.processor_vl import MaskedTilesVL, PaddedTilesVL, PlacedPatchesVL, RaggedVL, TiledVL
 from fovea.vision.qwen_vl import Glm4v, QwenVL
 from fovea.vision.vision_family import VisionFamily
 
-FAMILIES: tuple[type[VisionFamily], ...] = (QwenVL, Glm4v, TiledVL, MaskedTilesVL, RaggedVL)
+FAMILIES: tuple[type[VisionFamily], ...] = (
+    QwenVL,
+    Glm4v,
+    TiledVL,
+    MaskedTilesVL,
+    RaggedVL,
+    PaddedTilesVL,
+    PlacedPatchesVL,
+)
 
 MODEL_TYPES = tuple(sorted(model_type for family in FAMILIES for model_type in family.model_types))
 """The values of `model_type` in config.json that have a family."""

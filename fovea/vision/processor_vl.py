@@ -146,13 +146,17 @@ class MaskedTilesVL(TiledVL):
 class RaggedVL(ProcessorVL):
     """Images whole, in their own proportions: an embedding is a square of merged patches, and a token ends each row."""
 
-    model_types = ("mistral3",)
+    model_types = ("mistral3", "llava")
 
     def patch_count(self, embedding_count: int) -> int:
         return embedding_count * self._merge_size**2
 
     def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
-        self._merge_size = int(require(config, "spatial_merge_size"))
+        if vision.get("model_type", "pixtral") != "pixtral":
+            raise ValueError(
+                f"vision_config.model_type is {vision['model_type']!r}; of LLaVA Fovea takes pixtral towers"
+            )
+        self._merge_size = int(config.get("spatial_merge_size", 1))
         self._factor = _first(vision["patch_size"]) * self._merge_size
         channels = int(vision.get("num_channels", 3))
         return {
@@ -169,6 +173,66 @@ class RaggedVL(ProcessorVL):
     def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
         side = 2 * self._factor
         return {"height": side, "width": side}, {"image_sizes": np.array([[side, side]], np.int64)}
+
+
+class PaddedTilesVL(ProcessorVL):
+    """Tiles and a thumbnail in patches, each padded to as many; an embedding is a square of patches."""
+
+    model_types = ("lfm2_vl",)
+    opener = "<|image_start|>"
+
+    def patch_count(self, embedding_count: int) -> int:
+        return embedding_count * self._factor**2
+
+    def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
+        self._factor = int(require(config, "downsample_factor"))
+        patch = int(vision.get("num_channels", 3)) * _first(vision["patch_size"]) ** 2
+        return {
+            "pixel_values": Declared("float32", ("tiles", "patches", patch)),
+            "pixel_attention_mask": Declared("int32", ("tiles", "patches")),
+            "spatial_shapes": Declared("int64", ("tiles", 2)),
+        }
+
+    def _embedding_count(self, sizes: Sizes, tensors: ImageTensors) -> int:
+        shapes = tensors["spatial_shapes"]
+        real = tensors["pixel_attention_mask"].sum(axis=1)
+        if shapes.min() < 1 or shapes.max() > sizes["patches"] or not np.array_equal(shapes.prod(axis=1), real):
+            return 0
+        return 0 if (shapes % self._factor).any() else int((shapes // self._factor).prod(axis=1).sum())
+
+    def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
+        side = 2 * self._factor
+        mask, shapes = np.ones((1, side * side), np.int32), np.array([[side, side]], np.int64)
+        return {"tiles": 1, "patches": side * side}, {"pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+class PlacedPatchesVL(ProcessorVL):
+    """Images in patches with the place of each, padded to as many by places of -1; squares of them are pooled."""
+
+    model_types = ("gemma4",)
+
+    def patch_count(self, embedding_count: int) -> int:
+        return embedding_count * self._pooled**2
+
+    def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
+        self._pooled = int(vision["pooling_kernel_size"])
+        self._places = int(vision["position_embedding_size"])
+        patch = 3 * _first(vision["patch_size"]) ** 2
+        return {
+            "pixel_values": Declared("float32", (1, "patches", patch)),
+            "image_position_ids": Declared("int64", (1, "patches", 2)),
+        }
+
+    def _embedding_count(self, sizes: Sizes, tensors: ImageTensors) -> int:
+        places = tensors["image_position_ids"]
+        if places.min() < -1 or places.max() >= self._places:
+            return 0
+        return int(np.count_nonzero(places.min(axis=-1) >= 0)) // self._pooled**2
+
+    def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
+        side = 2 * self._pooled
+        places = np.indices((side, side)).reshape(2, -1).T[None, :, ::-1].astype(np.int64)
+        return {"patches": side * side}, {"image_position_ids": np.ascontiguousarray(places)}
 
 
 def _matches(found: Sequence[int], shape: Sequence[int | str], sizes: dict[str, int]) -> bool:

@@ -14,6 +14,7 @@ Cause = Literal[
     "format_mismatch",
     "no_images",
     "pixels",
+    "processor",
     "reserved_token",
     "size_bytes",
     "unknown_format",

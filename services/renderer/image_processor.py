@@ -18,6 +18,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from fovea.vision.processor_vl import IDS, ProcessorVL
 from services.renderer import model_directory
+from services.renderer.chunk_errors import InvalidChunk
 from services.renderer.pixels import DECODER_VERSION
 from services.renderer.worker_protocol import Allocate
 
@@ -120,21 +121,33 @@ class WholeProcessor:
 
     def __init__(self, model_dir: Path, family: ProcessorVL) -> None:
         self._processor = AutoProcessor.from_pretrained(model_dir, trust_remote_code=False)
-        self._names = tuple(family.declared)
+        self._family = family
         self.settings: dict[str, Any] = json.loads(self._processor.image_processor.to_json_string())
         # The tokenizer's part is small: of the whole processor, what it makes of a known image says it.
         ids = self._run(Image.new("RGB", _PROBE_SIZES[0]))[IDS]
         self.fingerprint = _fingerprint(self._processor, [self.settings, ids.tolist()])
 
     def tensors(self, image: Image.Image, allocate: Allocate) -> dict[str, npt.NDArray[Any]]:
-        """The family's tensors as the processor names and makes them, and `input_ids`, int32 [L]."""
-        return _placed(self._run(image), allocate)
+        """The family's tensors as the processor names and makes them, and `input_ids`, int32 [L].
+
+        Raises InvalidChunk for an image of which the processor makes something that its model cannot take.
+        """
+        made = self._run(image)
+        if problem := self._family.tensors_problem(made):
+            raise InvalidChunk(
+                "processor",
+                f"the model's processor makes of the {image.width}x{image.height} image what the model cannot take"
+                f" ({problem}); send it in other proportions",
+            )
+        return _placed(made, allocate)
 
     def _run(self, image: Image.Image) -> dict[str, npt.NDArray[Any]]:
         token = self._processor.image_token
         with torch.inference_mode():
             made = self._processor(text=[token], images=[image], return_tensors="pt", add_special_tokens=False)
-        return {name: made[name].numpy() for name in self._names} | {IDS: made[IDS][0].numpy().astype(np.int32)}
+        return {name: made[name].numpy() for name in self._family.declared} | {
+            IDS: made[IDS][0].numpy().astype(np.int32)
+        }
 
 
 class ImagePatcher:

@@ -23,7 +23,7 @@ def qwen3_vl() -> VisionFamily:
 
 def test_the_model_type_chooses_the_family() -> None:
     qwen = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"}
-    assert set(vision.MODEL_TYPES) == qwen | {"internvl", "gemma3", "idefics3", "smolvlm", "mistral3"}
+    assert set(vision.MODEL_TYPES) == qwen | set(PROCESSED)
     assert [vision.choose(config(kind)) for kind in KINDS] == [QwenVL, QwenVL]
     assert vision.choose({"model_type": "qwen3"}) is vision.choose({"model_type": "llama"}) is None
     assert vision.bind({"model_type": "qwen3"}, ADDED_TOKENS) is None
@@ -31,8 +31,8 @@ def test_the_model_type_chooses_the_family() -> None:
 
 @pytest.mark.parametrize("tower", ["vision_config", "audio_config", "mm_vision_tower", "image_token_id"])
 def test_an_unknown_vision_model_is_refused_with_the_supported_ones(tower: str) -> None:
-    with pytest.raises(ValueError, match=r"'llava' is a vision model.*supported are gemma3, .*, and text-"):
-        vision.bind({"model_type": "llava", tower: {}}, {})
+    with pytest.raises(ValueError, match=r"'some_vlm' is a vision model.*supported are gemma3, .*, and text-"):
+        vision.bind({"model_type": "some_vlm", tower: {}}, {})
 
 
 @pytest.mark.parametrize("entry", ["image_token_id", "vision_config"])
@@ -177,6 +177,13 @@ PROCESSED: dict[str, dict[str, Any]] = {
     "idefics3": {"image_token_id": IMAGE, "scale_factor": 2, "vision_config": TILED},
     "smolvlm": {"image_token_id": IMAGE, "scale_factor": 2, "vision_config": TILED},
     "mistral3": {"image_token_index": IMAGE, "spatial_merge_size": 2, "vision_config": {"patch_size": 2}},
+    "llava": {"image_token_index": IMAGE, "vision_config": {"model_type": "pixtral", "patch_size": 2}},
+    "lfm2_vl": {"image_token_id": IMAGE, "downsample_factor": 2, "vision_config": {"patch_size": 2}},
+    "gemma4": {
+        "image_token_id": IMAGE,
+        "boi_token_id": START,
+        "vision_config": {"patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 32},
+    },
 }
 
 
@@ -193,14 +200,14 @@ def test_what_a_processor_made_is_checked(model_type: str) -> None:
     tensors = bound.blank_image()
     assert not bound.tensors_problem(tensors)
     assert bound.replacement(tensors).ids.tolist() == [IMAGE] * 4
-    assert bound.patch_count(4) == 16
+    assert bound.patch_count(4) == (4 if model_type == "llava" else 16)
     assert bound.token_counter({}) is None
     assert bound.positions(4, [ImageAt(0, tensors)]) is None
     pixels = tensors["pixel_values"]
     spoiled = {
         "tensors are": {"pixel_values": pixels},
         "pixel_values is float64": tensors | {"pixel_values": pixels.astype(np.float64)},
-        "pixel_values has shape": tensors | {"pixel_values": pixels[..., 1:, 0]},
+        "pixel_values has shape": tensors | {"pixel_values": pixels[..., 0]},
         "input_ids is int64": tensors | {"input_ids": tensors["input_ids"].astype(np.int64)},
         "input_ids has 3 placeholders, the tower makes 4": tensors | {"input_ids": tensors["input_ids"][1:]},
     }
@@ -227,6 +234,27 @@ def test_an_image_in_its_own_proportions() -> None:
     assert not bound.tensors_problem(tensors)
     assert "makes 0 embeddings" in bound.tensors_problem(tensors | {"image_sizes": np.array([[12, 8]])})
     assert "makes 0 embeddings" in bound.tensors_problem(tensors | {"pixel_values": pixels[..., :10]})
+
+
+def test_places_and_sizes_are_checked() -> None:
+    gemma4, lfm2_vl = processed("gemma4"), processed("lfm2_vl")
+    placed, padded = gemma4.blank_image(), lfm2_vl.blank_image()
+    spoiled = [
+        (gemma4, placed | {"image_position_ids": placed["image_position_ids"] + 32}),
+        (gemma4, placed | {"image_position_ids": placed["image_position_ids"] - 2}),
+        (lfm2_vl, padded | {"spatial_shapes": np.array([[2, 4]])}),
+        (lfm2_vl, padded | {"spatial_shapes": np.array([[1, 16]])}),
+        (lfm2_vl, padded | {"spatial_shapes": np.array([[-4, -4]])}),
+    ]
+    for bound, tensors in spoiled:
+        assert "the tower makes 0 embeddings" in bound.tensors_problem(tensors)
+
+
+def test_of_llava_only_a_pixtral_tower_is_taken() -> None:
+    with pytest.raises(ValueError, match="'clip_vision_model'; of LLaVA Fovea takes pixtral towers"):
+        vision.bind(
+            {"model_type": "llava", "image_token_index": 1, "vision_config": {"model_type": "clip_vision_model"}}, {}
+        )
 
 
 def test_code_of_a_checkpoint_is_refused() -> None:

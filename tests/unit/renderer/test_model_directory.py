@@ -19,8 +19,8 @@ def test_a_vision_model_and_a_text_model_of_any_architecture(tmp_path: Path) -> 
 
 
 def test_an_unknown_vision_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'llava' is a vision model"):
-        model_directory.read(checkpoints.write(tmp_path, "qwen3_vl", model_type="llava"))
+    with pytest.raises(ValueError, match="'some_vlm' is a vision model"):
+        model_directory.read(checkpoints.write(tmp_path, "qwen3_vl", model_type="some_vlm"))
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])

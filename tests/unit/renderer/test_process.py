@@ -39,7 +39,7 @@ def test_a_directory_without_a_model_ends_the_start(tmp_path: Path) -> None:
 
 
 def test_an_unknown_vision_family_ends_the_start(tmp_path: Path) -> None:
-    checkpoints.write(tmp_path, "qwen3_vl", model_type="llava")
+    checkpoints.write(tmp_path, "qwen3_vl", model_type="some_vlm")
     ended = run("-m", "services.renderer", "--model", str(tmp_path))
     assert ended.returncode == 1
     assert "supported are " + ", ".join(vision.MODEL_TYPES) in ended.stderr

@@ -1,0 +1,129 @@
+"""Families whose images are the work of their own Hugging Face processor: renderer and sampler against transformers.
+
+The renderer gives the ids and tensors that the processor makes; vLLM makes of them what transformers' own forward does.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+from tinyvlm.families import ensure_family
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from fovea.api.v1 import model_input_pb2
+from fovea.client.sampler import SamplerClient
+from fovea.wire import tensors
+from fovea.wire.errors import InvalidInput
+from tests.contract.renderer.inputs import image, model_input, text
+from tests.e2e.sampler.asking import ask, request_for
+from tests.e2e.sampler.process import running_sampler
+from tests.served_renderer import Served, serving
+from tests.unit.renderer.pictures import encoded
+
+TOLERANCE = 1e-3
+SIZES = [(112, 60), (90, 140), (300, 40), (40, 300), (64, 64), (28, 28), (200, 133), (57, 171), (320, 240), (513, 85)]
+FAMILIES = ["qwen2_vl", "internvl"]
+
+
+def picture(width: int, height: int) -> Image.Image:
+    """Noise."""
+    pixels = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+class Own:
+    """A checkpoint in transformers: its processor and its forward."""
+
+    def __init__(self, model: Path) -> None:
+        torch.set_num_threads(1)
+        self.processor: Any = AutoProcessor.from_pretrained(model)
+        self._model: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+
+    def process(self, parts: list[str | Image.Image]) -> dict[str, torch.Tensor]:
+        """What the processor makes of text and images together."""
+        words = "".join(part if isinstance(part, str) else self.processor.image_token for part in parts)
+        images = [part for part in parts if not isinstance(part, str)]
+        made = self.processor(text=[words], images=images or None, return_tensors="pt", add_special_tokens=False)
+        return dict(made)
+
+    @torch.no_grad()
+    def prompt_logprobs(self, made: dict[str, torch.Tensor]) -> npt.NDArray[np.float32]:
+        """log p(token i | tokens before i) from the second on."""
+        rows: torch.Tensor = self._model(**made).logits[0, :-1].log_softmax(-1)
+        return rows.gather(1, made["input_ids"][0, 1:, None])[:, 0].numpy()  # type: ignore[no-any-return]
+
+    def chunks(self, parts: list[str | Image.Image]) -> model_input_pb2.ModelInput:
+        """The same as a client sends it."""
+        return model_input(
+            *(
+                text(*self.processor.tokenizer(part, add_special_tokens=False)["input_ids"])
+                if isinstance(part, str)
+                else image(encoded(part))
+                for part in parts
+            )
+        )
+
+
+async def check_tensors(served: Served, own: Own, size: tuple[int, int]) -> None:
+    """Ids and tensors of one image: the processor's, but for pixels that are left as bytes."""
+    made = own.process([picture(*size)])
+    rendered = await served.client.render(own.chunks([picture(*size)]))
+    (span,) = rendered.spans
+    held = (await served.client.fetch_features([span.feature.digest]))[span.feature.digest]
+    assert tensors.decode_tokens(rendered.tokens).tolist() == made["input_ids"][0].tolist()
+    assert span.length == len(made["input_ids"][0])
+    mask = np.frombuffer(span.feature.embedding_mask, np.uint8) if span.feature.embedding_mask else np.ones(span.length)
+    placeholders = made["input_ids"][0].numpy() == served.family.image_token_id
+    assert np.array_equal(mask.astype(bool), placeholders)
+    for name, tensor in held.items():
+        if tensor.dtype == np.uint8:
+            normal = own.processor.image_processor
+            channels = torch.from_numpy(tensor).view(len(tensor), 3, -1).float() / 255
+            mean, std = (torch.tensor(values)[:, None] for values in (normal.image_mean, normal.image_std))
+            expected = made[name].view(len(tensor), 3, -1)
+            torch.testing.assert_close((channels - mean) / std, expected, atol=1e-5, rtol=1e-5)
+        else:
+            assert np.array_equal(tensor.reshape(-1), made[name].numpy().reshape(-1)), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_a_family(name: str) -> None:
+    model = ensure_family(name)
+    own = Own(model)
+    one, two = picture(112, 60), picture(90, 140)
+    inputs: list[list[str | Image.Image]] = [
+        [one, " stands first."],
+        ["And here it stands last: ", one],
+        ["A picture ", one, " and another ", two, " of two."],
+        ["No picture at all."],
+    ]
+    with running_sampler(model) as sampler:
+        async with serving(model) as served, SamplerClient(sampler.address) as client:
+            for size in SIZES:
+                await check_tensors(served, own, size)
+            told = set()
+            for parts in inputs:
+                rendered = await served.client.render(own.chunks(parts))
+                made = own.process(parts)
+                assert tensors.decode_tokens(rendered.tokens).tolist() == made["input_ids"][0].tolist()
+                answer = await ask(client, request_for(rendered, prompt_logprobs=True, max_tokens=2))
+                assert np.abs(answer.prompt_logprobs[1:] - own.prompt_logprobs(made)).max() < TOLERANCE
+                told.add(hashlib.sha256(answer.prompt_logprobs[-3:].tobytes()).hexdigest())
+            await check_refusals(served, client, own, [one, " again"])
+
+
+async def check_refusals(served: Served, client: SamplerClient, own: Own, parts: list[str | Image.Image]) -> None:
+    """Ids that are not those of the tensors are refused by name, and the next request works."""
+    good = await served.client.render(own.chunks(parts))
+    bad = model_input_pb2.RenderedInput()
+    bad.CopyFrom(good)
+    feature = bad.spans[0].feature
+    feature.embedding_mask = b"\1" + bytes(feature.token_count - 1)
+    with pytest.raises(InvalidInput, match=r"prompt.spans"):
+        await ask(client, request_for(bad, max_tokens=1))
+    await ask(client, request_for(good, max_tokens=1))
