@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image
-from tinyvlm.families import ensure_family
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from fovea.api.v1 import model_input_pb2
@@ -24,6 +23,7 @@ from tests.e2e.sampler.asking import ask, request_for
 from tests.e2e.sampler.process import running_sampler
 from tests.served_renderer import Served, serving
 from tests.unit.renderer.pictures import encoded
+from tinyvlm.families import ensure_family
 
 TOLERANCE = 1e-3
 SIZES = [(112, 60), (90, 140), (300, 40), (40, 300), (64, 64), (28, 28), (200, 133), (57, 171), (320, 240), (513, 85)]
