@@ -9,7 +9,7 @@ Shapes: T tokens of all documents, H heads, D head size, I intermediate size, P 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -25,14 +25,17 @@ Result = TypeVar("Result")
 
 def fused(function: Callable[..., Result]) -> Callable[..., Result]:
     """Decorates a pure function of tensors, the first of which says where it runs. Any sizes share one kernel."""
-    # Adapters and full parameters, with gradients and without, are kernels of their own; above the limit none is made.
-    torch._dynamo.config.recompile_limit = 32
-    # Rounding between steps stays as written: the sampler rounds there too, and agrees better for it.
-    compiled: Any = torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
+
+    @cache
+    def compiled() -> Any:  # not before a GPU asks: the compiler takes a second to import
+        # Adapters and full parameters, with gradients and without, are kernels of their own; above the limit none is.
+        torch._dynamo.config.recompile_limit = 32
+        # Rounding between steps stays as written: the sampler rounds there too, and agrees better for it.
+        return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
 
     @wraps(function)
     def run(first: Tensor, *rest: Any) -> Result:
-        result: Result = (compiled if first.is_cuda else function)(first, *rest)
+        result: Result = (compiled() if first.is_cuda else function)(first, *rest)
         return result
 
     return run
