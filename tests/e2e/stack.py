@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import tinker
 
 from demo.up import running_fovea
+from tests.processes import is_gone, survivors
 
 API_KEY = "tml-local"
 
@@ -55,9 +57,14 @@ class Stack:
 
 @contextmanager
 def running_stack(model: pathlib.Path, *arguments: str) -> Iterator[Stack]:
-    """Starts `fovea up` on free ports with a fresh state folder; everything is gone afterwards."""
+    """Starts `fovea up` on free ports with a fresh state folder; Ctrl-C ends it, and no process may be left."""
     os.environ["TINKER_TELEMETRY"] = "0"
     with tempfile.TemporaryDirectory(prefix="fovea-e2e-") as folder:
         path = pathlib.Path(folder)
         with running_fovea(path, model, "--port", "0", "--grpc-port", "0", *arguments) as state:
-            yield Stack(state, model, path / "up.log")
+            supervisor, log = psutil.Process(state["pid"]), path / "up.log"
+            yield Stack(state, model, log)
+            is_killed = is_gone(supervisor)
+            processes = [] if is_killed else [supervisor, *supervisor.children(recursive=True)]
+        assert [process.cmdline() for process in survivors(processes, 60)] == []
+        assert is_killed or "all services have stopped" in log.read_text()

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,15 +53,16 @@ def train(stack: Stack, seed: int, rounds: int) -> list[float]:
 
 
 def test_a_gateway_killed_again_and_again(fragile: Stack) -> None:
-    seeds, rounds, chance = (1, 2, 3), 40, random.Random(12)
-    undisturbed = [train(fragile, seed, rounds) for seed in seeds]
+    seeds, rounds, chance = (1, 2, 3), 25, random.Random(12)
     with ThreadPoolExecutor() as pool:
+        undisturbed = list(pool.map(lambda seed: train(fragile, seed, rounds), seeds))
         running = [pool.submit(train, fragile, seed, rounds) for seed in seeds]
         for _ in range(3):
             time.sleep(chance.uniform(1.0, 3.0))
             while not (found := processes(fragile, "gateway")):
                 time.sleep(0.1)
             found[0].kill()
+        assert not any(each.done() for each in running), "the last kill met no work"
         assert [each.result() for each in running] == undisturbed
 
 
@@ -138,18 +138,10 @@ def wait_for_model(service: tinker.ServiceClient, stack: Stack) -> tinker.Traini
             time.sleep(1)
 
 
-def test_ctrl_c_leaves_no_process_behind(fragile: Stack) -> None:
+def test_a_killed_supervisor_leaves_no_process_behind(fragile: Stack) -> None:
+    """Nor does Ctrl-C, which ends every other Fovea of these tests: `running_stack` looks."""
     supervisor = psutil.Process(fragile.state["pid"])
-    everything = [supervisor, *supervisor.children(recursive=True)]
-    assert len(everything) >= 7  # supervisor, renderer, sampler, engine, launcher, two ranks, gateway
-    supervisor.send_signal(signal.SIGINT)
-    assert survivors(everything, 60) == []
-    assert "all services have stopped" in fragile.log.read_text()
-
-
-def test_a_killed_supervisor_leaves_no_process_behind() -> None:
-    with running_stack(tinyvlm.ensure()) as stack:
-        supervisor = psutil.Process(stack.state["pid"])
-        children = supervisor.children(recursive=True)
-        supervisor.kill()
-        assert [process.cmdline() for process in survivors(children, 60)] == []
+    children = supervisor.children(recursive=True)
+    assert len(children) >= 6  # renderer, sampler, engine, launcher, two ranks, gateway
+    supervisor.kill()
+    assert [process.cmdline() for process in survivors(children, 60)] == []
