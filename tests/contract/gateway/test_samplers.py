@@ -164,14 +164,15 @@ async def test_full_weights_alternate_without_starving_anybody(stand: Stand, res
 
 
 @pytest.mark.slow
-async def test_two_thousand_samples_pend_and_finish(stand: Stand, rest: Rest) -> None:
+async def test_eight_hundred_samples_pend_and_finish(stand: Stand, rest: Rest) -> None:
+    """Twice as many as the SDK has on the way at once."""
     await stand.stop()
     await stand.start(sampler_concurrency=64, poll_hold_s=30.0)
 
     def use(client: tinker.ServiceClient) -> list[types.SampleResponse]:
         sampling = client.create_sampling_client(base_model=MODEL).result()
         params = types.SamplingParams(max_tokens=4)
-        futures = [sampling.sample(types.ModelInput.from_ints([1, 2]), 1, params) for _ in range(2000)]
+        futures = [sampling.sample(types.ModelInput.from_ints([1, 2]), 1, params) for _ in range(800)]
         return [future.result() for future in futures]
 
     stand.sampler.open.clear()
@@ -184,7 +185,7 @@ async def test_two_thousand_samples_pend_and_finish(stand: Stand, rest: Rest) ->
         assert (await http.get("get_server_capabilities")).status_code == 200
     stand.sampler.open.set()
     samples = await work
-    assert len(samples) == 2000
+    assert len(samples) == 800
     assert stand.sampler.most_running == 64
 
 
