@@ -40,8 +40,8 @@ WARM_UP_ADAM = tinker.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
 SHOWN = 64
 
 
-def read_arguments(about: str, *, steps: int, warm_up: int, stages: int = 1) -> argparse.Namespace:
-    """Of the command line. `steps` and `warm_up` are defaults; each of the `stages` needs a step."""
+def read_arguments(about: str, *, steps: int, groups: int, warm_up: int, stages: int = 1) -> argparse.Namespace:
+    """Of the command line. `steps`, `groups` and `warm_up` are defaults; each of the `stages` needs a step."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--base-url", help="address of a Tinker server; default: TINKER_BASE_URL")
     parser.add_argument("--api-key", help="default: TINKER_API_KEY")
@@ -49,6 +49,9 @@ def read_arguments(about: str, *, steps: int, warm_up: int, stages: int = 1) -> 
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--steps", type=int, default=steps, help="steps of reinforcement learning (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--groups", type=int, default=groups, help="groups of episodes that a step plays (default: %(default)s)"
     )
     parser.add_argument(
         "--warm-up", type=int, default=warm_up, help="steps that teach the format of an answer (default: %(default)s)"

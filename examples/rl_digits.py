@@ -43,7 +43,7 @@ async def main(arguments: argparse.Namespace) -> None:
     await experiment.measure("before", held_out)
     settings = LoopSettings(
         steps=arguments.steps,
-        groups_per_step=64,
+        groups_per_step=arguments.groups,
         group_size=4,
         learning_rate=2e-3,
         estimator="dr_grpo",
@@ -59,4 +59,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=120, warm_up=30)))
+    asyncio.run(main(read_arguments(__doc__, steps=120, groups=64, warm_up=30)))

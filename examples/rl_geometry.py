@@ -113,7 +113,7 @@ async def main(arguments: argparse.Namespace) -> None:
     await experiment.measure("before", held_out)
     settings = LoopSettings(
         steps=arguments.steps * 4 // 5,
-        groups_per_step=32,
+        groups_per_step=arguments.groups,
         group_size=8,
         learning_rate=7e-4,  # of thirty tokens: at 2e-3 the call loses its form
         estimator="dr_grpo",
@@ -126,11 +126,13 @@ async def main(arguments: argparse.Namespace) -> None:
     )
     # First one try each, in which a group differs in nothing but its answer; then all of them.
     await experiment.learn(train, settings)
-    tries = replace(settings, steps=arguments.steps - settings.steps, groups_per_step=16, rollout=rollout)
+    tries = replace(
+        settings, steps=arguments.steps - settings.steps, groups_per_step=arguments.groups // 2, rollout=rollout
+    )
     await experiment.learn(train, tries)
     await experiment.measure("after", held_out)
     experiment.write()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=100, warm_up=200, stages=2)))
+    asyncio.run(main(read_arguments(__doc__, steps=100, groups=32, warm_up=200, stages=2)))

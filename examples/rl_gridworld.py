@@ -80,7 +80,7 @@ async def main(arguments: argparse.Namespace) -> None:
     await experiment.measure("before", held_out)
     settings = LoopSettings(
         steps=arguments.steps // 2,
-        groups_per_step=32,
+        groups_per_step=arguments.groups,
         group_size=8,
         learning_rate=2e-3,
         estimator="dr_grpo",
@@ -92,11 +92,11 @@ async def main(arguments: argparse.Namespace) -> None:
     )
     # First single steps, in which a group differs in nothing but its answer; then whole walks.
     await experiment.learn(draw_sources(rng, 1000, by_steps=True, max_steps=1), settings)
-    walks = replace(settings, steps=arguments.steps - settings.steps, groups_per_step=12)
+    walks = replace(settings, steps=arguments.steps - settings.steps, groups_per_step=arguments.groups * 3 // 8)
     await experiment.learn(draw_sources(rng, 1000, by_steps=True), walks)
     await experiment.measure("after", held_out)
     experiment.write()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=60, warm_up=30, stages=2)))
+    asyncio.run(main(read_arguments(__doc__, steps=60, groups=32, warm_up=30, stages=2)))

@@ -1,4 +1,4 @@
-"""The reinforcement-learning examples, two steps each, given nothing but an address and a key."""
+"""The reinforcement-learning examples, two small steps each, given nothing but an address and a key."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(name: str, stack: Stack, tmp_path: pathlib.Path) -> None:
     server = ["--base-url", stack.base_url, "--api-key", API_KEY]
-    size = ["--steps", "2", "--warm-up", "2", "--held-out", "8", "--seed", "5"]
+    size = ["--steps", "2", "--groups", "8", "--warm-up", "1", "--held-out", "8", "--seed", "5"]
     run = subprocess.run(
         [sys.executable, ROOT / "examples" / f"{name}.py", *server, *size, "--out", tmp_path],
         env=os.environ | {"TINKER_TELEMETRY": "0"},
