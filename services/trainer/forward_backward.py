@@ -23,7 +23,7 @@ from fovea.wire.features import FeatureTensors
 from services.trainer.batches.datum_decoding import Datum, DatumLimits, decode_datum
 from services.trainer.batches.micro_batch import Batch, BatchLayout, wanted_images
 from services.trainer.batches.packing import Plan, Step, plan
-from services.trainer.batches.vision_cache import CachedImage, TensorFetcher, VisionOutputCache
+from services.trainer.batches.vision_cache import TensorFetcher, VisionOutput, VisionOutputCache
 from services.trainer.command_queue import ForwardBackward
 from services.trainer.loss_results import ForwardBackwardResult, MicroBatchResult, RankResult, reduce_measures
 from services.trainer.losses import Loss, Sandbox, loss_of
@@ -55,7 +55,7 @@ class PreparedCall:
     loss: Loss
     datums: dict[int, Datum]
     images: dict[str, FeatureTensors]
-    cached: dict[str, CachedImage] | None
+    cached: dict[str, VisionOutput] | None
 
 
 class LossComputer:

@@ -1,12 +1,13 @@
 """One micro-batch of one rank: datums packed end to end, without padding.
 
-Shapes: T packed tokens, K most targets a position, P patches, W bytes of a patch, I images, M placeholder tokens.
+Shapes: T packed tokens, K most targets a position, M embeddings of images.
 """
 
 # ruff: noqa: N803, N815 -- the suffix of a tensor's name is its shape
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -34,14 +35,12 @@ class TowerInput:
     """What the vision tower is run on.
 
     Args:
-        patches_PW: uint8.
-        grids_I3: int64, time, height, width in patches.
+        calls: Tensors by name, of as many images a call as can stand one after another along the first dimension.
         images: Digest and number of embeddings of each image, in order; empty for a filler, which only joins the
             collectives.
     """
 
-    patches_PW: Tensor
-    grids_I3: Tensor
+    calls: tuple[dict[str, Tensor], ...]
     images: tuple[tuple[str, int], ...]
 
 
@@ -170,11 +169,12 @@ class BatchLayout:
         if not inputs:
             assert self.vision is not None  # a text model runs no tower
             inputs = [self.vision.blank_image()]
-        return TowerInput(
-            self._move(np.concatenate([tensors["pixel_values"] for tensors in inputs])),
-            self._move(np.concatenate([tensors["image_grid_thw"] for tensors in inputs])),
-            tuple(wanted),
-        )
+        alike = (list(members) for _, members in groupby(inputs, _row_shapes))
+        calls = [
+            {name: self._move(np.concatenate([image[name] for image in members])) for name in members[0]}
+            for members in alike
+        ]
+        return TowerInput(tuple(calls), tuple(wanted))
 
     def _placement(self, datums: Sequence[Datum], bounds: npt.NDArray[np.int32]) -> Placement | None:
         digests, index = [], []
@@ -197,6 +197,11 @@ def wanted_images(datums: Iterable[Datum], cached: Container[str] | None) -> lis
     if cached is None:
         return images
     return [(digest, count) for digest, count in dict(images).items() if digest not in cached]
+
+
+def _row_shapes(image: FeatureTensors) -> dict[str, tuple[int, ...]]:
+    """What must be equal for images to stand one after another: all sizes but the first."""
+    return {name: array.shape[1:] for name, array in image.items()}
 
 
 def _widen(rows: npt.NDArray, width: int) -> npt.NDArray:

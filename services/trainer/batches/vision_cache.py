@@ -4,7 +4,7 @@ While an adapter leaves the tower alone, its output depends on the image only. P
 samples, turns), so remembering it saves most of the tower's work. Models that train the tower have no cached outputs.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -130,59 +130,53 @@ class VisionOutput:
     embeddings: Tensor
     deepstack: tuple[Tensor, ...]
 
-    def anchored(self) -> Tensor:
-        """A scalar zero that depends on everything, so that a filler image joins the backward pass too."""
-        return sum((tensor.sum() for tensor in self.deepstack), self.embeddings.sum()) * 0.0
-
-
-@dataclass(frozen=True)
-class CachedImage:
-    """The tower's output for one image: [m, D] embeddings and deepstack features."""
-
-    output: VisionOutput
-
     @property
     def size_bytes(self) -> int:
         """Size of all tensors."""
-        return sum(t.numel() * t.element_size() for t in (self.output.embeddings, *self.output.deepstack))
+        return sum(t.numel() * t.element_size() for t in (self.embeddings, *self.deepstack))
+
+    @classmethod
+    def joined(cls, outputs: Sequence["VisionOutput"]) -> "VisionOutput":
+        """For several images, in order."""
+        if len(outputs) == 1:
+            return outputs[0]
+        levels = zip(*(output.deepstack for output in outputs), strict=True)
+        return cls(
+            torch.cat([output.embeddings for output in outputs]), tuple(torch.cat(list(level)) for level in levels)
+        )
+
+    def anchored(self) -> Tensor:
+        """A scalar zero that depends on everything, so that a filler image joins the backward pass too."""
+        return sum((tensor.sum() for tensor in self.deepstack), self.embeddings.sum()) * 0.0
 
 
 class VisionOutputCache:
     """Least recently used outputs by image digest, up to `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._held: LRUCache[str, CachedImage] = LRUCache(max_bytes, lambda image: image.size_bytes)
+        self._held: LRUCache[str, VisionOutput] = LRUCache(max_bytes, lambda image: image.size_bytes)
 
-    def lookup(self, images: Mapping[str, int]) -> dict[str, CachedImage]:
+    def lookup(self, images: Mapping[str, int]) -> dict[str, VisionOutput]:
         """Those of the images (digest to number of embeddings) that are held, with so many."""
         found = {}
         for digest, count in images.items():
             image = self._held.get(digest)
-            if image is not None and len(image.output.embeddings) == count:
+            if image is not None and len(image.embeddings) == count:
                 found[digest] = image
         return found
 
-    def store_all(self, images: Mapping[str, CachedImage]) -> None:
+    def store_all(self, images: Mapping[str, VisionOutput]) -> None:
         """Holds outputs, dropping the least recently used above the limit."""
         for digest, image in images.items():
             if digest not in self._held and image.size_bytes <= self._held.maxsize:
                 self._held[digest] = image
 
 
-def split_output(output: VisionOutput, counts: Sequence[int]) -> list[CachedImage]:
+def split_output(output: VisionOutput, counts: Sequence[int]) -> list[VisionOutput]:
     """One entry an image of so many embeddings, in order; copies, so that dropping one frees its memory."""
     embeddings = torch.split(output.embeddings, list(counts))
     deepstack = [torch.split(feature, list(counts)) for feature in output.deepstack]
     return [
-        CachedImage(VisionOutput(embeddings[i].clone(), tuple(level[i].clone() for level in deepstack)))
+        VisionOutput(embeddings[i].clone(), tuple(level[i].clone() for level in deepstack))
         for i in range(len(embeddings))
     ]
-
-
-def join_outputs(images: Iterable[CachedImage]) -> VisionOutput:
-    """The output for several images, in order."""
-    outputs = [image.output for image in images]
-    levels = zip(*(output.deepstack for output in outputs), strict=True)
-    return VisionOutput(
-        torch.cat([output.embeddings for output in outputs]), tuple(torch.cat(list(level)) for level in levels)
-    )

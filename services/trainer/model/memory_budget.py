@@ -142,9 +142,12 @@ def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 def patch_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """What the vision tower keeps of one patch, likewise; counted, not measured."""
-    vision = config.vision_config
-    width = 16 * vision.hidden_size + 3 * vision.intermediate_size
-    return int(vision.depth * width * dtype.itemsize)
+    vision = config.vision_config.to_dict()
+    # Qwen's towers call their sizes otherwise; where Qwen2-VL has a hidden_size, it is the language model's.
+    hidden_size = vision.get("embed_dim") or vision["hidden_size"]
+    inner_size = vision.get("intermediate_size") or vision["mlp_ratio"] * hidden_size
+    depth = vision.get("depth") or vision["num_hidden_layers"]
+    return int(depth * (16 * hidden_size + 3 * inner_size) * dtype.itemsize)
 
 
 class MemoryBudget:

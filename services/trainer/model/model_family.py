@@ -1,6 +1,6 @@
 """What the trainer must know of a model family, and those that there are.
 
-Shapes: T packed tokens, P patches of all images, W bytes of one patch, M placeholder tokens of all images, D hidden.
+Shapes: T packed tokens, P patches of all images, W bytes of one patch, M embeddings of all images, D hidden.
 """
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
@@ -8,6 +8,7 @@ Shapes: T packed tokens, P patches of all images, W bytes of one patch, M placeh
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from inspect import signature
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -93,11 +94,13 @@ class Family:
         model_type: In the checkpoint's configuration.
         fuse: Puts faster forms of the model's layers in their place; None leaves them.
         tower_roles: Linear modules of the vision tower and its mergers that vLLM can adapt, by last name.
+        sees_images_whole: Whether the tokens of an image see each other both ways in the language model.
     """
 
     model_type: str
     fuse: Callable[[Any], None] | None = None
     tower_roles: Mapping[str, Role] = field(default_factory=dict)
+    sees_images_whole: bool = False
 
     def load(self, model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
         """The model on the CPU, in training mode without dropout, with packed attention throughout.
@@ -107,8 +110,8 @@ class Family:
         config = AutoConfig.from_pretrained(model_dir)
         check(config)
         kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        model: Any = kind.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
-        model.config._attn_implementation = PACKED_ATTENTION
+        model: Any = kind.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa")
+        _pack_attention(model)
         if model.get_output_embeddings().bias is not None:
             raise ValueError(f"{config.model_type} has an unembedding with a bias, which is not supported")
         if dropouts := [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]:
@@ -147,10 +150,22 @@ class Family:
         rows_TD: Tensor = table(tokens_T)  # Gemma's are scaled
         return rows_TD
 
-    def run_vision(self, model: Any, pixels_PW: Tensor, grids_I3: Tensor) -> VisionOutput:
-        """Runs the tower on normalised patches."""
-        output = model.model.visual(pixels_PW, grid_thw=grids_I3, return_dict=True)
-        return VisionOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
+    def run_vision(self, model: Any, tensors: Mapping[str, Tensor]) -> VisionOutput:
+        """Runs the tower and what joins it to the language model.
+
+        Args:
+            tensors: Of one image or several, as the family's processor names them, without the ids among them.
+        """
+        core = model.model
+        if hasattr(core, "visual"):
+            # `get_image_features` cuts its output into images, for which it has to wait for the GPU.
+            output = core.visual(tensors["pixel_values"], grid_thw=tensors["image_grid_thw"], return_dict=True)
+            return VisionOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
+        taken = signature(core.get_image_features).parameters
+        output = core.get_image_features(**{name: tensors[name] for name in tensors if name in taken}, return_dict=True)
+        found = output.pooler_output
+        images = [found] if isinstance(found, Tensor) else found
+        return VisionOutput(torch.cat([image.reshape(-1, image.shape[-1]) for image in images]), ())
 
     def run_language(
         self,
@@ -168,9 +183,11 @@ class Family:
             vision: For families that feed vision into the layers; its embeddings are in `embeddings_TD` already.
             image_index_M: Packed positions of the placeholder tokens.
         """
-        deepstack: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if vision is not None and vision.deepstack and image_index_M is not None:
-            deepstack = {"visual_pos_masks": image_index_M, "deepstack_visual_embeds": list(vision.deepstack)}
+            more = {"visual_pos_masks": image_index_M, "deepstack_visual_embeds": list(vision.deepstack)}
+        if self.sees_images_whole and image_index_M is not None:
+            more["blocks_T"] = _runs(image_index_M, len(embeddings_TD))
         output = model.get_decoder()(
             inputs_embeds=embeddings_TD.unsqueeze(0),
             position_ids=positions.unsqueeze(1) if len(positions) > 1 else positions,
@@ -179,10 +196,26 @@ class Family:
             cu_seq_lens_k=documents.bounds,
             max_length_q=documents.longest,
             max_length_k=documents.longest,
-            **deepstack,
+            **more,
         )
         hidden_1TD: Tensor = output.last_hidden_state
         return hidden_1TD.squeeze(0)
+
+
+def _runs(index_M: Tensor, token_count: int) -> Tensor:
+    """int64 [T]: of the ascending positions, each run without a gap has a number from 0 on; -1 elsewhere."""
+    gaps = torch.diff(index_M, prepend=index_M[:1]) > 1
+    return torch.full((token_count,), -1, device=index_M.device).index_copy(0, index_M, gaps.cumsum(0))
+
+
+def _pack_attention(model: Any) -> None:
+    """Packed attention in the language model, and in towers that take images end to end; others have sdpa's."""
+    decoder = model.get_decoder()
+    decoder.config._attn_implementation = PACKED_ATTENTION
+    for part in model.modules():
+        is_tower = isinstance(part, PreTrainedModel) and decoder not in part.modules()
+        if is_tower and any("cu_seqlens" in signature(module.forward).parameters for module in part.modules()):
+            part.config._attn_implementation = PACKED_ATTENTION
 
 
 def check(config: PretrainedConfig) -> None:
@@ -197,7 +230,7 @@ def check(config: PretrainedConfig) -> None:
         raise ValueError(f"use_bidirectional_attention of {config.model_type} is not supported, only causal attention")
     if changed := [name for name in _LOGIT_CHANGES if getattr(text, name, None) not in (None, 1.0)]:
         raise ValueError(f"{changed[0]} of {config.model_type} is not supported: logits are products alone")
-    if getattr(text, "attention_dropout", 0.0):
+    if any(getattr(part, "attention_dropout", 0.0) for part in (text, getattr(config, "vision_config", text))):
         raise ValueError("attention_dropout must be 0")
     rope = getattr(text, "rope_parameters", None) or {}
     # One set of parameters, or one for each type of layer.
@@ -251,6 +284,15 @@ FAMILIES = {
         Family("qwen3_vl", fuse_qwen_vl, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         # The merger is a Sequential: its linears are called 0 and 2.
         Family("qwen2_5_vl", fuse_qwen_vl, {**LANGUAGE_ROLES, **_QWEN_ROLES, "0": Role.MLP, "2": Role.MLP}),
+        Family("qwen2_vl", fuse_qwen_vl, {**_QWEN_ROLES, **dict.fromkeys(("fc1", "fc2", "0", "2"), Role.MLP)}),
+        Family("internvl"),
+        Family("llava_onevision"),
+        Family("mistral3"),
+        Family("gemma3", sees_images_whole=True),
+        Family("glm4v"),
+        Family("qwen3_5"),
+        Family("idefics3"),
+        Family("smolvlm"),
         Family("qwen3", fuse_language),
         Family("qwen2", fuse_language),
         Family("llama", fuse_language),

@@ -45,6 +45,8 @@ class Scores:
         window: The most tokens that a token sees, itself included; None for all of its document.
         softcap: c of c tanh(score / c); None for no cap.
         sinks_H: A further score for each head that takes weight and gives no value; None for none.
+        blocks_T: int64, the block of each token; within the window, its members see also those after them. -1 for a
+            token of none; None if there are no blocks.
     """
 
     scaling: float | None
@@ -52,6 +54,7 @@ class Scores:
     window: int | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
+    blocks_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    blocks_T: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface.
@@ -126,6 +130,7 @@ def packed_attention(
         sliding_window: As `Scores.window`; of causal attention only.
         softcap: As `Scores.softcap`.
         s_aux: [H], as `Scores.sinks_H`.
+        blocks_T: As `Scores.blocks_T`.
 
     Returns:
         [1, T, H, D]. Raises ValueError without bounds, since attention over everything would leak between documents,
@@ -140,7 +145,7 @@ def packed_attention(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if sliding_window is not None and not causal:
         raise ValueError(f"packed attention knows causal windows only, {type(module).__name__} has another")
-    scores = Scores(scaling, causal, sliding_window, softcap, s_aux)
+    scores = Scores(scaling, causal, sliding_window, softcap, s_aux, blocks_T)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, scores, cu_seq_lens_q, max_length_q), None
     return _grouped(query, key, value, scores, tuple(cu_seq_lens_q.tolist())), None
@@ -155,7 +160,8 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: 
     outputs = []
     for group in grouping.groups:
         q_NHLD, k_NHLD, v_NHLD = (_take(tensor, group) for tensor in (query, key, value))
-        out_NHLD = _attend(q_NHLD, k_NHLD, v_NHLD, scores)
+        blocks_NL = None if scores.blocks_T is None else _take(scores.blocks_T[None, None, :, None], group)[:, 0, :, 0]
+        out_NHLD = _attend(q_NHLD, k_NHLD, v_NHLD, scores, blocks_NL)
         outputs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
     out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if grouping.restore is not None:
@@ -163,31 +169,39 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: 
     return out_THD.unsqueeze(0)
 
 
-def _attend(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, scores: Scores) -> Tensor:
+def _attend(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, scores: Scores, blocks_NL: Tensor | None) -> Tensor:
     """[N, H, L, D] of documents of one length, each by itself."""
     length = q_NHLD.shape[2]
     is_cut = scores.window is not None and length > scores.window
-    if scores.softcap is None and scores.sinks_H is None and not is_cut:
+    has_blocks = blocks_NL is not None and bool((blocks_NL >= 0).any())
+    if scores.softcap is None and scores.sinks_H is None and not is_cut and not has_blocks:
         return nn.functional.scaled_dot_product_attention(
             q_NHLD, k_NHLD, v_NHLD, is_causal=scores.causal, scale=scores.scaling
         )
-    seen_LL = torch.ones(length, length, dtype=torch.bool, device=q_NHLD.device)
+    seen = torch.ones(length, length, dtype=torch.bool, device=q_NHLD.device)
     if scores.causal:
-        seen_LL = seen_LL.tril()
+        seen = seen.tril()
+    if blocks_NL is not None and has_blocks:
+        is_same_NLL = (blocks_NL[:, :, None] == blocks_NL[:, None, :]) & (blocks_NL[:, :, None] >= 0)
+        seen = (seen | is_same_NLL)[:, None]
     if is_cut and scores.window is not None:
-        seen_LL = seen_LL.triu(1 - scores.window)
+        seen = seen.triu(1 - scores.window)
     if scores.softcap is None and scores.sinks_H is None:
-        return nn.functional.scaled_dot_product_attention(q_NHLD, k_NHLD, v_NHLD, seen_LL, scale=scores.scaling)
-    return _attend_by_steps(q_NHLD, k_NHLD, v_NHLD, seen_LL, scores)
+        return nn.functional.scaled_dot_product_attention(q_NHLD, k_NHLD, v_NHLD, seen, scale=scores.scaling)
+    return _attend_by_steps(q_NHLD, k_NHLD, v_NHLD, seen, scores)
 
 
-def _attend_by_steps(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, seen_LL: Tensor, scores: Scores) -> Tensor:
-    """What torch has no kernel for: capped scores (Gemma 2, 2024) and sinks (gpt-oss, 2025)."""
+def _attend_by_steps(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, seen: Tensor, scores: Scores) -> Tensor:
+    """What torch has no kernel for: capped scores (Gemma 2, 2024) and sinks (gpt-oss, 2025).
+
+    Args:
+        seen: bool [L, L], or [N, 1, L, L] where documents differ.
+    """
     scaling = q_NHLD.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
     found_NHLL = (q_NHLD @ k_NHLD.transpose(-1, -2)).float() * scaling
     if scores.softcap is not None:
         found_NHLL = scores.softcap * torch.tanh(found_NHLL / scores.softcap)
-    found_NHLL = found_NHLL.masked_fill(~seen_LL, float("-inf"))
+    found_NHLL = found_NHLL.masked_fill(~seen, float("-inf"))
     total_NHL1 = torch.logsumexp(found_NHLL, dim=-1, keepdim=True)
     if scores.sinks_H is not None:
         total_NHL1 = torch.logaddexp(total_NHL1, scores.sinks_H.float()[:, None, None])
@@ -206,8 +220,11 @@ def _take(packed_1HTD: Tensor, group: LengthGroup) -> Tensor:
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: Tensor, longest: int) -> Tensor:
     """torch's variable-length flash attention."""
-    if scores.softcap is not None or scores.sinks_H is not None:
-        raise ValueError("capped scores and attention sinks have no kernel on a GPU in 16 bits: use --dtype float32")
+    if scores.softcap is not None or scores.sinks_H is not None or scores.blocks_T is not None:
+        raise ValueError(
+            "capped scores, attention sinks and images whose tokens see each other have no kernel on a GPU in 16 bits: "
+            "use --dtype float32"
+        )
     q_THD, k_THD, v_THD = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
     # How many tokens are seen on either side; -1 for all.
     window = (-1 if scores.window is None else scores.window - 1, 0) if scores.causal else (-1, -1)

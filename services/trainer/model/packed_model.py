@@ -6,9 +6,11 @@ Shapes: T packed tokens, K targets a position, D hidden size, M placeholder toke
 # ruff: noqa: N806 -- the suffix of a tensor's name is its shape
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
@@ -17,7 +19,7 @@ from fovea import vision
 from fovea.runtime.model_files import read_added_tokens
 from fovea.vision.vision_family import VisionFamily
 from services.trainer.batches.micro_batch import Batch, TowerInput
-from services.trainer.batches.vision_cache import CachedImage, VisionOutput, join_outputs, split_output
+from services.trainer.batches.vision_cache import VisionOutput, split_output
 from services.trainer.model.lora_linear import LoraPair
 from services.trainer.model.model_family import Family, PatchNormalizer, family_of
 from services.trainer.model.target_logprobs import target_logprobs
@@ -35,7 +37,7 @@ class PackedModel(nn.Module):
 
     Args:
         vision: What its images are; None for a model that takes text only.
-        normalizer: None for such a model too.
+        normalizer: None for a family that sends no bytes.
         chunk_positions: Logits are made for so many positions at a time.
         head_dtype: The type of logits.
     """
@@ -63,7 +65,7 @@ class PackedModel(nn.Module):
         self,
         batch: Batch,
         unembedding: LoraPair | Tensor | None,
-        cached: dict[str, CachedImage] | None,
+        cached: dict[str, VisionOutput] | None,
         recompute_above: float = math.inf,
     ) -> Tensor:
         """Log-probabilities of the targets, float32 [T, K], with gradients.
@@ -79,7 +81,7 @@ class PackedModel(nn.Module):
         head = self.hf.get_output_embeddings().weight
         return target_logprobs(hidden_TD, head, unembedding, batch.targets_TK, self._chunk_positions, self._head_dtype)
 
-    def _hidden(self, batch: Batch, cached: dict[str, CachedImage] | None) -> Tensor:
+    def _hidden(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> Tensor:
         embeddings_TD = self.family.embed(self.hf, batch.tokens_T)
         vision = self._vision(batch, cached)
         index_M = None
@@ -91,7 +93,7 @@ class PackedModel(nn.Module):
             vision = None
         return self.family.run_language(self.hf, embeddings_TD, batch.positions, batch.documents, vision, index_M)
 
-    def _vision(self, batch: Batch, cached: dict[str, CachedImage] | None) -> VisionOutput | None:
+    def _vision(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> VisionOutput | None:
         """The output for all images of the micro-batch, or for a filler."""
         if cached is None:
             return self._run_tower(batch.tower) if batch.tower else None
@@ -101,12 +103,24 @@ class PackedModel(nn.Module):
             if batch.tower.images:
                 images = split_output(output, [count for _, count in batch.tower.images])
                 cached |= {digest: image for (digest, _), image in zip(batch.tower.images, images, strict=True)}
-        return join_outputs(cached[digest] for digest in batch.placement.digests) if batch.placement else None
+        if batch.placement is None:
+            return None
+        return VisionOutput.joined([cached[digest] for digest in batch.placement.digests])
 
     def _run_tower(self, tower: TowerInput) -> VisionOutput:
-        assert self._normalizer is not None
-        pixels_PW = self._normalizer(tower.patches_PW, self.hf.dtype)
-        return self.family.run_vision(self.hf, pixels_PW, tower.grids_I3)
+        return VisionOutput.joined(
+            [self.family.run_vision(self.hf, self._in_model_type(tensors)) for tensors in tower.calls]
+        )
+
+    def _in_model_type(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Pixels in the type of the model; patches of bytes, which some families send, normalised as well."""
+        found = {
+            name: tensor.to(self.hf.dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+        }
+        if (patches_PW := found["pixel_values"]).dtype == torch.uint8:
+            assert self._normalizer is not None
+            found["pixel_values"] = self._normalizer(patches_PW, self.hf.dtype)
+        return found
 
 
 def load_model(
@@ -120,11 +134,9 @@ def load_model(
     hf = family.load(model_dir, dtype)
     images = vision.bind(config.to_dict(), read_added_tokens(model_dir))
     normalizer = None
-    if images is not None:
+    if images is not None and (patches := images.blank_image()["pixel_values"]).dtype == np.uint8:
         channels = int(hf.config.vision_config.in_channels)
-        normalizer = PatchNormalizer.from_checkpoint(
-            model_dir, channels, images.blank_image()["pixel_values"].shape[1]
-        ).to(device)
+        normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, patches.shape[1]).to(device)
     head_dtype = torch.float32 if settings.head_dtype == "float32" else dtype
     chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, head_dtype)
     return family, dtype, PackedModel(family, images, hf, normalizer, chunk, head_dtype)

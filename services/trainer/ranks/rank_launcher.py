@@ -99,7 +99,7 @@ class RankEnvironment:
 
 
 MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *TEXT_MODEL_TYPES}))
-"""Those of `FAMILIES` in model/model_family.py: known before torch is imported, so that others are refused at once."""
+"""Of `FAMILIES` in model/model_family.py: known before torch is imported, so that others are refused at once."""
 
 LEAVE_S = 8.0
 """How long the ranks get to leave together after the last call has ended."""

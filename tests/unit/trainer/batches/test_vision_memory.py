@@ -2,7 +2,7 @@
 
 import torch
 
-from services.trainer.batches.vision_cache import VisionOutput, VisionOutputCache, join_outputs, split_output
+from services.trainer.batches.vision_cache import VisionOutput, VisionOutputCache, split_output
 
 COUNTS = [4, 1, 4]
 
@@ -14,17 +14,17 @@ def _output() -> VisionOutput:
 def test_split_and_joined_again() -> None:
     output = _output()
     images = split_output(output, COUNTS)
-    assert [len(image.output.embeddings) for image in images] == [4, 1, 4]
-    joined = join_outputs(images)
+    assert [len(image.embeddings) for image in images] == [4, 1, 4]
+    joined = VisionOutput.joined(images)
     torch.testing.assert_close(joined.embeddings, output.embeddings)
     torch.testing.assert_close(joined.deepstack, output.deepstack)
-    swapped = join_outputs([images[1], images[0], images[0]])
+    swapped = VisionOutput.joined([images[1], images[0], images[0]])
     torch.testing.assert_close(swapped.embeddings, torch.cat([output.embeddings[4:5], *[output.embeddings[:4]] * 2]))
 
 
 def test_families_without_deepstack() -> None:
     images = split_output(VisionOutput(torch.randn(9, 3), ()), COUNTS)
-    assert join_outputs(images).deepstack == ()
+    assert VisionOutput.joined(images).deepstack == ()
 
 
 def test_recalled_with_as_many_embeddings_only() -> None:

@@ -11,8 +11,8 @@ from services.trainer.model.model_family import FAMILIES
 from services.trainer.ranks.rank_launcher import MODEL_TYPES, check_checkpoint
 
 
-def test_the_list_is_that_of_the_families() -> None:
-    assert sorted(FAMILIES) == sorted(MODEL_TYPES)
+def test_every_type_has_a_family() -> None:
+    assert set(MODEL_TYPES) <= set(FAMILIES)
 
 
 @pytest.mark.parametrize("service", ["trainer", "sampler", "renderer"])

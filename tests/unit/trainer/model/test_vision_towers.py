@@ -1,0 +1,329 @@
+"""Vision-language models by rule, packed, against transformers' own forward pass of one document at a time, in float32.
+
+Images are random numbers shaped as the family's processor shapes them, of several sizes where the family takes such.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Idefics3Config,
+    InternVLConfig,
+    LlamaConfig,
+    LlavaOnevisionConfig,
+    Mistral3Config,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2VLConfig,
+    Qwen3Config,
+    SiglipVisionConfig,
+    SmolVLMConfig,
+)
+
+from fovea.api.v1 import model_input_pb2
+from fovea.wire.features import FeatureTensors
+from fovea.wire.rendered_input import ImageSpan
+from services.trainer.batches.datum_decoding import Datum
+from services.trainer.batches.micro_batch import BatchLayout, wanted_images
+from services.trainer.batches.vision_cache import VisionOutput
+from services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from services.trainer.model.model_family import family_of
+from services.trainer.model.packed_model import PackedModel
+from tests.vision_families import small_qwen3_vl
+
+CPU = torch.device("cpu")
+IMAGE, BREAK, VOCABULARY = 90, 91, 96
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 256,
+}
+TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIGLIP = SiglipVisionConfig(**TOWER, image_size=28, patch_size=7, vision_use_head=False)
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+
+
+@dataclass(frozen=True)
+class Image:
+    """What the processor makes of one: its tensors, and which of the ids that replace it are embeddings."""
+
+    tensors: FeatureTensors
+    is_embedding: list[bool]
+
+
+def _pixels(generator: np.random.Generator, *shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return generator.normal(size=shape).astype(np.float32)
+
+
+def _patches(generator: np.random.Generator, size: int) -> Image:
+    height, width = 2 * (1 + size), 4
+    pixels = _pixels(generator, height * width, 3 * 2 * 4 * 4)
+    tensors: FeatureTensors = {"pixel_values": pixels, "image_grid_thw": np.array([[1, height, width]])}
+    return Image(tensors, [True] * (height * width // 4))
+
+
+def _tiles(generator: np.random.Generator, size: int) -> Image:
+    return Image({"pixel_values": _pixels(generator, 1 + size, 3, 28, 28)}, [False, *[True] * 4 * (1 + size), False])
+
+
+def _any_resolution(generator: np.random.Generator, size: int) -> Image:
+    # 16 of the whole, and 4 x 8 of two tiles with a new line after each row; of [28, 56] pixels nothing is cut off.
+    height, width = [(28, 56), (56, 28)][size % 2]
+    rows, columns = height // 7, width // 7
+    tensors = {"pixel_values": _pixels(generator, 1, 3, 3, 28, 28), "image_sizes": np.array([[height, width]])}
+    return Image(tensors, [True] * (16 + rows * (columns + 1)))
+
+
+def _ragged(generator: np.random.Generator, size: int) -> Image:
+    height, width = 14 * (1 + size), 28
+    tensors = {"pixel_values": _pixels(generator, 1, 3, height, width), "image_sizes": np.array([[height, width]])}
+    return Image(tensors, [True, True, False] * (1 + size))
+
+
+def _masked_tiles(generator: np.random.Generator, size: int) -> Image:
+    mask = np.ones((1, 1 + size, 28, 28), np.int64)
+    mask[:, -1, 21:] = 0
+    tensors: FeatureTensors = {"pixel_values": _pixels(generator, 1, 1 + size, 3, 28, 28), "pixel_attention_mask": mask}
+    return Image(tensors, [False, *[True] * 4] * (1 + size))
+
+
+def _idefics(kind: type[PretrainedConfig]) -> PretrainedConfig:
+    tower = {**TOWER, "image_size": 28, "patch_size": 7}
+    return kind(text_config=LlamaConfig(**TEXT), vision_config=tower, image_token_id=IMAGE, scale_factor=2, **TIED)
+
+
+TIED = {"tie_word_embeddings": False}
+FAMILIES: dict[str, tuple[Callable[[], PretrainedConfig], Callable[[np.random.Generator, int], Image]]] = {
+    "qwen2_vl": (
+        lambda: Qwen2VLConfig(
+            text_config=TEXT | {"rope_parameters": ROPE},
+            vision_config={
+                **{"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+            },
+            image_token_id=IMAGE,
+            vision_start_token_id=89,
+            video_token_id=92,
+            **TIED,
+        ),
+        _patches,
+    ),
+    "internvl": (
+        lambda: InternVLConfig(
+            text_config=Qwen3Config(**TEXT, head_dim=16, **TIED),
+            vision_config={**TOWER, "image_size": [28, 28], "patch_size": [7, 7]},
+            image_token_id=IMAGE,
+            image_seq_length=4,
+            **TIED,
+        ),
+        _tiles,
+    ),
+    "llava_onevision": (
+        lambda: LlavaOnevisionConfig(
+            text_config=Qwen2Config(**TEXT, **TIED),
+            vision_config=SIGLIP,
+            image_token_index=IMAGE,
+            video_token_index=92,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+            image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]],
+            **TIED,
+        ),
+        _any_resolution,
+    ),
+    "mistral3": (
+        lambda: Mistral3Config(
+            text_config=MistralConfig(**TEXT, head_dim=16, sliding_window=8, **TIED),
+            vision_config={"model_type": "pixtral", **TOWER, "head_dim": 8, "image_size": 56, "patch_size": 7},
+            image_token_index=IMAGE,
+            spatial_merge_size=2,
+            vision_feature_layer=-1,
+            **TIED,
+        ),
+        _ragged,
+    ),
+    "gemma3": (
+        lambda: Gemma3Config(
+            text_config={
+                **TEXT,
+                **{"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16},
+            },
+            vision_config=SIGLIP,
+            mm_tokens_per_image=4,
+            image_token_index=IMAGE,
+            boi_token_index=91,
+            eoi_token_index=92,
+        ),
+        _tiles,
+    ),
+    "idefics3": (lambda: _idefics(Idefics3Config), _masked_tiles),
+    "smolvlm": (lambda: _idefics(SmolVLMConfig), _masked_tiles),
+}
+
+
+@cache
+def _checkpoint(name: str) -> Path:
+    """With random weights of a scale at which every part speaks, biases and norms included."""
+    directory = Path(mkdtemp(prefix="families-"))
+    model = AutoModelForImageTextToText.from_config(FAMILIES[name][0]())
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = parameter[0].numel() ** -0.5 if parameter.dim() >= 2 else 0.1
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _packed(name: str) -> PackedModel:
+    family = family_of(name)
+    module = PackedModel(family, None, family.load(_checkpoint(name), torch.float32), None, 64, torch.float32)
+    LoraInjector(family.lora_targets(module.hf))
+    return module.requires_grad_(False)
+
+
+def _reference(name: str) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(_checkpoint(name), dtype=torch.float32)
+
+
+@cache
+def _documents(name: str) -> tuple[list[Datum], dict[str, FeatureTensors]]:
+    """Text alone, one image, two of different sizes, two of the same size, and an image that comes twice."""
+    generator = np.random.default_rng(3)
+    images = [FAMILIES[name][1](generator, size) for size in (0, 1, 1)]
+    tensors = {str(number): image.tensors for number, image in enumerate(images)}
+    reference = _reference(name)
+    datums = []
+    for index, chosen in enumerate([(), (0,), (1, 0), (1, 2), (2,)]):
+        ids: list[int] = generator.integers(3, 80, 4 + index).tolist()
+        spans = []
+        for number in chosen:
+            mask = np.array(images[number].is_embedding)
+            feature = model_input_pb2.VisionFeature(digest=str(number))
+            spans.append(ImageSpan(len(ids), mask, feature))
+            ids += np.where(mask, IMAGE, BREAK).tolist() + generator.integers(3, 80, 3).tolist()
+        tokens, targets = np.array(ids), generator.integers(3, 80, (len(ids), 1))
+        positions = _positions(reference, tokens, [tensors[str(number)] for number in chosen])
+        datums.append(Datum(index, tokens, positions, tuple(spans), 0, targets, {}, True))
+    return datums, tensors
+
+
+def _positions(reference: Any, tokens: Any, images: list[FeatureTensors]) -> Any:
+    if not images or not hasattr(reference.model, "get_rope_index"):
+        return None
+    ids = torch.from_numpy(tokens)[None]
+    grids = torch.from_numpy(np.concatenate([image["image_grid_thw"] for image in images]))
+    found, _ = reference.model.get_rope_index(ids, mm_token_type_ids=(ids == IMAGE).int(), image_grid_thw=grids)
+    return found[:, 0].numpy()
+
+
+def _run(module: PackedModel, name: str, datums: list[Datum], cached: dict[str, VisionOutput] | None) -> Tensor:
+    layout = BatchLayout(small_qwen3_vl() if name == "qwen2_vl" else None, CPU)
+    _, tensors = _documents(name)
+    run_tower = bool(wanted_images(datums, cached))
+    logprobs: Tensor = module(layout.pack(datums, tensors, run_tower, cached), None, cached)
+    return logprobs[:, 0]
+
+
+def _run_reference(model: Any, name: str, datums: list[Datum]) -> Tensor:
+    _, tensors = _documents(name)
+    found = []
+    for datum in datums:
+        images = [tensors[span.feature.digest] for span in datum.spans]
+        ids = torch.from_numpy(datum.tokens)[None]
+        given = {}
+        for key in images[0] if images else ():
+            given[key] = torch.from_numpy(_side_by_side(name, [image[key] for image in images]))
+        if "image_grid_thw" in given:
+            given["mm_token_type_ids"] = (ids == IMAGE).int()
+        if name == "gemma3":
+            given["token_type_ids"] = (ids == IMAGE).int()
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given).logits[0]
+        found.append(logits.log_softmax(-1).gather(1, torch.from_numpy(datum.targets))[:, 0])
+    return torch.cat(found)
+
+
+def _side_by_side(name: str, arrays: list[Any]) -> Any:
+    """As processors batch several images: those that are smaller are padded below and to the right."""
+    if name == "mistral3" and arrays[0].ndim == 4:
+        height = max(array.shape[2] for array in arrays)
+        arrays = [np.pad(array, [(0, 0), (0, 0), (0, height - array.shape[2]), (0, 0)]) for array in arrays]
+    return np.concatenate(arrays, axis=1 if name in ("idefics3", "smolvlm") else 0)
+
+
+def _direction(count: int) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_equals_one_by_one_and_transformers(name: str) -> None:
+    module, (datums, _) = _packed(name), _documents(name)
+    kept: dict[str, VisionOutput] = {}
+    with torch.no_grad():
+        packed = _run(module, name, datums, None)
+        alone = torch.cat([_run(module, name, [datum], None) for datum in datums])
+        frozen, again = _run(module, name, datums, kept), _run(module, name, datums, kept)
+        expected = _run_reference(_reference(name), name, datums)
+    assert set(kept) == {"0", "1", "2"}
+    assert (packed - expected).abs().max() <= 1e-4
+    for other in (alone, frozen, again):
+        assert (packed - other).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_of_all_parameters(name: str) -> None:
+    module, (datums, _) = _packed(name), _documents(name)
+    module.requires_grad_(True)
+    logprobs = _run(module, name, datums, None)
+    torch.autograd.backward((logprobs * _direction(len(logprobs))).sum())
+    reference = _reference(name)
+    torch.autograd.backward((_run_reference(reference, name, datums) * _direction(len(logprobs))).sum())
+    found = dict(module.hf.named_parameters())
+    moved = 0
+    for key, parameter in reference.named_parameters():
+        if parameter.grad is None:
+            assert found[key].grad is None or not found[key].grad.any(), key
+            continue
+        moved += "vision" in key or "visual" in key
+        torch.testing.assert_close(found[key].grad, parameter.grad, atol=5e-4, rtol=5e-4)
+    assert moved > 10
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_of_the_language_model(name: str) -> None:
+    module, (datums, _) = _packed(name), _documents(name)
+    targets = list(module.family.lora_targets(module.hf))
+    language = [target for target in targets if not target.vision]
+    assert len(language) == (6 if name == "gemma3" else 2) * 7 + 1
+    injector = LoraInjector(targets)
+    weights = LoraWeights(LoraSettings(4, 8.0, 0, True, True, True, False), targets, CPU, torch.float32)
+    injector.activate(weights)
+    reference = _reference(name)
+    parts = dict(reference.named_modules())
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for key, pair in weights.pairs.items():
+            pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * 0.1)
+            parts[key].weight += pair.scale * pair.b @ pair.a
+        layout = BatchLayout(small_qwen3_vl() if name == "qwen2_vl" else None, CPU)
+        batch = layout.pack(datums, _documents(name)[1], True, {})
+        found = module(batch, weights.pairs["lm_head"], {})[:, 0]
+        expected = _run_reference(reference, name, datums)
+    assert (found - expected).abs().max() <= 1e-4
