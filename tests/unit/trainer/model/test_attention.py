@@ -89,6 +89,26 @@ def test_windows_caps_and_sinks(lengths: list[int], kind: str) -> None:
         torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_tokens_of_a_block_see_those_after_them(window: int | None) -> None:
+    """Documents of one length, one of them without a block; bounds between two blocks of the same number."""
+    torch.manual_seed(0)
+    bounds, blocks = [0, 6, 12, 18], torch.tensor([-1, 0, 0, 0, -1, 1] + [-1] * 6 + [1, 1, 1, 1, -1, -1])
+    q, k, v = (torch.randn(1, 2, 18, 6, dtype=torch.float64) for _ in range(3))
+    places = torch.arange(18)
+    allowed = places[:, None] >= places[None, :]
+    allowed |= (blocks[:, None] == blocks[None, :]) & (blocks >= 0)
+    allowed &= places[:, None] // 6 == places[None, :] // 6
+    if window is not None:
+        allowed &= places[:, None] - places[None, :] < window
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, allowed).transpose(1, 2)
+    limits = torch.tensor(bounds, dtype=torch.int32)
+    found, _ = packed_attention(
+        nn.Module(), q, k, v, cu_seq_lens_q=limits, max_length_q=6, sliding_window=window, blocks_T=blocks
+    )
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
