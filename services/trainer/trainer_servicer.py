@@ -65,7 +65,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             loss_functions=sorted(LOSS_NAMES),
             dtype=dtype_name(engine.dtype),
             version=fovea.__version__,
-            supports_vision_lora=engine.limits.vision is not None,
+            supports_vision_lora=bool(engine.family.tower_roles),
         )
 
     async def CreateModel(
@@ -168,7 +168,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def _lora(self, given: weights_pb2.LoraConfig) -> LoraSettings:
         settings = LoraSettings.of(given)
-        settings.check(self._settings.max_lora_rank, self._engine().limits.vision is not None)
+        settings.check(self._settings.max_lora_rank, bool(self._engine().family.tower_roles))
         return settings
 
     async def _receive_all(

@@ -51,7 +51,7 @@ class LoraSettings:
         """alpha / rank, the factor of B (A x)."""
         return self.alpha / self.rank
 
-    def check(self, max_rank: int, has_vision: bool) -> None:
+    def check(self, max_rank: int, adapts_vision: bool) -> None:
         """Raises InvalidInput for settings that cannot be honoured."""
         if not 1 <= self.rank <= max_rank:
             raise InvalidInput(f"lora.rank {self.rank} is not in 1 .. {max_rank}", field="lora.rank")
@@ -61,8 +61,11 @@ class LoraSettings:
             raise InvalidInput(
                 "lora trains nothing: set train_attention, train_mlp or train_unembedding", field="lora.train_attention"
             )
-        if self.train_vision and not has_vision:
-            raise InvalidInput("lora.train_vision is set, but the model has no vision tower", field="lora.train_vision")
+        if self.train_vision and not adapts_vision:
+            raise InvalidInput(
+                "lora.train_vision is set, but the model has no vision tower that adapters can reach",
+                field="lora.train_vision",
+            )
         if self.train_vision and not (self.train_attention or self.train_mlp):
             raise InvalidInput(
                 "lora.train_vision needs train_attention or train_mlp, which it extends to the vision tower",

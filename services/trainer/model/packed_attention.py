@@ -146,7 +146,7 @@ def packed_attention(
     if sliding_window is not None and not causal:
         raise ValueError(f"packed attention knows causal windows only, {type(module).__name__} has another")
     scores = Scores(scaling, causal, sliding_window, softcap, s_aux, blocks_T)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and blocks_T is None:
         return _varlen(query, key, value, scores, cu_seq_lens_q, max_length_q), None
     return _grouped(query, key, value, scores, tuple(cu_seq_lens_q.tolist())), None
 
@@ -220,11 +220,8 @@ def _take(packed_1HTD: Tensor, group: LengthGroup) -> Tensor:
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: Tensor, longest: int) -> Tensor:
     """torch's variable-length flash attention."""
-    if scores.softcap is not None or scores.sinks_H is not None or scores.blocks_T is not None:
-        raise ValueError(
-            "capped scores, attention sinks and images whose tokens see each other have no kernel on a GPU in 16 bits: "
-            "use --dtype float32"
-        )
+    if scores.softcap is not None or scores.sinks_H is not None:
+        raise ValueError("capped scores and attention sinks have no kernel on a GPU in 16 bits: use --dtype float32")
     q_THD, k_THD, v_THD = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
     # How many tokens are seen on either side; -1 for all.
     window = (-1 if scores.window is None else scores.window - 1, 0) if scores.causal else (-1, -1)
