@@ -132,7 +132,7 @@ class Direct:
         self._llm = llm
         os.environ[VARIABLE] = running.service_secret
         self._renderer = RendererClient(running.addresses["renderer"])
-        self._maker = request_conversion.PromptMaker(llm)
+        self._maker = request_conversion.PromptMaker.of(llm)
         self._drawing = sampler_pb2.SamplingParams(
             max_tokens=new_tokens, temperature=1.0, top_p=1.0, top_k=-1, stop=sampler_pb2.StopCondition(ignore_eos=True)
         )

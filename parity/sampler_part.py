@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import BatchFeature
 
 from parity.documents import SIZES, Maker, PlacedImage, picture
 from parity.finding import Finding
-from services.sampler.engine.vllm_launch import check_model, prepare_environment, read_config
+from services.sampler.engine.vllm_launch import check_model, prepare_environment, read_config, register_eagerly
 from services.sampler.settings import SamplerSettings
+
+_SIZE_COUNT = 4
+"""Square, high and wide: the renderer's own check has more."""
 
 
 def check(directory: Path) -> Finding:
@@ -26,6 +27,7 @@ def check(directory: Path) -> Finding:
     (architecture,) = read_config(str(directory))["architectures"]
     if architecture not in ModelRegistry.get_supported_archs():
         return Finding("sampler", False, f"vLLM has no {architecture}")
+    register_eagerly(architecture)
     config = AsyncEngineArgs(model=str(directory), dtype="float32", max_model_len=2048).create_model_config()
     model_class, _ = ModelRegistry.resolve_model_cls([architecture], config)
     adapters = "with adapters" if supports_lora(model_class) else "full parameters only: vLLM has no LoRA for it"
@@ -42,14 +44,20 @@ def _image_problem(maker: Maker, config: Any) -> str:
     from vllm.multimodal.processing.context import TimingContext
     from vllm.multimodal.processing.inputs import ProcessorInputs
 
+    from services.sampler.engine.request_conversion import PromptMaker
+
     processor = MULTIMODAL_REGISTRY.create_processor(config)
+    prompts = PromptMaker(config, processor)
     token = maker.tokenizer.convert_tokens_to_ids(maker.processor.image_token)
-    for size in SIZES:
+    for size in SIZES[:_SIZE_COUNT]:
         placed = maker.place(picture(size, 1), 0)
         items = processor.info.parse_mm_data({"image": [picture(size, 1)]})
         made = processor.apply(ProcessorInputs([token], items), TimingContext())
-        if problem := _difference(placed, made) or _fields_problem(processor, placed):
+        if problem := _difference(placed, made):
             return f"{size[0]}x{size[1]}: {problem}"
+        ours, own = prompts.item(placed.tensors).get_data(), made["mm_kwargs"]["image"][0].get_data()
+        if missing := sorted(set(own) - set(ours)):
+            return f"{size[0]}x{size[1]}: vLLM also makes {', '.join(missing)} of an image"
     return ""
 
 
@@ -64,13 +72,3 @@ def _difference(placed: PlacedImage, made: Any) -> str:
     if not np.array_equal(is_embedding, placed.replacement.is_embedding):
         return "vLLM puts embeddings in other places than the renderer"
     return ""
-
-
-def _fields_problem(processor: Any, placed: PlacedImage) -> str:
-    """Whether the sampler can hand these tensors to vLLM: as services.sampler.engine.request_conversion does."""
-    from vllm.multimodal.inputs import MultiModalKwargsItems
-
-    features = BatchFeature({name: torch.from_numpy(array) for name, array in placed.tensors.items()})
-    fields = processor._get_mm_fields_config(features, {})
-    items = MultiModalKwargsItems.from_hf_inputs(features, fields)
-    return "" if len(items["image"]) == 1 else f"vLLM takes the tensors of one image for {len(items['image'])}"

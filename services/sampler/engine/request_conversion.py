@@ -34,13 +34,24 @@ _MOST_AT_ONCE = MESSAGE_BYTES // 16
 
 
 class PromptMaker:
-    """Makes vLLM's inputs from tokens and vision tensors. Runs no tokenizer and no image processor."""
+    """Makes vLLM's inputs from tokens and vision tensors. Runs no tokenizer and no image processor.
 
-    def __init__(self, llm: "AsyncLLM") -> None:
-        self._processor: Any = llm.renderer.mm_processor if llm.model_config.supports_multimodal_inputs else None
-        self._dtype = llm.model_config.dtype
-        config = llm.model_config.hf_config
+    Args:
+        model_config: vLLM's.
+        processor: vLLM's of images, which knows their fields; None for a model that takes text only.
+    """
+
+    def __init__(self, model_config: Any, processor: Any) -> None:
+        self._processor = processor
+        self._dtype = model_config.dtype
+        config = model_config.hf_config
         self._image_token_id = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+
+    @classmethod
+    def of(cls, llm: "AsyncLLM") -> "PromptMaker":
+        """For an engine."""
+        config = llm.model_config
+        return cls(config, llm.renderer.mm_processor if config.supports_multimodal_inputs else None)
 
     def make(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
         """The engine input; `images` holds the tensors of each span."""
@@ -49,14 +60,14 @@ class PromptMaker:
             return tokens_input(tokens, cache_salt=salt)
         return mm_input(
             tokens,
-            MultiModalKwargsItems({_MODALITY: [self._item(tensors) for tensors in images]}),
+            MultiModalKwargsItems({_MODALITY: [self.item(tensors) for tensors in images]}),
             # vLLM salts the prefix cache alone; its encoder cache goes by these names.
             {_MODALITY: [f"{spec.request.cache_salt}:{span.feature.digest}" for span in spec.spans]},
             {_MODALITY: [_place_of(span) for span in spec.spans]},
             cache_salt=salt,
         )
 
-    def _item(self, tensors: FeatureTensors) -> MultiModalKwargsItem:
+    def item(self, tensors: FeatureTensors) -> MultiModalKwargsItem:
         """One image by the fields of vLLM's own processor, which takes what it knows of the names."""
         features = BatchFeature({_RENAMED.get(name, name): self._tensor(array) for name, array in tensors.items()})
         tiles = features["pixel_values"]

@@ -46,7 +46,7 @@ class Engine:
         self._checkpoint = checkpoint
         self._task_numbers = itertools.count(1)
         self._paused = False
-        self._prompts = request_conversion.PromptMaker(llm)
+        self._prompts = request_conversion.PromptMaker.of(llm)
         self._eos_token_ids = _eos_token_ids(llm, checkpoint)
 
     async def prepare(self) -> None:

@@ -168,7 +168,7 @@ def launch(settings: SamplerSettings, capacity: AdapterCapacity) -> "AsyncLLM":
         return AsyncLLM.from_vllm_config(AsyncEngineArgs(**arguments).create_engine_config())
     arguments |= _cpu_arguments(settings)
     for architecture in read_config(settings.model).get("architectures", []):
-        _register_eagerly(architecture)
+        register_eagerly(architecture)
     config = AsyncEngineArgs(**arguments).create_engine_config()
     # vLLM's CPU platform insists on spawn while it makes the config: a process that imports everything again.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
@@ -250,7 +250,7 @@ def _gpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
     return arguments
 
 
-def _register_eagerly(architecture: str) -> None:
+def register_eagerly(architecture: str) -> None:
     """Imports the model's class here: vLLM would start a process of its own to look at it, 10 s on a cold cache."""
     from vllm.model_executor.models import ModelRegistry
 
