@@ -19,6 +19,9 @@ from fovea.vision.vision_family import ImageAt, ImageTensors, Replacement, Visio
 IDS = "input_ids"
 """Name of the ids that replace an image among its tensors, int32 [L]."""
 
+# Of normalised pixels, about. vLLM takes tiles of zeros for padding, which it leaves out (Idefics 3).
+_GREY = 0.5
+
 Sizes = Mapping[str, int]
 """What the names in an image's shapes stand for."""
 
@@ -83,10 +86,10 @@ class ProcessorVL(VisionFamily):
         return ""
 
     def blank_image(self) -> dict[str, npt.NDArray]:
-        """Grey, since processors take it for zero, and placeholders alone."""
+        """Grey pixels and placeholders alone."""
         sizes, others = self._blank()
         pixels = {
-            name: np.zeros([sizes[size] if isinstance(size, str) else size for size in shape], dtype)
+            name: np.full([sizes[size] if isinstance(size, str) else size for size in shape], _GREY, dtype)
             for name, (dtype, shape) in self.declared.items()
             if name not in others
         }
