@@ -5,33 +5,46 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import tinyvlm
 from demo.up import running_fovea
 
 SESSION_TTL_S = 30.0
+ENVIRONMENT = {"FOVEA_GATEWAY_SESSION_TTL_S": str(SESSION_TTL_S)}
+"""Sessions end sooner than by default, so that the check of silence does not take ten minutes."""
 MODEL_NAME = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 """The tiny model goes by a name of the cookbook's catalogue: its recipes ask that for a renderer."""
 COOKBOOK_CHECKS = {"C117", "C118", "C119"}
 """Made only with --cookbook: they build client environments of their own."""
 
 
-def main(arguments: list[str]) -> int:
-    """Starts Fovea, runs the suite with everything that it can be told, and returns its exit code."""
-    # Sessions end sooner than by default, so that the check of silence does not take ten minutes.
-    os.environ["FOVEA_GATEWAY_SESSION_TTL_S"] = str(SESSION_TTL_S)
-    model = tinyvlm.ensure("qwen3_vl")
+@contextmanager
+def fresh_fovea(folder: Path) -> Iterator[dict[str, Any]]:
+    """Runs one, and yields its `up.json`. Its gateway takes the settings of `ENVIRONMENT` from this process."""
     up = ("--model-name", MODEL_NAME, "--port", "0", "--grpc-port", "0")
-    with (
-        tempfile.TemporaryDirectory(prefix="fovea-conformance-") as folder,
-        running_fovea(Path(folder), model, *up) as state,
-    ):
-        restart = [sys.executable, "-m", "fovea.cli.main", "restart", "gateway", "--state-dir", folder]
-        told = ["--base-url", state["base_url"], "--model", MODEL_NAME, "--vlm", "--checkpoint", str(model)]
-        told += ["--session-ttl-s", str(SESSION_TTL_S), "--restart-command", shlex.join(restart)]
-        suite = [sys.executable, "-m", "conformance", *told, *arguments]
-        return subprocess.run(suite, check=False).returncode
+    with running_fovea(folder, tinyvlm.ensure("qwen3_vl"), *up) as state:
+        yield state
+
+
+def suite_command(state: dict[str, Any], folder: Path) -> list[str]:
+    """The suite with everything that it can be told of a `fresh_fovea`."""
+    restart = [sys.executable, "-m", "fovea.cli.main", "restart", "gateway", "--state-dir", str(folder)]
+    return [
+        *(sys.executable, "-m", "conformance", "--base-url", state["base_url"], "--model", MODEL_NAME, "--vlm"),
+        *("--checkpoint", str(tinyvlm.ensure("qwen3_vl")), "--session-ttl-s", str(SESSION_TTL_S)),
+        *("--restart-command", shlex.join(restart)),
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Starts Fovea, runs the suite, and returns its exit code."""
+    os.environ |= ENVIRONMENT
+    with tempfile.TemporaryDirectory(prefix="fovea-conformance-") as folder, fresh_fovea(Path(folder)) as state:
+        return subprocess.run([*suite_command(state, Path(folder)), *arguments], check=False).returncode
 
 
 if __name__ == "__main__":

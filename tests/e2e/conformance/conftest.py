@@ -1,15 +1,26 @@
 """A Fovea of its own: behind a wrong server clients cannot end their sessions, and leave models behind."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 
 import tinyvlm
-from tests.e2e.stack import Stack, running_stack
+from conformance.fresh import ENVIRONMENT, fresh_fovea
+from tests.e2e.stack import Stack
 
 
 @pytest.fixture(scope="package")
-def stack() -> Iterator[Stack]:
-    """Fovea with the tiny Qwen3-VL, for this folder alone."""
-    with running_stack(tinyvlm.ensure()) as stack:
-        yield stack
+def bucket(new_bucket: Callable[[], str]) -> str:
+    """Where it keeps checkpoints."""
+    return new_bucket()
+
+
+@pytest.fixture(scope="package")
+def stack(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Iterator[Stack]:
+    """The Fovea that `make conformance` starts, for this folder alone."""
+    folder = tmp_path_factory.mktemp("fovea")
+    settings = {"FOVEA_GATEWAY_CHECKPOINT_DIR": f"{bucket}/fovea", "TINKER_TELEMETRY": "0"}
+    with mock.patch.dict(os.environ, ENVIRONMENT | settings), fresh_fovea(folder) as state:
+        yield Stack(state, tinyvlm.ensure("qwen3_vl"), folder / "up.log")

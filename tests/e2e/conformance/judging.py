@@ -1,4 +1,8 @@
-"""A check, made on a server that is wrong in one way."""
+"""Checks, each made on a server that is wrong in one way."""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from conformance.__main__ import load
 from conformance.proxy import Proxy
@@ -8,10 +12,30 @@ from tests.e2e.conformance.corruption import Wrong
 from tests.e2e.stack import API_KEY, Stack
 
 CHECKS = {one.check_id: one for one in load()}
+WAITING = ("C43", "C50", "C76")
+"""They wait half a minute for what a wrong server never does, and need no processor for it."""
 
 
 def judged(stack: Stack, check_id: str, wrong: Wrong) -> Verdict:
     """The verdict of a check on Fovea behind a proxy that makes it wrong."""
     with Proxy(stack.base_url, before=wrong.before, after=wrong.after) as proxy:
-        options = Options(proxy.url, API_KEY, stack.model_name, vlm=True, long_job_s=40.0)
+        options = Options(proxy.url, API_KEY, stack.model_name, vlm=True, long_job_s=40.0, checkpoint=str(stack.model))
         return run_check(CHECKS[check_id], options)
+
+
+@contextmanager
+def judging(stack: Stack, wrong: Mapping[str, Mapping[str, Wrong]]) -> Iterator[Callable[[str, str], Verdict]]:
+    """Yields what makes a check on a wrong server, given its id and the server's name; `WAITING` ones begin at once."""
+    with ThreadPoolExecutor() as pool:
+        begun = {
+            (check_id, name): pool.submit(judged, stack, check_id, server)
+            for check_id in WAITING
+            for name, server in wrong.get(check_id, {}).items()
+        }
+
+        def verdict(check_id: str, name: str) -> Verdict:
+            if future := begun.get((check_id, name)):
+                return future.result()
+            return judged(stack, check_id, wrong[check_id][name])
+
+        yield verdict

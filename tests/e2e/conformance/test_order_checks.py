@@ -1,11 +1,14 @@
-"""Each check of futures and order fails on a server that is wrong where it looks; test_suite has them pass."""
+"""Each check of futures and order fails on a server that is wrong where it looks; test_all_checks has them pass."""
+
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from conformance.check import Status
+from conformance.runner import Verdict
 from tests.e2e.conformance import disorder, mistakes
 from tests.e2e.conformance.corruption import Wrong, answer, request, without
-from tests.e2e.conformance.judging import judged
+from tests.e2e.conformance.judging import judged, judging
 from tests.e2e.stack import API_KEY, Stack
 
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
@@ -71,9 +74,16 @@ WRONG: dict[str, dict[str, Wrong]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def judge(stack: Stack) -> Iterator[Callable[[str, str], Verdict]]:
+    """Makes a check on a wrong server."""
+    with judging(stack, WRONG) as judge:
+        yield judge
+
+
 @pytest.mark.parametrize(("check_id", "wrong"), [(check_id, wrong) for check_id in WRONG for wrong in WRONG[check_id]])
-def test_fails_on_a_wrong_server(stack: Stack, check_id: str, wrong: str) -> None:
-    verdict = judged(stack, check_id, WRONG[check_id][wrong])
+def test_fails_on_a_wrong_server(judge: Callable[[str, str], Verdict], check_id: str, wrong: str) -> None:
+    verdict = judge(check_id, wrong)
     assert verdict.status is Status.FAILED, verdict.detail
 
 

@@ -3,13 +3,12 @@
 import json
 import pathlib
 import subprocess
-import sys
-from collections.abc import Callable
 
 import fsspec
 import pytest
 
-from conformance.fresh import COOKBOOK_CHECKS
+from conformance.fresh import COOKBOOK_CHECKS, suite_command
+from tests.e2e.stack import Stack
 
 REFUSED = {"C12"}
 """JWT mode, which the contract calls optional: docs/tinker.md says why."""
@@ -17,13 +16,10 @@ REFUSED = {"C12"}
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_fresh_fovea_keeps_every_promise(
-    tmp_path: pathlib.Path, new_bucket: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket = new_bucket()
-    monkeypatch.setenv("FOVEA_GATEWAY_CHECKPOINT_DIR", f"{bucket}/fovea")
+def test_a_fresh_fovea_keeps_every_promise(stack: Stack, bucket: str, tmp_path: pathlib.Path) -> None:
+    """As `make conformance` runs it. By its name the first file of the folder, so that Fovea is fresh."""
     out = tmp_path / "verdicts.json"
-    command = [sys.executable, "-m", "conformance.fresh", "--json", out, "--html", tmp_path / "verdicts.html"]
+    command = [*suite_command(stack.state, stack.log.parent), "--json", out, "--html", tmp_path / "verdicts.html"]
     result = subprocess.run([*command, "--long-job-s", "100"], capture_output=True, text=True, timeout=880)
     assert out.exists(), result.stdout[-20000:] + result.stderr[-5000:]
     rows = json.loads(out.read_text())
