@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from fovea.runtime.model_files import read_image_processor
 from services.trainer.batches.micro_batch import Documents
@@ -119,6 +121,9 @@ class Family:
         decoder = model.get_decoder()
         if hasattr(decoder, "_deepstack_process"):
             decoder._deepstack_process = MethodType(_add_level, decoder)
+        for module in decoder.modules():
+            if isinstance(module, Lfm2ShortConv):
+                module.forward = MethodType(_short_convolution, module)  # type: ignore[method-assign]
         if self.fuse is not None:
             self.fuse(model)
         return model.train()  # type: ignore[no-any-return]
@@ -188,6 +193,9 @@ class Family:
             more = {"visual_pos_masks": image_index_M, "deepstack_visual_embeds": list(vision.deepstack)}
         if self.sees_images_whole and image_index_M is not None:
             more["blocks_T"] = _runs(image_index_M, len(embeddings_TD))
+        if "conv" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+            places_T = torch.arange(len(embeddings_TD), device=embeddings_TD.device)
+            more["seq_idx"] = torch.searchsorted(documents.bounds[1:], places_T, right=True).unsqueeze(0)
         output = model.get_decoder()(
             inputs_embeds=embeddings_TD.unsqueeze(0),
             position_ids=positions.unsqueeze(1) if len(positions) > 1 else positions,
@@ -244,7 +252,7 @@ def check(config: PretrainedConfig) -> None:
             )
 
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """What some families do to logits after the unembedding."""
 
@@ -262,16 +270,41 @@ def _add_level(_: Any, hidden_1TD: Tensor, image_index_M: Tensor, level_MD: Tens
     return hidden_1TD.index_add(1, image_index_M, level_MD.to(hidden_1TD.dtype).unsqueeze(0))
 
 
+def _short_convolution(
+    module: Any, hidden_states: Tensor, past_key_values: None, attention_mask: None, seq_idx: Tensor
+) -> Tensor:
+    """What LFM2's gated convolution computes, [1, T, D], of each document by itself.
+
+    Without a kernel of its own transformers lets a document see the last tokens of the one before it.
+
+    Args:
+        seq_idx: [1, T], the number of each token's document.
+    """
+    gate_in, gate_out, values = module.in_proj(hidden_states).chunk(3, dim=-1)
+    values_1TD, weight_DK = gate_in * values, module.conv.weight.squeeze(1)
+    summed_1TD = values_1TD * weight_DK[:, -1]
+    for back in range(1, min(weight_DK.shape[1], values_1TD.shape[1])):
+        is_same_1T1 = (seq_idx[:, back:] == seq_idx[:, :-back]).unsqueeze(-1)
+        earlier_1TD = values_1TD[:, :-back] * is_same_1T1 * weight_DK[:, -1 - back]
+        summed_1TD = summed_1TD + functional.pad(earlier_1TD, (0, 0, back, 0))
+    if module.conv.bias is not None:
+        summed_1TD = summed_1TD + module.conv.bias
+    output_1TD: Tensor = module.out_proj(gate_out * summed_1TD)
+    return output_1TD
+
+
 LANGUAGE_ROLES = {
     "q_proj": Role.ATTENTION,
     "k_proj": Role.ATTENTION,
     "v_proj": Role.ATTENTION,
     "qkv_proj": Role.ATTENTION,
     "o_proj": Role.ATTENTION,
+    "out_proj": Role.ATTENTION,
     "gate_proj": Role.MLP,
     "up_proj": Role.MLP,
     "gate_up_proj": Role.MLP,
     "down_proj": Role.MLP,
+    **dict.fromkeys(("w1", "w2", "w3"), Role.MLP),
 }
 """Names that language layers share; vLLM packs q, k, v and gate, up by itself."""
 
@@ -293,9 +326,9 @@ FAMILIES = {
         Family("glm4v"),
         Family("idefics3"),
         Family("smolvlm"),
+        Family("lfm2_vl"),
         # Refused by `check` for now: what their layers or logits do is not done packed.
         Family("gemma4"),
-        Family("lfm2_vl"),
         Family("qwen3_5"),
         Family("qwen3", fuse_language),
         Family("qwen2", fuse_language),

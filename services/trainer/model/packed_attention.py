@@ -25,6 +25,7 @@ HARMLESS = {
     "cu_seq_lens_k": "documents attend to themselves: the same as of the queries",
     "max_length_k": "likewise",
     "position_ids": "the rotary embedding has been applied",
+    "seq_idx": "the number of each token's document, which the bounds say",
     "use_cache": "nothing is cached in training",
     "past_key_values": "likewise",
     "output_attentions": "no weights are returned, whatever is asked",

@@ -19,6 +19,7 @@ from transformers import (
     Gemma3Config,
     Idefics3Config,
     InternVLConfig,
+    Lfm2VlConfig,
     LlamaConfig,
     LlavaOnevisionConfig,
     Mistral3Config,
@@ -105,6 +106,18 @@ def _masked_tiles(generator: np.random.Generator, size: int) -> Image:
     return Image(tensors, [False, *[True] * 4] * (1 + size))
 
 
+def _padded_patches(generator: np.random.Generator, size: int) -> Image:
+    height, width = 2, 2 * (1 + size)
+    mask = np.zeros((1, 16), np.int32)
+    mask[:, : height * width] = 1
+    tensors = {
+        "pixel_values": _pixels(generator, 1, 16, 3 * 4 * 4),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": np.array([[height, width]]),
+    }
+    return Image(tensors, [False, *[True] * (1 + size), False])
+
+
 def _idefics(kind: type[PretrainedConfig]) -> PretrainedConfig:
     tower = {**TOWER, "image_size": 28, "patch_size": 7}
     return kind(text_config=LlamaConfig(**TEXT), vision_config=tower, image_token_id=IMAGE, scale_factor=2, **TIED)
@@ -172,6 +185,18 @@ FAMILIES: dict[str, tuple[Callable[[], PretrainedConfig], Callable[[np.random.Ge
             eoi_token_index=92,
         ),
         _tiles,
+    ),
+    "lfm2_vl": (
+        lambda: Lfm2VlConfig(
+            text_config={
+                **{"model_type": "lfm2", **TEXT, "block_auto_adjust_ff_dim": False, "num_hidden_layers": 3},
+                **{"layer_types": ["conv", "full_attention", "conv"]},
+            },
+            vision_config={"model_type": "siglip2_vision_model", **TOWER, "patch_size": 4, "num_patches": 16},
+            image_token_id=IMAGE,
+            downsample_factor=2,
+        ),
+        _padded_patches,
     ),
     "idefics3": (lambda: _idefics(Idefics3Config), _masked_tiles),
     "smolvlm": (lambda: _idefics(SmolVLMConfig), _masked_tiles),
@@ -311,7 +336,8 @@ def test_adapters_of_the_language_model(name: str) -> None:
     module, (datums, _) = _packed(name), _documents(name)
     targets = list(module.family.lora_targets(module.hf))
     language = [target for target in targets if not target.vision]
-    assert len(language) == (6 if name == "gemma3" else 2) * 7 + 1
+    linears = {"gemma3": 6 * 7, "lfm2_vl": 3 * 3 + 4 + 2}.get(name, 2 * 7)
+    assert len(language) == linears + 1
     injector = LoraInjector(targets)
     weights = LoraWeights(LoraSettings(4, 8.0, 0, True, True, True, False), targets, CPU, torch.float32)
     injector.activate(weights)
