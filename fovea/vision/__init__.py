@@ -55,7 +55,7 @@ def choose(config: Mapping[str, Any]) -> type[VisionFamily] | None:
         )
     raise ValueError(
         f"model_type {model_type!r} is a vision model that Fovea does not know; supported are {', '.join(MODEL_TYPES)},"
-        " and text-only models (the trainer takes qwen3 of them)"
+        " and text-only models (`fovea models check DIR` says which parts work)"
     )
 
 
