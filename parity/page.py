@@ -100,7 +100,7 @@ def _line(name: str, row: Row) -> str:
 
 def _cell(finding: dict[str, Any] | None) -> str:
     if finding is None:
-        return "not yet"
+        return "not tried"
     says = shorten(finding["says"], _MOST_CHARACTERS, placeholder=" ...").replace("|", "\\|")
     return says if finding["works"] else f"**not yet**: {says}"
 
