@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fovea import vision
 from fovea.runtime import model_files
 from fovea.runtime.hosts import interface_of, is_loopback
+from fovea.vision.processor_vl import ProcessorVL
 from services.sampler.engine.manifest_check import Shape, checkpoint_shapes
 from services.sampler.settings import SamplerSettings
 
@@ -199,6 +200,8 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
         "max_logprobs": settings.max_top_logprobs,
         "generation_config": "vllm",
         "stream_interval": settings.stream_interval,
+        # Where vLLM can, it normalises bytes on the device: what a family's own processor makes is normalised already.
+        "mm_device_do_normalize": not _comes_normalized(settings.model),
         "mm_processor_cache_gb": 0,  # requests carry their tensors; services.sampler.image_fetching caches them
         "disable_log_stats": False,
         "enable_log_requests": False,
@@ -265,6 +268,12 @@ def read_config(model: str) -> dict[str, Any]:
     from huggingface_hub import hf_hub_download
 
     return model_files.read_config(model, hf_hub_download)
+
+
+def _comes_normalized(model: str) -> bool:
+    """Whether pixels come as the processor's own normalised numbers, not as bytes."""
+    family = vision.choose(read_config(model))
+    return family is not None and issubclass(family, ProcessorVL)
 
 
 def check_model(model: str) -> None:
