@@ -23,6 +23,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
@@ -224,6 +225,19 @@ def _pack_attention(model: Any) -> None:
         is_tower = isinstance(part, PreTrainedModel) and decoder not in part.modules()
         if is_tower and any("cu_seqlens" in signature(module.forward).parameters for module in part.modules()):
             part.config._attn_implementation = PACKED_ATTENTION
+
+
+def file_names(model: PreTrainedModel) -> dict[str, str]:
+    """What the parameters of a model are called in the files that it was loaded from, by their names in the model.
+
+    transformers moves parts of some models; vLLM, like whoever loads an exported model, knows the files' names. Raises
+    ValueError for a model of whose parameters some lie there in another shape.
+    """
+    alone = {name: torch.empty(0) for name, _ in model.named_parameters()}
+    names = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(alone)).items()}
+    if changed := [name for name, tensor in alone.items() if id(tensor) not in names]:
+        raise ValueError(f"{changed[0]} of {model.config.model_type} has another shape in checkpoints: not supported")
+    return {name: names[id(tensor)] for name, tensor in alone.items()}
 
 
 def check(config: PretrainedConfig) -> None:

@@ -21,7 +21,7 @@ from fovea.vision.vision_family import VisionFamily
 from services.trainer.batches.micro_batch import Batch, TowerInput
 from services.trainer.batches.vision_cache import VisionOutput, split_output
 from services.trainer.model.lora_linear import LoraPair
-from services.trainer.model.model_family import Family, PatchNormalizer, family_of
+from services.trainer.model.model_family import Family, PatchNormalizer, family_of, file_names
 from services.trainer.model.target_logprobs import target_logprobs
 from services.trainer.settings import TrainerSettings
 
@@ -55,6 +55,7 @@ class PackedModel(nn.Module):
         self.family = family
         self.vision = vision
         self.hf = hf
+        self.file_names = file_names(hf)
         self._blocks = list(family.blocks(hf))
         self._normalizer = normalizer
         self._chunk_positions = chunk_positions

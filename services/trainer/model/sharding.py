@@ -99,10 +99,10 @@ class ShardedModel:
         _train(self.module, trainable)
 
     def named_shards(self) -> Iterator[tuple[str, DTensor]]:
-        """Parameters by Hugging Face name, in the model's own order; tied ones once."""
+        """Parameters by their names in the checkpoint's files, in the model's own order; tied ones once."""
         self.release()
         for name, parameter in self.module.named_parameters():
-            yield name.removeprefix(HF_PREFIX), cast(DTensor, parameter)
+            yield self.module.file_names[name.removeprefix(HF_PREFIX)], cast(DTensor, parameter)
 
 
 def _train(module: Any, trainable: bool) -> None:

@@ -219,7 +219,8 @@ class FullModel(TrainedModel):
         self._summed: dict[str, Tensor] = {}
         self.unembedding = None
         if sharded.mesh.size() == 1:
-            self._summed = {name: self.masters[f"{name}.weight"] for name in injector.names}
+            names = sharded.module.file_names
+            self._summed = {name: self.masters[names[f"{name}.weight"]] for name in injector.names}
             output = sharded.module.hf.get_output_embeddings().weight
             self.unembedding = next(self.masters[name] for name, shard in self.shards.items() if shard is output)
         self.base = {name: local.to("cpu", copy=True) for name, local in self.locals.items()}
@@ -242,7 +243,8 @@ class FullModel(TrainedModel):
 
     @property
     def pending_bytes(self) -> int:
-        passing = [local for name, local in self.locals.items() if name.removesuffix(".weight") not in self._summed]
+        summed = {id(master) for master in self._summed.values()}
+        passing = [local for name, local in self.locals.items() if id(self.masters[name]) not in summed]
         missing = [master for master in self.masters.values() if master.grad is None]
         return sum(tensor.numel() * torch.float32.itemsize for tensor in (*missing, *passing))
 

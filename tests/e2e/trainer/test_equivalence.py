@@ -8,6 +8,7 @@ from peft import PeftModel
 from fovea.api.v1 import trainer_pb2
 from fovea.client import ForwardBackwardResult
 from fovea.wire import tensors
+from services.trainer.model.model_family import file_names
 from tests.e2e.trainer import reference
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import chunk_lists, datum, datums_of, header, logprobs_of, text
@@ -105,7 +106,9 @@ async def _assert_full_gradients_equal_transformers(bench: Bench) -> None:
         await bench.client.forward_backward(header(model_id, len(datums)), datums)
     model = _fresh(bench)
     reference.cross_entropy(model, bench.images, chunk_lists("mixed"), datums).backward()
-    expected = {name: -2 * parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    names = file_names(model)
+    parameters = {names[name]: parameter for name, parameter in model.named_parameters()}
+    expected = {name: -2 * parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     descent = await bench.descend(model_id)
     assert _relative_difference({name: descent[name] for name in expected}, expected) < 1e-4
     assert all(not descent[name].any() for name in set(descent) - set(expected))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, Unavailable
+from services.trainer.model.model_family import file_names
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import datums_of, header
 from tests.e2e.trainer.receiving_sampler import ReceivingSampler
@@ -76,12 +77,13 @@ async def test_full_parameters_and_the_base(
     written = _checkpoint(folder)
     for receiver in (sampler, second_sampler):
         _assert_equal(receiver.received[snapshot.snapshot_id], written)
-    base = {name: parameter.detach() for name, parameter in vlm.reference.named_parameters()}
+    names = file_names(vlm.reference)
+    base = {names[name]: parameter.detach() for name, parameter in vlm.reference.named_parameters()}
     await vlm.client.push_snapshot("", addresses)
     _assert_equal(sampler.received[""], base)
     assert any(not torch.equal(base[name], written[name]) for name in base)
     reloaded = type(vlm.reference).from_pretrained(folder, dtype=torch.float32)
-    _assert_equal({n: p.detach() for n, p in reloaded.named_parameters()}, written)
+    _assert_equal({names[n]: p.detach() for n, p in reloaded.named_parameters()}, written)
 
 
 async def test_forgotten_snapshot_is_read_back_from_storage(vlm: Bench, sampler: ReceivingSampler) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoModelForImageTextToText,
@@ -310,6 +311,12 @@ def test_packed_equals_one_by_one_and_transformers(name: str) -> None:
     assert (packed - expected).abs().max() <= 1e-4
     for other in (alone, frozen, again):
         assert (packed - other).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_go_by_their_names_in_the_files(name: str) -> None:
+    with safe_open(_checkpoint(name) / "model.safetensors", "pt") as file:
+        assert set(_packed(name).file_names.values()) == set(file.keys())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
