@@ -13,7 +13,6 @@ from fovea.wire.errors import AlreadyExists, FailedPrecondition, InvalidInput, N
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import chunk_lists, datum, datums_of, header, logprobs_of, text
 from tests.e2e.trainer.image_service import picture
-from tests.e2e.trainer.trainer_process import TrainerProcess
 
 
 async def test_info(qwen3_vl: Bench) -> None:
@@ -251,26 +250,18 @@ async def test_unknown_models_are_not_found(qwen3: Bench) -> None:
             await call
 
 
-async def test_two_ranks_equal_one(qwen3_vl: Bench) -> None:
+async def test_two_ranks_equal_one(one_rank: Bench, qwen3_vl: Bench) -> None:
     """The number of ranks changes neither losses, nor log-probabilities, nor where training leads."""
     datums = datums_of(qwen3_vl.images, "mixed")
-    process = TrainerProcess(qwen3_vl.model_dir, qwen3_vl.scratch / "one-rank.log", ranks=1)
-    alone = Bench(
-        "qwen3_vl", qwen3_vl.model_dir, await process.ready(), process, qwen3_vl.images, None, qwen3_vl.scratch
-    )
-    try:
-        answers = []
-        for bench in (alone, qwen3_vl):
-            model_id = await bench.adapter(vision=True)
-            losses = []
-            for _ in range(3):
-                result = await bench.client.forward_backward(header(model_id, len(datums)), datums)
-                losses.append(result.metrics["loss:sum"])
-                await bench.client.optim_step(model_id, adam())
-            answers.append((losses, [logprobs_of(output) for output in result.outputs]))
-    finally:
-        await alone.client.close()
-        assert process.stop() == 0
+    answers = []
+    for bench in (one_rank, qwen3_vl):
+        model_id = await bench.adapter(vision=True)
+        losses = []
+        for _ in range(3):
+            result = await bench.client.forward_backward(header(model_id, len(datums)), datums)
+            losses.append(result.metrics["loss:sum"])
+            await bench.client.optim_step(model_id, adam())
+        answers.append((losses, [logprobs_of(output) for output in result.outputs]))
     np.testing.assert_allclose(answers[0][0], answers[1][0], rtol=1e-4)
     for one, two in zip(answers[0][1], answers[1][1], strict=True):
         np.testing.assert_allclose(one, two, atol=2e-4)
