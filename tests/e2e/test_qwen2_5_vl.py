@@ -15,7 +15,7 @@ START, END = "<|im_start|>user\n<|vision_start|>", "<|vision_end|>What is this?<
 
 @pytest.fixture(scope="module")
 def other_stack() -> Iterator[Stack]:
-    with running_stack(tinyvlm.ensure("qwen2_5_vl")) as stack:
+    with running_stack(tinyvlm.ensure("qwen2_5_vl"), "--ranks", "1") as stack:
         yield stack
 
 

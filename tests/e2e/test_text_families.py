@@ -1,14 +1,18 @@
-"""A family that goes by rule through all services: Mistral, with a window that is shorter than the prompts."""
+"""A text-only family that goes by rule through all services: Mistral, with a window that is shorter than the prompts.
+
+No renderer is called, and images are refused by name.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tinker
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 import tinyvlm
-from tests.e2e.prompts import PromptBuilder
+from tests.e2e.prompts import PromptBuilder, picture
 from tests.e2e.stack import Stack, running_stack
 from tests.e2e.test_agreement import check_model
 
@@ -53,3 +57,19 @@ def test_sampler_and_trainer_agree(text_stack: Stack, rank: int, rate: float) ->
     prompts = {"short": builder.build("Hello there."), "long": builder.build(words * 4)}
     with text_stack.service_client() as service:
         check_model(text_stack, service, rank, rate, prompts)
+
+
+def test_images_are_refused_by_name(text_stack: Stack) -> None:
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(text_stack.model))
+    image = builder.build("Look: ", (picture(224, 224), 64), " what?")
+    text = builder.build("Look: what?")
+    params = tinker.SamplingParams(max_tokens=2)
+    with text_stack.service_client() as service:
+        sampling = service.create_sampling_client(base_model=text_stack.model_name).result()
+        with pytest.raises(tinker.RequestFailedError, match=r"chunks\[1\].*text-only model"):
+            sampling.sample(image.model_input, num_samples=1, sampling_params=params).result()
+        assert sampling.sample(text.model_input, num_samples=1, sampling_params=params).result().sequences
+        training = service.create_lora_training_client(base_model=text_stack.model_name, rank=4).result()
+        with pytest.raises(tinker.RequestFailedError, match=r"chunks\[1\].*text-only model"):
+            training.forward([image.datum()], "cross_entropy").result()
+        assert training.forward([text.datum()], "cross_entropy").result().metrics["loss:sum"] > 0

@@ -13,7 +13,7 @@ from tests.e2e.sampler.process import running_sampler
 from tests.e2e.sampler.reference import Reference
 
 TOLERANCE = 1e-3
-LENGTH, NEW = 3500, 500
+LENGTH, NEW = 3500, 300
 THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 
 
@@ -21,7 +21,7 @@ THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 async def test_scores_survive_preemptions(model: Path, reference: Reference) -> None:
     """16 MiB hold about 11,000 tokens of the tiny model, three of these prompts."""
     generator = np.random.default_rng(0)
-    prompts = generator.integers(100, 1000, (5, LENGTH))
+    prompts = generator.integers(100, 1000, (4, LENGTH))
     targets = generator.integers(100, 1000, LENGTH - 1)
     with running_sampler(model, "--kv-cache-mib", "16") as sampler:
         async with SamplerClient(sampler.address) as client:
