@@ -142,10 +142,11 @@ async def test_a_hundred_rollouts_train_as_they_were_sampled(
         await check_masks(trajectory, ones, policy)
         made += ones
     assert len({one.pictures for one in made}) == ROLLOUTS
-    scores = await trainer_logprobs(training, made, temperature, len(tokenizer))
+    scored = made if temperature == 1.0 else made[::3]  # the logits of all tokens are much to ask for
+    scores = await trainer_logprobs(training, scored, temperature, len(tokenizer))
     differences = [
         np.abs(score - column(one, "logprobs"))[column(one, "advantages") != 0].max()
-        for score, one in zip(scores, made, strict=True)
+        for score, one in zip(scores, scored, strict=True)
     ]
-    print(f"{pattern.__name__}, T = {temperature}: at most {max(differences):.1e} over {ROLLOUTS} rollouts")
+    print(f"{pattern.__name__}, T = {temperature}: at most {max(differences):.1e} over {len(scored)} rollouts")
     assert max(differences) <= TOLERANCE
