@@ -1,7 +1,7 @@
 """One rank's engine in a process of its own, without a server, to look at its gradients and masters:
 
-`python -m tests.e2e.trainer.rank_engine MODEL_DIR CALL RANK WORLD_SIZE MEETING_FILE RESULT`. CALL is a pickled `Call`;
-rank 0 writes what `train` returns as RESULT.
+`python -m tests.e2e.trainer.rank_engine MODEL_DIR CALLS RANK WORLD_SIZE MEETING_FILE RESULT`. CALLS are pickled;
+rank 0 writes what `train` returns for each as RESULT.
 """
 
 import pickle
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fovea.api.v1 import trainer_pb2
 from services.trainer.batches.datum_decoding import decode_datum
-from services.trainer.command_queue import CreateModel, ForwardBackward, OptimStep
+from services.trainer.command_queue import CreateModel, DeleteModel, ForwardBackward, OptimStep
 from services.trainer.losses import loss_of
 from services.trainer.model.lora import LoraSettings
 from services.trainer.model.optimizer import Adam
@@ -34,36 +34,36 @@ MODEL = "m"
 
 @dataclass(frozen=True)
 class Call:
-    """What to train with.
+    """What to train a model with.
 
     Args:
-        settings: Of the trainer, besides the model.
         lora: The adapter; None for full parameters.
         datums: Serialized cross_entropy datums, all of them in each step.
         steps: How many.
         adam: Of each step.
     """
 
-    settings: dict[str, Any]
     lora: LoraSettings | None
     datums: list[bytes]
     steps: int
     adam: Adam
 
 
-def run_ranks(model_dir: Path, call: Call, world_size: int, scratch: Path) -> dict[str, Any]:
-    """Trains in as many processes; returns what `train` does."""
+def run_ranks(
+    model_dir: Path, settings: dict[str, Any], calls: list[Call], world_size: int, scratch: Path
+) -> list[dict[str, Any]]:
+    """Trains in as many processes, with these settings of the trainer; returns what `train` does for each call."""
     scratch.mkdir()
-    (scratch / "call").write_bytes(pickle.dumps(call))
+    (scratch / "calls").write_bytes(pickle.dumps((settings, calls)))
     files = [str(scratch / name) for name in ("meeting", "result")]
-    command = [sys.executable, "-m", __name__, str(model_dir), str(scratch / "call")]
+    command = [sys.executable, "-m", __name__, str(model_dir), str(scratch / "calls")]
     ranks = []
     for rank in range(world_size):
         with (scratch / f"{rank}.log").open("w") as log:
             ranks.append(subprocess.Popen([*command, str(rank), str(world_size), *files], stderr=log))
     statuses = [rank.wait(300) for rank in ranks]
     assert not any(statuses), "\n".join(path.read_text() for path in scratch.glob("*.log"))
-    found: dict[str, Any] = torch.load(scratch / "result", weights_only=True)
+    found: list[dict[str, Any]] = torch.load(scratch / "result", weights_only=True)
     return found
 
 
@@ -91,7 +91,9 @@ def train(engine: TrainingEngine, call: Call) -> dict[str, Any]:
         gradients = gradients or dict(_whole(model, model.gradients()))
         metrics.append(engine.execute(OptimStep(MODEL, call.adam))[0])
     optimized = list(model.masters.values()) if isinstance(model, FullModel) else [model.weights.flat]  # type: ignore[attr-defined]
-    return {"gradients": gradients, "metrics": metrics, "weights": dict(_whole(model, optimized))}
+    found = {"gradients": gradients, "metrics": metrics, "weights": dict(_whole(model, optimized))}
+    engine.execute(DeleteModel(MODEL))
+    return found
 
 
 def _whole(model: TrainedModel, tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -108,9 +110,11 @@ def _whole(model: TrainedModel, tensors: list[Tensor]) -> Iterator[tuple[str, Te
 
 def main() -> None:
     """One rank."""
-    model_dir, call_file, rank, world_size, meeting, result = sys.argv[1:]
+    model_dir, calls_file, rank, world_size, meeting, result = sys.argv[1:]
     torch.set_num_threads(1)
-    call: Call = pickle.loads(Path(call_file).read_bytes())
+    given: dict[str, Any]
+    calls: list[Call]
+    given, calls = pickle.loads(Path(calls_file).read_bytes())
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(meeting, int(world_size)),
@@ -118,10 +122,10 @@ def main() -> None:
         world_size=int(world_size),
         timeout=timedelta(seconds=120),
     )
-    settings = TrainerSettings(model=model_dir, device="cpu", **call.settings)
+    settings = TrainerSettings(model=model_dir, device="cpu", **given)
     engine = TrainingEngine(settings, Path(model_dir), ControlGroup(), torch.device("cpu"), None)
     engine.warm_up()
-    found = train(engine, call)
+    found = [train(engine, call) for call in calls]
     if rank == "0":
         torch.save(found, result)
     dist.barrier()

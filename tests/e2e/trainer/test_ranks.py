@@ -4,8 +4,9 @@ Each datum is a micro-batch by itself, so that one rank and two compute the same
 how gradients are added up.
 """
 
-import pathlib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,14 +34,22 @@ def images() -> Iterator[ImageService]:
     service.close()
 
 
-@pytest.mark.parametrize("kind", ["full", "adapter"])
-def test_two_ranks_sum_gradients_as_one_does(images: ImageService, tmp_path: pathlib.Path, kind: str) -> None:
-    lora = LoraSettings(8, 32.0, 7, True, True, True, True) if kind == "adapter" else None
+@pytest.fixture(scope="module")
+def found(images: ImageService, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By kind of model, what training came to on one rank and on two."""
     datums = [datum.SerializeToString() for datum in datums_of(images, "mixed")]
-    call = Call(SETTINGS, lora, datums, 3, ADAM)
-    one, two = (run_ranks(tinyvlm.ensure("qwen3_vl"), call, ranks, tmp_path / str(ranks)) for ranks in (1, 2))
+    loras = {"adapter": LoraSettings(8, 32.0, 7, True, True, True, True), "full": None}
+    calls = [Call(lora, datums, 3, ADAM) for lora in loras.values()]
+    folder, model = tmp_path_factory.mktemp("ranks"), tinyvlm.ensure("qwen3_vl")
+    results = [run_ranks(model, SETTINGS, calls, ranks, folder / str(ranks)) for ranks in (1, 2)]
+    return dict(zip(loras, map(list, zip(*results, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_two_ranks_sum_gradients_as_one_does(found: dict[str, list[dict[str, Any]]], kind: str) -> None:
+    one, two = found[kind]
     assert max(relative(two["gradients"][name], exact) for name, exact in one["gradients"].items()) < 1e-6
-    norms = [[metrics["grad_norm:mean"] for metrics in found["metrics"]] for found in (one, two)]
+    norms = [[metrics["grad_norm:mean"] for metrics in each["metrics"]] for each in (one, two)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
     for name, weights in one["weights"].items():
         # Adam divides a gradient by its own size: where one is all but zero, even its last bits show in that element.
@@ -48,7 +57,7 @@ def test_two_ranks_sum_gradients_as_one_does(images: ImageService, tmp_path: pat
         assert difference < 0.1 * ADAM.learning_rate, name
 
 
-def test_a_family_by_rule_is_sharded_and_recomputed(tmp_path: pathlib.Path) -> None:
+def test_a_family_by_rule_is_sharded_and_recomputed(tmp_path: Path) -> None:
     """Gemma 3, whose layers slide and whose embeddings are scaled, in float32."""
     config = Gemma3TextConfig(
         vocab_size=1280, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
@@ -59,8 +68,8 @@ def test_a_family_by_rule_is_sharded_and_recomputed(tmp_path: pathlib.Path) -> N
     texts = [tensors.encode_tokens(np.array(text(length, length))) for length in (17, 5, 42, 17, 30)]
     rendered = [model_input_pb2.RenderedInput(tokens=tokens) for tokens in texts]
     datums = [datum(one, seed).SerializeToString() for seed, one in enumerate(rendered)]
-    call = Call({"keep_gathered": "never", "recompute": "always"}, None, datums, 1, ADAM)
-    one, two = (run_ranks(tmp_path / "model", call, ranks, tmp_path / str(ranks)) for ranks in (1, 2))
+    settings, calls = {"keep_gathered": "never", "recompute": "always"}, [Call(None, datums, 1, ADAM)]
+    ((one,), (two,)) = (run_ranks(tmp_path / "model", settings, calls, n, tmp_path / str(n)) for n in (1, 2))
     assert one["gradients"].keys() >= {"model.embed_tokens.weight", "model.layers.5.self_attn.q_norm.weight"}
     assert max(relative(two["gradients"][name], exact) for name, exact in one["gradients"].items()) < 1e-4
 
