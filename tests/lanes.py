@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 from xdist.scheduler import LoadScopeScheduling
 
 _APART = ("conformance", "sampler", "trainer")
-"""Folders of tests/e2e that start what they need themselves; all others use the session's Fovea."""
+"""Folders of tests/e2e that start what they need themselves; all others use one Fovea."""
 
 
 class Lanes(LoadScopeScheduling):

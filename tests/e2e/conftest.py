@@ -1,4 +1,4 @@
-"""One Fovea for the whole session: vLLM starts once."""
+"""One Fovea for all of this folder: vLLM starts once. It ends with it, for later tests want its memory."""
 
 import os
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from tests.e2e.stack import Stack, running_stack
 from tests.otlp_collector import Collector
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def collector() -> Iterator[Collector]:
-    """Where the traces of the session's Fovea arrive: of those requests that name one to go on from."""
+    """Where the traces of the folder's Fovea arrive: of those requests that name one to go on from."""
     with Collector() as collector:
         yield collector
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(collector: Collector) -> Iterator[Stack]:
     """Fovea with the tiny Qwen3-VL."""
     with ExitStack() as exit_stack:
@@ -32,7 +32,7 @@ def stack(collector: Collector) -> Iterator[Stack]:
         yield stack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tokenizer(stack: Stack) -> PreTrainedTokenizerBase:
     """The tiny model's tokenizer."""
     return AutoTokenizer.from_pretrained(stack.model)
@@ -45,7 +45,7 @@ def service(stack: Stack) -> Iterator[tinker.ServiceClient]:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def base_sampler(stack: Stack) -> Iterator[tinker.SamplingClient]:
     """Samples from the base model."""
     with stack.service_client() as client:

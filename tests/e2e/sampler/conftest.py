@@ -1,4 +1,4 @@
-"""One sampler, one renderer and one reference for the whole session: vLLM starts once."""
+"""One sampler, one renderer and one reference for all of this folder: vLLM starts once."""
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -20,33 +20,33 @@ from tests.e2e.sampler.reference import Reference
 from tests.e2e.sampler.renderer import TinyRenderer, running_renderer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model() -> Path:
     """The tiny Qwen3-VL."""
     return tinyvlm.ensure("qwen3_vl")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def renderer(model: Path) -> Iterator[TinyRenderer]:
     """Serves vision tensors."""
     with running_renderer(model) as renderer:
         yield renderer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sampler(model: Path) -> Iterator[SamplerProcess]:
     """The sampler under test: two adapters in a batch, three held."""
     with running_sampler(model, "--max-loras", "3", "--max-cpu-loras", "3", "--max-adapters", "4") as sampler:
         yield sampler
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def reference(model: Path) -> Reference:
     """The base model in transformers."""
     return Reference(model)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tokenizer(model: Path) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer."""
     return AutoTokenizer.from_pretrained(model)
@@ -91,7 +91,7 @@ class PromptMaker:
         return Prompt(wire, tensors.decode_tokens(wire.tokens), images)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def prompts(renderer: TinyRenderer, tokenizer: PreTrainedTokenizerBase, reference: Reference) -> PromptMaker:
     """Makes prompts."""
     return PromptMaker(renderer, tokenizer, reference.module.config.image_token_id)

@@ -114,7 +114,7 @@ async def stop_bench(bench: Bench) -> None:
     assert bench.process.stop() == 0, bench.process.log.read_text()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 async def benches(
     tmp_path_factory: pytest.TempPathFactory, new_bucket: Callable[[], str]
 ) -> AsyncIterator[Callable[[str], Awaitable[Bench]]]:

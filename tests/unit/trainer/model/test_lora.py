@@ -98,7 +98,7 @@ def test_low_precision_follows_the_weights_and_gradients_are_summed_in_float32()
 )
 def test_impossible_settings(changes: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        _settings(**changes).check(max_rank=8, has_vision=False)
+        _settings(**changes).check(max_rank=8, adapts_vision=False)
     assert caught.value.field == field
 
 
