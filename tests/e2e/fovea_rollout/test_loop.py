@@ -83,7 +83,7 @@ async def training(stack: Stack, service: tinker.ServiceClient) -> tinker.Traini
     return await service.create_lora_training_client(base_model=stack.model_name, rank=8, seed=1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     return ChatTemplate(tokenizer)
 
