@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BatchFeature
 
 from fovea.api.v1 import model_input_pb2
+from fovea.wire.features import tensors_sha256
 from fovea.wire.rendered_input import ImageSpan
 from parity.documents import Document, Maker, Piece, picture
 from parity.finding import Finding
@@ -65,7 +65,7 @@ def _packed(directory: Path, maker: Maker, documents: list[Document]) -> tuple[l
     LoraInjector(family.lora_targets(model.hf))
     model.requires_grad_(True)
     datums = [_datum(maker, index, document) for index, document in enumerate(documents)]
-    images = {_digest(image.tensors): image.tensors for document in documents for image in document.images}
+    images = {tensors_sha256(image.tensors): image.tensors for document in documents for image in document.images}
     batch = BatchLayout(maker.family, _CPU).pack(datums, images, bool(images), None)
     logprobs = model(batch, None, None)[:, 0]
     parts = [part[:-1] for part in torch.split(logprobs, [len(document.ids) for document in documents])]
@@ -78,7 +78,7 @@ def _datum(maker: Maker, index: int, document: Document) -> Datum:
         ImageSpan(
             image.offset,
             image.replacement.is_embedding,
-            model_input_pb2.VisionFeature(digest=_digest(image.tensors)),
+            model_input_pb2.VisionFeature(digest=tensors_sha256(image.tensors)),
         )
         for image in document.images
     )
@@ -114,10 +114,3 @@ def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
         return float("inf")
     largest = max(float(one.abs().max()) for one in theirs.values())
     return max(float((ours[name] - one).abs().max()) for name, one in theirs.items()) / largest
-
-
-def _digest(tensors: dict[str, Any]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode() + np.ascontiguousarray(tensors[name]).tobytes())
-    return digest.hexdigest()

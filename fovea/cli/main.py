@@ -177,8 +177,10 @@ def _refusal(model: str) -> str:
     Of a hub name, which is not here yet, the services say so themselves.
     """
     file = pathlib.Path(model).expanduser() / "config.json"
-    model_type = read_json(file).get("model_type") if file.is_file() else None
-    if not file.is_file() or model_type in (*vision.MODEL_TYPES, *TEXT_MODEL_TYPES):
+    if not file.is_file():
+        return ""
+    model_type = read_json(file).get("model_type")
+    if model_type in (*vision.MODEL_TYPES, *TEXT_MODEL_TYPES):
         return ""
     return (
         f"{model} has model_type {model_type!r}, which Fovea does not know; see how much of it works: "

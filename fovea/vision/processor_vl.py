@@ -77,10 +77,8 @@ class ProcessorVL(VisionFamily):
                 return f"{name} is {found.dtype.name}, must be {dtype}"
             if not _matches(found.shape, shape, sizes):
                 return f"{name} has shape {list(found.shape)}, must be [{', '.join(map(str, shape))}]"
-        made, count = (
-            self._embedding_count(sizes, tensors),
-            int(np.count_nonzero(self.replacement(tensors).is_embedding)),
-        )
+        made = self._embedding_count(sizes, tensors)
+        count = int(np.count_nonzero(self.replacement(tensors).is_embedding))
         if made != count:
             return f"{IDS} has {count} placeholders, the tower makes {made} embeddings of the other tensors"
         return ""

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -78,6 +78,13 @@ class _CheckedImage:
             )
 
 
+class _ProcessedImage(NamedTuple):
+    """An image's tensors, and what stands in its place."""
+
+    feature: Feature
+    replacement: Replacement
+
+
 class Renderer:
     """Splices model inputs for one model.
 
@@ -118,10 +125,10 @@ class Renderer:
         )
         # An image that geometry cannot count takes at least one id; more is known once it is processed.
         self._check_length(chunks, [image.token_count or 1 for image in images])
-        features = await _first_error([self._feature(image) for image in images])
-        self._check_length(chunks, [len(self._replacement(feature).ids) for feature in features])
-        self._check_room(features)
-        return self._splice(chunks, features)
+        processed = await _first_error([self._process(image) for image in images])
+        self._check_length(chunks, [len(image.replacement.ids) for image in processed])
+        self._check_room([image.feature for image in processed])
+        return self._splice(chunks, processed)
 
     def _check_text(self, index: int, ids: TokenIds, previous_id: int) -> None:
         """Raises InvalidInput for the first id that is none, or that stands for an image nobody sent."""
@@ -188,7 +195,7 @@ class Renderer:
                 cause="context",
             )
 
-    async def _feature(self, image: _CheckedImage) -> Feature:
+    async def _process(self, image: _CheckedImage) -> _ProcessedImage:
         image_support = self._image_support()
         digest = await _digest(image_support.fingerprint, image.data)
 
@@ -198,7 +205,8 @@ class Renderer:
 
         try:
             feature = await self.features.get(digest, process)
-            found = len(self._replacement(feature).ids)
+            replacement = image_support.family.replacement(feature.tensors)
+            found = len(replacement.ids)
             if image.token_count is None:
                 image.check_expected(found)
         except InvalidChunk as error:
@@ -208,10 +216,7 @@ class Renderer:
                 f"{chunk_field(image.index)}: geometry says {image.token_count} tokens for {image.header.width}x"
                 f"{image.header.height} pixels, the image processor made {found}"
             )
-        return feature
-
-    def _replacement(self, feature: Feature) -> Replacement:
-        return self._image_support().family.replacement(feature.tensors)
+        return _ProcessedImage(feature, replacement)
 
     def _check_room(self, features: Sequence[Feature]) -> None:
         """An input whose tensors do not fit together could never be fetched: its first image is gone with its last."""
@@ -222,14 +227,13 @@ class Renderer:
                 " that the renderer may hold (setting feature_cache_bytes)"
             )
 
-    def _splice(self, chunks: Sequence[Chunk], features: Sequence[Feature]) -> Rendered:
+    def _splice(self, chunks: Sequence[Chunk], processed: Sequence[_ProcessedImage]) -> Rendered:
         parts: list[TokenIds] = []
         images: list[PlacedImage] = []
-        offset, remaining = 0, iter(features)
+        offset, remaining = 0, iter(processed)
         for chunk in chunks:
             if isinstance(chunk, ImageChunk):
-                feature = next(remaining)
-                part, is_embedding = self._replacement(feature)
+                feature, (part, is_embedding) = next(remaining)
                 mask = b"" if is_embedding.all() else is_embedding.tobytes()
                 images.append(PlacedImage(offset, len(part), mask, feature))
             else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import (
     Glm4vConfig,
     Glm4vForConditionalGeneration,
@@ -24,7 +26,7 @@ from tinyvlm.families.declaration import ChatWords, Family, TokenIds
 from tinyvlm.families.text_models import CHATML, HEAD_DIM, HIDDEN_SIZE, QWEN_TOKENS, language, qwen_language, rope
 
 _QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-_QWEN_CHAT = ChatWords(user=CHATML.user, assistant=CHATML.assistant, end=CHATML.end, image=_QWEN_IMAGE)
+_QWEN_CHAT = replace(CHATML, image=_QWEN_IMAGE)
 _GLM_CHAT = ChatWords(
     start="[gMASK]<sop>",
     user="<|user|>\n",

@@ -20,6 +20,8 @@ from tinyvlm.families.vocabulary import MAX_LENGTH
 
 HIDDEN_SIZE = 128
 HEAD_DIM = 32  # the smallest head that vLLM's CPU attention has a kernel for
+SMALL_TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+"""What every vision tower here shares that is configured as a SigLIP is."""
 
 CHATML = ChatWords(user="<|im_start|>user\n", assistant="<|im_start|>assistant\n", end="<|im_end|>\n")
 GEMMA_CHAT = ChatWords(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -33,43 +34,28 @@ from transformers import (
 )
 
 from tinyvlm.families.declaration import ChatWords, Family, TokenIds
-from tinyvlm.families.text_models import CHATML, HEAD_DIM, QWEN_TOKENS, language, qwen_language, rope
+from tinyvlm.families.text_models import CHATML, HEAD_DIM, QWEN_TOKENS, SMALL_TOWER, language, qwen_language, rope
 
 TILE = 56
 """Pixels along a tile's side, 4 patches of 14."""
 
 _IMAGENET_MEAN, _IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-_SMALL_TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-_CHATML_IMAGE = ChatWords(user=CHATML.user, assistant=CHATML.assistant, end=CHATML.end, image="<image>")
-_INTERNVL_CHAT = ChatWords(user=CHATML.user, assistant=CHATML.assistant, end=CHATML.end, image="<IMG_CONTEXT>\n")
+_CHATML_IMAGE = replace(CHATML, image="<image>")
+_INTERNVL_CHAT = replace(CHATML, image="<IMG_CONTEXT>\n")
 _IDEFICS_CHAT = ChatWords(
     start="<|begin_of_text|>", user="User:", assistant="Assistant:", end="<end_of_utterance>\n", image="<image>"
 )
-_LFM_CHAT = ChatWords(
-    start="<|startoftext|>", user=CHATML.user, assistant=CHATML.assistant, end=CHATML.end, image="<image>"
-)
+_LFM_CHAT = replace(_CHATML_IMAGE, start="<|startoftext|>")
 _INTERNVL_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>", "<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>")
-_IDEFICS_TOKENS = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|finetune_right_pad_id|>",
-    "<|eot_id|>",
+_IDEFICS_TILES = (
     "<fake_token_around_image>",
     "<image>",
     "<end_of_utterance>",
     "<global-img>",
     *(f"<row_{row}_col_{column}>" for row, column in product(range(1, 7), repeat=2)),
 )
-_SMOLVLM_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<fake_token_around_image>",
-    "<image>",
-    "<end_of_utterance>",
-    "<global-img>",
-    *(f"<row_{row}_col_{column}>" for row, column in product(range(1, 7), repeat=2)),
-)
+_IDEFICS_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|eot_id|>", *_IDEFICS_TILES)
+_SMOLVLM_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_IDEFICS_TILES)
 _LFM_TOKENS = (
     "<|pad|>",
     "<|startoftext|>",
@@ -91,7 +77,7 @@ def _internvl(ids: TokenIds) -> InternVLConfig:
     vision = {"image_size": [TILE, TILE], "patch_size": [14, 14], "attention_bias": True}
     return InternVLConfig(
         text_config=text | {"tie_word_embeddings": False},
-        vision_config=_SMALL_TOWER | vision,
+        vision_config=SMALL_TOWER | vision,
         image_token_id=ids["<IMG_CONTEXT>"],
         image_seq_length=4,
         downsample_ratio=0.5,
@@ -116,7 +102,7 @@ def _llava_onevision(ids: TokenIds) -> LlavaOnevisionConfig:
     vision = {"model_type": "siglip_vision_model", "image_size": TILE, "patch_size": 14, "vision_use_head": False}
     return LlavaOnevisionConfig(
         text_config=text,
-        vision_config=_SMALL_TOWER | vision,
+        vision_config=SMALL_TOWER | vision,
         image_token_index=ids["<image>"],
         video_token_index=ids["<video>"],
         image_grid_pinpoints=_PINPOINTS,
@@ -139,16 +125,7 @@ def _llava_onevision_processor(tokenizer: PreTrainedTokenizerBase) -> LlavaOnevi
 def _idefics3(ids: TokenIds) -> Idefics3Config:
     # 8B: Llama 3; SigLIP of 27 blocks, 364 pixels are 169 tokens after a shuffle of 2 x 2; up to 4 x 4 tiles and a view
     # of the whole.
-    text = language(ids, begin="<|begin_of_text|>", end="<end_of_utterance>", pad="<|finetune_right_pad_id|>")
-    text |= {"model_type": "llama", "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "rope_parameters": rope(5e5)}
-    return Idefics3Config(
-        text_config=text | {"tie_word_embeddings": False},
-        vision_config=_SMALL_TOWER | {"image_size": TILE, "patch_size": 14},
-        image_token_id=ids["<image>"],
-        pad_token_id=ids["<|finetune_right_pad_id|>"],
-        scale_factor=2,
-        tie_word_embeddings=False,
-    )
+    return Idefics3Config(**_shuffled(ids, begin="<|begin_of_text|>", pad="<|finetune_right_pad_id|>", theta=5e5))
 
 
 def _idefics3_processor(tokenizer: PreTrainedTokenizerBase) -> Idefics3Processor:
@@ -158,16 +135,21 @@ def _idefics3_processor(tokenizer: PreTrainedTokenizerBase) -> Idefics3Processor
 
 def _smolvlm(ids: TokenIds) -> SmolVLMConfig:
     # 2.2B: SmolLM2 (Llama) of 24 layers; SigLIP of 27 blocks, 384 pixels are 81 tokens after a shuffle of 3 x 3.
-    text = language(ids, begin="<|im_start|>", end="<end_of_utterance>", pad="<|im_end|>")
-    text |= {"model_type": "llama", "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "rope_parameters": rope(273_768.0)}
-    return SmolVLMConfig(
-        text_config=text | {"tie_word_embeddings": False},
-        vision_config=_SMALL_TOWER | {"image_size": TILE, "patch_size": 14},
-        image_token_id=ids["<image>"],
-        pad_token_id=ids["<|im_end|>"],
-        scale_factor=2,
-        tie_word_embeddings=False,
-    )
+    return SmolVLMConfig(**_shuffled(ids, begin="<|im_start|>", pad="<|im_end|>", theta=273_768.0))
+
+
+def _shuffled(ids: TokenIds, *, begin: str, pad: str, theta: float) -> dict[str, Any]:
+    """Settings of a Llama whose images are SigLIP's, every 2 x 2 of them shuffled into one token."""
+    text = language(ids, begin=begin, end="<end_of_utterance>", pad=pad)
+    text |= {"model_type": "llama", "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "rope_parameters": rope(theta)}
+    return {
+        "text_config": text | {"tie_word_embeddings": False},
+        "vision_config": SMALL_TOWER | {"image_size": TILE, "patch_size": 14},
+        "image_token_id": ids["<image>"],
+        "pad_token_id": ids[pad],
+        "scale_factor": 2,
+        "tie_word_embeddings": False,
+    }
 
 
 def _smolvlm_processor(tokenizer: PreTrainedTokenizerBase) -> SmolVLMProcessor:
@@ -185,7 +167,7 @@ def _lfm2_vl(ids: TokenIds) -> Lfm2VlConfig:
     vision = {"model_type": "siglip2_vision_model", "patch_size": 16, "num_patches": 256, "vision_use_head": False}
     return Lfm2VlConfig(
         text_config=text | {"rope_parameters": rope(1e6), "tie_word_embeddings": True},
-        vision_config=_SMALL_TOWER | vision,
+        vision_config=SMALL_TOWER | vision,
         image_token_id=ids["<image>"],
         projector_hidden_size=128,
         projector_use_layernorm=False,
@@ -251,9 +233,7 @@ TILED = (
         config=_smolvlm,
         processor=_smolvlm_processor,
         tokens=_SMOLVLM_TOKENS,
-        chat=ChatWords(
-            start="<|im_start|>", user="User:", assistant="Assistant:", end="<end_of_utterance>\n", image="<image>"
-        ),
+        chat=replace(_IDEFICS_CHAT, start="<|im_start|>"),
         end="<end_of_utterance>",
         pad="<|im_end|>",
         needs="num2words",

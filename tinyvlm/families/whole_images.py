@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import (
@@ -32,24 +33,17 @@ from tinyvlm.families.text_models import (
     HEAD_DIM,
     MISTRAL_CHAT,
     MISTRAL_TOKENS,
+    SMALL_TOWER,
     gemma3_language,
     language,
     rope,
 )
 
-_GEMMA3_CHAT = ChatWords(
-    start=GEMMA_CHAT.start,
-    user=GEMMA_CHAT.user,
-    assistant=GEMMA_CHAT.assistant,
-    end=GEMMA_CHAT.end,
-    image="<start_of_image>",
-)
+_GEMMA3_CHAT = replace(GEMMA_CHAT, image="<start_of_image>")
 _GEMMA4_CHAT = ChatWords(
     start="<bos>", user="<|turn>user\n", assistant="<|turn>model\n", end="<turn|>\n", image="<|image|>"
 )
-_MISTRAL_IMAGE_CHAT = ChatWords(
-    start=MISTRAL_CHAT.start, user=MISTRAL_CHAT.user, assistant=MISTRAL_CHAT.assistant, end="", image="[IMG]"
-)
+_MISTRAL_IMAGE_CHAT = replace(MISTRAL_CHAT, image="[IMG]")
 _GEMMA4_TOKENS = (
     "<pad>",
     "<eos>",
@@ -71,10 +65,9 @@ _PIXTRAL_TOKENS = (*MISTRAL_TOKENS, "[IMG]", "[IMG_BREAK]", "[IMG_END]")
 def _gemma3(ids: TokenIds) -> Gemma3Config:
     # 4B: SigLIP of 27 blocks without its head, 896 pixels are 64 x 64 patches, averaged 4 x 4 to 256 tokens. Here the
     # same averaging leaves 4 x 4.
-    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     return Gemma3Config(
         text_config=gemma3_language(ids),
-        vision_config=tower | {"image_size": 224, "patch_size": 14, "vision_use_head": False},
+        vision_config=SMALL_TOWER | {"image_size": 224, "patch_size": 14, "vision_use_head": False},
         mm_tokens_per_image=16,
         boi_token_index=ids["<start_of_image>"],
         eoi_token_index=ids["<end_of_image>"],
@@ -102,11 +95,7 @@ def _gemma4(ids: TokenIds, text: dict[str, Any], vision: dict[str, Any]) -> Gemm
         "rope_parameters": both,
         "tie_word_embeddings": True,
     }
-    tower = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+    tower = SMALL_TOWER | {
         "num_key_value_heads": 2,
         "head_dim": HEAD_DIM,
         "pooling_kernel_size": 3,
@@ -169,8 +158,7 @@ def _mistral_text(ids: TokenIds) -> dict[str, Any]:
 
 
 def _pixtral_tower(side: int, patch: int) -> dict[str, Any]:
-    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return tower | {"model_type": "pixtral", "image_size": side, "patch_size": patch, "hidden_act": "silu"}
+    return SMALL_TOWER | {"model_type": "pixtral", "image_size": side, "patch_size": patch, "hidden_act": "silu"}
 
 
 def _mistral3(ids: TokenIds) -> Mistral3Config:
