@@ -1,8 +1,13 @@
-"""Child processes that end with their parent."""
+"""How processes end: with their parent, and without delay."""
 
 import ctypes
+import logging
 import os
 import signal
+import sys
+from typing import NoReturn
+
+from fovea.runtime import tracing
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
@@ -21,3 +26,16 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process as soon as its last log lines and spans are out.
+
+    Waits for no thread, one of which may be stuck in a collective with a rank that is gone, and does not tear down the
+    interpreter: with torch and vLLM in it that alone takes three seconds.
+    """
+    tracing.shutdown()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

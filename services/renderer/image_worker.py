@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from fovea.runtime.children import leave
 from fovea.wire.features import tensors_sha256
 from services.renderer import pixels
 from services.renderer.chunk_errors import InvalidChunk
@@ -49,7 +50,7 @@ def main() -> None:
             while True:
                 _serve_one(connection, memory, processor)
         except (EOFError, ConnectionError):
-            return
+            leave(0)
 
 
 def _serve_one(connection: Connection, memory: SharedMemory, processor: ImageProcessor) -> None:

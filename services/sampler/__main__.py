@@ -1,16 +1,16 @@
 """`python -m services.sampler --model DIR --port N --renderer HOST:PORT`."""
 
 import asyncio
-import sys
 import time
 
 
-def main() -> int:
-    """Starts the engine, then the service; returns the exit code."""
+def main() -> None:
+    """Starts the engine, then the service, and ends the process with its exit code."""
     started = time.monotonic()
     from services.sampler.settings import SamplerSettings
 
     settings = SamplerSettings.from_command_line("services.sampler")
+    from fovea.runtime.children import leave
     from fovea.runtime.logs import configure
 
     configure("sampler", settings.log_level)
@@ -30,10 +30,11 @@ def main() -> int:
         from services.sampler.sampler_app import serve
 
         engine = Engine(llm, settings, vllm_launch.checkpoint_directory(settings.model))
-        return asyncio.run(serve(settings, engine, capacity, started))
+        status = asyncio.run(serve(settings, engine, capacity, started))
     finally:
         llm.shutdown()
+    leave(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-import os
 import signal
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -14,7 +12,7 @@ from typing import NoReturn
 from transformers.utils import logging as transformers_logging
 
 from fovea.api.v1 import trainer_pb2_grpc
-from fovea.runtime import tracing
+from fovea.runtime.children import leave
 from fovea.runtime.hosts import WILDCARDS
 from fovea.runtime.server import ServiceServer
 from fovea.wire.conventions import TRAINER_SERVICE
@@ -48,16 +46,7 @@ def follower_process(settings: TrainerSettings, rank_env: RankEnvironment) -> No
 def leader_process(settings: TrainerSettings, rank_env: RankEnvironment) -> NoReturn:
     """Runs rank 0: the gRPC server on the main thread, the rank on its own."""
     transformers_logging.disable_progress_bar()
-    _exit(asyncio.run(_Leader(settings, rank_env).run()))
-
-
-def _exit(status: int) -> NoReturn:
-    """Leaves without waiting for threads: one may be stuck in a collective with a rank that is gone."""
-    tracing.shutdown()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(asyncio.run(_Leader(settings, rank_env).run()))
 
 
 class _Follower:
@@ -90,11 +79,11 @@ class _Follower:
         except Exception:
             time.sleep(BLAME_S)  # `_peer_lost` may end this process meanwhile
             logger.exception("this rank failed: the trainer ends")
-            _exit(1)
+            leave(1)
         if self._stop_requested or self._rank_env.node == 0:
-            _exit(0)
+            leave(0)
         logger.warning("the trainer was told to stop on another node: this one ends with it")
-        _exit(1)
+        leave(1)
 
     def _asked_to_stop(self) -> None:
         """Rank 0, which may be on another node, finishes what runs and then tells everybody."""
@@ -103,15 +92,15 @@ class _Follower:
             return
         try:
             if not self._rank.tell_stop():
-                _exit(0)
+                leave(0)
         except OSError as error:
             logger.debug("rank 0 has gone already: %s", error)
 
     def _peer_lost(self, peer: Peer) -> None:
         if self._stop_requested and peer == Peer(0, self._rank_env.node):
-            _exit(0)  # rank 0 was told too, and left before the model was loaded
+            leave(0)  # rank 0 was told too, and left before the model was loaded
         logger.error("rank %d is gone, on node %d: leaving", *peer)
-        _exit(1)
+        leave(1)
 
 
 class _Leader:
