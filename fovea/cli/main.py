@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 import fovea
-from fovea import vision
 from fovea.cli.supervisor import Supervisor, UpOptions
 from fovea.client.channel import ServiceClient
 from fovea.runtime.hosts import free_ports, is_loopback
-from fovea.runtime.model_files import TEXT_MODEL_TYPES, read_json
+from fovea.runtime.model_files import check_directory
 
 app = typer.Typer(
     help="Fovea: self-hosted post-training for vision-language models, behind the Tinker API.",
@@ -172,20 +171,18 @@ async def _run(options: UpOptions, console: Console) -> int:
 
 
 def _refusal(model: str) -> str:
-    """Why a checkpoint directory is not served: Fovea does not know its architecture. Empty if it does.
+    """Why a service would refuse a checkpoint directory; empty if none would.
 
     Of a hub name, which is not here yet, the services say so themselves.
     """
-    file = pathlib.Path(model).expanduser() / "config.json"
-    if not file.is_file():
+    directory = pathlib.Path(model).expanduser()
+    if not (directory / "config.json").is_file():
         return ""
-    model_type = read_json(file).get("model_type")
-    if model_type in (*vision.MODEL_TYPES, *TEXT_MODEL_TYPES):
-        return ""
-    return (
-        f"{model} has model_type {model_type!r}, which Fovea does not know; see how much of it works: "
-        f"fovea models check {model}"
-    )
+    try:
+        check_directory(directory)
+    except ValueError as error:
+        return f"{model}: {error}; see which parts work: fovea models check {model}"
+    return ""
 
 
 def _may_have_keys(state_dir: pathlib.Path) -> bool:

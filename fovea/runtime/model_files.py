@@ -5,8 +5,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-TEXT_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-"""`model_type` of the models that take text only and that a whole Fovea runs; `fovea.vision` has the others."""
+from fovea import vision
+
+_TEXT_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+
+MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *_TEXT_MODEL_TYPES}))
+"""The values of `model_type` that a whole Fovea runs, if `check_supported` finds nothing else."""
+
+_LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""What some families do to logits after the unembedding."""
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def read_config(model: str, download: Callable[[str, str], str]) -> dict[str, Any]:
@@ -39,6 +48,60 @@ def read_json(path: Path) -> dict[str, Any]:
 def language_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's entries of `config.json`: at the top or, in newer checkpoints, in `text_config`."""
     return {**config, **(config.get("text_config") or {})}
+
+
+def check_directory(directory: Path) -> None:
+    """Raises ValueError, in one line, for a checkpoint that one of the services would refuse. Reads little files."""
+    config = read_json(directory / "config.json")
+    check_supported(config)
+    if vision.bind(config, read_added_tokens(directory)):
+        read_image_processor(directory)
+
+
+def check_supported(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a config.json of which the trainer, the sampler or the renderer cannot run the model."""
+    model_type = config.get("model_type")
+    if vision.choose(config) is None and model_type not in _TEXT_MODEL_TYPES:
+        experts = f" has experts ({found}), for which there are no adapters" if (found := experts_of(config)) else ""
+        raise ValueError(
+            f"model_type {model_type!r}{experts or ' is not supported'}; supported are {', '.join(MODEL_TYPES)}"
+        )
+    check_variant(config)
+
+
+def check_variant(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a variant of a supported model that would be computed wrongly where documents are packed.
+
+    Args:
+        config: As the file has it, or as transformers completes it: a file may leave out what is the default.
+    """
+    name, text = config.get("model_type"), language_entries(config)
+    if found := experts_of(config):
+        raise ValueError(f"{name} with experts ({found}) is not supported, only dense models")
+    if unknown := set(text.get("layer_types") or ()) - _LAYER_TYPES:
+        raise ValueError(f"layer types {sorted(unknown)} of {name} are not supported, only {sorted(_LAYER_TYPES)}")
+    if text.get("use_bidirectional_attention"):
+        raise ValueError(f"use_bidirectional_attention of {name} is not supported, only causal attention")
+    if changed := [entry for entry in _LOGIT_CHANGES if text.get(entry) not in (None, 1.0)]:
+        raise ValueError(f"{changed[0]} of {name} is not supported: logits are products alone")
+    if any(part.get("attention_dropout") for part in (text, config.get("vision_config") or {})):
+        raise ValueError("attention_dropout must be 0")
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    # One set of parameters, or one for each type of layer.
+    for parameters in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+        rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise ValueError(
+                f"rope_type {rope_type!r} of {name} is not supported: its frequencies depend on the longest document "
+                "of a micro-batch, so what a document gets would depend on its neighbours. Take one whose frequencies "
+                "are fixed: default, linear, llama3, yarn"
+            )
+
+
+def experts_of(config: Mapping[str, Any]) -> str:
+    """The entry of a configuration that says how many experts its language model has; empty if it is dense."""
+    text = language_entries(config)
+    return next((entry for entry in _EXPERT_COUNTS if text.get(entry)), "")
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:

@@ -40,22 +40,23 @@ _TOWER_KEYS = (
 def choose(config: Mapping[str, Any]) -> type[VisionFamily] | None:
     """The family of a checkpoint by its config.json; None for a model that takes text only.
 
-    Raises ValueError, naming the supported model types, for a model with a vision or audio tower of no family here.
+    Raises ValueError, naming the supported model types, for a model with a vision or audio tower of no family here, and
+    for one that brings code of its own.
     """
     model_type = config.get("model_type")
+    if config.get("auto_map"):
+        raise ValueError(
+            f"model_type {model_type!r} brings code of its own (auto_map in config.json, trust_remote_code), which"
+            f" Fovea never runs; take a checkpoint that transformers knows itself, of one of {', '.join(MODEL_TYPES)}"
+        )
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
     if all(config.get(key) is None for key in _TOWER_KEYS):
         return None
-    if config.get("auto_map"):
-        raise ValueError(
-            f"model_type {model_type!r} needs code of its own (auto_map, trust_remote_code), which Fovea never"
-            f" runs; take a checkpoint that transformers knows itself, of one of {', '.join(MODEL_TYPES)}"
-        )
     raise ValueError(
         f"model_type {model_type!r} is a vision model that Fovea does not know; supported are {', '.join(MODEL_TYPES)},"
-        " and text-only models (`fovea models check DIR` says which parts work)"
+        " and text-only models"
     )
 
 

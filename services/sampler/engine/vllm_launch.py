@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 SERVICE_PID_VARIABLE = "FOVEA_SAMPLER_PARENT_PID"
 """Environment variable that tells the engine's processes whose they are."""
 
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CPU_KV_CACHE_MIB = 512
 _CPU_BLOCK_SIZE = 32  # vLLM's 128 would share no prefix shorter than 128 tokens
 # Of the device's memory for slots, which the KV cache goes without; of the host's for held adapters.
@@ -279,9 +278,10 @@ def _comes_normalized(model: str) -> bool:
 def check_model(model: str) -> None:
     """Raises ValueError for a model that cannot be served: of no known vision family, or with experts."""
     config = read_config(model)
-    if vision.choose(config) is None and (experts := [key for key in _EXPERT_KEYS if key in config]):
+    vision.choose(config)
+    if experts := model_files.experts_of(config):
         raise ValueError(
-            f"model_type {config.get('model_type')!r} has experts ({experts[0]}), for which there are no adapters;"
+            f"model_type {config.get('model_type')!r} has experts ({experts}), for which there are no adapters;"
             f" supported are {', '.join(vision.MODEL_TYPES)} and dense language models"
         )
 

@@ -20,14 +20,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-from fovea.runtime.model_files import read_image_processor
+from fovea.runtime.model_files import check_variant, read_image_processor
 from services.trainer.batches.micro_batch import Documents
 from services.trainer.batches.vision_cache import VisionOutput
 from services.trainer.model.fused_layers import fuse_language, fuse_qwen_vl
@@ -111,7 +110,7 @@ class Family:
         Raises ValueError for a variant that would be computed wrongly, most of them before any weights are read.
         """
         config = AutoConfig.from_pretrained(model_dir)
-        check(config)
+        check_variant(config.to_dict())
         kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         model: Any = kind.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa")
         _pack_attention(model)
@@ -240,37 +239,6 @@ def file_names(model: PreTrainedModel) -> dict[str, str]:
     return {name: names[id(tensor)] for name, tensor in alone.items()}
 
 
-def check(config: PretrainedConfig) -> None:
-    """Raises ValueError for a variant that would be computed wrongly where documents are packed."""
-    text = config.get_text_config()
-    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
-    if unknown:
-        raise ValueError(
-            f"layer types {sorted(unknown)} of {config.model_type} are not supported, only {sorted(_LAYER_TYPES)}"
-        )
-    if getattr(text, "use_bidirectional_attention", False):
-        raise ValueError(f"use_bidirectional_attention of {config.model_type} is not supported, only causal attention")
-    if changed := [name for name in _LOGIT_CHANGES if getattr(text, name, None) not in (None, 1.0)]:
-        raise ValueError(f"{changed[0]} of {config.model_type} is not supported: logits are products alone")
-    if any(getattr(part, "attention_dropout", 0.0) for part in (text, getattr(config, "vision_config", text))):
-        raise ValueError("attention_dropout must be 0")
-    rope = getattr(text, "rope_parameters", None) or {}
-    # One set of parameters, or one for each type of layer.
-    for parameters in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
-        rope_type = parameters.get("rope_type", "default")
-        if "dynamic" in rope_type or rope_type == "longrope":
-            raise ValueError(
-                f"rope_type {rope_type!r} of {config.model_type} is not supported: its frequencies depend on the "
-                "longest document of a micro-batch, so what a document gets would depend on its neighbours. Take one "
-                "whose frequencies are fixed: default, linear, llama3, yarn"
-            )
-
-
-_LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
-_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""What some families do to logits after the unembedding."""
-
-
 def _name_of(model: PreTrainedModel, part: nn.Module) -> str:
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     return names[part]
@@ -341,7 +309,7 @@ FAMILIES = {
         Family("idefics3"),
         Family("smolvlm"),
         Family("lfm2_vl"),
-        # Refused by `check` for now: what their layers or logits do is not done packed.
+        # Refused by `check_variant` for now: what their layers or logits do is not done packed.
         Family("gemma4"),
         Family("qwen3_5"),
         Family("qwen3", fuse_language),

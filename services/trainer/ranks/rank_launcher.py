@@ -11,9 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from fovea import vision
 from fovea.runtime.hosts import interface_of, is_loopback
-from fovea.runtime.model_files import TEXT_MODEL_TYPES, read_config, read_image_processor
+from fovea.runtime.model_files import check_directory, check_supported, read_config
 from services.trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
 from services.trainer.settings import TrainerSettings
 
@@ -98,9 +97,6 @@ class RankEnvironment:
         )
 
 
-MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *TEXT_MODEL_TYPES}))
-"""Of `FAMILIES` in model/model_family.py: known before torch is imported, so that others are refused at once."""
-
 LEAVE_S = 8.0
 """How long the ranks get to leave together after the last call has ended."""
 
@@ -136,13 +132,9 @@ def check_checkpoint(model: str) -> None:
     """Reads little files only. Raises ValueError or OSError for a checkpoint that cannot be trained."""
     from huggingface_hub import hf_hub_download
 
-    config = read_config(model, hf_hub_download)
-    if config.get("model_type") not in MODEL_TYPES:
-        raise ValueError(
-            f"model_type {config.get('model_type')!r} of {model} is not supported; known: {', '.join(MODEL_TYPES)}"
-        )
-    if "vision_config" in config and Path(model).is_dir():
-        read_image_processor(Path(model))
+    check_supported(read_config(model, hf_hub_download))
+    if Path(model).is_dir():
+        check_directory(Path(model))
 
 
 class _Node:

@@ -258,5 +258,6 @@ def test_of_llava_only_a_pixtral_tower_is_taken() -> None:
 
 
 def test_code_of_a_checkpoint_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'kimi_k25' needs code of its own .*which Fovea never runs"):
-        vision.choose({"model_type": "kimi_k25", "vision_config": {}, "auto_map": {"AutoModel": "m.py"}})
+    for model_type in ("kimi_k25", "qwen3_vl", "qwen3"):
+        with pytest.raises(ValueError, match=rf"'{model_type}' brings code of its own .*which Fovea never runs"):
+            vision.choose({"model_type": model_type, "vision_config": {}, "auto_map": {"AutoModel": "m.py"}})

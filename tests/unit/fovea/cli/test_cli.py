@@ -1,7 +1,10 @@
 """What the `fovea` command says to a person who made a mistake."""
 
+import json
 import pathlib
+from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
@@ -13,14 +16,29 @@ def test_a_model_that_is_not_there_is_named() -> None:
     assert "/nowhere/at/all has no config.json" in " ".join(result.output.replace("│", " ").split())
 
 
-def test_an_unknown_architecture_is_refused_in_one_line_before_anything_starts(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "kosmos-9"}')
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "kosmos-9"}, "model_type 'kosmos-9' is not supported; supported are "),
+        ({"model_type": "qwen3_moe", "num_experts": 128}, "model_type 'qwen3_moe' has experts (num_experts)"),
+        ({"model_type": "qwen3_vl_moe", "vision_config": {}}, "'qwen3_vl_moe' is a vision model that Fovea does not"),
+        ({"model_type": "internvl", "vision_config": {}, "text_config": {"num_experts": 128}}, "with experts"),
+        ({"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}, "image_token_index": 1}, "clip"),
+        ({"model_type": "llama", "auto_map": {"AutoModel": "model.Model"}}, "brings code of its own (auto_map in"),
+        ({"model_type": "qwen3", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' of qwen3"),
+        ({"model_type": "qwen3_vl", "vision_config": {}}, "config.json has no image_token_id"),
+    ],
+)
+def test_what_a_service_would_refuse_is_refused_in_one_line_before_anything_starts(
+    config: dict[str, Any], reason: str, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     result = CliRunner().invoke(app, ["up", "--model", str(tmp_path), "--state-dir", str(tmp_path / "state")])
     assert result.exit_code == 1
-    assert result.output.splitlines() == [
-        f"{tmp_path} has model_type 'kosmos-9', which Fovea does not know; see how much of it works: "
-        f"fovea models check {tmp_path}"
-    ]
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"{tmp_path}: ")
+    assert reason in line
+    assert line.endswith(f"; see which parts work: fovea models check {tmp_path}")
     assert not (tmp_path / "state").exists()
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fovea.runtime.model_files import MODEL_TYPES
 from services.trainer.model.model_family import FAMILIES
-from services.trainer.ranks.rank_launcher import MODEL_TYPES, check_checkpoint
+from services.trainer.ranks.rank_launcher import check_checkpoint
+from tests.unit.renderer import checkpoints
 
 
 def test_every_type_has_a_family() -> None:
@@ -37,6 +39,6 @@ def test_an_unsupported_model_is_refused_in_one_line_before_anything_heavy(servi
 
 
 def test_a_vision_model_without_a_processor(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": {}}))
+    (tmp_path / "config.json").write_text(json.dumps(checkpoints.config("qwen3_vl")))
     with pytest.raises(ValueError, match="describes no image processor"):
         check_checkpoint(str(tmp_path))
