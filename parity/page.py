@@ -78,8 +78,8 @@ def _note(rows: dict[str, Row], name: str, finding: Finding) -> None:
 def table(rows: dict[str, Row]) -> str:
     """Markdown: a row per family, in the order of `NAMES`."""
     lines = [
-        "| family | after | renderer | trainer | sampler | served: base, LoRA, full | real / padded | of |",
-        "|---|---|---|---|---|---|---|---|",
+        "| family | after | renderer | trainer | sampler | served: base, LoRA, full | learns | real tokens | of |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_line(name, rows[name]) for name in NAMES if name in rows]
     served = sum(any(_works(finding, "served") for finding in row["findings"]) for row in rows.values())
@@ -94,8 +94,10 @@ def _line(name: str, row: Row) -> str:
     by_part = {finding["part"]: finding for finding in row["findings"]}
     published = FAMILIES[name].published if name in FAMILIES else _PUBLISHED[name]
     cells = [name, published, *(_cell(by_part.get(part)) for part in (*PARTS, "served"))]
-    padded = by_part["trainer"]["figures"].get("padded") if "trainer" in by_part else None
-    return "| " + " | ".join([*cells, f"{padded:.2f}" if padded else "", row["date"]]) + " |"
+    cells.append(_lesson(by_part.get("served")))
+    full = by_part["trainer"]["figures"] if "trainer" in by_part else {}
+    cells.append("packed {packed:.2f}, padded {padded:.2f}".format_map(full) if "packed" in full else "")
+    return "| " + " | ".join([*cells, row["date"]]) + " |"
 
 
 def _cell(finding: dict[str, Any] | None) -> str:
@@ -103,6 +105,15 @@ def _cell(finding: dict[str, Any] | None) -> str:
         return "not tried"
     says = shorten(finding["says"], _MOST_CHARACTERS, placeholder=" ...").replace("|", "\\|")
     return says if finding["works"] else f"**not yet**: {says}"
+
+
+def _lesson(served: dict[str, Any] | None) -> str:
+    """Accuracies before and after, and of grey pictures; empty where nothing was taught."""
+    found = served["figures"] if served else {}
+    if "learning_end" not in found:
+        return ""
+    start, end, blind, seconds = (found[f"learning_{name}"] for name in ("start", "end", "blind", "seconds"))
+    return f"{start:.2f} to {end:.2f} in {seconds:.0f} s; grey {blind:.2f}"
 
 
 def _works(finding: dict[str, Any], part: str) -> bool:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tinker
-from PIL import Image
-from tinker import types
 
 from demo.up import NotReady, running_fovea
-from parity.documents import Document, Maker, Piece, picture
+from fovea.runtime.model_files import read_json
+from parity.documents import Maker, picture
 from parity.finding import Finding, last_line, reason
+from parity.learning_part import learn
+from parity.prompts import Prompt
+from services.trainer.model.model_family import family_of
 
 MOST_NAT = 1e-3
 LEAST_CHANGE = 1e-3
@@ -36,50 +38,16 @@ _WAYS = {"base": (_RANK, 0, 0.0), "LoRA": (_RANK, _STEPS, 5e-3), "full": (0, _ST
 _PROMPTS = ("text", "an image", "two images")
 
 
-class _Prompt:
-    """A document as the SDK sends it, and the ids that the model then reads."""
-
-    def __init__(self, maker: Maker, pieces: Sequence[Piece]) -> None:
-        document = maker.splice(pieces)
-        images = [piece for piece in pieces if isinstance(piece, Image.Image)]
-        self.ids: list[int] = document.ids.tolist()
-        self.input = types.ModelInput(chunks=list(_chunks(document, images)))
-
-    def datum(self) -> tinker.Datum:
-        """Scores every id but the first, at the position before it."""
-        targets = [*self.ids[1:], 0]
-        weights = [1.0] * (len(targets) - 1) + [0.0]
-        return tinker.Datum(
-            model_input=self.input,
-            loss_fn_inputs={
-                "target_tokens": tinker.TensorData(data=targets, dtype="int64", shape=[len(targets)]),
-                "weights": tinker.TensorData(data=weights, dtype="float32", shape=[len(weights)]),
-            },
-        )
-
-
-def _chunks(document: Document, images: Sequence[Image.Image]) -> Iterator[Any]:
-    ids, start = document.ids.tolist(), 0
-    for placed, image in zip(document.images, images, strict=True):
-        if placed.offset > start:
-            yield types.EncodedTextChunk(tokens=ids[start : placed.offset])
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        count = len(placed.replacement.ids)
-        yield types.ImageChunk(data=file.getvalue(), format="png", expected_tokens=count)
-        start = placed.offset + count
-    if start < len(ids):
-        yield types.EncodedTextChunk(tokens=ids[start:])
-
-
 def check(directory: Path) -> Finding:
     """Starts a Fovea with the checkpoint and compares."""
     os.environ["TINKER_TELEMETRY"] = "0"
+    adapts_tower = bool(family_of(str(read_json(directory / "config.json")["model_type"])).tower_roles)
+    os.environ["FOVEA_GATEWAY_TRAIN_VISION"] = str(adapts_tower).lower()
     maker = Maker(directory)
-    prompts = [_Prompt(maker, ["Some words about nothing in particular."])]
+    prompts = [Prompt(maker, ["Some words about nothing in particular."])]
     if maker.family is not None:
         wide, high = picture((140, 90), 1), picture((60, 110), 2)
-        prompts += [_Prompt(maker, [wide, "What is this?"]), _Prompt(maker, ["See ", high, " and ", wide, " now."])]
+        prompts += [Prompt(maker, [wide, "What is this?"]), Prompt(maker, ["See ", high, " and ", wide, " now."])]
     try:
         with tempfile.TemporaryDirectory(prefix="fovea-models-") as folder:
             arguments = ("--port", "0", "--grpc-port", "0", "--ranks", "1")
@@ -90,7 +58,7 @@ def check(directory: Path) -> Finding:
         return Finding("served", False, f"does not start: {last_line(chr(10).join(lines)) or reason(error)}")
 
 
-def _compared(state: dict[str, Any], maker: Maker, prompts: list[_Prompt]) -> Finding:
+def _compared(state: dict[str, Any], maker: Maker, prompts: list[Prompt]) -> Finding:
     figures: dict[str, float] = {}
     problems: list[str] = []
     for way, (rank, steps, rate) in _WAYS.items():
@@ -109,9 +77,21 @@ def _compared(state: dict[str, Any], maker: Maker, prompts: list[_Prompt]) -> Fi
             figures["image"] = _change(service, str(state["model_name"]), maker)
         if figures["image"] < LEAST_CHANGE:
             problems.append(f"another image changes what follows it by {figures['image']:.1e} nat")
+        problems += _note_lesson(state, maker, figures, is_full="LoRA" not in figures)
     agreed = [f"{way} {figures[way]:.1e}" for way in _WAYS if figures.get(way, 1.0) <= MOST_NAT]
     said = [f"sampler = trainer: {', '.join(agreed)} nat"] if agreed else []
     return Finding("served", not problems, "; ".join([*problems, *said]), figures)
+
+
+def _note_lesson(state: dict[str, Any], maker: Maker, figures: dict[str, float], is_full: bool) -> list[str]:
+    """Adds what was measured to the figures; returns what was wrong."""
+    try:
+        with _client(state) as service:
+            lesson = learn(service, str(state["model_name"]), maker, is_full=is_full)
+    except Exception as error:  # as above
+        return [f"learning: {reason(error)}"]
+    figures |= {f"learning_{name}": value for name, value in asdict(lesson).items()}
+    return [lesson.problem] if lesson.problem else []
 
 
 @contextmanager
@@ -125,7 +105,7 @@ def _client(state: dict[str, Any]) -> Iterator[tinker.ServiceClient]:
 
 
 def _differences(
-    service: tinker.ServiceClient, model: str, prompts: list[_Prompt], rank: int, steps: int, rate: float
+    service: tinker.ServiceClient, model: str, prompts: list[Prompt], rank: int, steps: int, rate: float
 ) -> list[float]:
     """The largest difference of log-probabilities at any id of each prompt, in nat."""
     data = [prompt.datum() for prompt in prompts]
@@ -147,7 +127,7 @@ def _differences(
     return found
 
 
-def _scores(sampling: tinker.SamplingClient, prompt: _Prompt) -> npt.NDArray[np.float64]:
+def _scores(sampling: tinker.SamplingClient, prompt: Prompt) -> npt.NDArray[np.float64]:
     """Log-probabilities [N-1] of the ids after the first."""
     return np.array(sampling.compute_logprobs(prompt.input).result(300)[1:], np.float64)
 
@@ -155,6 +135,6 @@ def _scores(sampling: tinker.SamplingClient, prompt: _Prompt) -> npt.NDArray[np.
 def _change(service: tinker.ServiceClient, model: str, maker: Maker) -> float:
     """How much another picture of the same size changes the log-probability of what follows, in nat, at most."""
     sampling = service.create_sampling_client(base_model=model).result(300)
-    prompts = [_Prompt(maker, [picture((140, 90), seed), "What is this?"]) for seed in (1, 2)]
+    prompts = [Prompt(maker, [picture((140, 90), seed), "What is this?"]) for seed in (1, 2)]
     first, second = (_scores(sampling, prompt)[-_FOLLOWING:] for prompt in prompts)
     return float(np.abs(first - second).max())

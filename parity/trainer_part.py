@@ -16,6 +16,7 @@ from fovea.wire.features import tensors_sha256
 from fovea.wire.rendered_input import ImageSpan
 from parity.documents import Document, Maker, Piece, picture
 from parity.finding import Finding
+from parity.mixed_batch import fullness
 from services.trainer.batches.datum_decoding import Datum
 from services.trainer.batches.micro_batch import BatchLayout
 from services.trainer.model.lora import LoraInjector
@@ -44,8 +45,7 @@ def check(directory: Path) -> Finding:
     own, theirs = _own(directory, maker.family is not None, cases)
     nat = max(float((a - b).abs().max()) for a, b in zip(packed, own, strict=True))
     gradient = _difference(ours, theirs)
-    lengths = [len(case.document.ids) for case in cases]
-    figures = {"nat": nat, "gradient": gradient, "padded": sum(lengths) / (len(lengths) * max(lengths))}
+    figures = {"nat": nat, "gradient": gradient, **fullness(maker)}
     said = f"packed = own forward: {nat:.1e} nat, gradients {gradient:.1e}"
     return Finding("trainer", nat <= MOST_NAT and gradient <= MOST_GRADIENT, said, figures)
 

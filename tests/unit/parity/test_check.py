@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from parity.documents import Maker
 from parity.finding import Finding, run_apart
-from parity.page import BEGIN, END, with_table
+from parity.learning_part import Lesson
+from parity.mixed_batch import fullness
+from parity.page import BEGIN, END, Row, with_table
 from parity.shallow import cut, layers_needed
 from tinyvlm.families import ensure_family
 
@@ -58,11 +61,32 @@ def test_the_command_says_why_in_a_line(tmp_path: Path) -> None:
 
 def test_the_page_keeps_what_stands_around_its_rows() -> None:
     finding = {"part": "renderer", "works": False, "says": "a | b", "figures": {}}
-    rows = {"llama": {"date": "2026-11-23", "findings": [finding]}}
+    rows: dict[str, Row] = {"llama": {"date": "2026-11-23", "findings": [finding]}}
+    lesson = {"learning_start": 0.25, "learning_end": 1.0, "learning_blind": 0.3, "learning_seconds": 9.2}
+    rows["qwen3"] = {
+        "date": "2026-11-23",
+        "findings": [
+            {"part": "trainer", "works": True, "says": "equal", "figures": {"packed": 0.96, "padded": 0.5}},
+            {"part": "served", "works": True, "says": "agrees", "figures": lesson},
+        ],
+    }
     page = with_table(f"before\n{BEGIN}old\n{END}after\n", rows)
     assert page.startswith("before\n")
     assert page.endswith("after\n")
     assert "old" not in page
     assert "**not yet**: a \\| b" in page
+    assert "| agrees | 0.25 to 1.00 in 9 s; grey 0.30 | packed 0.96, padded 0.50 | 2026-11-23 |" in page
     with pytest.raises(ValueError, match="lacks the lines"):
         with_table("nothing", rows)
+
+
+def test_a_model_that_is_blind_or_is_told_the_answer_learns_nothing_from_pixels() -> None:
+    assert Lesson(start=0.25, end=1.0, blind=0.3, seconds=9.0).problem == ""
+    assert "names 0.50 of the colours that it was taught" in Lesson(0.25, 0.5, 0.25, 9.0).problem
+    assert "names 0.80 of the colours of grey pictures" in Lesson(0.25, 1.0, 0.8, 9.0).problem
+
+
+def test_micro_batches_of_a_mixed_batch_are_fuller_packed_than_padded() -> None:
+    found = fullness(Maker(ensure_family("internvl")))
+    assert 0.9 < found["packed"] <= 1
+    assert found["padded"] < 0.7
