@@ -1,4 +1,4 @@
-"""`fovea up | demo | status | restart | keys | models | conformance`."""
+"""`fovea up | down | demo | status | restart | keys | models | conformance`."""
 
 import asyncio
 import importlib.util
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fovea
-from fovea.cli.supervisor import Supervisor, UpOptions
+from fovea.cli.supervisor import StateFolder, Supervisor, UpOptions
 from fovea.client.channel import ServiceClient
 from fovea.runtime.hosts import free_ports, is_loopback
 from fovea.runtime.model_files import check_directory
@@ -110,6 +110,29 @@ def status(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:
         table.add_row(name, item["address"], item["metrics"], "serving" if healthy[name] else "not serving")
     Console().print(table)
     raise typer.Exit(0 if all(healthy.values()) else 1)
+
+
+@app.command()
+def down(
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    timeout_s: Annotated[
+        float, typer.Option(help="Seconds that it may take; work in flight gets up's --drain-s.")
+    ] = 120.0,
+) -> None:
+    """Stop the Fovea of `fovea up`, as its Ctrl-C does, and wait until all of it has ended."""
+    folder = StateFolder(state_dir)
+    pid = folder.holder()
+    if pid is None:
+        raise typer.Exit(_complain(f"no Fovea is up in {state_dir}"))
+    os.kill(pid, signal.SIGTERM)
+    begun = time.monotonic()
+    while folder.holder() == pid:
+        if time.monotonic() - begun > timeout_s:
+            raise typer.Exit(
+                _complain(f"process {pid} still runs after {timeout_s:.0f} s; its log says what it waits for")
+            )
+        time.sleep(0.1)
+    typer.echo(f"stopped after {time.monotonic() - begun:.1f} s")
 
 
 @app.command()

@@ -273,6 +273,20 @@ class StateFolder:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()}, {base_url}\n".encode(), 0)
 
+    def holder(self) -> int | None:
+        """The process that holds the folder; None if nobody does, whatever a killed one has left there."""
+        try:
+            lock = os.open(self._path / "up.lock", os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        with open(lock) as file:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                said = file.read()
+                return int(said.split()[1].rstrip(",")) if said else None  # it has the lock, and is about to say who
+        return None
+
     def write(self, state: dict[str, Any]) -> None:
         """Writes `up.json`, whole or not at all."""
         temporary = self._file.with_suffix(".tmp")

@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -48,6 +50,31 @@ def test_status_without_a_fovea(tmp_path: pathlib.Path) -> None:
     assert "no Fovea is up" in " ".join(result.output.split())
 
 
+HOLDER = """
+import pathlib, signal, sys
+from fovea.cli.supervisor import StateFolder
+folder = StateFolder(pathlib.Path(sys.argv[1]))
+folder.hold("http://127.0.0.1:1")
+signal.signal(signal.SIGTERM, lambda *_: (folder.release(), sys.exit(7)))
+print("up", flush=True)
+signal.pause()
+"""
+
+
+def test_down_ends_who_holds_the_folder_and_waits(tmp_path: pathlib.Path) -> None:
+    arguments = ["down", "--state-dir", str(tmp_path)]
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0
+        assert result.output.startswith("stopped after ")
+        assert process.wait(10.0) == 7
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 1
+    assert "no Fovea is up" in again.output
+
+
 def test_other_machines_need_a_key(tmp_path: pathlib.Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     arguments = ["up", "--model", str(tmp_path), "--host", "0.0.0.0", "--state-dir", str(tmp_path / "state")]
@@ -61,5 +88,5 @@ def test_other_machines_need_a_key(tmp_path: pathlib.Path) -> None:
 
 def test_help_names_every_command() -> None:
     output = CliRunner().invoke(app, ["--help"]).output
-    for command in ("up", "status", "keys", "models", "demo", "version"):
+    for command in ("up", "down", "status", "keys", "models", "demo", "version"):
         assert f" {command} " in output
