@@ -1,4 +1,4 @@
-"""Vision families with Qwen2-VL's patches and positions: Qwen2-VL, Qwen3.5, GLM-4.1V."""
+"""Vision families with Qwen2-VL's patches and positions: Qwen2-VL, Qwen3.5, GLM-4.1V and 4.6V."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from transformers import (
     Glm4vImageProcessor,
     Glm4vProcessor,
     Glm4vVideoProcessor,
+    Glm46VImageProcessor,
+    Glm46VProcessor,
+    Glm46VVideoProcessor,
     PreTrainedTokenizerBase,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
@@ -114,6 +117,7 @@ def _glm4v(ids: TokenIds) -> Glm4vConfig:
     # of 24 blocks, 1536 channels, whose learnt positions of a 24 x 24 grid are interpolated.
     rotary = rope(1e4, mrope_section=[2, 3, 3], partial_rotary_factor=0.5)
     text = language(ids, begin=None, end="<|endoftext|>", pad="<|endoftext|>") | {"rms_norm_eps": 1e-5}
+    text["attention_bias"] = True  # in published files, and vLLM reads it; transformers has the biases whatever it says
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": HIDDEN_SIZE}
     edges = {"begin": "start", "end": "end"}
     spans = {
@@ -135,6 +139,25 @@ def _glm4v_processor(tokenizer: PreTrainedTokenizerBase) -> Glm4vProcessor:
     image, video = Glm4vImageProcessor(), Glm4vVideoProcessor()
     return Glm4vProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
 
+
+def _glm46v_processor(tokenizer: PreTrainedTokenizerBase) -> Glm46VProcessor:
+    image, video = Glm46VImageProcessor(), Glm46VVideoProcessor()
+    return Glm46VProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
+
+
+_GLM4V = Family(
+    name="glm4v",
+    published="zai-org/GLM-4.1V-9B-Thinking",
+    source="defaults of transformers 5.19, which are this checkpoint's, and its convert_glm4v_mgt_weights_to_hf.py",
+    architecture=Glm4vForConditionalGeneration,
+    config=_glm4v,
+    processor=_glm4v_processor,
+    tokens=_GLM_TOKENS,
+    plain_tokens=("<think>", "</think>", "<answer>", "</answer>"),
+    chat=_GLM_CHAT,
+    end="<|endoftext|>",
+    pad="<|endoftext|>",
+)
 
 QWEN_LIKES = (
     Family(
@@ -162,17 +185,8 @@ QWEN_LIKES = (
         end="<|im_end|>",
         pad="<|endoftext|>",
     ),
-    Family(
-        name="glm4v",
-        published="zai-org/GLM-4.1V-9B-Thinking",
-        source="defaults of transformers 5.19, which are this checkpoint's",
-        architecture=Glm4vForConditionalGeneration,
-        config=_glm4v,
-        processor=_glm4v_processor,
-        tokens=_GLM_TOKENS,
-        plain_tokens=("<think>", "</think>", "<answer>", "</answer>"),
-        chat=_GLM_CHAT,
-        end="<|endoftext|>",
-        pad="<|endoftext|>",
-    ),
+    _GLM4V,
+    # The same model with a processor of its own; transformers' Glm46VForConditionalGeneration, which vLLM has not, is
+    # no published checkpoint's.
+    replace(_GLM4V, name="glm46v", published="zai-org/GLM-4.6V-Flash", processor=_glm46v_processor),
 )

@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.manifest import layout_of
@@ -31,6 +32,22 @@ def checkpoint_shapes(directory: Path) -> dict[str, Shape]:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     return shapes
+
+
+def check_biases(names: Iterable[str], rename: Rename, modules: Mapping[str, Any]) -> None:
+    """Raises ValueError for a checkpoint with biases that vLLM has no place for: it drops them without a word.
+
+    Args:
+        names: Of the checkpoint's tensors.
+        modules: vLLM's layers that take LoRA, by name.
+    """
+    for name in names:
+        module = modules.get(rename(name).removesuffix(".bias")) if name.endswith(".bias") else None
+        if module is not None and module.base_layer.bias is None:
+            raise ValueError(
+                f"vLLM leaves out {name}, which the checkpoint has: its config.json lacks what vLLM goes by, mostly "
+                "attention_bias or mlp_bias"
+            )
 
 
 class ManifestChecker:

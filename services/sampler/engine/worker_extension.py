@@ -15,7 +15,7 @@ from fovea.runtime.children import die_with_parent
 from services.sampler import vllm_patches
 from services.sampler.engine import weight_loading
 from services.sampler.engine.adapter_bank import AdapterBank
-from services.sampler.engine.manifest_check import ManifestChecker, checkpoint_shapes
+from services.sampler.engine.manifest_check import ManifestChecker, check_biases, checkpoint_shapes
 from services.sampler.engine.snapshot_receiver import SnapshotReceiver
 from services.sampler.engine.vllm_launch import SERVICE_PID_VARIABLE
 
@@ -47,12 +47,10 @@ class WorkerExtension:
         """Once, after the model is loaded: adapters from memory, snapshots, and the logprobs that Fovea promises."""
         manager = self.model_runner.lora_manager
         self._receiver = SnapshotReceiver(self.device, self.rank)
-        self._checker = ManifestChecker(
-            checkpoint_shapes(Path(checkpoint)),
-            _rename_of(self.model_runner.get_model()),
-            _adaptable_modules(manager._adapter_manager),
-            manager.lora_config.max_lora_rank,
-        )
+        shapes, rename = checkpoint_shapes(Path(checkpoint)), _rename_of(self.model_runner.get_model())
+        adaptable = _adaptable_modules(manager._adapter_manager)
+        check_biases(shapes, rename, adaptable)
+        self._checker = ManifestChecker(shapes, rename, set(adaptable), manager.lora_config.max_lora_rank)
         self._bank = AdapterBank(manager)  # last: vLLM's manager no longer shows its modules
         self.weight_transfer_engine.init_transfer_engine(weight_loading.ArrivalInitInfo(self._receiver.arrival))
         vllm_patches.after_model(self.model_runner)
@@ -108,12 +106,12 @@ def _rename_of(model: torch.nn.Module) -> Any:
     return lambda name: renamer.map_name(name) or name
 
 
-def _adaptable_modules(manager: Any) -> set[str]:
+def _adaptable_modules(manager: Any) -> dict[str, torch.nn.Module]:
     """Modules that take LoRA by vLLM name, packed projections by their parts' names; embeddings do not count."""
     from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 
-    adaptable: set[str] = set()
+    adaptable: dict[str, torch.nn.Module] = {}
     for name, module in manager.modules.items():
         if not isinstance(module, VocabParallelEmbeddingWithLoRA):
-            adaptable.update(manager.packed_modules.get(name, [name]))
+            adaptable |= dict.fromkeys(manager.packed_modules.get(name, [name]), module)
     return adaptable

@@ -1,12 +1,14 @@
 """Manifests are checked against the checkpoint before anything is sent."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from fovea.api.v1 import weights_pb2
-from services.sampler.engine.manifest_check import ManifestChecker, checkpoint_shapes
+from services.sampler.engine.manifest_check import ManifestChecker, check_biases, checkpoint_shapes
 
 SHAPES = {"model.embed_tokens.weight": (10, 4), "model.up.weight": (6, 4), "model.norm.weight": (4,)}
 PREFIX = "base_model.model."
@@ -99,3 +101,20 @@ def test_shapes_come_from_the_files_headers(tmp_path: Path) -> None:
     assert checkpoint_shapes(tmp_path) == SHAPES
     with pytest.raises(FileNotFoundError, match="holds no"):
         checkpoint_shapes(tmp_path / "empty")
+
+
+class Wrapped(nn.Module):
+    """A layer as vLLM wraps it for adapters."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(2, 2, bias=bias)
+
+
+def test_biases_that_vllm_would_drop_without_a_word_are_named() -> None:
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    names = (bias, "model.norm.weight", "visual.norm.bias")
+    vllm_name = "vllm.model.layers.0.self_attn.q_proj"
+    check_biases(names, lambda name: f"vllm.{name}", {vllm_name: Wrapped(bias=True)})
+    with pytest.raises(ValueError, match=re.escape(f"vLLM leaves out {bias}") + ".*attention_bias"):
+        check_biases(names, lambda name: f"vllm.{name}", {vllm_name: Wrapped(bias=False)})
