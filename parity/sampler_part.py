@@ -30,9 +30,12 @@ def check(directory: Path) -> Finding:
     register_eagerly(architecture)
     config = AsyncEngineArgs(model=str(directory), dtype="float32", max_model_len=2048).create_model_config()
     model_class, _ = ModelRegistry.resolve_model_cls([architecture], config)
-    adapters = "with adapters" if supports_lora(model_class) else "full parameters only: vLLM has no LoRA for it"
+    adapts = supports_lora(model_class)
+    adapters = "with adapters" if adapts else "full parameters only: vLLM has no LoRA for it"
     check_model(str(directory))
     maker = Maker(directory)
+    if maker.family is not None and maker.family.takes_adapters != adapts:
+        return Finding("sampler", False, f"{adapters}; takes_adapters of {type(maker.family).__name__} says otherwise")
     if maker.family is not None and (problem := _image_problem(maker, config)):
         return Finding("sampler", False, f"vLLM has {architecture}, {adapters}; {problem}")
     same = "" if maker.family is None else "; ids and embeddings of images equal"

@@ -61,10 +61,14 @@ def check(directory: Path) -> Finding:
 def _compared(state: dict[str, Any], maker: Maker, prompts: list[Prompt]) -> Finding:
     figures: dict[str, float] = {}
     problems: list[str] = []
+    adapts = maker.family is None or maker.family.takes_adapters
     for way, (rank, steps, rate) in _WAYS.items():
+        if way == "LoRA" and not adapts:
+            continue
         try:
             with _client(state) as service:
-                nats = _differences(service, str(state["model_name"]), prompts, rank, steps, rate)
+                shape = rank if adapts else 0
+                nats = _differences(service, str(state["model_name"]), prompts, shape, steps, rate)
         except Exception as error:  # what a service refuses, or is not able to do, is the finding
             problems.append(f"{way}: {reason(error)}")
             continue
@@ -80,6 +84,8 @@ def _compared(state: dict[str, Any], maker: Maker, prompts: list[Prompt]) -> Fin
         problems += _note_lesson(state, maker, figures, is_full="LoRA" not in figures)
     agreed = [f"{way} {figures[way]:.1e}" for way in _WAYS if figures.get(way, 1.0) <= MOST_NAT]
     said = [f"sampler = trainer: {', '.join(agreed)} nat"] if agreed else []
+    if not adapts:
+        said.append(_refused_adapter(state))
     return Finding("served", not problems, "; ".join([*problems, *said]), figures)
 
 
@@ -92,6 +98,16 @@ def _note_lesson(state: dict[str, Any], maker: Maker, figures: dict[str, float],
         return [f"learning: {reason(error)}"]
     figures |= {f"learning_{name}": value for name, value in asdict(lesson).items()}
     return [lesson.problem] if lesson.problem else []
+
+
+def _refused_adapter(state: dict[str, Any]) -> str:
+    """What an adapter is refused with. Raises RuntimeError if it is not."""
+    with _client(state) as service:
+        try:
+            service.create_lora_training_client(base_model=str(state["model_name"]), rank=_RANK).result(300)
+        except tinker.TinkerError as error:
+            return f"adapters refused: {reason(error)}"
+    raise RuntimeError("an adapter was made for a model that takes none")
 
 
 @contextmanager

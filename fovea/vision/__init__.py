@@ -8,7 +8,14 @@ the added tokens of its tokenizer. A new one is a class in a file here and its n
 from collections.abc import Mapping
 from typing import Any
 
-from fovea.vision.processor_vl import MaskedTilesVL, PaddedTilesVL, PlacedPatchesVL, RaggedVL, TiledVL
+from fovea.vision.processor_vl import (
+    MaskedTilesVL,
+    PaddedTilesVL,
+    PlacedPatchesVL,
+    RaggedVL,
+    TiledVL,
+    UnpaddedTilesVL,
+)
 from fovea.vision.qwen_vl import Glm4v, QwenVL
 from fovea.vision.vision_family import VisionFamily
 
@@ -18,6 +25,7 @@ FAMILIES: tuple[type[VisionFamily], ...] = (
     TiledVL,
     MaskedTilesVL,
     RaggedVL,
+    UnpaddedTilesVL,
     PaddedTilesVL,
     PlacedPatchesVL,
 )

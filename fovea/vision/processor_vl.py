@@ -7,8 +7,10 @@ tower makes of them: what a model server needs to refuse tensors that would end 
 A shape holds numbers and names: a name stands for any positive size, the same wherever it occurs in an image.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -21,6 +23,11 @@ IDS = "input_ids"
 
 # Of normalised pixels, about. vLLM takes tiles of zeros for padding, which it leaves out (Idefics 3).
 _GREY = 0.5
+
+# LLaVA-OneVision pools its tiles' embeddings only if there are too many by this factor.
+_LEAST_SHRINKING = 1.1
+# Of an image; far more than any has, and safe to multiply.
+_LONGEST_SIDE = 2**24
 
 Sizes = Mapping[str, int]
 """What the names in an image's shapes stand for."""
@@ -176,6 +183,53 @@ class RaggedVL(ProcessorVL):
         return {"height": side, "width": side}, {"image_sizes": np.array([[side, side]], np.int64)}
 
 
+class UnpaddedTilesVL(ProcessorVL):
+    """A view of the whole and tiles of a grid; of the tiles' embeddings those of padding go, and a token ends each row.
+
+    Formulas are those of transformers 5.19: `select_best_resolution` in image_processing_utils.py, and `unpad_image`
+    and `pack_image_features` in models/llava_onevision/modeling_llava_onevision.py.
+    """
+
+    model_types = ("llava_onevision",)
+    takes_adapters = False
+
+    def patch_count(self, embedding_count: int) -> int:
+        """At most: many tiles are pooled, few are not."""
+        return embedding_count * self._most_pooled
+
+    def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
+        self._tile_side = _first(vision["image_size"])
+        self._tile_patches = self._tile_side // _first(vision["patch_size"])
+        self._grids = [(int(height), int(width)) for height, width in require(config, "image_grid_pinpoints")]
+        self._most_tiles = int(config.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_"))
+        most = max(height * width for height, width in self._grids) // self._tile_side**2
+        self._most_pooled = math.ceil(most / self._most_tiles)
+        shape = (1, "tiles", int(vision.get("num_channels", 3)), self._tile_side, self._tile_side)
+        return {"pixel_values": Declared("float32", shape), "image_sizes": Declared("int64", (1, 2))}
+
+    def _embedding_count(self, sizes: Sizes, tensors: ImageTensors) -> int:
+        height, width = tensors["image_sizes"][0].tolist()
+        if min(height, width) < 1 or max(height, width) > _LONGEST_SIDE:
+            return 0
+        rows, columns = (side // self._tile_side for side in max(self._grids, key=partial(_fit, height, width)))
+        if sizes["tiles"] != 1 + rows * columns:
+            return 0
+        rows, columns = rows * self._tile_patches, columns * self._tile_patches
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        shrink = math.sqrt(rows * columns / (self._most_tiles * self._tile_patches**2))
+        if shrink > _LEAST_SHRINKING:
+            rows, columns = int(rows // shrink), int(columns // shrink)
+        return self._tile_patches**2 + rows * (columns + 1)
+
+    def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
+        side = self._tile_side
+        rows, columns = (side // self._tile_side for side in max(self._grids, key=partial(_fit, side, side)))
+        return {"tiles": 1 + rows * columns}, {"image_sizes": np.array([[side, side]], np.int64)}
+
+
 class PaddedTilesVL(ProcessorVL):
     """Tiles and a thumbnail in patches, each padded to as many; an embedding is a square of patches."""
 
@@ -234,6 +288,13 @@ class PlacedPatchesVL(ProcessorVL):
         side = 2 * self._pooled
         places = np.indices((side, side)).reshape(2, -1).T[None, :, ::-1].astype(np.int64)
         return {"patches": side * side}, {"image_position_ids": np.ascontiguousarray(places)}
+
+
+def _fit(height: int, width: int, grid: tuple[int, int]) -> tuple[int, int]:
+    """How well pixels of a grid (height, width) fit an image: those that it takes up, then the fewest left over."""
+    scale = min(grid[1] / width, grid[0] / height)
+    taken = min(int(width * scale) * int(height * scale), width * height)
+    return taken, taken - grid[0] * grid[1]
 
 
 def _matches(found: Sequence[int], shape: Sequence[int | str], sizes: dict[str, int]) -> bool:

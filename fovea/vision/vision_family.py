@@ -59,6 +59,9 @@ class VisionFamily(ABC):
     placeholders: ClassVar[tuple[str, ...]]
     """Tokens that stand for a piece of an image or a video. Text may not carry one right after the opener."""
 
+    takes_adapters: ClassVar[bool] = True
+    """Whether vLLM has LoRA for it; if not, all parameters are trained."""
+
     position_rows: ClassVar[int] = 1
     """Rows of the position ids of an input with images; 1 where they count on as in text."""
 

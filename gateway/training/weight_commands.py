@@ -232,7 +232,16 @@ class SaveCommands:
 
 
 def check_lora(lora: weights_pb2.LoraConfig, max_rank: int) -> None:
-    """Raises InvalidInput for a shape that no trainer can make. Rank 0 means full parameters."""
+    """Raises InvalidInput for a shape that no trainer can make. Rank 0 means full parameters.
+
+    Args:
+        max_rank: Of the trainer; 0 if it makes no adapters.
+    """
+    if lora.rank and not max_rank:
+        raise InvalidInput(
+            f"lora_config.rank is {lora.rank}, but vLLM has no LoRA for this model; 0 trains all parameters",
+            field="lora_config.rank",
+        )
     if not 0 <= lora.rank <= max_rank:
         raise InvalidInput(
             f"lora_config.rank is {lora.rank}; it must be 1 .. {max_rank}, or 0 to train all parameters",

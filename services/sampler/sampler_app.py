@@ -84,7 +84,7 @@ def _facts(settings: SamplerSettings, engine: Engine, capacity: AdapterCapacity)
         model=settings.model,
         instance_id=uuid.uuid4().hex,
         dtype=engine.dtype,
-        max_lora_rank=settings.max_lora_rank,
+        max_lora_rank=settings.max_lora_rank if capacity.batched else 0,
         transfer_backend=engine.transfer_backend,
         transfer_worker_count=engine.worker_count,
         limits=engine.limits,

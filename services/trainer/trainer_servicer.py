@@ -59,7 +59,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             family=engine.family.model_type,
             instance_id=self._instance_id,
             world_size=engine.world_size,
-            max_lora_rank=self._settings.max_lora_rank,
+            max_lora_rank=self._max_lora_rank,
             max_context_length=engine.limits.max_context_length,
             model_ids=sorted(engine.models),
             loss_functions=sorted(LOSS_NAMES),
@@ -166,9 +166,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._queue.check()
         return self._rank.engine
 
+    @property
+    def _max_lora_rank(self) -> int:
+        vision = self._engine().limits.vision
+        return self._settings.max_lora_rank if vision is None or vision.takes_adapters else 0
+
     def _lora(self, given: weights_pb2.LoraConfig) -> LoraSettings:
         settings = LoraSettings.of(given)
-        settings.check(self._settings.max_lora_rank, bool(self._engine().family.tower_roles))
+        settings.check(self._max_lora_rank, bool(self._engine().family.tower_roles))
         return settings
 
     async def _receive_all(

@@ -57,7 +57,6 @@ class Family:
         chat: Words around the turns of a chat.
         begin, end, pad: Tokens that begin and end a text, and fill a batch. `begin` is put before every encoded text
             where the published tokenizer does so.
-        needs: A package that the processor imports and Fovea does not install.
     """
 
     name: str
@@ -73,4 +72,3 @@ class Family:
     processor: Callable[[PreTrainedTokenizerBase], ProcessorMixin] | None = None
     plain_tokens: tuple[str, ...] = ()
     token_names: Mapping[str, str] = field(default_factory=dict)
-    needs: str | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import torch
@@ -20,12 +19,9 @@ FAMILIES = {family.name: family for family in (*QWEN_LIKES, *WHOLE_IMAGES, *TILE
 def build_family(name: str, directory: Path, seed: int = 0, max_shard_size: str = "5GB") -> None:
     """Writes model, tokenizer and processor of a family into `directory`, which may exist.
 
-    Raises KeyError for a name that is not in `FAMILIES`, ModuleNotFoundError if a package that the family's processor
-    needs is not installed.
+    Raises KeyError for a name that is not in `FAMILIES`.
     """
     family = FAMILIES[name]
-    if family.needs is not None and importlib.util.find_spec(family.needs) is None:
-        raise ModuleNotFoundError(f"{name}: transformers' processor needs {family.needs}, which is not installed")
     tokenizer = family_tokenizer(family)
     ids = tokenizer.get_added_vocab()
     with torch.random.fork_rng(devices=[]):

@@ -159,18 +159,18 @@ def _smolvlm_processor(tokenizer: PreTrainedTokenizerBase) -> SmolVLMProcessor:
 
 
 def _lfm2_vl(ids: TokenIds) -> Lfm2VlConfig:
-    # 1.6B: 16 layers, attention in 2, 5, 8, 10, 12 and 14, short convolutions of 3 in the others; SigLIP 2 of 26 blocks
-    # with ragged grids, shuffled 2 x 2; tiles of 512 pixels, at most 10, and a thumbnail.
+    # 450M: 16 layers, attention in 2, 5, 8, 10, 12 and 14, short convolutions of 3 in the others, MLPs of two thirds of
+    # their stated width; SigLIP 2 of 12 blocks with ragged grids, shuffled 2 x 2 and normalised; tiles of 512 pixels.
     text = language(ids, begin="<|startoftext|>", end="<|im_end|>", pad="<|pad|>", layers=4)
     layers = ["conv", "conv", "full_attention", "conv"]
-    text |= {"model_type": "lfm2", "layer_types": layers, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+    text |= {"model_type": "lfm2", "layer_types": layers, "conv_L_cache": 3, "block_multiple_of": 64}
     vision = {"model_type": "siglip2_vision_model", "patch_size": 16, "num_patches": 256, "vision_use_head": False}
     return Lfm2VlConfig(
         text_config=text | {"rope_parameters": rope(1e6), "tie_word_embeddings": True},
         vision_config=SMALL_TOWER | vision,
         image_token_id=ids["<image>"],
         projector_hidden_size=128,
-        projector_use_layernorm=False,
+        projector_use_layernorm=True,
         downsample_factor=2,
         tie_word_embeddings=True,
     )
@@ -236,12 +236,11 @@ TILED = (
         chat=replace(_IDEFICS_CHAT, start="<|im_start|>"),
         end="<end_of_utterance>",
         pad="<|im_end|>",
-        needs="num2words",
     ),
     Family(
         name="lfm2_vl",
-        published="LiquidAI/LFM2-VL-1.6B",
-        source="its config.json, quoted in public tests of loaders; defaults of transformers 5.19",
+        published="LiquidAI/LFM2-VL-450M",
+        source="its config.json, preprocessor_config.json and modeling_lfm2_vl.py in copies of the checkpoint",
         architecture=Lfm2VlForConditionalGeneration,
         config=_lfm2_vl,
         processor=_lfm2_vl_processor,

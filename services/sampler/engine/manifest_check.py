@@ -57,7 +57,7 @@ class ManifestChecker:
         shapes: Checkpoint shapes by checkpoint name.
         rename: To vLLM's names.
         adaptable: vLLM's names of the modules that take LoRA.
-        max_rank: The largest rank.
+        max_rank: The largest rank; 0 if the engine takes no adapters.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], rename: Rename, adaptable: set[str], max_rank: int) -> None:
@@ -124,6 +124,8 @@ class ManifestChecker:
 
     def _problem_of_adapter(self, manifest: weights_pb2.SnapshotManifest) -> str:
         rank = manifest.lora.rank
+        if not self._max_rank:
+            return "vLLM has no LoRA for this model; full parameters can be pushed"
         if not 1 <= rank <= self._max_rank:
             return f"lora.rank is {rank}, must be between 1 and {self._max_rank}"
         halves: dict[str, set[str]] = {}

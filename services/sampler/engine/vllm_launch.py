@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 SERVICE_PID_VARIABLE = "FOVEA_SAMPLER_PARENT_PID"
 """Environment variable that tells the engine's processes whose they are."""
 
+_SAME_AS = {"lfm2": {"block_dim": "hidden_size", "conv_dim": "hidden_size"}}
+"""Entries by the `model_type` of the language model, and those whose values they have."""
+
 _CPU_KV_CACHE_MIB = 512
 _CPU_BLOCK_SIZE = 32  # vLLM's 128 would share no prefix shorter than 128 tokens
 # Of the device's memory for slots, which the KV cache goes without; of the host's for held adapters.
@@ -42,7 +45,7 @@ class AdapterCapacity:
 
     Args:
         adapter_bytes: One of the largest rank on every layer, in the model's element type; 0 if that is not known.
-        batched: The most in one batch.
+        batched: The most in one batch; 0 if vLLM has no LoRA for the model.
         held_bytes: The most memory of all that are held.
     """
 
@@ -51,6 +54,8 @@ class AdapterCapacity:
     held_bytes: int
 
     def __str__(self) -> str:
+        if not self.batched:
+            return "adapters: none, vLLM has no LoRA for this model"
         said = f"adapters: {self.batched} in one batch, {self.held_bytes / 2**20:,.0f} MiB of them held"
         if not self.adapter_bytes:
             return said
@@ -97,6 +102,9 @@ def prepare_environment(settings: SamplerSettings) -> None:
 
 def measure_adapter_capacity(settings: SamplerSettings) -> AdapterCapacity:
     """How many adapters the engine gets room for. To be called before it starts."""
+    family = vision.choose(read_config(settings.model))
+    if family is not None and not family.takes_adapters:
+        return AdapterCapacity(0, 0, 0)
     try:
         shapes = checkpoint_shapes(checkpoint_directory(settings.model))
     except OSError:  # a hub name whose weights are still to be downloaded
@@ -182,17 +190,12 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
 
     arguments: dict[str, Any] = {
         "model": settings.model,
-        "hf_overrides": {"head_dtype": settings.head_dtype},
+        "hf_overrides": {"head_dtype": settings.head_dtype} | _missing_entries(read_config(settings.model)),
         "seed": secrets.randbits(31),  # replicas must not draw alike
         "max_model_len": context(settings),
         "max_num_seqs": settings.max_sequences,
         "max_num_batched_tokens": settings.max_batched_tokens,
         "enable_prefix_caching": True,
-        "enable_lora": True,
-        "enable_tower_connector_lora": True,
-        "max_lora_rank": settings.max_lora_rank,
-        "max_loras": capacity.batched,
-        "max_cpu_loras": max(capacity.batched, settings.max_cpu_loras or 4 * capacity.batched),
         "worker_extension_cls": "services.sampler.engine.worker_extension.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "logprobs_mode": "processed_logprobs",
@@ -206,6 +209,14 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
         "enable_log_requests": False,
         "use_tqdm_on_load": False,
     }
+    if capacity.batched:
+        arguments |= {
+            "enable_lora": True,
+            "enable_tower_connector_lora": True,
+            "max_lora_rank": settings.max_lora_rank,
+            "max_loras": capacity.batched,
+            "max_cpu_loras": max(capacity.batched, settings.max_cpu_loras or 4 * capacity.batched),
+        }
     if "vision_config" in read_config(settings.model):
         arguments["limit_mm_per_prompt"] = {"image": settings.max_images, "video": 0}
     return arguments
@@ -267,6 +278,19 @@ def read_config(model: str) -> dict[str, Any]:
     from huggingface_hub import hf_hub_download
 
     return model_files.read_config(model, hf_hub_download)
+
+
+def _missing_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM reads of a configuration that transformers does not write, as `hf_overrides` takes it.
+
+    Checkpoints of the hub that were made before transformers knew their model have these entries.
+    """
+    text = config.get("text_config", config)
+    known = _SAME_AS.get(text.get("model_type"), {})
+    missing = {name: text[other] for name, other in known.items() if name not in text}
+    if not missing:
+        return {}
+    return {"text_config": missing} if "text_config" in config else missing
 
 
 def _comes_normalized(model: str) -> bool:

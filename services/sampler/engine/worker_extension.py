@@ -5,6 +5,7 @@ Importing this module prepares the worker's process: vLLM does so before it make
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from services.sampler import vllm_patches
 from services.sampler.engine import weight_loading
 from services.sampler.engine.adapter_bank import AdapterBank
 from services.sampler.engine.manifest_check import ManifestChecker, check_biases, checkpoint_shapes
-from services.sampler.engine.snapshot_receiver import SnapshotReceiver
+from services.sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
 from services.sampler.engine.vllm_launch import SERVICE_PID_VARIABLE
 
 
@@ -45,13 +46,16 @@ class WorkerExtension:
 
     def fovea_prepare(self, checkpoint: str) -> None:
         """Once, after the model is loaded: adapters from memory, snapshots, and the logprobs that Fovea promises."""
-        manager = self.model_runner.lora_manager
         self._receiver = SnapshotReceiver(self.device, self.rank)
         shapes, rename = checkpoint_shapes(Path(checkpoint)), _rename_of(self.model_runner.get_model())
-        adaptable = _adaptable_modules(manager._adapter_manager)
+        adaptable: dict[str, torch.nn.Module] = {}
+        max_rank = 0
+        if self.model_runner.lora_config is not None:
+            manager = self.model_runner.lora_manager
+            adaptable, max_rank = _adaptable_modules(manager._adapter_manager), manager.lora_config.max_lora_rank
+            self._bank = AdapterBank(manager)  # from here on vLLM's manager no longer shows its modules
         check_biases(shapes, rename, adaptable)
-        self._checker = ManifestChecker(shapes, rename, set(adaptable), manager.lora_config.max_lora_rank)
-        self._bank = AdapterBank(manager)  # last: vLLM's manager no longer shows its modules
+        self._checker = ManifestChecker(shapes, rename, set(adaptable), max_rank)
         self.weight_transfer_engine.init_transfer_engine(weight_loading.ArrivalInitInfo(self._receiver.arrival))
         vllm_patches.after_model(self.model_runner)
 
@@ -68,7 +72,7 @@ class WorkerExtension:
         if problem := self._checker.problem(parsed):
             return problem
         is_adapter = parsed.snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER
-        finish = self._bank.build if is_adapter else lambda arrival: arrival
+        finish: Callable[[Arrival], Any] = self._bank.build if is_adapter else lambda arrival: arrival
         self._receiver.start_receive(task_id, group_id, parsed, timeout_s, finish)
         return ""
 

@@ -1,16 +1,21 @@
 """Names of a SigLIP tower as transformers 5 writes them.
 
-Replaces: `Gemma3ForConditionalGeneration.hf_to_vllm_mapper`.
+Replaces: `hf_to_vllm_mapper` of `Gemma3ForConditionalGeneration` and `LlavaOnevisionForConditionalGeneration`.
 Why: transformers 5 has taken the level `vision_model` out of SigLIP and saves checkpoints without it; vLLM's tower has
     it and refuses them. Checkpoints of the hub have it too, and load as before.
 Upstream: none known.
-Delete when: vLLM maps `vision_tower.embeddings` of Gemma 3 to a parameter that its model has.
+Delete when: vLLM maps `vision_tower.embeddings` of both to a parameter that its model has.
 """
 
 import re
+from typing import Any
 
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
+from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
 from vllm.model_executor.models.utils import WeightsMapper
+
+MODELS: tuple[Any, ...] = (Gemma3ForConditionalGeneration, LlavaOnevisionForConditionalGeneration)
+"""vLLM's classes with such a tower."""
 
 _LEVEL = WeightsMapper(
     orig_to_new_regex={re.compile(r"^(model\.)?vision_tower\.(?!vision_model\.)"): "vision_tower.vision_model."}
@@ -19,6 +24,6 @@ _LEVEL = WeightsMapper(
 
 def apply() -> None:
     """Adds the level where it is missing; twice is no error."""
-    mapper = Gemma3ForConditionalGeneration.hf_to_vllm_mapper
-    if not _LEVEL.orig_to_new_regex.keys() <= mapper.orig_to_new_regex.keys():
-        Gemma3ForConditionalGeneration.hf_to_vllm_mapper = mapper | _LEVEL
+    for model in MODELS:
+        if not _LEVEL.orig_to_new_regex.keys() <= model.hf_to_vllm_mapper.orig_to_new_regex.keys():
+            model.hf_to_vllm_mapper = model.hf_to_vllm_mapper | _LEVEL

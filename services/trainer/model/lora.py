@@ -52,7 +52,11 @@ class LoraSettings:
         return self.alpha / self.rank
 
     def check(self, max_rank: int, adapts_vision: bool) -> None:
-        """Raises InvalidInput for settings that cannot be honoured."""
+        """Raises InvalidInput for settings that cannot be honoured; a `max_rank` of 0 is a model's without adapters."""
+        if not max_rank:
+            raise InvalidInput(
+                "lora is set, but vLLM has no LoRA for this model; create one of full parameters", field="lora"
+            )
         if not 1 <= self.rank <= max_rank:
             raise InvalidInput(f"lora.rank {self.rank} is not in 1 .. {max_rank}", field="lora.rank")
         if not (math.isfinite(self.alpha) and self.alpha > 0):

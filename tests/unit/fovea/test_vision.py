@@ -6,6 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    LlavaOnevisionConfig,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from fovea import vision
@@ -178,6 +187,11 @@ PROCESSED: dict[str, dict[str, Any]] = {
     "smolvlm": {"image_token_id": IMAGE, "scale_factor": 2, "vision_config": TILED},
     "mistral3": {"image_token_index": IMAGE, "spatial_merge_size": 2, "vision_config": {"patch_size": 2}},
     "llava": {"image_token_index": IMAGE, "vision_config": {"model_type": "pixtral", "patch_size": 2}},
+    "llava_onevision": {
+        "image_token_index": IMAGE,
+        "image_grid_pinpoints": [[8, 16]],
+        "vision_config": {"image_size": 8, "patch_size": 8},
+    },
     "lfm2_vl": {"image_token_id": IMAGE, "downsample_factor": 2, "vision_config": {"patch_size": 2}},
     "gemma4": {
         "image_token_id": IMAGE,
@@ -200,7 +214,7 @@ def test_what_a_processor_made_is_checked(model_type: str) -> None:
     tensors = bound.blank_image()
     assert not bound.tensors_problem(tensors)
     assert bound.replacement(tensors).ids.tolist() == [IMAGE] * 4
-    assert bound.patch_count(4) == (4 if model_type == "llava" else 16)
+    assert bound.patch_count(4) == (4 if model_type.startswith("llava") else 16)
     assert bound.token_counter({}) is None
     assert bound.positions(4, [ImageAt(0, tensors)]) is None
     pixels = tensors["pixel_values"]
@@ -234,6 +248,28 @@ def test_an_image_in_its_own_proportions() -> None:
     assert not bound.tensors_problem(tensors)
     assert "makes 0 embeddings" in bound.tensors_problem(tensors | {"image_sizes": np.array([[12, 8]])})
     assert "makes 0 embeddings" in bound.tensors_problem(tensors | {"pixel_values": pixels[..., :10]})
+
+
+# Tiles with the view of the whole of images of (height, width) pixels, as LLaVA-OneVision 7B takes them.
+ONEVISION = {(384, 384): 2, (37, 100): 2, (500, 30): 3, (384, 9000): 7, (944, 1153): 13, (2304, 2304): 37}
+
+
+@pytest.mark.parametrize(("size", "tiles"), ONEVISION.items())
+def test_tiles_without_their_padding_are_counted_as_transformers_does(size: tuple[int, int], tiles: int) -> None:
+    config = LlavaOnevisionConfig().to_dict()
+    bound = vision.bind(config, {})
+    assert bound is not None
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<image>": 0, "<video>": 1}, "<image>")))
+    pixels = LlavaOnevisionImageProcessor(image_grid_pinpoints=config["image_grid_pinpoints"])
+    own = LlavaOnevisionProcessor(pixels, tokenizer, LlavaOnevisionVideoProcessor(), num_image_tokens=27 * 27)
+    (count,) = own._get_num_multimodal_tokens([size])["num_image_tokens"]
+    image = {"pixel_values": np.zeros((1, tiles, 3, 384, 384), np.float32), "image_sizes": np.array([size])}
+    ids = np.full(count, config["image_token_index"], np.int32)
+    assert not bound.tensors_problem(image | {"input_ids": ids})
+    assert bound.patch_count(count) >= tiles * 27 * 27 / 2
+    more = np.zeros((1, tiles + 1, 3, 384, 384), np.float32)
+    for bad in ({"pixel_values": more}, {"image_sizes": np.array([[0, 1]])}, {"image_sizes": np.array([[1, 2**40]])}):
+        assert "the tower makes 0 embeddings" in bound.tensors_problem(image | {"input_ids": ids} | bad)
 
 
 def test_places_and_sizes_are_checked() -> None:

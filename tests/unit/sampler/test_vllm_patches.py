@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
-from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
+from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
@@ -36,6 +36,7 @@ from services.sampler import vllm_patches
 from services.sampler.vllm_patches import rms_norm_cpu, siglip_names, tied_head
 
 WRITTEN_AGAINST = {
+    "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper": "932915972fb830e2",
     "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "b3273d9fb8465a00",
     "vllm.lora.model_manager:LoRAModelManager._add_adapter": "6a8993c934882a65",
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": "fa48015699b08b1c",
@@ -98,20 +99,19 @@ def test_every_patch_is_listed() -> None:
 def test_vllm_still_needs_lm_head_adapters() -> None:
     for model in (Qwen2ForCausalLM, Qwen2_5_VLForConditionalGeneration):
         assert "lm_head" not in (getattr(model, "embedding_modules", None) or {})
+    parts = Idefics3ForConditionalGeneration.get_mm_mapping(torch.nn.Module())
+    assert not [part for part in parts.language_model if "lm_head".startswith(part)]
+    unchanged("vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper")
 
 
 def test_vllm_still_needs_siglip_names() -> None:
-    assert "vision_model" not in source("vllm.model_executor.models.gemma3_mm:Gemma3ForConditionalGeneration")
     assert "self.vision_model" in source("vllm.model_executor.models.siglip:SiglipVisionModel.__init__")
     siglip_names.apply()
-    mapper = Gemma3ForConditionalGeneration.hf_to_vllm_mapper
-    for name in (
-        "vision_tower.",
-        "model.vision_tower.",
-        "vision_tower.vision_model.",
-        "model.vision_tower.vision_model.",
-    ):
-        assert mapper.map_name(f"{name}embeddings.x") == "vision_tower.vision_model.embeddings.x"
+    names = ("vision_tower.", "model.vision_tower.", "vision_tower.vision_model.", "model.vision_tower.vision_model.")
+    for model in siglip_names.MODELS:
+        assert "vision_model" not in source(f"{model.__module__}:{model.__name__}")
+        for name in names:
+            assert model.hf_to_vllm_mapper.map_name(f"{name}embeddings.x") == "vision_tower.vision_model.embeddings.x"
 
 
 def test_vllm_still_needs_punica_cpu() -> None:
