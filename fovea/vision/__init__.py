@@ -12,6 +12,7 @@ from fovea.vision.processor_vl import (
     MaskedTilesVL,
     PaddedTilesVL,
     PlacedPatchesVL,
+    PooledTilesVL,
     RaggedVL,
     TiledVL,
     UnpaddedTilesVL,
@@ -26,6 +27,7 @@ FAMILIES: tuple[type[VisionFamily], ...] = (
     MaskedTilesVL,
     RaggedVL,
     UnpaddedTilesVL,
+    PooledTilesVL,
     PaddedTilesVL,
     PlacedPatchesVL,
 )

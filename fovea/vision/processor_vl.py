@@ -190,8 +190,7 @@ class UnpaddedTilesVL(ProcessorVL):
     and `pack_image_features` in models/llava_onevision/modeling_llava_onevision.py.
     """
 
-    model_types = ("llava_onevision",)
-    takes_adapters = False
+    model_types = ("llava_next",)
 
     def patch_count(self, embedding_count: int) -> int:
         """At most: many tiles are pooled, few are not."""
@@ -201,8 +200,8 @@ class UnpaddedTilesVL(ProcessorVL):
         self._tile_side = _first(vision["image_size"])
         self._tile_patches = self._tile_side // _first(vision["patch_size"])
         self._grids = [(int(height), int(width)) for height, width in require(config, "image_grid_pinpoints")]
-        self._most_tiles = int(config.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_"))
         most = max(height * width for height, width in self._grids) // self._tile_side**2
+        self._most_tiles = self._tiles_unpooled(config) or most
         self._most_pooled = math.ceil(most / self._most_tiles)
         shape = (1, "tiles", int(vision.get("num_channels", 3)), self._tile_side, self._tile_side)
         return {"pixel_values": Declared("float32", shape), "image_sizes": Declared("int64", (1, 2))}
@@ -224,10 +223,24 @@ class UnpaddedTilesVL(ProcessorVL):
             rows, columns = int(rows // shrink), int(columns // shrink)
         return self._tile_patches**2 + rows * (columns + 1)
 
+    def _tiles_unpooled(self, config: Mapping[str, Any]) -> int | None:
+        """The tiles whose embeddings are not pooled if there are no more; None if they never are."""
+        return None
+
     def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
         side = self._tile_side
         rows, columns = (side // self._tile_side for side in max(self._grids, key=partial(_fit, side, side)))
         return {"tiles": 1 + rows * columns}, {"image_sizes": np.array([[side, side]], np.int64)}
+
+
+class PooledTilesVL(UnpaddedTilesVL):
+    """Such tiles; if there are many, their embeddings are pooled to about as many as some tiles make."""
+
+    model_types = ("llava_onevision",)
+    takes_adapters = False
+
+    def _tiles_unpooled(self, config: Mapping[str, Any]) -> int | None:
+        return int(config.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_"))
 
 
 class PaddedTilesVL(ProcessorVL):

@@ -92,6 +92,12 @@ def qwen_language(ids: TokenIds, layers: int = 3) -> dict[str, Any]:
     return settings | {"rms_norm_eps": 1e-6}
 
 
+def mistral_language(ids: TokenIds) -> dict[str, Any]:
+    """`language` with Mistral's tokens and norms."""
+    settings = language(ids, begin="<s>", end="</s>", pad="<pad>")
+    return settings | {"model_type": "mistral", "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "sliding_window": None}
+
+
 def rope(theta: float, **more: Any) -> dict[str, Any]:
     """Rotary positions without scaling, or with what `more` says."""
     return {"rope_type": "default", "rope_theta": theta} | more
@@ -114,15 +120,7 @@ def _llama(ids: TokenIds) -> LlamaConfig:
 
 def _mistral(ids: TokenIds) -> MistralConfig:
     # 7B v0.3: 32 layers, 32 heads of 128 for 8, theta 1,000,000, no sliding window since v0.2.
-    settings = language(ids, begin="<s>", end="</s>", pad="<pad>")
-    return MistralConfig(
-        **settings,
-        head_dim=HEAD_DIM,
-        rms_norm_eps=1e-5,
-        rope_parameters=rope(1e6),
-        sliding_window=None,
-        tie_word_embeddings=False,
-    )
+    return MistralConfig(**mistral_language(ids), rope_parameters=rope(1e6), tie_word_embeddings=False)
 
 
 def gemma3_language(ids: TokenIds) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Vision families that cut an image into tiles: InternVL 3.5, LLaVA-OneVision, Idefics 3, SmolVLM 2, LFM2-VL."""
+"""Vision families that cut an image into tiles: InternVL, LLaVA-NeXT and -OneVision, Idefics 3, SmolVLM 2, LFM2-VL."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ from transformers import (
     Lfm2VlForConditionalGeneration,
     Lfm2VlImageProcessor,
     Lfm2VlProcessor,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionImageProcessor,
@@ -34,7 +38,17 @@ from transformers import (
 )
 
 from tinyvlm.families.declaration import ChatWords, Family, TokenIds
-from tinyvlm.families.text_models import CHATML, HEAD_DIM, QWEN_TOKENS, SMALL_TOWER, language, qwen_language, rope
+from tinyvlm.families.text_models import (
+    CHATML,
+    HEAD_DIM,
+    MISTRAL_CHAT,
+    QWEN_TOKENS,
+    SMALL_TOWER,
+    language,
+    mistral_language,
+    qwen_language,
+    rope,
+)
 
 TILE = 56
 """Pixels along a tile's side, 4 patches of 14."""
@@ -90,6 +104,35 @@ def _internvl_processor(tokenizer: PreTrainedTokenizerBase) -> InternVLProcessor
     scale: dict[str, Any] = {"size": size, "image_mean": _IMAGENET_MEAN, "image_std": _IMAGENET_STD}
     image, video = GotOcr2ImageProcessor(**scale), InternVLVideoProcessor(**scale)
     return InternVLProcessor(image, tokenizer, video, image_seq_length=4, chat_template=tokenizer.chat_template)
+
+
+_NEXT_PINPOINTS = [[TILE * rows, TILE * columns] for rows, columns in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))]
+
+
+def _llava_next(ids: TokenIds) -> LlavaNextConfig:
+    # 1.6 with Mistral 7B v0.2: theta 1,000,000; CLIP of 24 blocks, of which the last but one is taken without its class
+    # token, 336 pixels are 24 x 24 tokens; two to four tiles, a learnt token after each row.
+    text = mistral_language(ids) | {"rope_parameters": rope(1e6), "tie_word_embeddings": False}
+    vision = {"model_type": "clip_vision_model", "image_size": TILE, "patch_size": 14, "projection_dim": 64}
+    return LlavaNextConfig(
+        text_config=text,
+        vision_config=SMALL_TOWER | vision | {"num_hidden_layers": 3},
+        image_token_index=ids["<image>"],
+        image_grid_pinpoints=_NEXT_PINPOINTS,
+        tie_word_embeddings=False,
+    )
+
+
+def _llava_next_processor(tokenizer: PreTrainedTokenizerBase) -> LlavaNextProcessor:
+    crop = {"height": TILE, "width": TILE}
+    return LlavaNextProcessor(
+        LlavaNextImageProcessor(size={"shortest_edge": TILE}, crop_size=crop, image_grid_pinpoints=_NEXT_PINPOINTS),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    )
 
 
 _PINPOINTS = [[TILE * rows, TILE * columns] for rows, columns in product(range(1, 7), repeat=2)]
@@ -199,6 +242,19 @@ TILED = (
         chat=_INTERNVL_CHAT,
         end="<|im_end|>",
         pad="<|endoftext|>",
+    ),
+    Family(
+        name="llava_next",
+        published="llava-hf/llava-v1.6-mistral-7b-hf",
+        source="its config.json, quoted in public code; defaults of transformers 5.19",
+        architecture=LlavaNextForConditionalGeneration,
+        config=_llava_next,
+        processor=_llava_next_processor,
+        tokens=("<unk>", "<s>", "</s>", "<image>", "<pad>"),
+        chat=replace(MISTRAL_CHAT, user="[INST] ", assistant=" [/INST]", image="<image>\n"),
+        begin="<s>",
+        end="</s>",
+        pad="<pad>",
     ),
     Family(
         name="llava_onevision",

@@ -36,6 +36,7 @@ from tinyvlm.families.text_models import (
     SMALL_TOWER,
     gemma3_language,
     language,
+    mistral_language,
     rope,
 )
 
@@ -152,18 +153,13 @@ def _gemma4_processor(tokenizer: PreTrainedTokenizerBase) -> Gemma4Processor:
     )
 
 
-def _mistral_text(ids: TokenIds) -> dict[str, Any]:
-    settings = language(ids, begin="<s>", end="</s>", pad="<pad>")
-    return settings | {"model_type": "mistral", "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "sliding_window": None}
-
-
 def _pixtral_tower(side: int, patch: int) -> dict[str, Any]:
     return SMALL_TOWER | {"model_type": "pixtral", "image_size": side, "patch_size": patch, "hidden_act": "silu"}
 
 
 def _mistral3(ids: TokenIds) -> Mistral3Config:
     # Small 3.1: Mistral of 40 layers, theta 1e9; Pixtral's tower of 24 blocks up to 1540 pixels, merged 2 x 2.
-    text = _mistral_text(ids) | {"rope_parameters": rope(1e9), "tie_word_embeddings": False}
+    text = mistral_language(ids) | {"rope_parameters": rope(1e9), "tie_word_embeddings": False}
     return Mistral3Config(
         text_config=text,
         vision_config=_pixtral_tower(280, 14),
@@ -175,7 +171,7 @@ def _mistral3(ids: TokenIds) -> Mistral3Config:
 
 def _pixtral(ids: TokenIds) -> LlavaConfig:
     # 12B in the HF format: LLaVA with Mistral NeMo (theta 1e6) and a tower of 24 blocks up to 1024 pixels.
-    text = _mistral_text(ids) | {"rope_parameters": rope(1e6), "tie_word_embeddings": False}
+    text = mistral_language(ids) | {"rope_parameters": rope(1e6), "tie_word_embeddings": False}
     return LlavaConfig(
         text_config=text,
         vision_config=_pixtral_tower(256, 16),

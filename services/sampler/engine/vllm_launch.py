@@ -190,7 +190,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
 
     arguments: dict[str, Any] = {
         "model": settings.model,
-        "hf_overrides": {"head_dtype": settings.head_dtype} | _missing_entries(read_config(settings.model)),
+        "hf_overrides": {"head_dtype": settings.head_dtype} | missing_entries(read_config(settings.model)),
         "seed": secrets.randbits(31),  # replicas must not draw alike
         "max_model_len": context(settings),
         "max_num_seqs": settings.max_sequences,
@@ -280,7 +280,7 @@ def read_config(model: str) -> dict[str, Any]:
     return model_files.read_config(model, hf_hub_download)
 
 
-def _missing_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+def missing_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     """What vLLM reads of a configuration that transformers does not write, as `hf_overrides` takes it.
 
     Checkpoints of the hub that were made before transformers knew their model have these entries.

@@ -52,8 +52,11 @@ class PromptScorer:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._manager = runner.lora_manager._adapter_manager
-        self._wrapper = _language_wrapper(self._manager)
+        self._manager: Any = None
+        self._wrapper = OneAdapterLogits()  # which nobody asks if the model takes no adapters
+        if runner.lora_config is not None:
+            self._manager = runner.lora_manager._adapter_manager
+            self._wrapper = _language_wrapper(self._manager)
         self._block_rows = max(1, _BLOCK_LOGITS // runner.model_config.get_vocab_size())
         self._finished: dict[str, torch.Tensor] = {}
 
@@ -121,7 +124,7 @@ def _scores_of(request: Any) -> PromptScores | None:
     return scores
 
 
-def _language_wrapper(manager: Any) -> Any:
+def _language_wrapper(manager: Any) -> OneAdapterLogits:
     from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 
     key = manager.mm_mapping.language_model[0] if manager.supports_mm else DEFAULT_LANGUAGE_WRAPPER_KEY

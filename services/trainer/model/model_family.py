@@ -301,6 +301,7 @@ FAMILIES = {
         Family("qwen2_5_vl", fuse_qwen_vl, {**LANGUAGE_ROLES, **_QWEN_ROLES, "0": Role.MLP, "2": Role.MLP}),
         Family("qwen2_vl", fuse_qwen_vl, {**_QWEN_ROLES, **dict.fromkeys(("fc1", "fc2", "0", "2"), Role.MLP)}),
         Family("internvl"),
+        Family("llava_next"),
         Family("llava_onevision"),
         Family("mistral3"),
         Family("gemma3", sees_images_whole=True),

@@ -192,6 +192,11 @@ PROCESSED: dict[str, dict[str, Any]] = {
         "image_grid_pinpoints": [[8, 16]],
         "vision_config": {"image_size": 8, "patch_size": 8},
     },
+    "llava_next": {
+        "image_token_index": IMAGE,
+        "image_grid_pinpoints": [[8, 16]],
+        "vision_config": {"image_size": 8, "patch_size": 8},
+    },
     "lfm2_vl": {"image_token_id": IMAGE, "downsample_factor": 2, "vision_config": {"patch_size": 2}},
     "gemma4": {
         "image_token_id": IMAGE,

@@ -55,6 +55,12 @@ def test_what_fits() -> None:
     assert checker().problem(adapter(pair("model.up", 6, 4) | pair("lm_head", 10, 4))) == ""
 
 
+def test_a_model_without_adapters_takes_full_parameters() -> None:
+    without = ManifestChecker(SHAPES, lambda name: name, set(), max_rank=0)
+    assert without.problem(full()) == ""
+    assert without.problem(adapter(pair("model.up", 6, 4))).startswith("vLLM has no LoRA for this model")
+
+
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.sampler.engine.vllm_launch import check_model
+from services.sampler.engine.vllm_launch import check_model, measure_adapter_capacity, missing_entries
+from services.sampler.settings import SamplerSettings
 
 
 def _write(directory: Path, **config: Any) -> str:
@@ -29,3 +30,19 @@ def test_experts_are_refused(tmp_path: Path, experts: str) -> None:
 def test_unknown_vision_models_are_refused(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(ValueError, match=f"'{model_type}' is a vision model.*supported are .*qwen3_vl"):
         check_model(_write(tmp_path, model_type=model_type, vision_config={}))
+
+
+def test_a_family_without_lora_in_vllm_gets_no_room_for_adapters(tmp_path: Path) -> None:
+    model = _write(tmp_path, model_type="llava_onevision", vision_config={})
+    capacity = measure_adapter_capacity(SamplerSettings(model=model))
+    assert (capacity.batched, capacity.held_bytes) == (0, 0)
+    assert str(capacity) == "adapters: none, vLLM has no LoRA for this model"
+
+
+def test_entries_that_transformers_does_not_write_are_named() -> None:
+    text = {"model_type": "lfm2", "hidden_size": 64}
+    both = {"block_dim": 64, "conv_dim": 64}
+    assert missing_entries({"model_type": "lfm2_vl", "text_config": text}) == {"text_config": both}
+    assert missing_entries(text) == both
+    assert missing_entries(text | {"conv_dim": 32}) == {"block_dim": 64}
+    assert missing_entries(text | both) == missing_entries({"model_type": "llama"}) == {}

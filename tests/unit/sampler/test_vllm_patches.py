@@ -10,6 +10,7 @@ import importlib.util
 import pkgutil
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -105,11 +106,16 @@ def test_vllm_still_needs_lm_head_adapters() -> None:
 
 
 def test_vllm_still_needs_siglip_names() -> None:
-    assert "self.vision_model" in source("vllm.model_executor.models.siglip:SiglipVisionModel.__init__")
+    for tower in ("siglip:SiglipVisionModel", "clip:CLIPVisionModel", "lfm2_siglip2:Siglip2Model"):
+        assert "self.vision_model" in source(f"vllm.model_executor.models.{tower}.__init__")
     siglip_names.apply()
     names = ("vision_tower.", "model.vision_tower.", "vision_tower.vision_model.", "model.vision_tower.vision_model.")
     for model in siglip_names.MODELS:
-        assert "vision_model" not in source(f"{model.__module__}:{model.__name__}")
+        own = replace(model.hf_to_vllm_mapper, orig_to_new_regex={})
+        assert own.map_name("model.vision_tower.embeddings.x") in (
+            "vision_tower.embeddings.x",
+            "model.vision_tower.embeddings.x",
+        )
         for name in names:
             assert model.hf_to_vllm_mapper.map_name(f"{name}embeddings.x") == "vision_tower.vision_model.embeddings.x"
 

@@ -102,6 +102,11 @@ def test_impossible_settings(changes: dict[str, object], field: str) -> None:
     assert caught.value.field == field
 
 
+def test_a_model_without_adapters_says_what_works() -> None:
+    with pytest.raises(InvalidInput, match="vLLM has no LoRA for this model; create one of full parameters"):
+        _settings().check(max_rank=0, adapts_vision=False)
+
+
 def test_peft_files_come_back() -> None:
     weights = LoraWeights(_settings(), _targets(), CPU, torch.float32)
     files = peft_files(weights.named(weights.flat), 2, 32.0, "base")
