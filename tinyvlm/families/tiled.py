@@ -61,15 +61,17 @@ _IDEFICS_CHAT = ChatWords(
 )
 _LFM_CHAT = replace(_CHATML_IMAGE, start="<|startoftext|>")
 _INTERNVL_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>", "<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>")
-_IDEFICS_TILES = (
-    "<fake_token_around_image>",
-    "<image>",
-    "<end_of_utterance>",
+_IDEFICS_IMAGE = ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
+# The places of tiles are text to Idefics 3, and tokens to SmolVLM.
+_IDEFICS_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|eot_id|>", *_IDEFICS_IMAGE)
+_SMOLVLM_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
     "<global-img>",
     *(f"<row_{row}_col_{column}>" for row, column in product(range(1, 7), repeat=2)),
+    *_IDEFICS_IMAGE,
 )
-_IDEFICS_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|eot_id|>", *_IDEFICS_TILES)
-_SMOLVLM_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_IDEFICS_TILES)
 _LFM_TOKENS = (
     "<|pad|>",
     "<|startoftext|>",
@@ -284,11 +286,17 @@ TILED = (
     Family(
         name="smolvlm",
         published="HuggingFaceTB/SmolVLM2-2.2B-Instruct",
-        source="defaults of transformers 5.19",
+        source="its text_config, and config.json with the added tokens of the 500M one, both quoted in public code",
         architecture=SmolVLMForConditionalGeneration,
         config=_smolvlm,
         processor=_smolvlm_processor,
         tokens=_SMOLVLM_TOKENS,
+        token_names={
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
         chat=replace(_IDEFICS_CHAT, start="<|im_start|>"),
         end="<end_of_utterance>",
         pad="<|im_end|>",

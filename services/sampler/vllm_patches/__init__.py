@@ -24,14 +24,14 @@ from services.sampler.vllm_patches import (
     punica_gpu,
     rms_norm_cpu,
     seeded_generators,
-    siglip_names,
     temperature_logprobs,
     tied_head,
+    tower_names,
 )
 
 PATCHES = (
     lm_head_adapters,  # before_model
-    siglip_names,  # before_model
+    tower_names,  # before_model
     punica_cpu,  # before_model, on CPU
     punica_gpu,  # before_model, on GPU
     rms_norm_cpu,  # before_model, on CPU
@@ -46,7 +46,7 @@ PATCHES = (
 def before_model() -> None:
     """To be called in every process that loads a model, before it does; twice is no error."""
     lm_head_adapters.apply()
-    siglip_names.apply()
+    tower_names.apply()
     if current_platform.is_cpu():
         punica_cpu.apply()
         rms_norm_cpu.apply()

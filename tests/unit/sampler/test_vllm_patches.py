@@ -34,7 +34,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from fovea.runtime.hosts import interface_of
 from services.sampler import vllm_patches
-from services.sampler.vllm_patches import rms_norm_cpu, siglip_names, tied_head
+from services.sampler.vllm_patches import rms_norm_cpu, tied_head, tower_names
 
 WRITTEN_AGAINST = {
     "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper": "932915972fb830e2",
@@ -105,12 +105,12 @@ def test_vllm_still_needs_lm_head_adapters() -> None:
     unchanged("vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper")
 
 
-def test_vllm_still_needs_siglip_names() -> None:
+def test_vllm_still_needs_tower_names() -> None:
     for tower in ("siglip:SiglipVisionModel", "clip:CLIPVisionModel", "lfm2_siglip2:Siglip2Model"):
         assert "self.vision_model" in source(f"vllm.model_executor.models.{tower}.__init__")
-    siglip_names.apply()
+    tower_names.apply()
     names = ("vision_tower.", "model.vision_tower.", "vision_tower.vision_model.", "model.vision_tower.vision_model.")
-    for model in siglip_names.MODELS:
+    for model in tower_names.MODELS:
         own = replace(model.hf_to_vllm_mapper, orig_to_new_regex={})
         assert own.map_name("model.vision_tower.embeddings.x") in (
             "vision_tower.embeddings.x",
@@ -118,6 +118,9 @@ def test_vllm_still_needs_siglip_names() -> None:
         )
         for name in names:
             assert model.hf_to_vllm_mapper.map_name(f"{name}embeddings.x") == "vision_tower.vision_model.embeddings.x"
+    assert "params_dict = dict(self.named_parameters())" in source(
+        "vllm.model_executor.models.pixtral:PixtralHFVisionModel.load_weights"
+    )
 
 
 def test_vllm_still_needs_punica_cpu() -> None:

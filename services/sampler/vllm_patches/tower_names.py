@@ -1,19 +1,25 @@
-"""Names of a SigLIP or CLIP tower as transformers 5 writes them.
+"""Names of towers' parameters.
 
-Replaces: `hf_to_vllm_mapper` of the classes in `MODELS`.
+Replaces: `hf_to_vllm_mapper` of the classes in `MODELS`, and adds `named_parameters` to `PixtralHFVisionModel`.
 Why: transformers 5 has taken the level `vision_model` out of SigLIP and CLIP and saves checkpoints without it; vLLM's
     towers have it and refuse them. Checkpoints of the hub have it too, and load as before.
+    Pixtral's tower looks for the parameters of a checkpoint among its own by name. Once LoRA is around its layers, as
+    it is in LLaVA's, they are called otherwise, and no later weights load. Others look layer by layer.
 Upstream: none known.
-Delete when: vLLM maps `vision_tower.embeddings` of each to a parameter that its model has.
+Delete when: vLLM maps `vision_tower.embeddings` of each to a parameter that its model has, and `PixtralHFVisionModel`
+    loads weights by `AutoWeightsLoader`.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
 from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
+from vllm.model_executor.models.pixtral import PixtralHFVisionModel
 from vllm.model_executor.models.utils import WeightsMapper
 
 MODELS: tuple[Any, ...] = (
@@ -29,8 +35,14 @@ _LEVEL = WeightsMapper(
 )
 
 
+def _named_parameters(self: Any, *arguments: Any, **how: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name, parameter in torch.nn.Module.named_parameters(self, *arguments, **how):
+        yield name.replace(".base_layer.", "."), parameter
+
+
 def apply() -> None:
-    """Adds the level where it is missing; twice is no error."""
+    """Adds the level where it is missing, and names Pixtral's parameters as without LoRA; twice is no error."""
+    PixtralHFVisionModel.named_parameters = _named_parameters
     for model in MODELS:
         if not _LEVEL.orig_to_new_regex.keys() <= model.hf_to_vllm_mapper.orig_to_new_regex.keys():
             model.hf_to_vllm_mapper = model.hf_to_vllm_mapper | _LEVEL
