@@ -70,8 +70,8 @@ class PromptMaker:
     def item(self, tensors: FeatureTensors) -> MultiModalKwargsItem:
         """One image by the fields of vLLM's own processor, which takes what it knows of the names."""
         features = BatchFeature({_RENAMED.get(name, name): self._tensor(array) for name, array in tensors.items()})
-        tiles = features["pixel_values"]
-        if tiles.ndim == 5:  # Idefics 3 has all tiles of an image under one more dimension, of one; vLLM has not.
+        mask = features.get("pixel_attention_mask")
+        if mask is not None and mask.ndim == 4:  # Idefics 3 has all tiles under one more dimension; vLLM has not.
             features.update({name: tensor.squeeze(0) for name, tensor in features.items() if tensor.ndim >= 4})
         # vLLM's processors tell the model what Hugging Face's do not, under either name.
         tile_count = torch.tensor([len(features["pixel_values"])])
