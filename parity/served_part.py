@@ -101,12 +101,14 @@ def _note_lesson(state: dict[str, Any], maker: Maker, figures: dict[str, float],
 
 
 def _refused_adapter(state: dict[str, Any]) -> str:
-    """What an adapter is refused with. Raises RuntimeError if it is not."""
+    """That an adapter is refused with the reason. Raises RuntimeError if it is not."""
     with _client(state) as service:
         try:
             service.create_lora_training_client(base_model=str(state["model_name"]), rank=_RANK).result(300)
         except tinker.TinkerError as error:
-            return f"adapters refused: {reason(error)}"
+            if "vLLM has no LoRA for this model; 0 trains all parameters" in str(error):
+                return "adapters are refused, vLLM has none for it"
+            raise
     raise RuntimeError("an adapter was made for a model that takes none")
 
 

@@ -17,24 +17,24 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from services.sampler.vllm_patches import (
+    kernels_cpu,
     lm_head_adapters,
     lora_slots,
+    parameter_names,
     prompt_scorer,
     punica_cpu,
     punica_gpu,
-    rms_norm_cpu,
     seeded_generators,
     temperature_logprobs,
     tied_head,
-    tower_names,
 )
 
 PATCHES = (
     lm_head_adapters,  # before_model
-    tower_names,  # before_model
+    parameter_names,  # before_model
     punica_cpu,  # before_model, on CPU
     punica_gpu,  # before_model, on GPU
-    rms_norm_cpu,  # before_model, on CPU
+    kernels_cpu,  # before_model, on CPU
     seeded_generators,  # after_model, on CPU
     temperature_logprobs,  # after_model
     prompt_scorer,  # after_model
@@ -46,10 +46,10 @@ PATCHES = (
 def before_model() -> None:
     """To be called in every process that loads a model, before it does; twice is no error."""
     lm_head_adapters.apply()
-    tower_names.apply()
+    parameter_names.apply()
     if current_platform.is_cpu():
         punica_cpu.apply()
-        rms_norm_cpu.apply()
+        kernels_cpu.apply()
     else:
         punica_gpu.apply()
 

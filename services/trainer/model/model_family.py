@@ -282,6 +282,7 @@ LANGUAGE_ROLES = {
     "qkv_proj": Role.ATTENTION,
     "o_proj": Role.ATTENTION,
     "out_proj": Role.ATTENTION,
+    "in_proj": Role.ATTENTION,  # of short convolutions, which stand in attention's place
     "gate_proj": Role.MLP,
     "up_proj": Role.MLP,
     "gate_up_proj": Role.MLP,

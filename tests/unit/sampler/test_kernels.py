@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from services.sampler.vllm_patches import rms_norm_cpu
+from services.sampler.vllm_patches import kernels_cpu
 from services.sampler.vllm_patches.punica_cpu import Run, _apply, _runs
 
 SLOTS, MOST, WIDE, OUT = 3, 8, 12, 10
@@ -39,22 +39,22 @@ def test_norms_are_those_of_vllm(shape: tuple[int, ...]) -> None:
     from vllm import ir
 
     torch.manual_seed(0)
-    rms_norm_cpu.apply()
-    rms_norm_cpu.apply()
+    kernels_cpu.apply()
+    kernels_cpu.apply()
     wide = torch.randn(*shape[:-1], 2 * shape[-1])
     x, weight = wide[..., : shape[-1]], torch.randn(shape[-1])
     native = ir.ops.rms_norm.impls["native"].impl_fn
-    torch.testing.assert_close(rms_norm_cpu._rms_norm(x, weight, 1e-6), native(x, weight, 1e-6))
+    torch.testing.assert_close(kernels_cpu._rms_norm(x, weight, 1e-6), native(x, weight, 1e-6))
     x, residual = x.contiguous(), torch.randn(shape)
     native = ir.ops.fused_add_rms_norm.impls["native"].impl_fn
     expected = native(x.clone(), residual.clone(), weight, 1e-6)
-    torch.testing.assert_close(rms_norm_cpu._fused_add_rms_norm(x, residual, weight, 1e-6), expected)
+    torch.testing.assert_close(kernels_cpu._fused_add_rms_norm(x, residual, weight, 1e-6), expected)
 
 
 def test_what_the_kernels_cannot_do_is_left_to_vllm() -> None:
     x = torch.randn(2, 24)
-    assert not rms_norm_cpu._takes(x, torch.ones(24), 1e-6), "not a multiple of 16"
-    assert not rms_norm_cpu._takes(x[:, :16], torch.ones(16, dtype=torch.float64), 1e-6)
-    assert not rms_norm_cpu._takes(x[:, :16], None, 1e-6)
-    assert rms_norm_cpu._takes(x[:, :16], torch.ones(16), 1e-6)
-    assert not rms_norm_cpu._takes_sum(x[:, :16], x[:, :16], torch.ones(16), 1e-6), "rows are not contiguous"
+    assert not kernels_cpu._takes(x, torch.ones(24), 1e-6), "not a multiple of 16"
+    assert not kernels_cpu._takes(x[:, :16], torch.ones(16, dtype=torch.float64), 1e-6)
+    assert not kernels_cpu._takes(x[:, :16], None, 1e-6)
+    assert kernels_cpu._takes(x[:, :16], torch.ones(16), 1e-6)
+    assert not kernels_cpu._takes_sum(x[:, :16], x[:, :16], torch.ones(16), 1e-6), "rows are not contiguous"

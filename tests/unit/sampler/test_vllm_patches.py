@@ -16,11 +16,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from vllm import _custom_ops as ops
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.lora.ops.torch_ops import bgmv_shrink
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -28,13 +30,16 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
+from vllm.model_executor.models.lfm2 import Lfm2ForCausalLM
+from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from fovea.runtime.hosts import interface_of
 from services.sampler import vllm_patches
-from services.sampler.vllm_patches import rms_norm_cpu, tied_head, tower_names
+from services.sampler.vllm_patches import kernels_cpu, parameter_names, tied_head
 
 WRITTEN_AGAINST = {
     "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper": "932915972fb830e2",
@@ -105,12 +110,12 @@ def test_vllm_still_needs_lm_head_adapters() -> None:
     unchanged("vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper")
 
 
-def test_vllm_still_needs_tower_names() -> None:
+def test_vllm_still_needs_parameter_names() -> None:
     for tower in ("siglip:SiglipVisionModel", "clip:CLIPVisionModel", "lfm2_siglip2:Siglip2Model"):
         assert "self.vision_model" in source(f"vllm.model_executor.models.{tower}.__init__")
-    tower_names.apply()
+    parameter_names.apply()
     names = ("vision_tower.", "model.vision_tower.", "vision_tower.vision_model.", "model.vision_tower.vision_model.")
-    for model in tower_names.MODELS:
+    for model in parameter_names.TOWERS:
         own = replace(model.hf_to_vllm_mapper, orig_to_new_regex={})
         assert own.map_name("model.vision_tower.embeddings.x") in (
             "vision_tower.embeddings.x",
@@ -121,6 +126,11 @@ def test_vllm_still_needs_tower_names() -> None:
     assert "params_dict = dict(self.named_parameters())" in source(
         "vllm.model_executor.models.pixtral:PixtralHFVisionModel.load_weights"
     )
+    lfm2 = Lfm2VLForConditionalGeneration.hf_to_vllm_mapper
+    assert not lfm2.orig_to_new_substr
+    name = lfm2.map_name("model.language_model.layers.0.conv.in_proj.lora_A.weight")
+    assert name == "language_model.model.layers.0.short_conv.in_proj.lora_A.weight"
+    assert Lfm2ForCausalLM.hf_to_vllm_mapper.map_name(name) == name
 
 
 def test_vllm_still_needs_punica_cpu() -> None:
@@ -138,13 +148,25 @@ def test_vllm_still_needs_punica_gpu() -> None:
     assert "lora" not in source("vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict")
 
 
-def test_vllm_still_needs_rms_norm_cpu() -> None:
+def test_vllm_still_needs_kernels_cpu() -> None:
     for operation in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
         others = {
-            name: known for name, known in operation.impls.items() if name not in ("native", rms_norm_cpu.PROVIDER)
+            name: known for name, known in operation.impls.items() if name not in ("native", kernels_cpu.PROVIDER)
         }
         assert not [name for name, known in others.items() if known.supported], "vLLM has kernels for CPU of its own"
     assert "get_default_ir_op_priority" not in source("vllm.platforms.cpu:CpuPlatform")
+    current_platform.import_kernels()
+    with set_current_vllm_config(VllmConfig()):
+        rotary = RotaryEmbedding(8, 8, 16, 1e4, True, torch.float32)
+    flat, heads, positions = torch.randn(3, 16), torch.randn(3, 8), torch.arange(3)
+    rotated = flat.clone()
+    ops.rotary_embedding(positions, rotated, heads.clone(), 8, rotary.cos_sin_cache, True)
+    wrong = flat.clone().view(3, 2, 8)
+    ops.rotary_embedding(positions, wrong, heads.clone().view(3, 1, 8), 8, rotary.cos_sin_cache, True)
+    assert not torch.allclose(wrong.view(3, 16), rotated), "vLLM's kernel knows heads from tokens now"
+    kernels_cpu.apply()
+    right, _ = rotary.forward_cpu(positions, flat.clone().view(3, 2, 8), heads.clone().view(3, 1, 8))
+    assert torch.allclose(right.view(3, 16), rotated)
 
 
 def test_vllm_still_needs_seeded_generators() -> None:

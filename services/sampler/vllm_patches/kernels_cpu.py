@@ -1,10 +1,13 @@
-"""RMS norms on CPU in one pass instead of seven.
+"""Kernels on CPU: RMS norms in one pass instead of seven, and rotary embeddings that know tokens from heads.
 
-Replaces: `vllm.platforms.cpu.CpuPlatform.get_default_ir_op_priority`; adds an implementation to `vllm.ir.ops.rms_norm`
-    and `vllm.ir.ops.fused_add_rms_norm`.
-Why: vLLM's CPU build contains the fused kernels but registers them for GPUs only, and takes the native formula.
+Replaces: `vllm.platforms.cpu.CpuPlatform.get_default_ir_op_priority`, and `RotaryEmbedding.forward_cpu`; adds an
+    implementation to `vllm.ir.ops.rms_norm` and `vllm.ir.ops.fused_add_rms_norm`.
+Why: vLLM's CPU build contains the fused norms but registers them for GPUs only, and takes the native formula.
+    Its rotary kernel takes the last but one dimension for tokens: of queries [T, heads, D], as LFM2 has them, it turns
+    the heads of the first ones by the angles of later tokens (0.4 nat). [T, heads * D] is right.
 Upstream: none filed; vllm-project/vllm pull request 33825 made these operations.
-Delete when: another implementation than "native" takes tensors on CPU, and the CPU platform prefers it.
+Delete when: another implementation than "native" takes norms on CPU and the CPU platform prefers it, and the rotary
+    kernel makes the same of both shapes.
 """
 
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 from vllm import ir
 from vllm.config.kernel import IrOpPriorityConfig
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
 PROVIDER = "fovea_cpu"
@@ -20,6 +24,7 @@ _LANES = 16  # vectors of vLLM's kernels; other widths are left to its own formu
 
 def apply() -> None:
     """Offers the kernels to vLLM's dispatch and has it prefer them; twice is no error."""
+    _flatten_heads()
     platform: Any = type(current_platform)
     platform.get_default_ir_op_priority = classmethod(lambda _, config: _priority())
     if PROVIDER in ir.ops.rms_norm.impls:
@@ -27,6 +32,20 @@ def apply() -> None:
     current_platform.import_kernels()
     ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_takes)(_rms_norm)
     ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_takes_sum, inplace=True)(_fused_add_rms_norm)
+
+
+def _flatten_heads() -> None:
+    rotate: Any = RotaryEmbedding.forward_cpu
+    if rotate.__module__ == __name__:
+        return
+
+    def forward_cpu(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        flat_query, flat_key = rotate(self, positions, query.flatten(1), key if key is None else key.flatten(1))
+        return flat_query.view(query.shape), key if key is None else flat_key.view(key.shape)
+
+    RotaryEmbedding.forward_cpu = forward_cpu
 
 
 def _priority() -> Any:
