@@ -13,8 +13,8 @@ MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *_TEXT_MODEL_TYPES}))
 """The values of `model_type` that a whole Fovea runs, if `check_supported` finds nothing else."""
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
-_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""What some families do to logits after the unembedding."""
+_LOGIT_CHANGES = ("logit_scale", "logits_scaling")
+"""What some families do to logits after the unembedding, besides capping them."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -80,8 +80,13 @@ def check_variant(config: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} with experts ({found}) is not supported, only dense models")
     if unknown := set(text.get("layer_types") or ()) - _LAYER_TYPES:
         raise ValueError(f"layer types {sorted(unknown)} of {name} are not supported, only {sorted(_LAYER_TYPES)}")
-    if text.get("use_bidirectional_attention"):
+    if text.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ValueError(f"use_bidirectional_attention of {name} is not supported, only causal attention")
+    if text.get("hidden_size_per_layer_input") and text.get("pad_token_id", 0) != 0:
+        raise ValueError(
+            f"pad_token_id of {name} is {text['pad_token_id']}, must be 0: where images stand, transformers looks it up"
+            " in the embeddings of the layers and vLLM 0"
+        )
     if changed := [entry for entry in _LOGIT_CHANGES if text.get(entry) not in (None, 1.0)]:
         raise ValueError(f"{changed[0]} of {name} is not supported: logits are products alone")
     if any(part.get("attention_dropout") for part in (text, config.get("vision_config") or {})):

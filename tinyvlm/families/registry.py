@@ -49,3 +49,7 @@ def _randomize(model: PreTrainedModel) -> None:
             is_table = parameter.dim() == 2 and "embed" in name and "proj" not in name
             fan_in = parameter.shape[-1] if is_table else parameter[0].numel()
             parameter.normal_(std=fan_in**-0.5)
+    # Buffers of a checkpoint, Gemma 4's: factors near 1, offsets, and bounds of +-inf that would bound nothing.
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():
+            buffer.clamp_(-2.0, 2.0).add_(torch.randn_like(buffer), alpha=0.1)

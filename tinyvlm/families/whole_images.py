@@ -91,7 +91,8 @@ def _gemma4(ids: TokenIds, text: dict[str, Any], vision: dict[str, Any]) -> Gemm
     shared = {
         "head_dim": HEAD_DIM,
         "global_head_dim": 2 * HEAD_DIM,  # 256 and 512 published
-        "sliding_window": 32,
+        "sliding_window": 96,  # 512 and 1024 published: an image of 70 or 280 tokens fits
+        "pad_token_id": 0,  # published; transformers looks it up where images stand
         "final_logit_softcapping": 30.0,
         "rope_parameters": both,
         "tie_word_embeddings": True,

@@ -4,8 +4,9 @@ What comes in on the GPU goes into vLLM's slots without a detour over the host; 
 engine's back, where there is room for many.
 """
 
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,15 +112,31 @@ class AdapterBank:
         peft = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": []})
         peft.validate_legal(self._manager.lora_config)
         mapper = getattr(model, "hf_to_vllm_mapper", None)
+        tensors = {name: piece.of(flat) for name, piece in _cut(manifest)}
         return LoRAModel.from_lora_tensors(
             lora_model_id=1,
-            tensors={name: piece.of(flat) for name, piece in _cut(manifest)},
+            tensors=tensors | _of_values(tensors, model.config.get_text_config()),
             peft_helper=peft,
             device=str(flat.device),
             model_vocab_size=self._manager.vocab_size,
             weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
             skip_prefixes=getattr(model, "lora_skip_prefixes", None),
         )
+
+
+def _of_values(tensors: Mapping[str, torch.Tensor], text: Any) -> dict[str, torch.Tensor]:
+    """An adapter's part of keys once more as that of values, in layers whose keys are their values (Gemma 4 31B).
+
+    vLLM multiplies by such a layer's weight twice, and would adapt it once.
+    """
+    if not getattr(text, "attention_k_eq_v", False):
+        return {}
+    found = {}
+    for name, tensor in tensors.items():
+        layer = re.search(r"\.layers\.(\d+)\.self_attn\.k_proj\.", name)
+        if layer is not None and text.layer_types[int(layer[1])] == "full_attention":
+            found[name.replace(".k_proj.", ".v_proj.")] = tensor
+    return found
 
 
 def _cut(manifest: weights_pb2.SnapshotManifest) -> Iterator[tuple[str, Piece]]:

@@ -178,6 +178,7 @@ def launch(settings: SamplerSettings, capacity: AdapterCapacity) -> "AsyncLLM":
     for architecture in read_config(settings.model).get("architectures", []):
         register_eagerly(architecture)
     config = AsyncEngineArgs(**arguments).create_engine_config()
+    vllm_patches.image_attention_cpu.configure(config)
     # vLLM's CPU platform insists on spawn while it makes the config: a process that imports everything again.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return AsyncLLM.from_vllm_config(config)

@@ -17,6 +17,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from services.sampler.vllm_patches import (
+    image_attention_cpu,
     kernels_cpu,
     lm_head_adapters,
     lora_slots,
@@ -32,6 +33,7 @@ from services.sampler.vllm_patches import (
 PATCHES = (
     lm_head_adapters,  # before_model
     parameter_names,  # before_model
+    image_attention_cpu,  # before_model, on CPU; by vllm_launch and after_model too
     punica_cpu,  # before_model, on CPU
     punica_gpu,  # before_model, on GPU
     kernels_cpu,  # before_model, on CPU
@@ -50,6 +52,7 @@ def before_model() -> None:
     if current_platform.is_cpu():
         punica_cpu.apply()
         kernels_cpu.apply()
+        image_attention_cpu.apply()
     else:
         punica_gpu.apply()
 
@@ -57,6 +60,7 @@ def before_model() -> None:
 def after_model(runner: Any) -> None:
     """To be called once in every worker, with vLLM's model runner, when its model is loaded."""
     if runner.device.type == "cpu":
+        image_attention_cpu.check(runner)
         seeded_generators.apply(runner)
     temperature_logprobs.apply(runner)
     prompt_scorer.apply(runner)

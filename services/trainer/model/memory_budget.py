@@ -127,10 +127,18 @@ def least_bytes(config: PretrainedConfig, dtype: torch.dtype, logit_chunk_bytes:
 def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """What a layer keeps of one token for its backward pass, over all layers; a quarter more than was measured."""
     text = config.get_text_config()
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = text.num_attention_heads + text.num_key_value_heads
-    width = 8 * text.hidden_size + 3 * text.intermediate_size + 4 * head_size * heads
-    return int(text.num_hidden_layers * width * dtype.itemsize)
+    return dtype.itemsize * sum(_kept_width(text, index) for index in range(text.num_hidden_layers))
+
+
+def _kept_width(text: PretrainedConfig, index: int) -> int:
+    """Elements that one layer keeps of one token."""
+    layer = text.per_layer_config[index]  # in Gemma 4 sizes of heads differ
+    head_size = getattr(layer, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = text.num_attention_heads + layer.num_key_value_heads
+    first_wide = text.num_hidden_layers - getattr(text, "num_kv_shared_layers", 0)
+    is_wide = getattr(text, "use_double_wide_mlp", False) and index >= first_wide
+    inner_size = text.intermediate_size * (2 if is_wide else 1) + 2 * getattr(text, "hidden_size_per_layer_input", 0)
+    return int(8 * text.hidden_size + 3 * inner_size + 4 * head_size * heads)
 
 
 def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -22,7 +22,6 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
 )
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
@@ -31,7 +30,7 @@ from services.trainer.batches.micro_batch import Documents
 from services.trainer.batches.vision_cache import VisionOutput
 from services.trainer.model.fused_layers import fuse_language, fuse_qwen_vl
 from services.trainer.model.lora_linear import embedding
-from services.trainer.model.packed_attention import PACKED_ATTENTION
+from services.trainer.model.packed_attention import PACKED_ATTENTION, Packing
 
 
 class Role(StrEnum):
@@ -175,6 +174,7 @@ class Family:
     def run_language(
         self,
         model: Any,
+        tokens_T: Tensor,
         embeddings_TD: Tensor,
         positions: Tensor,
         documents: Documents,
@@ -184,19 +184,28 @@ class Family:
         """Final hidden states [T, D], after the last norm, of documents each of which sees itself alone.
 
         Args:
+            tokens_T: For families that look up more of a token than its embedding.
             positions: int64 [3, T] for families with multimodal RoPE, else [1, T].
             vision: For families that feed vision into the layers; its embeddings are in `embeddings_TD` already.
             image_index_M: Packed positions of the placeholder tokens.
         """
         more: dict[str, Any] = {}
+        text, decoder, count = model.config.get_text_config(), model.get_decoder(), len(tokens_T)
+        layer_types = getattr(text, "layer_types", None) or ()
         if vision is not None and vision.deepstack and image_index_M is not None:
             more = {"visual_pos_masks": image_index_M, "deepstack_visual_embeds": list(vision.deepstack)}
-        if self.sees_images_whole and image_index_M is not None:
-            more["blocks_T"] = _runs(image_index_M, len(embeddings_TD))
-        if "conv" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        if "sliding_attention" in layer_types:
+            only_windows = getattr(text, "use_bidirectional_attention", None) == "vision"
+            whole = image_index_M is not None and (self.sees_images_whole or only_windows)
+            blocks_T = _runs(image_index_M, count) if image_index_M is not None and whole else None
+            more["packing"] = Packing(documents.bounds, count, blocks_T, only_windows)
+        if getattr(text, "hidden_size_per_layer_input", 0):
+            ids_T = tokens_T if image_index_M is None else tokens_T.index_fill(0, image_index_M, text.pad_token_id)
+            more["per_layer_inputs"] = decoder.get_per_layer_inputs(ids_T.unsqueeze(0), None)
+        if "conv" in layer_types:
             places_T = torch.arange(len(embeddings_TD), device=embeddings_TD.device)
             more["seq_idx"] = torch.searchsorted(documents.bounds[1:], places_T, right=True).unsqueeze(0)
-        output = model.get_decoder()(
+        output = decoder(
             inputs_embeds=embeddings_TD.unsqueeze(0),
             position_ids=positions.unsqueeze(1) if len(positions) > 1 else positions,
             use_cache=False,
@@ -224,19 +233,6 @@ def _pack_attention(model: Any) -> None:
         is_tower = isinstance(part, PreTrainedModel) and decoder not in part.modules()
         if is_tower and any("cu_seqlens" in signature(module.forward).parameters for module in part.modules()):
             part.config._attn_implementation = PACKED_ATTENTION
-
-
-def file_names(model: PreTrainedModel) -> dict[str, str]:
-    """What the parameters of a model are called in the files that it was loaded from, by their names in the model.
-
-    transformers moves parts of some models; vLLM, like whoever loads an exported model, knows the files' names. Raises
-    ValueError for a model of whose parameters some lie there in another shape.
-    """
-    alone = {name: torch.empty(0) for name, _ in model.named_parameters()}
-    names = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(alone)).items()}
-    if changed := [name for name, tensor in alone.items() if id(tensor) not in names]:
-        raise ValueError(f"{changed[0]} of {model.config.model_type} has another shape in checkpoints: not supported")
-    return {name: names[id(tensor)] for name, tensor in alone.items()}
 
 
 def _name_of(model: PreTrainedModel, part: nn.Module) -> str:
@@ -312,8 +308,8 @@ FAMILIES = {
         Family("idefics3"),
         Family("smolvlm"),
         Family("lfm2_vl"),
-        # Refused by `check_variant` for now: what their layers or logits do is not done packed.
         Family("gemma4"),
+        # Refused by `check_variant` for now: what its layers do is not done packed.
         Family("qwen3_5"),
         Family("qwen3", fuse_language),
         Family("qwen2", fuse_language),

@@ -1,4 +1,8 @@
-"""Attention over packed sequences: tokens see only their own document or image, and there is never a mask of T x T.
+"""Attention over packed sequences: tokens see only their own document or image.
+
+Which kernel computes it (`kernel_for`): on a CPU, and in float32 on a GPU, torch's attention once for each length of
+documents; on a GPU in 16 bits variable-length flash attention, and flex attention for what that cannot do: images whose
+tokens see each other both ways, capped scores, sinks, heads of more than 256 channels. Windows are in all three.
 
 Shapes: T tokens of all documents, H heads, D head size, N documents of one length L.
 
@@ -9,13 +13,15 @@ vision towers then hand over the packed tensors whole with `cu_seq_lens_q`, inst
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
 
 from dataclasses import dataclass
-from functools import lru_cache
+from enum import StrEnum
+from functools import cache, cached_property, lru_cache
 from inspect import signature
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -36,18 +42,104 @@ HARMLESS = {
 _GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
+_MOST_FLASH_CHANNELS = 256
+"""Of a head: flash attention has no kernel for more."""
+
+
+class Kernel(StrEnum):
+    """What computes attention."""
+
+    GROUPED = "grouped"
+    VARLEN = "varlen"
+    FLEX = "flex"
+
+
+class Packing:
+    """The documents of one micro-batch and its images that see themselves whole; masks are made once, for all layers.
+
+    Args:
+        bounds: int32 [documents + 1].
+        token_count: T.
+        blocks_T: int64, the block of each token, whose members see also those after them; -1 for a token of none. None
+            if there are no blocks.
+        only_windows: Whether they do so only in layers with a window (Gemma 4).
+    """
+
+    def __init__(
+        self, bounds: Tensor, token_count: int, blocks_T: Tensor | None = None, only_windows: bool = False
+    ) -> None:
+        self.bounds = bounds
+        self.token_count = token_count
+        self.blocks_T = blocks_T
+        self._only_windows = only_windows
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._block_masks: dict[tuple[bool, int | None], BlockMask] = {}
+
+    @cached_property
+    def grouping(self) -> "Grouping":
+        """The documents by length. Has the host wait for the GPU."""
+        return group_by_length(tuple(self.bounds.tolist()))
+
+    def has_blocks(self, window: int | None) -> bool:
+        """Whether blocks count in layers of this window."""
+        return self.blocks_T is not None and not (self._only_windows and window is None)
+
+    def mask(self, group: "LengthGroup", window: int | None) -> Tensor | None:
+        """bool [N, 1, L, L] or [L, L], what causal documents of one length see; None for all that is causal."""
+        key = (group.length, window)
+        if key not in self._masks:
+            self._masks[key] = self._mask(group, window)
+        return self._masks[key]
+
+    def _mask(self, group: "LengthGroup", window: int | None) -> Tensor | None:
+        length = group.length
+        is_cut = window is not None and length > window
+        blocks_NL = None
+        if self.blocks_T is not None and self.has_blocks(window):
+            found_NL = _take(self.blocks_T[None, None, :, None], group)[:, 0, :, 0]
+            blocks_NL = found_NL if bool((found_NL >= 0).any()) else None
+        if blocks_NL is None and not is_cut:
+            return None
+        seen = torch.ones(length, length, dtype=torch.bool, device=self.bounds.device).tril()
+        if blocks_NL is not None:
+            is_same_NLL = (blocks_NL[:, :, None] == blocks_NL[:, None, :]) & (blocks_NL[:, :, None] >= 0)
+            seen = (seen | is_same_NLL)[:, None]
+        return seen if window is None else seen.triu(1 - window)
+
+    def block_mask(self, causal: bool, window: int | None) -> BlockMask:
+        """The same of all documents, for flex attention."""
+        key = (causal, window)
+        if key not in self._block_masks:
+            self._block_masks[key] = self._block_mask(causal, window)
+        return self._block_masks[key]
+
+    def _block_mask(self, causal: bool, window: int | None) -> BlockMask:
+        blocks_T, count = self.blocks_T if self.has_blocks(window) else None, self.token_count
+        documents_T = torch.searchsorted(self.bounds[1:], torch.arange(count, device=self.bounds.device), right=True)
+
+        def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            seen = (query >= key) if causal else (query == query)
+            if blocks_T is not None:
+                seen = seen | ((blocks_T[query] == blocks_T[key]) & (blocks_T[query] >= 0))
+            if window is not None:
+                seen = seen & (query - key < window)
+            return seen & (documents_T[query] == documents_T[key])
+
+        # Compiled it never holds T x T.
+        is_cuda = self.bounds.is_cuda
+        return create_block_mask(sees, None, None, count, count, device=self.bounds.device, _compile=is_cuda)
+
+
 @dataclass(frozen=True)
 class Scores:
     """How the scores of a layer come to be, besides q k'.
 
     Args:
         scaling: Their factor; None for 1 / sqrt(D).
-        causal: Whether tokens see only themselves and those before them.
-        window: The most tokens that a token sees, itself included; None for all of its document.
+        causal: Whether tokens see only themselves and those before them, but for blocks.
+        window: The most tokens back that a token sees, itself included; None for all of its document.
         softcap: c of c tanh(score / c); None for no cap.
         sinks_H: A further score for each head that takes weight and gives no value; None for none.
-        blocks_T: int64, the block of each token; within the window, its members see also those after them. -1 for a
-            token of none; None if there are no blocks.
     """
 
     scaling: float | None
@@ -55,7 +147,6 @@ class Scores:
     window: int | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
-    blocks_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +208,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    blocks_T: Tensor | None = None,
+    packing: Packing | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface.
@@ -131,7 +222,7 @@ def packed_attention(
         sliding_window: As `Scores.window`; of causal attention only.
         softcap: As `Scores.softcap`.
         s_aux: [H], as `Scores.sinks_H`.
-        blocks_T: As `Scores.blocks_T`.
+        packing: Of the same bounds; needed where images see themselves whole, and to make masks once for all layers.
 
     Returns:
         [1, T, H, D]. Raises ValueError without bounds, since attention over everything would leak between documents,
@@ -146,23 +237,36 @@ def packed_attention(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if sliding_window is not None and not causal:
         raise ValueError(f"packed attention knows causal windows only, {type(module).__name__} has another")
-    scores = Scores(scaling, causal, sliding_window, softcap, s_aux, blocks_T)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and blocks_T is None:
-        return _varlen(query, key, value, scores, cu_seq_lens_q, max_length_q), None
-    return _grouped(query, key, value, scores, tuple(cu_seq_lens_q.tolist())), None
+    scores = Scores(scaling, causal, sliding_window, softcap, s_aux)
+    packing = packing or Packing(cu_seq_lens_q, query.shape[2])
+    match kernel_for(query, scores, packing):
+        case Kernel.VARLEN:
+            return _varlen(query, key, value, scores, cu_seq_lens_q, max_length_q), None
+        case Kernel.FLEX:
+            return flex(query, key, value, scores, packing), None
+        case _:
+            return _grouped(query, key, value, scores, packing), None
 
 
-def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: tuple[int, ...]) -> Tensor:
+def kernel_for(query: Tensor, scores: Scores, packing: Packing) -> Kernel:
+    """What computes a layer's attention; see above."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return Kernel.GROUPED
+    is_plain = scores.softcap is None and scores.sinks_H is None and not packing.has_blocks(scores.window)
+    return Kernel.VARLEN if is_plain and query.shape[-1] <= _MOST_FLASH_CHANNELS else Kernel.FLEX
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing: Packing) -> Tensor:
     """One batched call a length: exact, and without padding."""
     if query.shape[1] != key.shape[1]:
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    grouping = group_by_length(bounds)
+    grouping = packing.grouping
     outputs = []
     for group in grouping.groups:
         q_NHLD, k_NHLD, v_NHLD = (_take(tensor, group) for tensor in (query, key, value))
-        blocks_NL = None if scores.blocks_T is None else _take(scores.blocks_T[None, None, :, None], group)[:, 0, :, 0]
-        out_NHLD = _attend(q_NHLD, k_NHLD, v_NHLD, scores, blocks_NL)
+        mask = packing.mask(group, scores.window) if scores.causal else None
+        out_NHLD = _attend(q_NHLD, k_NHLD, v_NHLD, scores, mask)
         outputs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
     out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if grouping.restore is not None:
@@ -170,26 +274,22 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: 
     return out_THD.unsqueeze(0)
 
 
-def _attend(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, scores: Scores, blocks_NL: Tensor | None) -> Tensor:
-    """[N, H, L, D] of documents of one length, each by itself."""
-    length = q_NHLD.shape[2]
-    is_cut = scores.window is not None and length > scores.window
-    has_blocks = blocks_NL is not None and bool((blocks_NL >= 0).any())
-    if scores.softcap is None and scores.sinks_H is None and not is_cut and not has_blocks:
-        return nn.functional.scaled_dot_product_attention(
-            q_NHLD, k_NHLD, v_NHLD, is_causal=scores.causal, scale=scores.scaling
-        )
-    seen = torch.ones(length, length, dtype=torch.bool, device=q_NHLD.device)
-    if scores.causal:
-        seen = seen.tril()
-    if blocks_NL is not None and has_blocks:
-        is_same_NLL = (blocks_NL[:, :, None] == blocks_NL[:, None, :]) & (blocks_NL[:, :, None] >= 0)
-        seen = (seen | is_same_NLL)[:, None]
-    if is_cut and scores.window is not None:
-        seen = seen.triu(1 - scores.window)
+def _attend(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, scores: Scores, mask: Tensor | None) -> Tensor:
+    """[N, H, L, D] of documents of one length, each by itself.
+
+    Args:
+        mask: As `Packing.mask`.
+    """
     if scores.softcap is None and scores.sinks_H is None:
-        return nn.functional.scaled_dot_product_attention(q_NHLD, k_NHLD, v_NHLD, seen, scale=scores.scaling)
-    return _attend_by_steps(q_NHLD, k_NHLD, v_NHLD, seen, scores)
+        is_causal = scores.causal and mask is None
+        return nn.functional.scaled_dot_product_attention(
+            q_NHLD, k_NHLD, v_NHLD, mask, is_causal=is_causal, scale=scores.scaling
+        )
+    if mask is None:
+        length = q_NHLD.shape[2]
+        mask = torch.ones(length, length, dtype=torch.bool, device=q_NHLD.device)
+        mask = mask.tril() if scores.causal else mask
+    return _attend_by_steps(q_NHLD, k_NHLD, v_NHLD, mask, scores)
 
 
 def _attend_by_steps(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, seen: Tensor, scores: Scores) -> Tensor:
@@ -221,8 +321,6 @@ def _take(packed_1HTD: Tensor, group: LengthGroup) -> Tensor:
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: Tensor, longest: int) -> Tensor:
     """torch's variable-length flash attention."""
-    if scores.softcap is not None or scores.sinks_H is not None:
-        raise ValueError("capped scores and attention sinks have no kernel on a GPU in 16 bits: use --dtype float32")
     q_THD, k_THD, v_THD = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
     # How many tokens are seen on either side; -1 for all.
     window = (-1 if scores.window is None else scores.window - 1, 0) if scores.causal else (-1, -1)
@@ -231,6 +329,38 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: T
     )
     assert isinstance(out_THD, Tensor)
     return out_THD.unsqueeze(0)
+
+
+@cache
+def _compiled_flex() -> Any:  # not before a GPU asks: the compiler takes a second to import
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing: Packing) -> Tensor:
+    """torch's flex attention, [1, T, H, D]: one kernel for all documents, compiled on a GPU."""
+    softcap, sinks_H = scores.softcap, scores.sinks_H
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    attend = _compiled_flex() if query.is_cuda else flex_attention
+    out_1HTD, found = attend(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else capped,
+        block_mask=packing.block_mask(scores.causal, scores.window),
+        scale=scores.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if sinks_H is not None:
+        # A sink is one more term of the sum that the weights are divided by.
+        share_1HT1 = torch.sigmoid(found.lse - sinks_H.float()[:, None]).unsqueeze(-1)
+        out_1HTD = out_1HTD * share_1HT1.to(out_1HTD.dtype)
+    out_1THD: Tensor = out_1HTD.transpose(1, 2)
+    return out_1THD
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

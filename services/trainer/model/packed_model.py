@@ -6,14 +6,15 @@ Shapes: T packed tokens, K targets a position, D hidden size, M placeholder toke
 # ruff: noqa: N806 -- the suffix of a tensor's name is its shape
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from fovea import vision
 from fovea.runtime.model_files import read_added_tokens
@@ -21,7 +22,7 @@ from fovea.vision.vision_family import VisionFamily
 from services.trainer.batches.micro_batch import Batch, TowerInput
 from services.trainer.batches.vision_cache import VisionOutput, split_output
 from services.trainer.model.lora_linear import LoraPair
-from services.trainer.model.model_family import Family, PatchNormalizer, family_of, file_names
+from services.trainer.model.model_family import Family, PatchNormalizer, family_of
 from services.trainer.model.target_logprobs import target_logprobs
 from services.trainer.settings import TrainerSettings
 
@@ -80,7 +81,10 @@ class PackedModel(nn.Module):
             block.gradient_checkpointing = len(batch.tokens_T) > recompute_above  # type: ignore[assignment]
         hidden_TD = self._hidden(batch, cached)
         head = self.hf.get_output_embeddings().weight
-        return target_logprobs(hidden_TD, head, unembedding, batch.targets_TK, self._chunk_positions, self._head_dtype)
+        softcap = getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None)
+        return target_logprobs(
+            hidden_TD, head, unembedding, batch.targets_TK, self._chunk_positions, self._head_dtype, softcap
+        )
 
     def _hidden(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> Tensor:
         embeddings_TD = self.family.embed(self.hf, batch.tokens_T)
@@ -92,7 +96,9 @@ class PackedModel(nn.Module):
         elif vision is not None:
             embeddings_TD = embeddings_TD + vision.anchored()
             vision = None
-        return self.family.run_language(self.hf, embeddings_TD, batch.positions, batch.documents, vision, index_M)
+        return self.family.run_language(
+            self.hf, batch.tokens_T, embeddings_TD, batch.positions, batch.documents, vision, index_M
+        )
 
     def _vision(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> VisionOutput | None:
         """The output for all images of the micro-batch, or for a filler."""
@@ -122,6 +128,27 @@ class PackedModel(nn.Module):
             assert self._normalizer is not None
             found["pixel_values"] = self._normalizer(patches_PW, self.hf.dtype)
         return found
+
+
+def file_names(model: PreTrainedModel) -> dict[str, str]:
+    """What parameters and constants are called in the files that a model was loaded from, by their names in the model.
+
+    transformers moves parts of some models; vLLM, like whoever loads an exported model, knows the files' names. Raises
+    ValueError for a model of whose parameters some lie there in another shape.
+    """
+    alone = {name: torch.empty(0) for name, _ in (*model.named_parameters(), *constants(model))}
+    names = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(alone)).items()}
+    if changed := [name for name, tensor in alone.items() if id(tensor) not in names]:
+        raise ValueError(f"{changed[0]} of {model.config.model_type} has another shape in checkpoints: not supported")
+    return {name: names[id(tensor)] for name, tensor in alone.items()}
+
+
+def constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that lie in a checkpoint: weights that nobody trains, such as Gemma 4's factor of a layer."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def load_model(

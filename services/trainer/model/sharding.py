@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from services.trainer.model.packed_model import HF_PREFIX, PackedModel
+from services.trainer.model.packed_model import HF_PREFIX, PackedModel, constants
 
 
 class ShardedModel:
@@ -26,8 +26,6 @@ class ShardedModel:
     """
 
     def __init__(self, module: PackedModel, mesh: DeviceMesh, keep_gathered: bool) -> None:
-        if names := [name for name, _ in _persistent_buffers(module)]:
-            raise ValueError(f"persistent buffers are not supported: {names}")
         module.requires_grad_(False)
         for block in module.family.blocks(module.hf):
             fully_shard(block, mesh=mesh, reshard_after_forward=not keep_gathered)
@@ -98,11 +96,14 @@ class ShardedModel:
             part.reshard()
         _train(self.module, trainable)
 
-    def named_shards(self) -> Iterator[tuple[str, DTensor]]:
-        """Parameters by their names in the checkpoint's files, in the model's own order; tied ones once."""
+    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """What the checkpoint's files hold, by their names there: parameters, tied ones once, then constants.
+
+        Parameters are sharded (DTensor), in the model's own order; every rank has constants whole.
+        """
         self.release()
-        for name, parameter in self.module.named_parameters():
-            yield self.module.file_names[name.removeprefix(HF_PREFIX)], cast(DTensor, parameter)
+        for name, tensor in (*self.module.named_parameters(), *constants(self.module)):
+            yield self.module.file_names[name.removeprefix(HF_PREFIX)], tensor
 
 
 def _train(module: Any, trainable: bool) -> None:
@@ -111,14 +112,14 @@ def _train(module: Any, trainable: bool) -> None:
         parameter.grad_dtype = torch.float32 if trainable else parameter.dtype
 
 
-def local_of(shard: DTensor) -> Tensor:
-    """This rank's part, sharing memory with the parameter."""
-    return shard.to_local().detach()
+def local_of(shard: Tensor) -> Tensor:
+    """This rank's part, sharing memory with the parameter; of a constant, all of it."""
+    return shard.to_local().detach() if isinstance(shard, DTensor) else shard.detach()
 
 
-def full_of(local: Tensor, like: DTensor) -> Tensor:
+def full_of(local: Tensor, like: Tensor) -> Tensor:
     """The whole tensor of which every rank holds a part laid out as `like`. Collective."""
-    if like.device_mesh.size() == 1:
+    if not isinstance(like, DTensor) or like.device_mesh.size() == 1:
         return local.to(like.device)
     shard = DTensor.from_local(
         local.to(like.device),
@@ -129,11 +130,6 @@ def full_of(local: Tensor, like: DTensor) -> Tensor:
         stride=like.stride(),
     )
     return shard.full_tensor()
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    state = module.state_dict(keep_vars=True)
-    return ((name, buffer) for name, buffer in module.named_buffers() if name in state)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

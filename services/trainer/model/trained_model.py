@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fovea.wire.errors import FailedPrecondition, FoveaError
 from services.trainer.model.lora import UNEMBEDDING, LoraInjector, LoraSettings, LoraWeights
@@ -201,9 +201,9 @@ class FullModel(TrainedModel):
     """All parameters of the base. Each rank optimizes its shards; the base's own shards are kept to come back to.
 
     What is optimized is `masters`, float32; the shards that the model computes with follow them, in the model's type.
-    A model in float32 has one set for both. With one rank, linear modules add their gradients to those of the masters
-    where they make them; all others come through FSDP, which copies them three times. Either way they are float32 from
-    where a micro-batch's gradient of a parameter is made.
+    A model in float32 has one set for both. Constants have none: they stay as they are. With one rank, linear modules
+    add their gradients to those of the masters where they make them; all others come through FSDP, which copies them
+    three times. Either way they are float32 from where a micro-batch's gradient of a parameter is made.
     """
 
     trains_vision = True
@@ -215,7 +215,8 @@ class FullModel(TrainedModel):
         self._injector = injector
         self.shards = dict(sharded.named_shards())
         self.locals = {name: local_of(shard) for name, shard in self.shards.items()}
-        self.masters = {name: local.to(torch.float32) for name, local in self.locals.items()}
+        trained = [name for name, shard in self.shards.items() if isinstance(shard, nn.Parameter)]
+        self.masters = {name: self.locals[name].to(torch.float32) for name in trained}
         self._summed: dict[str, Tensor] = {}
         self.unembedding = None
         if sharded.mesh.size() == 1:
@@ -225,7 +226,7 @@ class FullModel(TrainedModel):
             self.unembedding = next(self.masters[name] for name, shard in self.shards.items() if shard is output)
         self.base = {name: local.to("cpu", copy=True) for name, local in self.locals.items()}
         self.optimizer = AdamW(list(self.masters.values()))
-        self.trainable_parameter_count = sum(shard.numel() for shard in self.shards.values())
+        self.trainable_parameter_count = sum(self.shards[name].numel() for name in trained)
 
     @staticmethod
     def size_bytes(sharded: ShardedModel) -> int:
@@ -244,7 +245,7 @@ class FullModel(TrainedModel):
     @property
     def pending_bytes(self) -> int:
         summed = {id(master) for master in self._summed.values()}
-        passing = [local for name, local in self.locals.items() if id(self.masters[name]) not in summed]
+        passing = [self.locals[name] for name, master in self.masters.items() if id(master) not in summed]
         missing = [master for master in self.masters.values() if master.grad is None]
         return sum(tensor.numel() * torch.float32.itemsize for tensor in (*missing, *passing))
 
@@ -283,11 +284,11 @@ class FullModel(TrainedModel):
         return squares
 
     def _clear_gradients(self) -> None:
-        for name, shard in self.shards.items():
-            shard.grad = self.masters[name].grad = None
+        for name, master in self.masters.items():
+            self.shards[name].grad = master.grad = None
 
     def weights_changed(self) -> None:
-        torch._foreach_copy_(list(self.locals.values()), list(self.masters.values()))
+        torch._foreach_copy_([self.locals[name] for name in self.masters], list(self.masters.values()))
         self._sharded.release()
 
     def restore_base(self) -> None:

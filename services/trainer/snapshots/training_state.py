@@ -9,7 +9,7 @@ import io
 import json
 import logging
 import pickle
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from safetensors.torch import save as save_safetensors
@@ -186,11 +186,11 @@ def _full_state(model: FullModel, fresh: bool = False) -> dict[str, Any]:
             data, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
-    names = list(model.shards)
-    state: dict[str, Any] = {"weights": {name: sharded(model.masters[name], model.shards[name]) for name in names}}
+    like = {name: cast(DTensor, model.shards[name]) for name in model.masters}
+    state: dict[str, Any] = {"weights": {name: sharded(model.masters[name], like[name]) for name in like}}
     for key in MOMENTS:
         moments = [values[key] for values in model.optimizer.moments()]
-        state[key] = {name: sharded(moment, model.shards[name]) for name, moment in zip(names, moments, strict=True)}
+        state[key] = {name: sharded(moment, like[name]) for name, moment in zip(like, moments, strict=True)}
     return state
 
 

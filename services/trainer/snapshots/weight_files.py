@@ -26,7 +26,7 @@ SHARD_BYTES = 4 * 2**30
 INDEX = "model.safetensors.index.json"
 
 
-def gathered(locals_: Mapping[str, Tensor], like: Mapping[str, DTensor]) -> Iterator[Tensor]:
+def gathered(locals_: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """Whole tensors in order, each on the device for as long as it is looked at. Collective."""
     for name, local in locals_.items():
         yield full_of(local, like[name])
@@ -70,7 +70,7 @@ def _write_rest(folder: Folder, model_dir: Path, files: dict[str, str]) -> None:
             folder.write(path.name, path.read_bytes())
 
 
-def read_shards(folder: Folder, like: Mapping[str, DTensor]) -> dict[str, Tensor]:
+def read_shards(folder: Folder, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's shards of a checkpoint that `write_checkpoint` wrote, on the host; reads only what it needs.
 
     Raises NotFound if there is none, InvalidInput for one of another shape.
@@ -96,10 +96,13 @@ def _is_local(folder: Folder) -> bool:
     return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
 
-def _slice(source: object, like: DTensor, name: str) -> Tensor:
+def _slice(source: object, like: Tensor, name: str) -> Tensor:
     shape = tuple(source.get_shape())  # type: ignore[attr-defined]
     if shape != tuple(like.shape):
         raise InvalidInput(f"{name} has shape {list(shape)}, the model needs {list(like.shape)}", field="uri")
+    if not isinstance(like, DTensor):
+        whole: Tensor = source[...]  # type: ignore[index]
+        return whole.to(like.dtype)
     sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     ranges = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
     part: Tensor = source[ranges]  # type: ignore[index]

@@ -48,6 +48,8 @@ WRITTEN_AGAINST = {
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": "fa48015699b08b1c",
     "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "8aac6e6c6c9fc452",
     "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_logits": "09ad711cba536905",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build": "38db4d83ca9a5cd4",
+    "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": "d78ca68bb42e6278",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": "141d17cea9b15596",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": "a7d9800e11e0c9b7",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states": "8bbaa064e94ac8b5",
@@ -108,6 +110,13 @@ def test_vllm_still_needs_lm_head_adapters() -> None:
     parts = Idefics3ForConditionalGeneration.get_mm_mapping(torch.nn.Module())
     assert not [part for part in parts.language_model if "lm_head".startswith(part)]
     unchanged("vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper")
+
+
+def test_vllm_still_needs_image_attention_cpu() -> None:
+    unchanged("vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build")
+    assert "mm_req_doc_ranges" not in file_of("vllm.v1.attention.backends.cpu_attn").read_text()
+    assert "disable_chunked_mm_input" not in file_of("vllm.platforms.cpu").read_text()
+    unchanged("vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs")
 
 
 def test_vllm_still_needs_parameter_names() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.trainer.model.packed_attention import group_by_length, packed_attention
+from services.trainer.model.packed_attention import Packing, Scores, flex, group_by_length, packed_attention
 
 CASES = [[5], [3, 3, 3], [1, 4, 2], [4, 2, 4, 2, 4], [7, 1, 1, 7, 3], [2, 5, 2]]
 
@@ -103,10 +103,46 @@ def test_tokens_of_a_block_see_those_after_them(window: int | None) -> None:
         allowed &= places[:, None] - places[None, :] < window
     expected = nn.functional.scaled_dot_product_attention(q, k, v, allowed).transpose(1, 2)
     limits = torch.tensor(bounds, dtype=torch.int32)
-    found, _ = packed_attention(
-        nn.Module(), q, k, v, cu_seq_lens_q=limits, max_length_q=6, sliding_window=window, blocks_T=blocks
+    packing = Packing(limits, 18, blocks)
+    for _ in range(2):  # the second time with masks that are made already
+        found, _ = packed_attention(
+            nn.Module(), q, k, v, cu_seq_lens_q=limits, max_length_q=6, sliding_window=window, packing=packing
+        )
+        torch.testing.assert_close(found, expected)
+
+
+def test_blocks_may_count_in_windows_alone() -> None:
+    q, k, v = (torch.randn(1, 2, 6, 8, dtype=torch.float64) for _ in range(3))
+    limits, blocks = torch.tensor([0, 6], dtype=torch.int32), torch.tensor([-1, 0, 0, 0, -1, -1])
+    everywhere, windowed = Packing(limits, 6, blocks), Packing(limits, 6, blocks, only_windows=True)
+
+    def run(packing: Packing | None, window: int | None) -> torch.Tensor:
+        given = {"cu_seq_lens_q": limits, "max_length_q": 6, "sliding_window": window, "packing": packing}
+        return packed_attention(nn.Module(), q, k, v, **given)[0]
+
+    torch.testing.assert_close(run(windowed, 4), run(everywhere, 4))
+    torch.testing.assert_close(run(windowed, None), run(None, None))
+    assert (run(everywhere, None) - run(None, None)).abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", ["plain", "not causal", "window", "blocks", "blocks in a window", "softcap", "sinks"])
+def test_flex_attention_is_the_same(kind: str) -> None:
+    """What GPUs take where flash attention cannot do it. On a CPU it has no backward pass."""
+    torch.manual_seed(0)
+    lengths = [4, 2, 4, 7]
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    q, k, v = (torch.randn(1, heads, 17, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    blocks = torch.tensor([-1, 0, 0, 0, -1, -1, 1, 1, -1, -1, 2, 2, 2, 2, 2, -1, -1]) if "blocks" in kind else None
+    packing = Packing(bounds, 17, blocks)
+    window = 3 if "window" in kind else None
+    softcap = 0.5 if kind == "softcap" else None
+    sinks = torch.randn(4, dtype=torch.float64) if kind == "sinks" else None
+    scores = Scores(0.3, kind != "not causal", window, softcap, sinks)
+    expected, _ = packed_attention(
+        nn.Module(), q, k, v, None, 0.3, bounds, 7, scores.causal, 0.0, window, softcap, sinks, packing
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(flex(q, k, v, scores, packing), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

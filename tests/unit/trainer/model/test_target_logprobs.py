@@ -18,10 +18,14 @@ def _inputs(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     }
 
 
-def _reference(inputs: dict[str, torch.Tensor], targets: torch.Tensor, lora: bool) -> torch.Tensor:
+def _reference(
+    inputs: dict[str, torch.Tensor], targets: torch.Tensor, lora: bool, softcap: float | None = None
+) -> torch.Tensor:
     logits = inputs["hidden"] @ inputs["weight"].T
     if lora:
         logits = logits + SCALE * inputs["hidden"] @ inputs["a"].T @ inputs["b"].T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     return logits.log_softmax(-1).gather(1, targets)
 
 
@@ -40,14 +44,15 @@ def _targets() -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk", [1, 3, T, 100])
 @pytest.mark.parametrize("lora", [False, True])
-def test_values_and_gradients(chunk: int, lora: bool) -> None:
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_values_and_gradients(chunk: int, lora: bool, softcap: float | None) -> None:
     targets = _targets()
     exact = {name: tensor.requires_grad_() for name, tensor in _inputs(torch.float64).items()}
-    expected = _reference(exact, targets, lora)
+    expected = _reference(exact, targets, lora, softcap)
     (expected * exact["direction"].detach()).sum().backward()
     given = {name: tensor.requires_grad_() for name, tensor in _inputs().items()}
     pair = _pair(given) if lora else None
-    found = target_logprobs(given["hidden"], given["weight"], pair, targets, chunk)
+    found = target_logprobs(given["hidden"], given["weight"], pair, targets, chunk, softcap=softcap)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     (found * given["direction"].detach()).sum().backward()
     for name in ("hidden", "weight", *(("a", "b") if lora else ())):

@@ -1,7 +1,7 @@
 """The size of a micro-batch."""
 
 import torch
-from transformers import Qwen3Config, Qwen3VLConfig
+from transformers import Gemma4TextConfig, Qwen3Config, Qwen3VLConfig
 
 from services.trainer.model.memory_budget import (
     MOST_PATCHES,
@@ -29,6 +29,15 @@ GIB = 2**30
 def test_activations_are_those_measured_and_a_quarter_more() -> None:
     measured_bytes = 32.3 * GIB / 8192  # Qwen3-VL-4B's sizes, rank 32, one H200
     assert 1.1 < activation_bytes(CONFIG, torch.bfloat16) / measured_bytes < 1.4
+
+
+def test_layers_of_other_sizes_are_counted_one_by_one() -> None:
+    sizes = {**TEXT, "num_hidden_layers": 3, "layer_types": [*2 * ["sliding_attention"], "full_attention"]}
+    more = {"num_kv_shared_layers": 1, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 256}
+    found = activation_bytes(Gemma4TextConfig(**sizes, global_head_dim=256, **more), torch.bfloat16)
+    inner, heads = 3 * (9728 + 512), 4 * 40
+    layers = [inner + heads * 128, inner + heads * 128, inner + 3 * 9728 + heads * 256]
+    assert found == 2 * (3 * 8 * 2560 + sum(layers))
 
 
 def test_what_is_kept_for_computing_holds_the_smallest_micro_batches() -> None:

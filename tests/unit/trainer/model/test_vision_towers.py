@@ -3,6 +3,7 @@
 Images are random numbers shaped as the family's processor shapes them, of several sizes where the family takes such.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma4Config,
     Idefics3Config,
     InternVLConfig,
     Lfm2VlConfig,
@@ -41,7 +43,7 @@ from services.trainer.batches.micro_batch import BatchLayout, wanted_images
 from services.trainer.batches.vision_cache import VisionOutput
 from services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
 from services.trainer.model.model_family import family_of
-from services.trainer.model.packed_model import PackedModel
+from services.trainer.model.packed_model import PackedModel, constants
 from tests.vision_families import small_qwen3_vl
 
 CPU = torch.device("cpu")
@@ -119,6 +121,39 @@ def _padded_patches(generator: np.random.Generator, size: int) -> Image:
     return Image(tensors, [False, *[True] * (1 + size), False])
 
 
+def _placed_patches(generator: np.random.Generator, size: int) -> Image:
+    """Two or four embeddings of 3 x 3 patches each, padded to 36 patches."""
+    width, height = 3 * (1 + size), 6
+    places = np.full((1, 36, 2), -1, np.int64)
+    places[0, : width * height] = np.stack(np.meshgrid(range(width), range(height)), axis=-1).reshape(-1, 2)
+    tensors: FeatureTensors = {"pixel_values": _pixels(generator, 1, 36, 3 * 4 * 4), "image_position_ids": places}
+    return Image(tensors, [False, *[True] * 2 * (1 + size), False])
+
+
+def _gemma4(text: dict[str, Any], vision: dict[str, Any]) -> PretrainedConfig:
+    sizes = {"head_dim": 16, "global_head_dim": 24, "sliding_window": 6, "final_logit_softcapping": 5.0}
+    tower = {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 3}
+    return Gemma4Config(
+        text_config={**TEXT, **sizes, "vocab_size_per_layer_input": VOCABULARY, **text},
+        vision_config={**TOWER, **tower, "position_embedding_size": 16, **vision},
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=92,
+        audio_token_id=93,
+    )
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_E2B: dict[str, Any] = {
+    **{"num_hidden_layers": 4, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL], "num_kv_shared_layers": 2},
+    **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "num_key_value_heads": 1},
+}
+_31B: dict[str, Any] = {
+    **{"num_hidden_layers": 3, "layer_types": [_SLIDING, _SLIDING, _FULL], "num_global_key_value_heads": 1},
+    **{"attention_k_eq_v": True, "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0},
+}
+
+
 def _idefics(kind: type[PretrainedConfig]) -> PretrainedConfig:
     tower = {**TOWER, "image_size": 28, "patch_size": 7}
     return kind(text_config=LlamaConfig(**TEXT), vision_config=tower, image_token_id=IMAGE, scale_factor=2, **TIED)
@@ -187,6 +222,8 @@ FAMILIES: dict[str, tuple[Callable[[], PretrainedConfig], Callable[[np.random.Ge
         ),
         _tiles,
     ),
+    "gemma4 e2b": (lambda: _gemma4(_E2B, {"use_clipped_linears": True}), _placed_patches),
+    "gemma4 31b": (lambda: _gemma4(_31B, {"standardize": True}), _placed_patches),
     "lfm2_vl": (
         lambda: Lfm2VlConfig(
             text_config={
@@ -214,12 +251,14 @@ def _checkpoint(name: str) -> Path:
         for parameter in model.parameters():
             scale = parameter[0].numel() ** -0.5 if parameter.dim() >= 2 else 0.1
             parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+        for _, buffer in constants(model):
+            buffer.clamp_(-2, 2).add_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.save_pretrained(directory)
     return directory
 
 
 def _packed(name: str) -> PackedModel:
-    family = family_of(name)
+    family = family_of(name.partition(" ")[0])
     module = PackedModel(family, None, family.load(_checkpoint(name), torch.float32), None, 64, torch.float32)
     LoraInjector(family.lora_targets(module.hf))
     return module.requires_grad_(False)
@@ -277,7 +316,7 @@ def _run_reference(model: Any, name: str, datums: list[Datum]) -> Tensor:
         given = {}
         for key in images[0] if images else ():
             given[key] = torch.from_numpy(_side_by_side(name, [image[key] for image in images]))
-        if "image_grid_thw" in given:
+        if "image_grid_thw" in given or "gemma4" in name:
             given["mm_token_type_ids"] = (ids == IMAGE).int()
         if name == "gemma3":
             given["token_type_ids"] = (ids == IMAGE).int()
@@ -338,12 +377,28 @@ def test_gradients_of_all_parameters(name: str) -> None:
     assert moved > 10
 
 
+def test_layers_that_share_keys_and_values_are_computed_again() -> None:
+    """With no activations kept: later layers read what earlier ones left, in the second pass too."""
+    module, (datums, tensors) = _packed("gemma4 e2b"), _documents("gemma4 e2b")
+    module.requires_grad_(True)
+    batch = BatchLayout(None, CPU).pack(datums, tensors, True, None)
+    found = []
+    for recompute_above in (math.inf, 0):
+        logprobs = module(batch, None, None, recompute_above)[:, 0]
+        torch.autograd.backward((logprobs * _direction(len(logprobs))).sum())
+        found.append({key: parameter.grad for key, parameter in module.named_parameters()})
+        module.zero_grad()
+    for key, gradient in found[0].items():
+        torch.testing.assert_close(found[1][key], gradient, msg=key)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_adapters_of_the_language_model(name: str) -> None:
     module, (datums, _) = _packed(name), _documents(name)
     targets = list(module.family.lora_targets(module.hf))
     language = [target for target in targets if not target.vision]
-    linears = {"gemma3": 6 * 7, "lfm2_vl": 3 * 3 + 4 + 2}.get(name, 2 * 7)
+    odd = {"gemma3": 6 * 7, "gemma4 e2b": 2 * 7 + 2 * 5, "gemma4 31b": 2 * 7 + 6, "lfm2_vl": 3 * 3 + 4 + 2}
+    linears = odd.get(name, 2 * 7)
     assert len(language) == linears + 1
     injector = LoraInjector(targets)
     weights = LoraWeights(LoraSettings(4, 8.0, 0, True, True, True, False), targets, CPU, torch.float32)
