@@ -182,7 +182,7 @@ class Gateway:
         """Health is SERVING once every service has answered; it is not taken back when one of them restarts."""
         said: list[str] = []
         while not self._stopping.is_set():
-            missing = await self.parts.health.missing()
+            missing = self.parts.health.missing()
             if not missing:
                 await self.grpc.set_serving(True)
                 return

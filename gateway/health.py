@@ -10,7 +10,8 @@ from pathlib import Path
 from prometheus_client import Gauge
 
 from fovea.api.v1 import gateway_pb2
-from fovea.wire.errors import FoveaError
+from fovea.api.v1.renderer_pb2 import GetRendererInfoResponse
+from fovea.api.v1.sampler_pb2 import GetSamplerInfoResponse
 from gateway import gateway_metrics as metrics
 from gateway.futures.future import Pending
 from gateway.futures.futures import Futures
@@ -57,15 +58,17 @@ class Health:
             max_lora_rank=self._trainer.info.max_lora_rank if self._trainer.info is not None else 0,
         )
 
-    async def missing(self) -> list[str]:
-        """Which services do not answer."""
-        up = {"the trainer": self._trainer.up, "a sampler": bool(self._samplers.up)}
-        missing = [name for name, is_up in up.items() if not is_up]
-        try:
-            await self._renderers.info()
-        except FoveaError:
-            missing.append("a renderer")
-        return missing
+    def missing(self) -> list[str]:
+        """Which services do not answer, or have other files of the model than the trainer."""
+        up = {
+            "the trainer": self._trainer.up,
+            "a sampler": any(self._is_of_trainer(sampler.info) for sampler in self._samplers.up),
+            "a renderer": any(self._is_of_trainer(renderer.info) for renderer in self._renderers.up),
+        }
+        return [name for name, is_up in up.items() if not is_up]
+
+    def _is_of_trainer(self, info: GetSamplerInfoResponse | GetRendererInfoResponse | None) -> bool:
+        return info is not None and not self._trainer.find_unlike(info.model_files)
 
     async def set_gauges(self) -> None:
         """Sets the gauges. Raises OSError if the state folder cannot be looked at."""

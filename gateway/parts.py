@@ -73,9 +73,9 @@ class Parts:
         renderers = choose(kind, "renderer", settings.renderer, namespace)
         samplers = choose(kind, "sampler", settings.sampler, namespace)
         self.trainer = TrainerLink(settings.trainer, settings.trainer_wait_s)
-        self.renderers = Renderers(renderers, settings.renderer_concurrency, settings.retry_deadline_s)
+        self.renderers = Renderers(renderers, settings.renderer_concurrency, settings.retry_deadline_s, self.trainer)
         self.snapshots = Snapshots(self.database, self.trainer, settings.push_timeout_s)
-        self.samplers = Samplers(samplers, settings.sampler_concurrency, self.snapshots)
+        self.samplers = Samplers(samplers, settings.sampler_concurrency, self.snapshots, self.trainer)
         self.versions = Versions()
 
     def _build_training(self, settings: GatewaySettings) -> None:

@@ -1,5 +1,6 @@
 """What the files of a base model say that several services must read alike. Needs neither torch nor transformers."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *_TEXT_MODEL_TYPES}))
 _LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling")
 """What some families do to logits after the unembedding, besides capping them."""
+_UNLIKE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+"""Entries of config.json that say how a checkpoint was written, not what it computes."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -124,6 +127,21 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     if kind == "yarn":
         return max(int(length), int((rope.get("original_max_position_embeddings") or length) * factor))
     return int(length * (factor if kind == "linear" else 1))
+
+
+def fingerprints(directory: Path) -> dict[str, str]:
+    """SHA-256, hexadecimal, of what all services must read alike of a checkpoint, by the name of it."""
+    config = read_json(directory / "config.json")
+    found = {"config.json": _digest({key: value for key, value in config.items() if key not in _UNLIKE})}
+    if (tokenizer := directory / "tokenizer.json").is_file():
+        found[tokenizer.name] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    if vision.choose(config):
+        found["image processor"] = _digest(read_image_processor(directory))
+    return found
+
+
+def _digest(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def read_added_tokens(directory: Path) -> dict[str, int]:

@@ -14,6 +14,7 @@ from fovea.wire.errors import ContextOverflow, InvalidInput, ResourceExhausted, 
 from gateway import gateway_metrics as metrics
 from gateway.discovery.discovery import Discovery
 from gateway.replicas.replicas import Replica, ReplicaLeft, Replicas
+from gateway.replicas.trainer_link import TrainerLink
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,9 @@ def least_token_count(model_input: model_input_pb2.ModelInput) -> int:
 class Renderer(Replica):
     """One renderer as the gateway knows it."""
 
-    def __init__(self, address: str, concurrency: int, on_change: Callable[[], None]) -> None:
+    def __init__(self, address: str, concurrency: int, on_change: Callable[[], None], trainer: TrainerLink) -> None:
         super().__init__("renderer", address, concurrency, on_change)
+        self._trainer = trainer
         self._client = RendererClient(address)
         self.info: renderer_pb2.GetRendererInfoResponse | None = None
 
@@ -47,8 +49,10 @@ class Renderer(Replica):
         return self._client
 
     async def ask(self) -> None:
-        """Asks what it serves."""
-        self.info = await self.client.info(timeout_s=5.0)
+        """Asks what it serves. Raises FailedPrecondition if it is not what the trainer trains."""
+        info = await self.client.info(timeout_s=5.0)
+        self._trainer.check_files(f"the renderer at {self.address}", info.model_files)
+        self.info = info
 
 
 class Renderers(Replicas[Renderer]):
@@ -58,10 +62,13 @@ class Renderers(Replicas[Renderer]):
         discovery: Where they are.
         concurrency: Calls inside one renderer at once; the rest wait here.
         retry_deadline_s: How long a render waits for any renderer to answer.
+        trainer: Whose model files they must have.
     """
 
-    def __init__(self, discovery: Discovery, concurrency: int, retry_deadline_s: float) -> None:
-        super().__init__("renderer", discovery, lambda address, on_change: Renderer(address, concurrency, on_change))
+    def __init__(self, discovery: Discovery, concurrency: int, retry_deadline_s: float, trainer: TrainerLink) -> None:
+        super().__init__(
+            "renderer", discovery, lambda address, on_change: Renderer(address, concurrency, on_change, trainer)
+        )
         self._retry_deadline_s = retry_deadline_s
         self._info: renderer_pb2.GetRendererInfoResponse | None = None
 

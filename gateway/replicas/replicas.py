@@ -75,7 +75,7 @@ class Peer(ABC):
     def mark_down(self, reason: str) -> None:
         """Notes that calls fail; it is asked again soon."""
         if not self._is_reported_down:
-            logger.warning("%s %s does not answer: %s", self.service, self.address, reason)
+            logger.warning("%s %s is not used: %s", self.service, self.address, reason)
         self._is_reported_down = True
         self.answers = self.up = False
         self._on_change()

@@ -13,6 +13,7 @@ from fovea.client import SamplerClient
 from fovea.wire.errors import FoveaError, Unavailable
 from gateway.discovery.discovery import Discovery
 from gateway.replicas.replicas import Replica, ReplicaLeft, Replicas
+from gateway.replicas.trainer_link import TrainerLink
 from gateway.replicas.weights_lock import WeightsLock
 
 logger = logging.getLogger(__name__)
@@ -55,10 +56,11 @@ class Sampler(Replica):
         on_change: Callable[[], None],
         weights: Weights,
         peers: Callable[[], list["Sampler"]],
+        trainer: TrainerLink,
     ) -> None:
         super().__init__("sampler", address, concurrency, on_change)
         self._client = SamplerClient(address)
-        self._weights, self._peers = weights, peers
+        self._weights, self._peers, self._trainer = weights, peers, trainer
         self._behind_since: float | None = None
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         self.adapters: set[str] = set()
@@ -74,8 +76,12 @@ class Sampler(Replica):
         return self.info.instance_id if self.info is not None else ""
 
     async def ask(self) -> None:
-        """Asks what it holds; a new engine has to be prepared anew."""
+        """Asks what it holds; a new engine has to be prepared anew.
+
+        Raises FailedPrecondition if it has another model than the trainer.
+        """
         info = await self.client.info(timeout_s=5.0)
+        self._trainer.check_files(f"the sampler at {self.address}", info.model_files)
         is_new = info.instance_id != self.instance_id
         self.info = info
         if is_new:
@@ -171,13 +177,14 @@ class Samplers(Replicas[Sampler]):
         discovery: Where they are.
         concurrency: Requests inside one sampler at once.
         weights: Brings weights to them.
+        trainer: Whose model files they must have.
     """
 
-    def __init__(self, discovery: Discovery, concurrency: int, weights: Weights) -> None:
+    def __init__(self, discovery: Discovery, concurrency: int, weights: Weights, trainer: TrainerLink) -> None:
         super().__init__(
             "sampler",
             discovery,
-            lambda address, on_change: Sampler(address, concurrency, on_change, weights, lambda: self.up),
+            lambda address, on_change: Sampler(address, concurrency, on_change, weights, lambda: self.up, trainer),
         )
         self._weights = weights
         self._affinity = Affinity()

@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
 from fovea.api.v1 import trainer_pb2
 from fovea.client import TrainerClient
-from fovea.wire.errors import BrokenOff, Unavailable
+from fovea.wire.errors import BrokenOff, FailedPrecondition, Unavailable
 from gateway.replicas.replicas import Peer
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,21 @@ class TrainerLink(Peer):
         if self.info is not None and info.instance_id != self.info.instance_id:
             logger.warning("trainer %s restarted: models of instance %s are lost", self.address, self.info.instance_id)
         self.info = info
+
+    def check_files(self, who: str, files: Mapping[str, str]) -> None:
+        """Raises FailedPrecondition, naming it, for a file of the model that another service reads differently."""
+        if unlike := self.find_unlike(files):
+            raise FailedPrecondition(
+                f"{who} has another {unlike} than the trainer at {self.address}: give all services the same model"
+            )
+
+    def find_unlike(self, files: Mapping[str, str]) -> str:
+        """Which of the model's files, as the info of another service tells them, is not the trainer's; or nothing.
+
+        Until the trainer was seen, all are alike.
+        """
+        own = self.info.model_files if self.info is not None else {}
+        return next((name for name in own if name in files and files[name] != own[name]), "")
 
     async def require(self, patience_s: float = 0.0) -> trainer_pb2.GetTrainerInfoResponse:
         """What the trainer serves, once it is up. Raises Unavailable after a short wait, or after `patience_s`."""

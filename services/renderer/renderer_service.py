@@ -11,6 +11,7 @@ import grpc
 
 import fovea
 from fovea.api.v1 import renderer_pb2, renderer_pb2_grpc
+from fovea.runtime.model_files import fingerprints
 from fovea.runtime.server import ServiceServer
 from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import Unavailable
@@ -51,6 +52,7 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
             processor_fingerprint=images.fingerprint if images else "",
             vocabulary_size=model.vocabulary_size,
             max_context_length=model.max_context_length,
+            model_files=model.files,
             reserved_token_ids=sorted(images.family.reserved_ids) if images else (),
             version=fovea.__version__,
         )
@@ -101,6 +103,7 @@ async def open_renderer(settings: RendererSettings, address: str) -> AsyncIterat
                 vocabulary_size=checkpoint.vocabulary_size,
                 max_context_length=settings.max_context_length or checkpoint.max_position_count,
                 image_support=image_support,
+                files=fingerprints(checkpoint.directory),
             )
             yield Renderer(model, features, images, fetcher, settings.advertise or address)
     finally:

@@ -5,8 +5,8 @@ Cheap checks come first, for all chunks: ids, headers, counts, length. Pixels ar
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -55,6 +55,8 @@ class ServedModel:
     vocabulary_size: int
     max_context_length: int
     image_support: ImageSupport | None
+    files: Mapping[str, str] = field(default_factory=dict)
+    """See `model_files.fingerprints`."""
 
 
 @dataclass(frozen=True)

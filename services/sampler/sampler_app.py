@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fovea import vision
 from fovea.api.v1 import model_input_pb2, sampler_pb2, sampler_pb2_grpc
 from fovea.runtime.gpu_memory import show_gpu_memory
-from fovea.runtime.model_files import read_added_tokens
+from fovea.runtime.model_files import fingerprints, read_added_tokens
 from fovea.runtime.server import ServiceServer
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire.conventions import SAMPLER_SERVICE
@@ -90,6 +90,7 @@ def _facts(settings: SamplerSettings, engine: Engine, capacity: AdapterCapacity)
         limits=engine.limits,
         max_batched_adapters=capacity.batched,
         adapter_memory_bytes=capacity.held_bytes,
+        model_files=fingerprints(checkpoint_directory(settings.model)),
     )
 
 

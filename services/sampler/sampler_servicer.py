@@ -1,8 +1,8 @@
 """`fovea.api.v1.SamplerService`: each method decodes, makes one call, and encodes."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 import grpc
@@ -39,6 +39,7 @@ class EngineInfo:
     limits: Limits
     max_batched_adapters: int
     adapter_memory_bytes: int
+    model_files: Mapping[str, str] = field(default_factory=dict)
 
 
 class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
@@ -82,6 +83,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             version=_version(),
             max_batched_adapters=facts.max_batched_adapters,
             adapter_memory_bytes=facts.adapter_memory_bytes,
+            model_files=facts.model_files,
         )
 
     async def Sample(  # noqa: N802

@@ -66,6 +66,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             dtype=dtype_name(engine.dtype),
             version=fovea.__version__,
             supports_vision_lora=bool(engine.family.tower_roles),
+            model_files=engine.model_files,
         )
 
     async def CreateModel(

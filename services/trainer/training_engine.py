@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from fovea.runtime.model_files import context_length
+from fovea.runtime.model_files import context_length, fingerprints
 from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
 from services.trainer import command_queue
 from services.trainer.batches.datum_decoding import Datum, DatumLimits
@@ -67,6 +67,7 @@ class TrainingEngine:
         self.adapters = SnapshotStore(settings.snapshot_memory_mib * MIB)
         self.full = SnapshotStore(settings.snapshot_memory_mib * MIB)
         self._load(model_dir)
+        self.model_files = fingerprints(model_dir)
         self._roots = CheckpointRoots(settings.checkpoints)
         self._states = StateStore(control, settings.model)
         self._snapshots = SnapshotTaker(

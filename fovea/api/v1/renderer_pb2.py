@@ -26,29 +26,33 @@ from fovea.api.v1 import model_input_pb2 as fovea_dot_api_dot_v1_dot_model__inpu
 from fovea.api.v1 import tensor_pb2 as fovea_dot_api_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x66ovea/api/v1/renderer.proto\x12\x0c\x66ovea.api.v1\x1a\x1e\x66ovea/api/v1/model_input.proto\x1a\x19\x66ovea/api/v1/tensor.proto\"\x18\n\x16GetRendererInfoRequest\"\xd2\x01\n\x17GetRendererInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x17\n\x0fsupports_images\x18\x03 \x01(\x08\x12\x1d\n\x15processor_fingerprint\x18\x04 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x05\x12\x1a\n\x12max_context_length\x18\x06 \x01(\x05\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x1a\n\x12reserved_token_ids\x18\x08 \x03(\x05\"8\n\rRenderRequest\x12\'\n\x05input\x18\x01 \x01(\x0b\x32\x18.fovea.api.v1.ModelInput\"?\n\x0eRenderResponse\x12-\n\x08rendered\x18\x01 \x01(\x0b\x32\x1b.fovea.api.v1.RenderedInput\"/\n\x0fPutImageRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"&\n\x10PutImageResponse\x12\x12\n\nsize_bytes\x18\x01 \x01(\x03\"\'\n\x14\x46\x65tchFeaturesRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"\x83\x01\n\x15\x46\x65tchFeaturesResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12$\n\x06header\x18\x03 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x18\n\x10\x66\x65\x61ture_complete\x18\x05 \x01(\x08\x32\xdf\x02\n\x0fRendererService\x12^\n\x0fGetRendererInfo\x12$.fovea.api.v1.GetRendererInfoRequest\x1a%.fovea.api.v1.GetRendererInfoResponse\x12\x43\n\x06Render\x12\x1b.fovea.api.v1.RenderRequest\x1a\x1c.fovea.api.v1.RenderResponse\x12K\n\x08PutImage\x12\x1d.fovea.api.v1.PutImageRequest\x1a\x1e.fovea.api.v1.PutImageResponse(\x01\x12Z\n\rFetchFeatures\x12\".fovea.api.v1.FetchFeaturesRequest\x1a#.fovea.api.v1.FetchFeaturesResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x66ovea/api/v1/renderer.proto\x12\x0c\x66ovea.api.v1\x1a\x1e\x66ovea/api/v1/model_input.proto\x1a\x19\x66ovea/api/v1/tensor.proto\"\x18\n\x16GetRendererInfoRequest\"\xd1\x02\n\x17GetRendererInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x17\n\x0fsupports_images\x18\x03 \x01(\x08\x12\x1d\n\x15processor_fingerprint\x18\x04 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x05\x12\x1a\n\x12max_context_length\x18\x06 \x01(\x05\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x1a\n\x12reserved_token_ids\x18\x08 \x03(\x05\x12J\n\x0bmodel_files\x18\t \x03(\x0b\x32\x35.fovea.api.v1.GetRendererInfoResponse.ModelFilesEntry\x1a\x31\n\x0fModelFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"8\n\rRenderRequest\x12\'\n\x05input\x18\x01 \x01(\x0b\x32\x18.fovea.api.v1.ModelInput\"?\n\x0eRenderResponse\x12-\n\x08rendered\x18\x01 \x01(\x0b\x32\x1b.fovea.api.v1.RenderedInput\"/\n\x0fPutImageRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"&\n\x10PutImageResponse\x12\x12\n\nsize_bytes\x18\x01 \x01(\x03\"\'\n\x14\x46\x65tchFeaturesRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"\x83\x01\n\x15\x46\x65tchFeaturesResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12$\n\x06header\x18\x03 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x18\n\x10\x66\x65\x61ture_complete\x18\x05 \x01(\x08\x32\xdf\x02\n\x0fRendererService\x12^\n\x0fGetRendererInfo\x12$.fovea.api.v1.GetRendererInfoRequest\x1a%.fovea.api.v1.GetRendererInfoResponse\x12\x43\n\x06Render\x12\x1b.fovea.api.v1.RenderRequest\x1a\x1c.fovea.api.v1.RenderResponse\x12K\n\x08PutImage\x12\x1d.fovea.api.v1.PutImageRequest\x1a\x1e.fovea.api.v1.PutImageResponse(\x01\x12Z\n\rFetchFeatures\x12\".fovea.api.v1.FetchFeaturesRequest\x1a#.fovea.api.v1.FetchFeaturesResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fovea.api.v1.renderer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_GETRENDERERINFORESPONSE_MODELFILESENTRY']._loaded_options = None
+  _globals['_GETRENDERERINFORESPONSE_MODELFILESENTRY']._serialized_options = b'8\001'
   _globals['_GETRENDERERINFOREQUEST']._serialized_start=104
   _globals['_GETRENDERERINFOREQUEST']._serialized_end=128
   _globals['_GETRENDERERINFORESPONSE']._serialized_start=131
-  _globals['_GETRENDERERINFORESPONSE']._serialized_end=341
-  _globals['_RENDERREQUEST']._serialized_start=343
-  _globals['_RENDERREQUEST']._serialized_end=399
-  _globals['_RENDERRESPONSE']._serialized_start=401
-  _globals['_RENDERRESPONSE']._serialized_end=464
-  _globals['_PUTIMAGEREQUEST']._serialized_start=466
-  _globals['_PUTIMAGEREQUEST']._serialized_end=513
-  _globals['_PUTIMAGERESPONSE']._serialized_start=515
-  _globals['_PUTIMAGERESPONSE']._serialized_end=553
-  _globals['_FETCHFEATURESREQUEST']._serialized_start=555
-  _globals['_FETCHFEATURESREQUEST']._serialized_end=594
-  _globals['_FETCHFEATURESRESPONSE']._serialized_start=597
-  _globals['_FETCHFEATURESRESPONSE']._serialized_end=728
-  _globals['_RENDERERSERVICE']._serialized_start=731
-  _globals['_RENDERERSERVICE']._serialized_end=1082
+  _globals['_GETRENDERERINFORESPONSE']._serialized_end=468
+  _globals['_GETRENDERERINFORESPONSE_MODELFILESENTRY']._serialized_start=419
+  _globals['_GETRENDERERINFORESPONSE_MODELFILESENTRY']._serialized_end=468
+  _globals['_RENDERREQUEST']._serialized_start=470
+  _globals['_RENDERREQUEST']._serialized_end=526
+  _globals['_RENDERRESPONSE']._serialized_start=528
+  _globals['_RENDERRESPONSE']._serialized_end=591
+  _globals['_PUTIMAGEREQUEST']._serialized_start=593
+  _globals['_PUTIMAGEREQUEST']._serialized_end=640
+  _globals['_PUTIMAGERESPONSE']._serialized_start=642
+  _globals['_PUTIMAGERESPONSE']._serialized_end=680
+  _globals['_FETCHFEATURESREQUEST']._serialized_start=682
+  _globals['_FETCHFEATURESREQUEST']._serialized_end=721
+  _globals['_FETCHFEATURESRESPONSE']._serialized_start=724
+  _globals['_FETCHFEATURESRESPONSE']._serialized_end=855
+  _globals['_RENDERERSERVICE']._serialized_start=858
+  _globals['_RENDERERSERVICE']._serialized_end=1209
 # @@protoc_insertion_point(module_scope)

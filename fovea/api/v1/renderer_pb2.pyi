@@ -13,7 +13,14 @@ class GetRendererInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetRendererInfoResponse(_message.Message):
-    __slots__ = ("model", "family", "supports_images", "processor_fingerprint", "vocabulary_size", "max_context_length", "version", "reserved_token_ids")
+    __slots__ = ("model", "family", "supports_images", "processor_fingerprint", "vocabulary_size", "max_context_length", "version", "reserved_token_ids", "model_files")
+    class ModelFilesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_IMAGES_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +29,7 @@ class GetRendererInfoResponse(_message.Message):
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RESERVED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FILES_FIELD_NUMBER: _ClassVar[int]
     model: str
     family: str
     supports_images: bool
@@ -30,7 +38,8 @@ class GetRendererInfoResponse(_message.Message):
     max_context_length: int
     version: str
     reserved_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., supports_images: bool = ..., processor_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_length: _Optional[int] = ..., version: _Optional[str] = ..., reserved_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    model_files: _containers.ScalarMap[str, str]
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., supports_images: bool = ..., processor_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_length: _Optional[int] = ..., version: _Optional[str] = ..., reserved_token_ids: _Optional[_Iterable[int]] = ..., model_files: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RenderRequest(_message.Message):
     __slots__ = ("input",)

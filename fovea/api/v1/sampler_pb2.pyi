@@ -24,7 +24,14 @@ class GetSamplerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetSamplerInfoResponse(_message.Message):
-    __slots__ = ("model", "instance_id", "max_context_length", "max_sample_count", "max_top_logprobs", "max_lora_rank", "resident_snapshot_id", "adapter_snapshot_ids", "transfer_backend", "transfer_worker_count", "dtype", "version", "max_batched_adapters", "adapter_memory_bytes")
+    __slots__ = ("model", "instance_id", "max_context_length", "max_sample_count", "max_top_logprobs", "max_lora_rank", "resident_snapshot_id", "adapter_snapshot_ids", "transfer_backend", "transfer_worker_count", "dtype", "version", "max_batched_adapters", "adapter_memory_bytes", "model_files")
+    class ModelFilesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +46,7 @@ class GetSamplerInfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCHED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FILES_FIELD_NUMBER: _ClassVar[int]
     model: str
     instance_id: str
     max_context_length: int
@@ -53,7 +61,8 @@ class GetSamplerInfoResponse(_message.Message):
     version: str
     max_batched_adapters: int
     adapter_memory_bytes: int
-    def __init__(self, model: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_context_length: _Optional[int] = ..., max_sample_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., resident_snapshot_id: _Optional[str] = ..., adapter_snapshot_ids: _Optional[_Iterable[str]] = ..., transfer_backend: _Optional[str] = ..., transfer_worker_count: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., max_batched_adapters: _Optional[int] = ..., adapter_memory_bytes: _Optional[int] = ...) -> None: ...
+    model_files: _containers.ScalarMap[str, str]
+    def __init__(self, model: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_context_length: _Optional[int] = ..., max_sample_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., resident_snapshot_id: _Optional[str] = ..., adapter_snapshot_ids: _Optional[_Iterable[str]] = ..., transfer_backend: _Optional[str] = ..., transfer_worker_count: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., max_batched_adapters: _Optional[int] = ..., adapter_memory_bytes: _Optional[int] = ..., model_files: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class StopCondition(_message.Message):
     __slots__ = ("token_ids", "strings", "ignore_eos")

@@ -50,6 +50,7 @@ class Fake:
         self.open = asyncio.Event()
         self.open.set()
         self.waiting = 0
+        self.model_files: dict[str, str] = {}
         self.server: grpc.aio.Server | None = None
         self.port = 0
 
@@ -105,6 +106,7 @@ class FakeRenderer(Fake, renderer_pb2_grpc.RendererServiceServicer):
         return renderer_pb2.GetRendererInfoResponse(
             model="fake", family="qwen3_vl", supports_images=True, processor_fingerprint="f",
             vocabulary_size=VOCABULARY_SIZE, max_context_length=MAX_CONTEXT, version="0",
+            model_files=self.model_files,
         )  # fmt: skip
 
     async def Render(self, request: renderer_pb2.RenderRequest, context: Context) -> renderer_pb2.RenderResponse:
@@ -168,6 +170,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
             model="fake", instance_id=self.instance_id, max_context_length=MAX_CONTEXT, max_sample_count=128,
             max_top_logprobs=20, max_lora_rank=64, resident_snapshot_id=self.resident,
             adapter_snapshot_ids=sorted(self.adapters), transfer_backend="gloo", transfer_worker_count=1,
+            model_files=self.model_files,
         )  # fmt: skip
 
     async def Sample(
@@ -275,7 +278,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.GetTrainerInfoResponse(
             model="fake", family="qwen3_vl", instance_id=self.instance_id, world_size=2, max_lora_rank=64,
             max_context_length=MAX_CONTEXT, model_ids=list(self.models), dtype="float32",
-            loss_functions=["cross_entropy", "importance_sampling"],
+            loss_functions=["cross_entropy", "importance_sampling"], model_files=self.model_files,
         )  # fmt: skip
 
     def _model(self, model_id: str) -> dict[str, Any]:

@@ -237,3 +237,35 @@ async def test_sequences_differ_by_seed_only(stand: Stand, rest: Rest) -> None:
     assert all(request.at_once for request in stand.sampler.of("Sample")), "nobody reads a kept sample along"
     assert results[0] == results[1]
     assert results[0][0]["tokens"] == FakeSampler.tokens_of("", 3, 0, 4)
+
+
+async def test_services_that_read_another_model_than_the_trainer_are_named_and_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand = Stand(tmp_path, sampler_count=2)
+    files = {"config.json": "a", "tokenizer.json": "b", "image processor": "c"}
+    stand.trainer.model_files = files
+    stand.samplers[0].model_files = files | {"config.json": "x"}
+    stand.samplers[1].model_files = {"config.json": "a"}  # of another version, which tells less
+    stand.renderer.model_files = files | {"image processor": "x"}
+    async with running(stand):
+        assert stand.gateway is not None
+        parts = stand.gateway.parts
+
+        def refused() -> bool:
+            return parts.renderers.up == [] and [one.address for one in parts.samplers.up] == [
+                stand.samplers[1].address
+            ]
+
+        await eventually(refused)
+        assert parts.health.missing() == ["a renderer"]
+        for service, fake, name in (
+            ("renderer", stand.renderer, "image processor"),
+            ("sampler", stand.samplers[0], "config.json"),
+        ):
+            assert (
+                f"the {service} at {fake.address} has another {name} than the trainer at {stand.trainer.address}"
+                in caplog.text
+            )
+        stand.renderer.model_files = files
+        await eventually(lambda: not parts.health.missing())

@@ -1,6 +1,7 @@
 """What a checkpoint's files say, to all services alike."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import AutoConfig, AutoProcessor
 
 import tinyvlm
 from fovea.runtime import model_files
-from fovea.runtime.model_files import context_length, read_image_processor
+from fovea.runtime.model_files import context_length, fingerprints, read_image_processor
 from services.renderer import model_directory as renderer_checkpoint
 from services.renderer.image_processor import ImagePatcher
 from services.trainer.model.model_family import PatchNormalizer
@@ -107,3 +108,17 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         read_config(str(tmp_path))
+
+
+def test_fingerprints_tell_what_services_read_differently(tmp_path: Path) -> None:
+    model = tinyvlm.ensure("qwen3_vl")
+    first, same, other = (tmp_path / name for name in ("first", "same", "other"))
+    for directory in (first, same, other):
+        shutil.copytree(model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((same / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps(config | {"transformers_version": "6.0.0"}, indent=1))
+    assert fingerprints(first) == fingerprints(same)
+    (processor,) = {"processor_config.json", "preprocessor_config.json"} & {path.name for path in other.iterdir()}
+    (other / processor).write_text((other / processor).read_text().replace("image_mean", "image_mode"))
+    assert dict(fingerprints(first).items() ^ fingerprints(other).items()).keys() == {"image processor"}
+    assert set(fingerprints(tinyvlm.ensure("qwen3"))) == {"config.json", "tokenizer.json"}
