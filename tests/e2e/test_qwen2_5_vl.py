@@ -1,9 +1,13 @@
-"""Another family through the same services: Qwen2.5-VL, with window attention and patches of 14 pixels."""
+"""Another family through the same services: Qwen2.5-VL, with window attention and patches of 14 pixels.
+
+Its checkpoint is as transformers 5 saves one today: weights in shards, embeddings tied, one file for the processor.
+"""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 import tinyvlm
 from tests.e2e.prompts import PromptBuilder, picture
@@ -14,8 +18,24 @@ START, END = "<|im_start|>user\n<|vision_start|>", "<|vision_end|>What is this?<
 
 
 @pytest.fixture(scope="module")
-def other_stack() -> Iterator[Stack]:
-    with running_stack(tinyvlm.ensure("qwen2_5_vl"), "--ranks", "1") as stack:
+def saved_again(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, loaded and saved."""
+    directory = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
+    built = tinyvlm.ensure("qwen2_5_vl")
+    model = AutoModelForImageTextToText.from_pretrained(built)
+    assert model.config.tie_word_embeddings
+    model.save_pretrained(directory, max_shard_size="1MB")
+    AutoProcessor.from_pretrained(built).save_pretrained(directory)
+    names = {path.name for path in directory.iterdir()}
+    assert {"processor_config.json", "chat_template.jinja", "generation_config.json"} < names
+    assert "preprocessor_config.json" not in names
+    assert len([name for name in names if name.endswith(".safetensors")]) > 1
+    return directory
+
+
+@pytest.fixture(scope="module")
+def other_stack(saved_again: Path) -> Iterator[Stack]:
+    with running_stack(saved_again, "--ranks", "1") as stack:
         yield stack
 
 

@@ -1,0 +1,241 @@
+"""A first look at a vision model of your own: trains ten steps on pictures, and compares sampler and trainer.
+
+`python -m examples.first_model --model NAME_OR_DIR` downloads it if it has to, starts a Fovea, and says in the end what
+is good and what is wrong. Exit status: 0 if all is good, 1 if something is wrong, 2 if it could not be tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import tinker
+from PIL import Image
+from tinker.types import ImageChunk
+
+from demo.digits import QUESTION, Scan, load_scans
+from demo.up import NotReady, running_fovea
+from examples.download import CannotTry, checkpoint
+from fovea.wire.errors import InvalidInput
+from fovea_rollout import ChatTemplate, Message, Picture
+
+API_KEY = "tml-local"
+SIDE = 112
+"""Pixels of a picture: the scans have 8, fewer than a patch of most models."""
+ASKED = 16
+ANSWER_TOKENS = 16
+WAIT_S = 600.0
+READY_S = 1800.0
+"""For reading the weights of a large model from a slow disk."""
+MOST_KL = 0.01
+"""Nat. In bfloat16 sound models stay below it; a model that is computed in two ways is far above."""
+LEAST_CHANGE = 1e-4
+"""Nat that another picture must change of the answers' log-probabilities, on average."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of the sampler's log-probabilities of what it sampled, and the trainer's of the same, in nat.
+
+    Attributes:
+        most: The largest difference.
+        kl: Of the sampler's distribution from the trainer's, estimated as the mean of exp(d) - 1 - d over all tokens,
+            where d is the trainer's minus the sampler's (Schulman, 2020).
+        change: Mean difference that the next question's picture makes to the trainer.
+    """
+
+    most: float
+    kl: float
+    change: float
+
+    def problems(self, when: str) -> Iterator[str]:
+        """What is wrong, if anything."""
+        if not self.kl <= MOST_KL:
+            yield f"{when}, sampler and trainer compute the model differently: KL {self.kl:.1e}, at most {MOST_KL}"
+        if not self.change >= LEAST_CHANGE:
+            yield f"{when}, another picture changes nothing ({self.change:.1e} nat): the model does not see"
+
+
+class Session:
+    """A LoRA of the model, and questions in its own chat format."""
+
+    def __init__(self, service: tinker.ServiceClient, model: str, rank: int, learning_rate: float) -> None:
+        self.training = service.create_lora_training_client(base_model=model, rank=rank, seed=0).result(WAIT_S)
+        self.tokenizer = self.training.get_tokenizer()
+        self._template = ChatTemplate(self.tokenizer)
+        self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=1.0)
+        self.base = service.create_sampling_client(base_model=model).result(WAIT_S)
+        # All pictures have one size, so all questions one length; the server knows it.
+        self._length = len(self.base.compute_logprobs(self.question(load_scans()[0][0])).result(WAIT_S))
+
+    def question(self, scan: Scan) -> tinker.ModelInput:
+        """The picture and the question, up to where the model answers."""
+        chunks = self._template.render([Message("user", (Picture.of_bytes(enlarged(scan.png)), QUESTION))])
+        return tinker.ModelInput(
+            chunks=[
+                ImageChunk(data=chunk.data, format=chunk.format)
+                if isinstance(chunk, Picture)
+                else tinker.EncodedTextChunk(tokens=list(chunk.ids))
+                for chunk in chunks
+            ]
+        )
+
+    def step(self, scans: Sequence[Scan]) -> float:
+        """Trains one batch; returns the loss, in nat for each token of an answer."""
+        answers = self._answers(scans)
+        backward = self.training.forward_backward(list(map(self._datum, scans, answers)), "cross_entropy")
+        step = self.training.optim_step(self._adam)
+        loss = backward.result(WAIT_S).metrics["loss:sum"] / sum(map(len, answers))
+        step.result(WAIT_S)
+        return loss
+
+    def loss(self, scans: Sequence[Scan]) -> float:
+        """The loss of pictures without training on them."""
+        return -float(self._scores(scans, self._answers(scans)).mean())
+
+    def compare(self, sampling: tinker.SamplingClient, scans: Sequence[Scan]) -> Agreement:
+        """Samples an answer to each question, and has the trainer score the very tokens."""
+        params = tinker.SamplingParams(max_tokens=ANSWER_TOKENS, temperature=1.0, seed=0)
+        asked = [sampling.sample(self.question(scan), num_samples=1, sampling_params=params) for scan in scans]
+        said = [one.result(WAIT_S).sequences[0] for one in asked]
+        answers = [list(one.tokens) for one in said]
+        sampled = np.concatenate([one.logprobs for one in said])
+        trained, other = self._scores(scans, answers), self._scores([*scans[1:], scans[0]], answers)
+        apart = trained - sampled
+        kl = float(np.mean(np.exp(apart) - 1 - apart))
+        return Agreement(float(np.abs(apart).max()), kl, float(np.abs(other - trained).mean()))
+
+    def _answers(self, scans: Sequence[Scan]) -> list[list[int]]:
+        end = list(self._template.stop_ids[:1])
+        return [[*self.tokenizer.encode(str(scan.digit), add_special_tokens=False), *end] for scan in scans]
+
+    def _scores(self, scans: Sequence[Scan], answers: Sequence[list[int]]) -> npt.NDArray[np.float64]:
+        """The trainer's log-probabilities of all tokens of the answers, one after another."""
+        data = list(map(self._datum, scans, answers))
+        outputs = self.training.forward(data, "cross_entropy").result(WAIT_S).loss_fn_outputs
+        scores = [list(output["logprobs"].data)[self._length - 1 :] for output in outputs]
+        return np.concatenate(scores).astype(np.float64)
+
+    def _datum(self, scan: Scan, answer: list[int]) -> tinker.Datum:
+        chunks = [*self.question(scan).chunks]
+        if answer[:-1]:  # the last token is only predicted, never an input
+            chunks.append(tinker.EncodedTextChunk(tokens=answer[:-1]))
+        before = self._length - 1
+        targets, weights = [0] * before + answer, [0.0] * before + [1.0] * len(answer)
+        return tinker.Datum(
+            model_input=tinker.ModelInput(chunks=chunks),
+            loss_fn_inputs={
+                "target_tokens": tinker.TensorData(data=targets, dtype="int64", shape=[len(targets)]),
+                "weights": tinker.TensorData(data=weights, dtype="float32", shape=[len(weights)]),
+            },
+        )
+
+
+def enlarged(png: bytes) -> bytes:
+    """The same picture with `SIDE` pixels a side, as a PNG file."""
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(png)) as image:
+        image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.NEAREST).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def try_out(base_url: str, model: str | None, steps: int, batch: int, rank: int, rate: float) -> list[str]:
+    """Trains and compares, printing what is measured; returns what is wrong. Raises CannotTry for a text-only model."""
+    api_key = os.environ.get("TINKER_API_KEY", API_KEY)
+    if model is None:
+        capabilities = tinker.RestClient(base_url=base_url, api_key=api_key).get_server_capabilities().result()
+        model = str(capabilities.supported_models[0].model_name)
+    train, held_out = load_scans()
+    asked = held_out[:ASKED]
+    with tinker.ServiceClient(base_url=base_url, api_key=api_key) as service:
+        try:
+            session = Session(service, model, rank, rate)
+        except InvalidInput as error:
+            raise CannotTry(f"{model} takes no pictures by its chat template: {error}") from error
+        problems = _compared(session, session.base, asked, "before training")
+        before = session.loss(asked)
+        for number in range(1, steps + 1):
+            loss = session.step(train[(number - 1) * batch : number * batch])
+            print(f"step {number:3}  loss {loss:.4f} nat", flush=True)
+        after = session.loss(asked)
+        print(f"pictures that were not trained on: loss {before:.4f} to {after:.4f} nat", flush=True)
+        if not after < before:
+            problems.append(f"nothing is learnt: the loss goes from {before:.4f} to {after:.4f} nat in {steps} steps")
+        pushed = session.training.save_weights_and_get_sampling_client().result(WAIT_S)
+        return problems + _compared(session, pushed, asked, "after training")
+
+
+def _compared(session: Session, sampling: tinker.SamplingClient, scans: Sequence[Scan], when: str) -> list[str]:
+    found = session.compare(sampling, scans)
+    print(
+        f"{when}: sampler and trainer are apart by at most {found.most:.1e} nat, KL {found.kl:.1e}; "
+        f"another picture changes {found.change:.1e} nat",
+        flush=True,
+    )
+    return list(found.problems(when))
+
+
+@contextmanager
+def _fovea(model: str) -> Iterator[str]:
+    """The address of a Fovea with a checkpoint, started and ended here. Raises CannotTry if it does not start."""
+    directory = checkpoint(model)
+    print(f"starting Fovea with {directory}: minutes for a large model", flush=True)
+    with tempfile.TemporaryDirectory(prefix="fovea-first-") as folder, ExitStack() as stack:
+        ports = ("--port", "0", "--grpc-port", "0", "--ranks", "1")
+        try:
+            state = stack.enter_context(running_fovea(pathlib.Path(folder), directory, *ports, timeout_s=READY_S))
+        except NotReady as error:
+            raise CannotTry(f"Fovea does not start with {directory}. {error}") from error
+        print(f"ready after {state['ready_s']:.0f} s at {state['base_url']}", flush=True)
+        yield str(state["base_url"])
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.first_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="name on the hub, or checkpoint directory; with --base-url, one of the server's"
+    )
+    parser.add_argument("--base-url", help="a Tinker server that runs already, whose first model it is by default")
+    parser.add_argument("--steps", type=int, default=10, help="training steps (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="pictures of a step (default: %(default)s)")
+    parser.add_argument(
+        "--rank", type=int, default=16, help="of the LoRA; 0 trains all parameters (default: %(default)s)"
+    )
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="(default: %(default)s)")
+    arguments = parser.parse_args()
+    if not (arguments.model or arguments.base_url):
+        parser.error("give --model, --base-url, or both")
+    if arguments.steps < 1:
+        parser.error("--steps must be at least 1")
+    os.environ.setdefault("TINKER_TELEMETRY", "0")  # else the SDK reports its use of our own server to it
+    recipe = (arguments.steps, arguments.batch, arguments.rank, arguments.learning_rate)
+    try:
+        if arguments.base_url:
+            problems = try_out(arguments.base_url, arguments.model, *recipe)
+        else:
+            with _fovea(arguments.model) as base_url:
+                problems = try_out(base_url, None, *recipe)
+    except (CannotTry, tinker.TinkerError) as error:
+        print(f"could not be tried: {error}", file=sys.stderr)
+        return 2
+    for problem in problems:
+        print(f"WRONG: {problem}")
+    if not problems:
+        print("GOOD: it learns, it sees its pictures, and sampler and trainer agree before and after training")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
