@@ -1,20 +1,26 @@
 """Adapters of `lm_head` for every model.
 
-Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, and `LoRAModelManager._get_punica_wrapper` there.
+Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManager._get_punica_wrapper` there, and
+    `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.create_lora_weights`.
 Why: a model says in `embedding_modules` which of its embeddings take LoRA. Qwen3 names `lm_head`; Qwen2, and with it
     Qwen2.5-VL, does not, though the layers that apply such an adapter are the same. Our trainer adapts it everywhere.
-    Of a vision model vLLM adapts what lies within its parts alone, and Idefics 3's `lm_head` stands beside them.
+    Of a vision model vLLM adapts what lies within its parts alone, and the `lm_head` of Idefics 3 and GLM-4.1V stands
+    beside them. It refuses vocabularies beyond 258,048, a bound of earlier kernels: Gemma's has 262,208.
 Upstream: vllm-project/vllm issue 21500, closed without a change.
 Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `lm_head` in their `embedding_modules`,
-    and `Idefics3ForConditionalGeneration` among the parts of `get_mm_mapping`.
+    `Idefics3ForConditionalGeneration` and `Glm4vForConditionalGeneration` have it among the parts of `get_mm_mapping`,
+    and `create_lora_weights` takes any vocabulary.
 """
 
 from typing import Any
 
 import torch
 from vllm.lora import model_manager
+from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 
 _NAME = "lm_head"
+_MOST_TOKENS = 258_048
+"""The largest vocabulary for which vLLM makes room."""
 
 
 def apply() -> None:
@@ -30,9 +36,25 @@ def apply() -> None:
 
     def wrapper_of(self: Any, module_name: str) -> Any:
         found = ask_manager(self, module_name)
-        if found is None and module_name == _NAME:
+        if found is None and module_name.rpartition(".")[2] == _NAME:
             return self.punica_wrapper_mapping[self.mm_mapping.language_model[0]]
         return found
 
     model_manager.get_supported_lora_modules = supported
     manager._get_punica_wrapper = wrapper_of
+    make_room = LogitsProcessorWithLoRA.create_lora_weights
+    LogitsProcessorWithLoRA.create_lora_weights = lambda *arguments: _make_room(make_room, *arguments)
+
+
+def _make_room(make_room: Any, layer: Any, max_loras: int, *arguments: Any) -> None:
+    """vLLM's own for as many tokens as it takes; then B, whose rows are the tokens, for all of them."""
+    logits = layer.base_layer
+    token_count = logits.vocab_size
+    try:
+        logits.vocab_size = min(token_count, _MOST_TOKENS)
+        make_room(layer, max_loras, *arguments)
+    finally:
+        logits.vocab_size = token_count
+    if token_count > _MOST_TOKENS:
+        small = layer.lora_b_stacked
+        layer.lora_b_stacked = small.new_zeros(max_loras, 1, token_count, small.shape[-1])

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from vllm import _custom_ops as ops
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.lora import model_manager
+from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.lora.ops.torch_ops import bgmv_shrink
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -29,9 +31,11 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
+from vllm.model_executor.models.glm4_1v import Glm4vForConditionalGeneration
 from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
 from vllm.model_executor.models.lfm2 import Lfm2ForCausalLM
 from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
+from vllm.model_executor.models.module_mapping import MultiModelKeys
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.platforms import current_platform
@@ -39,9 +43,10 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from fovea.runtime.hosts import interface_of
 from services.sampler import vllm_patches
-from services.sampler.vllm_patches import kernels_cpu, parameter_names, tied_head
+from services.sampler.vllm_patches import kernels_cpu, lm_head_adapters, parameter_names, tied_head
 
 WRITTEN_AGAINST = {
+    "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.create_lora_weights": "95a26fe046bf88f3",
     "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper": "932915972fb830e2",
     "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "b3273d9fb8465a00",
     "vllm.lora.model_manager:LoRAModelManager._add_adapter": "6a8993c934882a65",
@@ -107,9 +112,35 @@ def test_every_patch_is_listed() -> None:
 def test_vllm_still_needs_lm_head_adapters() -> None:
     for model in (Qwen2ForCausalLM, Qwen2_5_VLForConditionalGeneration):
         assert "lm_head" not in (getattr(model, "embedding_modules", None) or {})
-    parts = Idefics3ForConditionalGeneration.get_mm_mapping(torch.nn.Module())
-    assert not [part for part in parts.language_model if "lm_head".startswith(part)]
+    beside = {Idefics3ForConditionalGeneration: "lm_head", Glm4vForConditionalGeneration: "language_model.lm_head"}
+    for model, name in beside.items():
+        assert not [part for part in model.get_mm_mapping(torch.nn.Module()).language_model if name.startswith(part)]
     unchanged("vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper")
+    unchanged("vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.create_lora_weights")
+
+
+def test_a_head_beside_the_decoder_is_adapted_with_it() -> None:
+    manager = object.__new__(model_manager.LoRAModelManager)
+    manager.supports_mm, manager.supported_modules_to_save = True, []
+    manager.mm_mapping = MultiModelKeys.from_string_field(language_model="language_model.model", tower_model="visual.")
+    manager.punica_wrapper_mapping = {"language_model.model": "of the decoder", "visual.": "of the tower"}
+    lm_head_adapters.apply()
+    assert manager._get_punica_wrapper("language_model.lm_head") == "of the decoder"
+    assert manager._get_punica_wrapper("visual.merger.proj") == "of the tower"
+    assert manager._get_punica_wrapper("something.else") is None
+
+
+@pytest.mark.parametrize("token_count", [1_000, 262_208])
+def test_a_head_of_any_vocabulary_takes_adapters(token_count: int) -> None:
+    layer = object.__new__(LogitsProcessorWithLoRA)
+    torch.nn.Module.__init__(layer)
+    layer.base_layer, layer.hidden_size, layer.device = SimpleNamespace(vocab_size=token_count), 8, torch.device("cpu")
+    layer.sharded_to_full_mapping = None
+    lm_head_adapters.apply()
+    layer.create_lora_weights(2, SimpleNamespace(max_lora_rank=4, lora_dtype=torch.float32), None)
+    assert layer.lora_a_stacked.shape == (2, 1, 4, 8)
+    assert layer.lora_b_stacked.shape == (2, 1, token_count, 4)
+    assert layer.base_layer.vocab_size == token_count
 
 
 def test_vllm_still_needs_image_attention_cpu() -> None:
