@@ -6,11 +6,15 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import tinker
 from PIL import Image
 from tinker import types
 
 from parity.documents import Document, Maker, Piece
+
+API_KEY = "tml-local"
 
 
 class Prompt:
@@ -53,3 +57,8 @@ def _chunks(document: Document, images: Sequence[Image.Image]) -> Iterator[Any]:
         start = placed.offset + count
     if start < len(ids):
         yield types.EncodedTextChunk(tokens=ids[start:])
+
+
+def scores(sampling: tinker.SamplingClient, prompt: Prompt) -> npt.NDArray[np.float64]:
+    """Log-probabilities [N-1] of the ids after the first."""
+    return np.array(sampling.compute_logprobs(prompt.input).result(300)[1:], np.float64)

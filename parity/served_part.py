@@ -6,30 +6,29 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tinker
 
 from demo.up import NotReady, running_fovea
 from fovea.runtime.model_files import read_json
+from parity import adapter_kinds, refusals
+from parity.adapter_kinds import MOST_NAT
 from parity.documents import Maker, picture
 from parity.finding import Finding, last_line, reason
 from parity.learning_part import learn
-from parity.prompts import Prompt
+from parity.prompts import API_KEY, Prompt, scores
 from services.trainer.model.model_family import family_of
 
-MOST_NAT = 1e-3
 LEAST_CHANGE = 1e-3
 """Nat that another image must change of what follows it."""
 
 _FOLLOWING = 3
 """Ids at the end of the text after an image, whose scores it must change."""
 
-_API_KEY = "tml-local"
 _STEPS = 3
 _RANK = 8
 _WAYS = {"base": (_RANK, 0, 0.0), "LoRA": (_RANK, _STEPS, 5e-3), "full": (0, _STEPS, 5e-4)}
@@ -52,7 +51,8 @@ def check(directory: Path) -> Finding:
         with tempfile.TemporaryDirectory(prefix="fovea-models-") as folder:
             arguments = ("--port", "0", "--grpc-port", "0", "--ranks", "1")
             with running_fovea(Path(folder), directory, *arguments) as state:
-                return _compared(state, maker, prompts)
+                found = _compared(state, maker, prompts)
+                return _and_kinds(found, state, prompts, adapts_tower) if "LoRA" in found.figures else found
     except NotReady as error:
         lines = [line for line in str(error).splitlines() if "Error" in line]
         return Finding("served", False, f"does not start: {last_line(chr(10).join(lines)) or reason(error)}")
@@ -81,12 +81,39 @@ def _compared(state: dict[str, Any], maker: Maker, prompts: list[Prompt]) -> Fin
             figures["image"] = _change(service, str(state["model_name"]), maker)
         if figures["image"] < LEAST_CHANGE:
             problems.append(f"another image changes what follows it by {figures['image']:.1e} nat")
+        problems += _refusal_problems(state, prompts[1])
         problems += _note_lesson(state, maker, figures, is_full="LoRA" not in figures)
     agreed = [f"{way} {figures[way]:.1e}" for way in _WAYS if figures.get(way, 1.0) <= MOST_NAT]
     said = [f"sampler = trainer: {', '.join(agreed)} nat"] if agreed else []
     if not adapts:
         said.append(_refused_adapter(state))
     return Finding("served", not problems, "; ".join([*problems, *said]), figures)
+
+
+def _and_kinds(found: Finding, state: dict[str, Any], prompts: list[Prompt], adapts_tower: bool) -> Finding:
+    """The same finding, with what adapters of each kind of module alone showed."""
+    try:
+        with _client(state) as service:
+            kinds = adapter_kinds.compare(service, state, prompts, adapts_tower)
+    except Exception as error:  # as above
+        return replace(found, works=False, says=f"adapters of one kind: {reason(error)}; {found.says}")
+    problems = [f"LoRA of {kind} alone {moved.problem}" for kind, moved in kinds.items() if moved.problem]
+    apart, least = max(moved.apart for moved in kinds.values()), min(moved.moved for moved in kinds.values())
+    said = f"{', '.join(kinds)} alone {apart:.1e}, each changes {least:.2f} or more"
+    figures = {f"apart_{kind}": moved.apart for kind, moved in kinds.items()}
+    figures |= {f"moved_{kind}": moved.moved for kind, moved in kinds.items()}
+    says = "; ".join([*problems, found.says, *([] if problems else [said])])
+    return replace(found, works=found.works and not problems, says=says, figures={**found.figures, **figures})
+
+
+def _refusal_problems(state: dict[str, Any], prompt: Prompt) -> list[str]:
+    """Of a prompt that begins with an image, which is said to be longer than it is, or whose tensors are spoilt."""
+    try:
+        with _client(state) as service:
+            wrong = refusals.wrong_count_problem(service, str(state["model_name"]), prompt)
+        return [*filter(None, [wrong]), *refusals.wrong_tensor_problems(state, prompt)]
+    except Exception as error:  # as above
+        return [f"refusals: {reason(error)}"]
 
 
 def _note_lesson(state: dict[str, Any], maker: Maker, figures: dict[str, float], is_full: bool) -> list[str]:
@@ -115,7 +142,7 @@ def _refused_adapter(state: dict[str, Any]) -> str:
 @contextmanager
 def _client(state: dict[str, Any]) -> Iterator[tinker.ServiceClient]:
     """Whose models are gone when it is left: a model of all parameters suffers no other beside it."""
-    service = tinker.ServiceClient(base_url=str(state["base_url"]), api_key=_API_KEY)
+    service = tinker.ServiceClient(base_url=str(state["base_url"]), api_key=API_KEY)
     try:
         yield service
     finally:
@@ -141,18 +168,13 @@ def _differences(
     found = []
     for prompt, output in zip(prompts, outputs, strict=True):
         trained = np.array(list(output["logprobs"].data)[:-1])
-        found.append(float(np.abs(_scores(sampling, prompt) - trained).max()))
+        found.append(float(np.abs(scores(sampling, prompt) - trained).max()))
     return found
-
-
-def _scores(sampling: tinker.SamplingClient, prompt: Prompt) -> npt.NDArray[np.float64]:
-    """Log-probabilities [N-1] of the ids after the first."""
-    return np.array(sampling.compute_logprobs(prompt.input).result(300)[1:], np.float64)
 
 
 def _change(service: tinker.ServiceClient, model: str, maker: Maker) -> float:
     """How much another picture of the same size changes the log-probability of what follows, in nat, at most."""
     sampling = service.create_sampling_client(base_model=model).result(300)
     prompts = [Prompt(maker, [picture((140, 90), seed), "What is this?"]) for seed in (1, 2)]
-    first, second = (_scores(sampling, prompt)[-_FOLLOWING:] for prompt in prompts)
+    first, second = (scores(sampling, prompt)[-_FOLLOWING:] for prompt in prompts)
     return float(np.abs(first - second).max())

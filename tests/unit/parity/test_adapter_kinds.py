@@ -1,0 +1,25 @@
+"""An adapter of one kind of module that a sampler leaves out is seen."""
+
+import numpy as np
+import pytest
+
+from parity.adapter_kinds import LEAST_MOVED, MOST_NAT, Moved, differ
+
+BASE = [np.array([-1.0, -2.0]), np.array([-3.0])]
+TRAINED = [np.array([-1.0, -2.1]), np.array([-3.0])]
+
+
+def test_a_sampler_that_applies_an_adapter() -> None:
+    sampled = [scores + 1e-6 for scores in TRAINED]
+    assert not Moved(differ(sampled, TRAINED), differ(TRAINED, BASE)).problem
+
+
+def test_a_sampler_that_ignores_an_adapter() -> None:
+    found = Moved(differ(BASE, TRAINED), differ(TRAINED, BASE))
+    assert found.problem == "is apart by 1.0e-01 nat, of 1.0e-01 that it changes"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_an_adapter_whose_absence_nobody_would_see(share: float) -> None:
+    assert "would not be seen" in Moved(0.0, share * LEAST_MOVED).problem
+    assert LEAST_MOVED > MOST_NAT
