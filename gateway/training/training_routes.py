@@ -249,7 +249,8 @@ class TrainingRoutes:
             train_attention=config.train_attn,
             train_mlp=config.train_mlp,
             train_unembedding=config.train_unembed,
-            train_vision=self._settings.train_vision,
+            # It extends the two; an adapter of the unembedding alone has nothing in the tower.
+            train_vision=self._settings.train_vision and (config.train_attn or config.train_mlp),
         )
 
 

@@ -303,8 +303,8 @@ FAMILIES = {
         Family("mistral3"),
         Family("gemma3", sees_images_whole=True),
         Family("llava"),
-        # gate_proj and up_proj of the tower are one module in vLLM, which takes no adapters of its halves.
-        Family("glm4v", tower_roles={**_QWEN_ROLES, "down_proj": Role.MLP}),
+        # What is one module in vLLM and not here, or has parts of which vLLM does not know, takes no adapters there.
+        Family("glm4v", tower_roles={"proj": Role.ATTENTION, "down_proj": Role.MLP}),
         Family("idefics3"),
         Family("smolvlm"),
         Family("lfm2_vl"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.wire.errors import FoveaError
+from fovea.wire.errors import FoveaError, InvalidInput
 from services.trainer import trainer_metrics
 from services.trainer.snapshots.sampler_groups import Member, SamplerGroups
 
@@ -38,10 +38,11 @@ class Payload:
 
 @dataclass
 class PushOutcome:
-    """How it went with each sampler: seconds of pause, or what went wrong."""
+    """How it went with each sampler: seconds of pause, or what went wrong; and which of them will never take it."""
 
     loaded: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
 
     def is_known(self, member: Member) -> bool:
         """Whether it is known how it went with one."""
@@ -176,6 +177,8 @@ class Delivery:
             except TimeoutError:
                 fail(address, f"it was not {phase} in time")
             except FoveaError as error:
+                if isinstance(error, InvalidInput):
+                    self._outcome.refused.add(address)
                 fail(address, error.message)
             else:
                 if response.WhichOneof("phase") == phase:

@@ -54,7 +54,8 @@ class Pusher:
     async def push(self, request: trainer_pb2.PushSnapshotRequest) -> trainer_pb2.PushSnapshotResponse:
         """Pushes to all samplers of the request.
 
-        Raises NotFound if neither memory nor storage has the snapshot, Unavailable if no sampler got it.
+        Raises NotFound if neither memory nor storage has the snapshot, Unavailable if no sampler got it, and
+        InvalidInput if none ever will: their model has no place for it.
         """
         addresses = list(request.samplers)
         if not addresses or len(set(addresses)) != len(addresses):
@@ -84,6 +85,8 @@ class Pusher:
             logger.warning("push of %s to %s failed: %s", request.snapshot_id or "the base", address, error)
         if not outcome.loaded:
             reasons = "; ".join(f"{address}: {error}" for address, error in outcome.failed.items())
+            if outcome.refused.issuperset(outcome.failed):
+                raise InvalidInput(f"no sampler takes snapshot {request.snapshot_id!r}: {reasons}", field="snapshot_id")
             raise Unavailable(f"no sampler received snapshot {request.snapshot_id!r}: {reasons}")
         results = [
             trainer_pb2.PushResult(

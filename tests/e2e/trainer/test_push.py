@@ -130,6 +130,8 @@ async def test_sampler_that_refuses_or_differs_is_reported(
         f"{model_id}@1", [sampler.address, second_sampler.address], timeout_s=30
     )
     assert [result.error for result in response.results] == ["", "manifest: no room"]
+    with pytest.raises(InvalidInput, match="manifest: no room"):  # none ever will: no retries
+        await qwen3.client.push_snapshot(f"{model_id}@1", [second_sampler.address], timeout_s=30)
     second_sampler.refuse_manifest = False
     second_sampler.lie_about_digest = True
     with pytest.raises(Unavailable, match="received digest 0000"):
