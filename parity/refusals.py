@@ -46,11 +46,16 @@ def wrong_count_problem(service: tinker.ServiceClient, model: str, prompt: Promp
     return "" if np.array_equal(before, scores(sampling, prompt)) else "a refusal changes the next answer"
 
 
-def wrong_tensor_problems(state: dict[str, Any], prompt: Prompt) -> list[str]:
-    """Of a prompt with one image, each of whose tensors in turn comes to sampler and trainer in a shape of its own."""
+def wrong_tensor_problems(state: dict[str, Any], prompt: Prompt, adapts: bool) -> list[str]:
+    """Of a prompt with one image, each of whose tensors in turn comes to sampler and trainer in a shape of its own.
+
+    Args:
+        adapts: Whether the model takes adapters; otherwise all parameters are asked for.
+    """
     os.environ[secret.VARIABLE] = str(state["service_secret"])
+    lora = weights_pb2.LoraConfig(rank=8, train_attention=True) if adapts else None
     with _own_renderer() as (address, held):
-        return asyncio.run(_wrong_tensor_problems(state, _message(prompt), address, held))
+        return asyncio.run(_wrong_tensor_problems(state, _message(prompt), lora, address, held))
 
 
 def _message(prompt: Prompt) -> model_input_pb2.ModelInput:
@@ -66,7 +71,11 @@ def _message(prompt: Prompt) -> model_input_pb2.ModelInput:
 
 
 async def _wrong_tensor_problems(
-    state: dict[str, Any], message: model_input_pb2.ModelInput, address: str, held: dict[str, FeatureTensors]
+    state: dict[str, Any],
+    message: model_input_pb2.ModelInput,
+    lora: weights_pb2.LoraConfig | None,
+    address: str,
+    held: dict[str, FeatureTensors],
 ) -> list[str]:
     at = {name: service["address"] for name, service in state["services"].items()}
     problems: list[str] = []
@@ -75,7 +84,7 @@ async def _wrong_tensor_problems(
         digest = rendered.spans[0].feature.digest
         right = (await renderer.fetch_features([digest]))[digest]
         async with TrainerClient(at["trainer"]) as trainer:
-            await trainer.create_model(_MODEL, weights_pb2.LoraConfig(rank=8, train_attention=True), _WAIT_S)
+            await trainer.create_model(_MODEL, lora, _WAIT_S)
             for name in right:
                 wrong = spoilt(rendered, right | {name: right[name][None]}, address, held)
                 for service, ask in {"sampler": _sample(sampler), "trainer": _train(trainer)}.items():

@@ -29,6 +29,9 @@ LEAST_CHANGE = 1e-3
 _FOLLOWING = 3
 """Ids at the end of the text after an image, whose scores it must change."""
 
+_DRAWN = 12
+"""Tokens that are drawn with a seed."""
+
 _STEPS = 3
 _RANK = 8
 _WAYS = {"base": (_RANK, 0, 0.0), "LoRA": (_RANK, _STEPS, 5e-3), "full": (0, _STEPS, 5e-4)}
@@ -76,12 +79,15 @@ def _compared(state: dict[str, Any], maker: Maker, prompts: list[Prompt]) -> Fin
         if figures[way] > MOST_NAT:
             where = ", ".join(f"{nat:.1e} {name}" for nat, name in zip(nats, _PROMPTS, strict=False))
             problems.append(f"{way} is apart by nat of {where}")
+    if "base" in figures:
+        with _client(state) as service:
+            problems += filter(None, [_seed_problem(service, str(state["model_name"]), prompts[-1])])
     if maker.family is not None and "base" in figures:
         with _client(state) as service:
             figures["image"] = _change(service, str(state["model_name"]), maker)
         if figures["image"] < LEAST_CHANGE:
             problems.append(f"another image changes what follows it by {figures['image']:.1e} nat")
-        problems += _refusal_problems(state, prompts[1])
+        problems += _refusal_problems(state, prompts[1], adapts)
         problems += _note_lesson(state, maker, figures, is_full="LoRA" not in figures)
     agreed = [f"{way} {figures[way]:.1e}" for way in _WAYS if figures.get(way, 1.0) <= MOST_NAT]
     said = [f"sampler = trainer: {', '.join(agreed)} nat"] if agreed else []
@@ -106,12 +112,12 @@ def _and_kinds(found: Finding, state: dict[str, Any], prompts: list[Prompt], ada
     return replace(found, works=found.works and not problems, says=says, figures={**found.figures, **figures})
 
 
-def _refusal_problems(state: dict[str, Any], prompt: Prompt) -> list[str]:
+def _refusal_problems(state: dict[str, Any], prompt: Prompt, adapts: bool) -> list[str]:
     """Of a prompt that begins with an image, which is said to be longer than it is, or whose tensors are spoilt."""
     try:
         with _client(state) as service:
             wrong = refusals.wrong_count_problem(service, str(state["model_name"]), prompt)
-        return [*filter(None, [wrong]), *refusals.wrong_tensor_problems(state, prompt)]
+        return [*filter(None, [wrong]), *refusals.wrong_tensor_problems(state, prompt, adapts)]
     except Exception as error:  # as above
         return [f"refusals: {reason(error)}"]
 
@@ -178,3 +184,16 @@ def _change(service: tinker.ServiceClient, model: str, maker: Maker) -> float:
     prompts = [Prompt(maker, [picture((140, 90), seed), "What is this?"]) for seed in (1, 2)]
     first, second = (scores(sampling, prompt)[-_FOLLOWING:] for prompt in prompts)
     return float(np.abs(first - second).max())
+
+
+def _seed_problem(service: tinker.ServiceClient, model: str, prompt: Prompt) -> str:
+    """Equal seeds must draw equal tokens, others others."""
+    sampling = service.create_sampling_client(base_model=model).result(300)
+    drawn = []
+    for seed in (1, 1, 2):
+        how = tinker.SamplingParams(max_tokens=_DRAWN, seed=seed, temperature=1.0)
+        drawn.append(list(sampling.sample(prompt.input, 1, how).result(300).sequences[0].tokens))
+    first, again, other = drawn
+    if first != again:
+        return "equal seeds draw other tokens"
+    return "another seed draws the same tokens" if first == other else ""
