@@ -29,8 +29,8 @@ LEAST_CHANGE = 1e-3
 _FOLLOWING = 3
 """Ids at the end of the text after an image, whose scores it must change."""
 
-_DRAWN = 12
-"""Tokens that are drawn with a seed."""
+_DRAWS, _DRAWN = 8, 12
+"""Sequences that are drawn with a seed, and tokens of each."""
 
 _STEPS = 3
 _RANK = 8
@@ -191,8 +191,9 @@ def _seed_problem(service: tinker.ServiceClient, model: str, prompt: Prompt) -> 
     sampling = service.create_sampling_client(base_model=model).result(300)
     drawn = []
     for seed in (1, 1, 2):
-        how = tinker.SamplingParams(max_tokens=_DRAWN, seed=seed, temperature=1.0)
-        drawn.append(list(sampling.sample(prompt.input, 1, how).result(300).sequences[0].tokens))
+        # Hot, and several of them: some end at once.
+        how = tinker.SamplingParams(max_tokens=_DRAWN, seed=seed, temperature=2.0)
+        drawn.append([list(one.tokens) for one in sampling.sample(prompt.input, _DRAWS, how).result(300).sequences])
     first, again, other = drawn
     if first != again:
         return "equal seeds draw other tokens"
