@@ -230,6 +230,11 @@ def main() -> int:
     except (CannotTry, tinker.TinkerError) as error:
         print(f"could not be tried: {error}", file=sys.stderr)
         return 2
+    return judge(problems)
+
+
+def judge(problems: Sequence[str]) -> int:
+    """Says what is wrong, or that all is good; returns the exit status."""
     for problem in problems:
         print(f"WRONG: {problem}")
     if not problems:

@@ -35,17 +35,9 @@ def test_the_tinker_example_learns_its_picture(stack: Stack) -> None:
     assert "Ada<|im_end|>" in run("tinker_image.py", stack).splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("rate", "status", "verdict"),
-    [
-        ("5e-4", 0, "GOOD: it learns, it sees its pictures, and sampler and trainer agree"),
-        ("0", 1, "WRONG: nothing is"),
-    ],
-)
-def test_a_first_model_is_judged(stack: Stack, rate: str, status: int, verdict: str) -> None:
-    options = ("--base-url", stack.base_url, "--steps", "3", "--learning-rate", rate)
+def test_a_first_model_is_good(stack: Stack) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "examples.first_model", *options],
+        [sys.executable, "-m", "examples.first_model", "--base-url", stack.base_url, "--steps", "3"],
         cwd=ROOT,
         env=os.environ | {"TINKER_API_KEY": API_KEY},
         capture_output=True,
@@ -53,13 +45,13 @@ def test_a_first_model_is_judged(stack: Stack, rate: str, status: int, verdict: 
         timeout=120,
         check=False,
     )
-    assert ended.returncode == status, ended.stdout + ended.stderr
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     before, *steps, learnt, after, judged = ended.stdout.splitlines()
     assert before.startswith("before training: sampler and trainer are apart by at most ")
     assert [line.split()[:2] for line in steps] == [["step", "1"], ["step", "2"], ["step", "3"]]
     assert learnt.startswith("pictures that were not trained on: loss ")
     assert after.startswith("after training: sampler and trainer are apart by at most ")
-    assert judged.startswith(verdict)
+    assert judged.startswith("GOOD: it learns, it sees its pictures, and sampler and trainer agree")
 
 
 def test_the_grpc_example_streams_an_answer(stack: Stack) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.download import CannotTry, check_room, checkpoint
-from examples.first_model import Agreement, main
+from examples.first_model import Agreement, judge, main
 
 CODES = {"gated": (403, "GatedRepo"), "private": (404, "RepoNotFound"), "without": (404, "EntryNotFound")}
 
@@ -101,3 +101,11 @@ def test_a_model_that_is_computed_in_two_ways_or_is_blind_is_wrong() -> None:
     (blind,) = Agreement(most=0.0, kl=0.0, change=0.0).problems("then")
     assert "another picture changes nothing" in blind
     assert len(list(Agreement(float("nan"), float("nan"), float("nan")).problems("then"))) == 2
+
+
+def test_the_verdict_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert judge([]) == 0
+    assert judge(["nothing is learnt", "the model does not see"]) == 1
+    good, *wrong = capsys.readouterr().out.splitlines()
+    assert good.startswith("GOOD: ")
+    assert wrong == ["WRONG: nothing is learnt", "WRONG: the model does not see"]
