@@ -28,7 +28,9 @@ _RANK = 16
 _RATES = {_RANK: 2e-3, 0: 1e-3}
 """Learning rate by rank; 0 trains all parameters."""
 
-_WARM_UP_STEPS, _STEPS = 12, 32
+_WARM_UP_STEPS, _STEPS = 16, 32
+_WARM_UP_ANSWERS = (*_COLOURS, next(iter(_COLOURS)))
+"""Of each picture. One of them stands out, so that a model that knows no more is right by chance, always alike."""
 _SHARE, _HELD_OUT_SHARE = 4, 10
 """Pictures of each colour in a step, and among those that are not trained on."""
 
@@ -67,7 +69,7 @@ def learn(service: tinker.ServiceClient, model: str, maker: Maker, *, is_full: b
     pupil = _Pupil(service, model, maker, 0 if is_full else _RANK, seed)
     rng, other = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     for _ in range(_WARM_UP_STEPS):
-        pupil.step([(picture, answer) for picture, _ in _pictures(rng, 1) for answer in _COLOURS])
+        pupil.step([(picture, answer) for picture, _ in _pictures(rng, 1) for answer in _WARM_UP_ANSWERS])
     held_out = _pictures(other, _HELD_OUT_SHARE)
     start = pupil.accuracies([held_out])[0]
     for _ in range(_STEPS):
