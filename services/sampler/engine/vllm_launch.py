@@ -30,6 +30,8 @@ SERVICE_PID_VARIABLE = "FOVEA_SAMPLER_PARENT_PID"
 _SAME_AS = {"lfm2": {"block_dim": "hidden_size", "conv_dim": "hidden_size"}}
 """Entries by the `model_type` of the language model, and those whose values they have."""
 
+_MISCOUNTED_TOWERS = ("gemma4",)
+"""Whose towers take no adapters, though vLLM has them: it makes room for one image, and dies of two in a step."""
 _CPU_KV_CACHE_MIB = 512
 _CPU_BLOCK_SIZE = 32  # vLLM's 128 would share no prefix shorter than 128 tokens
 # Of the device's memory for slots, which the KV cache goes without; of the host's for held adapters.
@@ -213,7 +215,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
     if capacity.batched:
         arguments |= {
             "enable_lora": True,
-            "enable_tower_connector_lora": True,
+            "enable_tower_connector_lora": read_config(settings.model).get("model_type") not in _MISCOUNTED_TOWERS,
             "max_lora_rank": settings.max_lora_rank,
             "max_loras": capacity.batched,
             "max_cpu_loras": max(capacity.batched, settings.max_cpu_loras or 4 * capacity.batched),

@@ -45,6 +45,12 @@ _GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).p
 _MOST_FLASH_CHANNELS = 256
 """Of a head: flash attention has no kernel for more."""
 
+_SMALL_BLOCKS: Any = {
+    **dict.fromkeys(("fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 32),
+    **{"fwd_BLOCK_M": 64, "num_stages": 1, "num_warps": 8},
+}
+"""Flex attention's own are too large for the shared memory of an H100 with heads of 512 channels."""
+
 
 class Kernel(StrEnum):
     """What computes attention."""
@@ -125,9 +131,9 @@ class Packing:
                 seen = seen & (query - key < window)
             return seen & (documents_T[query] == documents_T[key])
 
+        device = self.bounds.device
         # Compiled it never holds T x T.
-        is_cuda = self.bounds.is_cuda
-        return create_block_mask(sees, None, None, count, count, device=self.bounds.device, _compile=is_cuda)
+        return create_block_mask(sees, None, None, count, count, device=device, _compile=device.type == "cuda")
 
 
 @dataclass(frozen=True)
@@ -275,20 +281,15 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing:
 
 
 def _attend(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, scores: Scores, mask: Tensor | None) -> Tensor:
-    """[N, H, L, D] of documents of one length, each by itself.
-
-    Args:
-        mask: As `Packing.mask`.
-    """
+    """[N, H, L, D] of documents of one length, each by itself, with a mask as `Packing.mask` makes it."""
     if scores.softcap is None and scores.sinks_H is None:
         is_causal = scores.causal and mask is None
         return nn.functional.scaled_dot_product_attention(
             q_NHLD, k_NHLD, v_NHLD, mask, is_causal=is_causal, scale=scores.scaling
         )
     if mask is None:
-        length = q_NHLD.shape[2]
-        mask = torch.ones(length, length, dtype=torch.bool, device=q_NHLD.device)
-        mask = mask.tril() if scores.causal else mask
+        whole = q_NHLD.new_ones(q_NHLD.shape[2], q_NHLD.shape[2], dtype=torch.bool)
+        mask = whole.tril() if scores.causal else whole
     return _attend_by_steps(q_NHLD, k_NHLD, v_NHLD, mask, scores)
 
 
@@ -333,26 +334,25 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: T
 
 @cache
 def _compiled_flex() -> Any:  # not before a GPU asks: the compiler takes a second to import
+    # A cap that is an argument of the kernel does not compile (torch 2.11).
+    torch._dynamo.config.specialize_float = True
     return torch.compile(flex_attention, dynamic=True)
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing: Packing) -> Tensor:
     """torch's flex attention, [1, T, H, D]: one kernel for all documents, compiled on a GPU."""
     softcap, sinks_H = scores.softcap, scores.sinks_H
-
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
-        assert softcap is not None
-        return softcap * torch.tanh(score / softcap)
-
     attend = _compiled_flex() if query.is_cuda else flex_attention
+    is_large = query.is_cuda and query.shape[-1] > _MOST_FLASH_CHANNELS
     out_1HTD, found = attend(
         query,
         key,
         value,
-        score_mod=None if softcap is None else capped,
+        score_mod=softcap and (lambda score, *_: softcap * torch.tanh(score / softcap)),
         block_mask=packing.block_mask(scores.causal, scores.window),
         scale=scores.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=_SMALL_BLOCKS if is_large else None,
         return_aux=AuxRequest(lse=True),
     )
     if sinks_H is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
+from vllm.model_executor.models.gemma4_mm import Gemma4ForConditionalGeneration
 from vllm.model_executor.models.glm4_1v import Glm4vForConditionalGeneration
 from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
 from vllm.model_executor.models.lfm2 import Lfm2ForCausalLM
@@ -141,6 +143,15 @@ def test_a_head_of_any_vocabulary_takes_adapters(token_count: int) -> None:
     assert layer.lora_a_stacked.shape == (2, 1, 4, 8)
     assert layer.lora_b_stacked.shape == (2, 1, token_count, 4)
     assert layer.base_layer.vocab_size == token_count
+
+
+def test_vllm_still_makes_room_for_one_image_in_gemma_4_s_tower() -> None:
+    """Once it does not, `vllm_launch` need not keep adapters from it."""
+    vision = SimpleNamespace(pooling_kernel_size=3, default_output_length=280)
+    model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    count = Gemma4ForConditionalGeneration.get_mm_lora_token_counts
+    found = [count(model, modality="image", mm_kwargs=None, num_mm_embeds=embeds)[0] for embeds in (280, 2048)]
+    assert found == [2520, 2520]
 
 
 def test_vllm_still_needs_image_attention_cpu() -> None:
