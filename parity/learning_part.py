@@ -28,7 +28,7 @@ _RANK = 16
 _RATES = {_RANK: 2e-3, 0: 1e-3}
 """Learning rate by rank; 0 trains all parameters."""
 
-_WARM_UP_STEPS, _STEPS = 16, 32
+_WARM_UP_STEPS, _STEPS = 24, 32
 _WARM_UP_ANSWERS = (*_COLOURS, next(iter(_COLOURS)))
 """Of each picture. One of them stands out, so that a model that knows no more is right by chance, always alike."""
 _SHARE, _HELD_OUT_SHARE = 4, 10
