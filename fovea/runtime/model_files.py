@@ -8,12 +8,14 @@ from typing import Any
 
 from fovea import vision
 
-_TEXT_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+_TEXT_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
 
 MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *_TEXT_MODEL_TYPES}))
 """The values of `model_type` that a whole Fovea runs, if `check_supported` finds nothing else."""
 
-_LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
+STATE_LAYERS = {"qwen3_5_text": "linear_attention", "lfm2": "conv"}
+"""What `layer_types` calls layers that carry a state from token to token, by the language model's `model_type`."""
+
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling")
 """What some families do to logits after the unembedding, besides capping them."""
 _UNLIKE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
@@ -81,8 +83,9 @@ def check_variant(config: Mapping[str, Any]) -> None:
     name, text = config.get("model_type"), language_entries(config)
     if found := experts_of(config):
         raise ValueError(f"{name} with experts ({found}) is not supported, only dense models")
-    if unknown := set(text.get("layer_types") or ()) - _LAYER_TYPES:
-        raise ValueError(f"layer types {sorted(unknown)} of {name} are not supported, only {sorted(_LAYER_TYPES)}")
+    known = {"full_attention", "sliding_attention", STATE_LAYERS.get(str(text.get("model_type")))}
+    if unknown := set(text.get("layer_types") or ()) - known:
+        raise ValueError(f"layer types {sorted(unknown)} of {name} are not supported")
     if text.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ValueError(f"use_bidirectional_attention of {name} is not supported, only causal attention")
     if text.get("hidden_size_per_layer_input") and text.get("pad_token_id", 0) != 0:

@@ -16,6 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from fovea.wire.errors import ResourceExhausted
+from services.trainer.model import linear_attention
 from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.settings import TrainerSettings
 
@@ -127,18 +128,22 @@ def least_bytes(config: PretrainedConfig, dtype: torch.dtype, logit_chunk_bytes:
 def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """What a layer keeps of one token for its backward pass, over all layers; a quarter more than was measured."""
     text = config.get_text_config()
-    return dtype.itemsize * sum(_kept_width(text, index) for index in range(text.num_hidden_layers))
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    delta_nets = kinds.count("linear_attention")
+    kept_bytes = delta_nets * linear_attention.kept_bytes(text, dtype) if delta_nets else 0
+    return kept_bytes + dtype.itemsize * sum(_kept_width(text, index, kind) for index, kind in enumerate(kinds))
 
 
-def _kept_width(text: PretrainedConfig, index: int) -> int:
-    """Elements that one layer keeps of one token."""
+def _kept_width(text: PretrainedConfig, index: int, kind: str) -> int:
+    """Elements that one layer keeps of one token, besides what a gated delta net does."""
     layer = text.per_layer_config[index]  # in Gemma 4 sizes of heads differ
     head_size = getattr(layer, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = text.num_attention_heads + layer.num_key_value_heads
     first_wide = text.num_hidden_layers - getattr(text, "num_kv_shared_layers", 0)
     is_wide = getattr(text, "use_double_wide_mlp", False) and index >= first_wide
     inner_size = text.intermediate_size * (2 if is_wide else 1) + 2 * getattr(text, "hidden_size_per_layer_input", 0)
-    return int(8 * text.hidden_size + 3 * inner_size + 4 * head_size * heads)
+    attention_size = 0 if kind == "linear_attention" else head_size * heads
+    return int(8 * text.hidden_size + 3 * inner_size + 4 * attention_size)
 
 
 def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,11 +22,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-from fovea.runtime.model_files import check_variant, read_image_processor
+from fovea.runtime.model_files import STATE_LAYERS, check_variant, read_image_processor
 from services.trainer.batches.micro_batch import Documents
 from services.trainer.batches.vision_cache import VisionOutput
+from services.trainer.model import linear_attention
 from services.trainer.model.fused_layers import fuse_language, fuse_qwen_vl
 from services.trainer.model.lora_linear import embedding
 from services.trainer.model.packed_attention import PACKED_ATTENTION, Packing
@@ -120,9 +119,7 @@ class Family:
         decoder = model.get_decoder()
         if hasattr(decoder, "_deepstack_process"):
             decoder._deepstack_process = MethodType(_add_level, decoder)
-        for module in decoder.modules():
-            if isinstance(module, Lfm2ShortConv):
-                module.forward = MethodType(_short_convolution, module)  # type: ignore[method-assign]
+        linear_attention.pack(decoder)
         if self.fuse is not None:
             self.fuse(model)
         return model.train()  # type: ignore[no-any-return]
@@ -202,9 +199,10 @@ class Family:
         if getattr(text, "hidden_size_per_layer_input", 0):
             ids_T = tokens_T if image_index_M is None else tokens_T.index_fill(0, image_index_M, text.pad_token_id)
             more["per_layer_inputs"] = decoder.get_per_layer_inputs(ids_T.unsqueeze(0), None)
-        if "conv" in layer_types:
-            places_T = torch.arange(len(embeddings_TD), device=embeddings_TD.device)
-            more["seq_idx"] = torch.searchsorted(documents.bounds[1:], places_T, right=True).unsqueeze(0)
+        if text.model_type in STATE_LAYERS:
+            places_T = torch.arange(count, device=embeddings_TD.device)
+            index_T = torch.searchsorted(documents.bounds[1:], places_T, right=True, out_int32=True)
+            more["seq_idx"] = index_T.unsqueeze(0)
         output = decoder(
             inputs_embeds=embeddings_TD.unsqueeze(0),
             position_ids=positions.unsqueeze(1) if len(positions) > 1 else positions,
@@ -248,29 +246,6 @@ def _add_level(_: Any, hidden_1TD: Tensor, image_index_M: Tensor, level_MD: Tens
     return hidden_1TD.index_add(1, image_index_M, level_MD.to(hidden_1TD.dtype).unsqueeze(0))
 
 
-def _short_convolution(
-    module: Any, hidden_states: Tensor, past_key_values: None, attention_mask: None, seq_idx: Tensor
-) -> Tensor:
-    """What LFM2's gated convolution computes, [1, T, D], of each document by itself.
-
-    Without a kernel of its own transformers lets a document see the last tokens of the one before it.
-
-    Args:
-        seq_idx: [1, T], the number of each token's document.
-    """
-    gate_in, gate_out, values = module.in_proj(hidden_states).chunk(3, dim=-1)
-    values_1TD, weight_DK = gate_in * values, module.conv.weight.squeeze(1)
-    summed_1TD = values_1TD * weight_DK[:, -1]
-    for back in range(1, min(weight_DK.shape[1], values_1TD.shape[1])):
-        is_same_1T1 = (seq_idx[:, back:] == seq_idx[:, :-back]).unsqueeze(-1)
-        earlier_1TD = values_1TD[:, :-back] * is_same_1T1 * weight_DK[:, -1 - back]
-        summed_1TD = summed_1TD + functional.pad(earlier_1TD, (0, 0, back, 0))
-    if module.conv.bias is not None:
-        summed_1TD = summed_1TD + module.conv.bias
-    output_1TD: Tensor = module.out_proj(gate_out * summed_1TD)
-    return output_1TD
-
-
 LANGUAGE_ROLES = {
     "q_proj": Role.ATTENTION,
     "k_proj": Role.ATTENTION,
@@ -278,7 +253,8 @@ LANGUAGE_ROLES = {
     "qkv_proj": Role.ATTENTION,
     "o_proj": Role.ATTENTION,
     "out_proj": Role.ATTENTION,
-    "in_proj": Role.ATTENTION,  # of short convolutions, which stand in attention's place
+    # Of short convolutions and gated delta nets, which stand in attention's place.
+    **dict.fromkeys(("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), Role.ATTENTION),
     "gate_proj": Role.MLP,
     "up_proj": Role.MLP,
     "gate_up_proj": Role.MLP,
@@ -309,13 +285,14 @@ FAMILIES = {
         Family("smolvlm"),
         Family("lfm2_vl"),
         Family("gemma4"),
-        # Refused by `check_variant` for now: what its layers do is not done packed.
-        Family("qwen3_5"),
+        # Towers as Qwen3-VL's, without its deepstack mergers.
+        Family("qwen3_5", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         Family("qwen3", fuse_language),
         Family("qwen2", fuse_language),
         Family("llama", fuse_language),
         Family("mistral", fuse_language),
         Family("gemma3_text"),
+        Family("qwen3_5_text"),
     )
 }
 """By `model_type` of the checkpoint's configuration."""

@@ -20,6 +20,7 @@ from transformers import (
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
@@ -52,6 +53,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25},
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2 window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
@@ -67,6 +77,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         query_pre_attn_scalar=24,
         final_logit_softcapping=5.0,  # of none that is published, but the code is there
     ),
+    "qwen3_5": Qwen3_5TextConfig(**SIZES | {"num_hidden_layers": 2}, **DELTA_NET, tie_word_embeddings=True),
 }
 LENGTHS = [5, 23, 11, 23]
 
@@ -149,7 +160,7 @@ def test_gradients_of_all_parameters(name: str, recompute_above: float) -> None:
     found = dict(module.hf.named_parameters())
     for key, parameter in reference.named_parameters():
         assert parameter.grad is not None
-        torch.testing.assert_close(found[key].grad, parameter.grad, atol=2e-4, rtol=2e-4)
+        _assert_near(found[key].grad, parameter.grad)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -175,8 +186,14 @@ def test_adapters_of_every_linear_module(name: str) -> None:
     torch.autograd.backward([(one * _direction()).sum() for one in (logprobs, expected)])
     for key, pair in weights.pairs.items():
         grad = parts[key].weight.grad
-        torch.testing.assert_close(pair.a_grad, pair.scale * pair.b.T @ grad, atol=2e-4, rtol=2e-4)
-        torch.testing.assert_close(pair.b_grad, pair.scale * grad @ pair.a.T, atol=2e-4, rtol=2e-4)
+        _assert_near(pair.a_grad, pair.scale * pair.b.T @ grad)
+        _assert_near(pair.b_grad, pair.scale * grad @ pair.a.T)
+
+
+def _assert_near(found: Tensor | None, expected: Tensor) -> None:
+    assert found is not None
+    largest = float(expected.detach().abs().max())  # tens where a delta net normalises what is small
+    torch.testing.assert_close(found, expected, atol=5e-4 * max(1.0, largest), rtol=5e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """The size of a micro-batch."""
 
 import torch
-from transformers import Gemma4TextConfig, Qwen3Config, Qwen3VLConfig
+from transformers import Gemma4TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3VLConfig
 
+from services.trainer.model.linear_attention import kept_bytes
 from services.trainer.model.memory_budget import (
     MOST_PATCHES,
     MOST_TOKENS,
@@ -38,6 +39,12 @@ def test_layers_of_other_sizes_are_counted_one_by_one() -> None:
     inner, heads = 3 * (9728 + 512), 4 * 40
     layers = [inner + heads * 128, inner + heads * 128, inner + 3 * 9728 + heads * 256]
     assert found == 2 * (3 * 8 * 2560 + sum(layers))
+
+
+def test_delta_nets_are_counted_by_their_own_sizes() -> None:
+    linear, full = (Qwen3_5TextConfig(**TEXT, layer_types=36 * [f"{kind}_attention"]) for kind in ("linear", "full"))
+    one = (activation_bytes(linear, torch.bfloat16) - activation_bytes(full, torch.bfloat16)) // 36
+    assert one == kept_bytes(linear, torch.bfloat16) - 2 * 4 * 128 * (32 + 8)
 
 
 def test_what_is_kept_for_computing_holds_the_smallest_micro_batches() -> None:

@@ -30,6 +30,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2VLConfig,
+    Qwen3_5Config,
     Qwen3Config,
     SiglipVisionConfig,
     SmolVLMConfig,
@@ -174,6 +175,25 @@ FAMILIES: dict[str, tuple[Callable[[], PretrainedConfig], Callable[[np.random.Ge
         ),
         _patches,
     ),
+    "qwen3_5": (
+        lambda: Qwen3_5Config(
+            text_config={
+                **TEXT,
+                **{"head_dim": 16, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+                **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+                **{"linear_value_head_dim": 8, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+            },
+            vision_config={
+                **{"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 4},
+                **{"out_hidden_size": TEXT["hidden_size"], "num_position_embeddings": 16},
+            },
+            image_token_id=IMAGE,
+            vision_start_token_id=89,
+            video_token_id=92,
+            **TIED,
+        ),
+        _patches,
+    ),
     "internvl": (
         lambda: InternVLConfig(
             text_config=Qwen3Config(**TEXT, head_dim=16, **TIED),
@@ -300,7 +320,7 @@ def _positions(reference: Any, tokens: Any, images: list[FeatureTensors]) -> Any
 
 
 def _run(module: PackedModel, name: str, datums: list[Datum], cached: dict[str, VisionOutput] | None) -> Tensor:
-    layout = BatchLayout(small_qwen3_vl() if name == "qwen2_vl" else None, CPU)
+    layout = BatchLayout(small_qwen3_vl() if name in ("qwen2_vl", "qwen3_5") else None, CPU)
     _, tensors = _documents(name)
     run_tower = bool(wanted_images(datums, cached))
     logprobs: Tensor = module(layout.pack(datums, tensors, run_tower, cached), None, cached)
@@ -397,8 +417,8 @@ def test_adapters_of_the_language_model(name: str) -> None:
     module, (datums, _) = _packed(name), _documents(name)
     targets = list(module.family.lora_targets(module.hf))
     language = [target for target in targets if not target.vision]
-    odd = {"gemma3": 6 * 7, "gemma4 e2b": 2 * 7 + 2 * 5, "gemma4 31b": 2 * 7 + 6, "lfm2_vl": 3 * 3 + 4 + 2}
-    linears = odd.get(name, 2 * 7)
+    odd = {"gemma3": 6 * 7, "gemma4 e2b": 2 * 7 + 2 * 5, "gemma4 31b": 2 * 7 + 6, "lfm2_vl": 3 * 3 + 4 + 2 * 2}
+    linears = (odd | {"qwen3_5": 2 * 3 + 5 + 4}).get(name, 2 * 7)
     assert len(language) == linears + 1
     injector = LoraInjector(targets)
     weights = LoraWeights(LoraSettings(4, 8.0, 0, True, True, True, False), targets, CPU, torch.float32)
@@ -411,7 +431,7 @@ def test_adapters_of_the_language_model(name: str) -> None:
         for key, pair in weights.pairs.items():
             pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * 0.1)
             parts[key].weight += pair.scale * pair.b @ pair.a
-        layout = BatchLayout(small_qwen3_vl() if name == "qwen2_vl" else None, CPU)
+        layout = BatchLayout(small_qwen3_vl() if name in ("qwen2_vl", "qwen3_5") else None, CPU)
         batch = layout.pack(datums, _documents(name)[1], True, {})
         found = module(batch, weights.pairs["lm_head"], {})[:, 0]
         expected = _run_reference(reference, name, datums)

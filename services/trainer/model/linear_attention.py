@@ -1,0 +1,171 @@
+"""Layers that carry a state from token to token, on packed documents: each document begins with an empty one.
+
+Gated delta nets (Yang et al., 2024) as Qwen3.5 has them, and LFM2's gated short convolutions. In transformers only the
+kernels of flash-linear-attention and causal-conv1d look at where documents end; what it computes without them lets a
+document see the one before it.
+
+Shapes: T tokens of all documents, D channels, K taps of a convolution, H heads, N documents of L tokens.
+"""
+
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
+
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from inspect import unwrap
+from itertools import pairwise
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PretrainedConfig
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, torch_chunk_gated_delta_rule
+from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
+
+from services.trainer.model.packed_attention import HARMLESS
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 64
+"""Tokens that the delta rule takes in one go; what it pads documents to."""
+
+_HAS_KERNELS = is_flash_linear_attention_available() and is_causal_conv1d_available()
+
+
+def pack(decoder: nn.Module) -> None:
+    """Has the layers of a language model keep to documents."""
+    if (
+        torch.cuda.is_available()
+        and not _HAS_KERNELS
+        and any(type(part) is Qwen3_5GatedDeltaNet for part in decoder.modules())
+    ):
+        logger.warning("gated delta nets are slow without the packages flash-linear-attention and causal-conv1d")
+    for module in decoder.modules():
+        if type(module) in _FORWARDS:
+            module.forward = MethodType(_FORWARDS[type(module)], module)  # type: ignore[method-assign]
+
+
+def kept_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
+    """What a gated delta net keeps of one token for its backward pass.
+
+    In torch 22 float32 tensors as wide as all heads, measured, and a quarter more, if documents are longer than a
+    chunk; the kernels keep what they get and give, counted.
+    """
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    repeated_keys = text.linear_num_value_heads * text.linear_key_head_dim
+    if not _HAS_KERNELS:
+        return int(14 * (repeated_keys + values) * torch.float32.itemsize)
+    mixed = 2 * (2 * keys + values) + 2 * repeated_keys + _CHUNK * text.linear_num_value_heads
+    return int((mixed + 4 * values) * dtype.itemsize)
+
+
+def _gated_delta_net(
+    module: Any,
+    hidden_states: Tensor,
+    *,
+    cu_seq_lens_q: Tensor,
+    seq_idx: Tensor,
+    **others: Any,
+) -> Tensor:
+    """What Qwen3_5GatedDeltaNet computes, [1, T, D], of each document by itself.
+
+    On a GPU with both kernels that is its own forward; elsewhere its steps, but for the two that mix tokens.
+
+    Args:
+        cu_seq_lens_q: int32 [documents + 1], bounds of the documents.
+        seq_idx: int32 [1, T], the number of each token's document.
+    """
+    _refuse_unknown(module, others)
+    if hidden_states.is_cuda and _HAS_KERNELS:
+        own: Tensor = type(module).forward(module, hidden_states, cu_seq_lens_q=cu_seq_lens_q, seq_idx=seq_idx)
+        return own
+    mixed_1TD = _convolve(module.in_proj_qkv(hidden_states), module.conv1d, seq_idx)
+    mixed_1TD = functional.silu(mixed_1TD)
+    rows_1T, key_size = mixed_1TD.shape[:2], 2 * module.key_dim
+    key_heads_1THD = mixed_1TD[..., :key_size].reshape(*rows_1T, -1, module.head_k_dim)
+    repeats = module.num_v_heads // module.num_k_heads
+    query_1THD, key_1THD = key_heads_1THD.repeat_interleave(repeats, dim=2).chunk(2, dim=2)
+    value_1THD = mixed_1TD[..., key_size:].reshape(*rows_1T, -1, module.head_v_dim)
+    beta_1TH = module.in_proj_b(hidden_states).sigmoid()
+    steps_1TH = functional.softplus(module.in_proj_a(hidden_states).float() + module.dt_bias)
+    decay_1TH = -module.A_log.float().exp() * steps_1TH
+    output_THD = _delta_rule((query_1THD, key_1THD, value_1THD, decay_1TH, beta_1TH), tuple(cu_seq_lens_q.tolist()))
+    gate_1TD = module.in_proj_z(hidden_states)
+    normed = module.norm(output_THD.flatten(0, 1), gate_1TD.reshape(-1, module.head_v_dim))
+    projected_1TD: Tensor = module.out_proj(normed.view_as(gate_1TD))
+    return projected_1TD
+
+
+def _delta_rule(packed: tuple[Tensor, ...], bounds: tuple[int, ...]) -> Tensor:
+    """Values [T, H, D] of transformers' own rule, one call for all documents of as many chunks.
+
+    Args:
+        packed: Queries, keys and values [1, T, H, D], decays and betas [1, T, H].
+    """
+    # A row of zeros at the end: tokens that fill up a chunk, which change nothing.
+    padded = [functional.pad(tensor.squeeze(0), (0, 0) * (tensor.dim() - 2) + (0, 1)) for tensor in packed]
+    rule: Any = unwrap(torch_chunk_gated_delta_rule)
+    outputs = []
+    places, restore = _group_by_chunks(bounds)
+    for place_NL in places:
+        index = place_NL.flatten().to(padded[0].device)
+        taken = (tensor.index_select(0, index).view(*place_NL.shape, *tensor.shape[1:]) for tensor in padded)
+        query, key, value, decay, beta = taken
+        output_NLHD, _ = rule(query, key, value, decay, beta, _CHUNK, use_qk_l2norm_in_kernel=True)
+        outputs.append(output_NLHD.flatten(0, 1))
+    output_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output_THD.index_select(0, restore.to(output_THD.device))
+
+
+@lru_cache(maxsize=256)
+def _group_by_chunks(bounds: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Documents by how many chunks they take.
+
+    Returns:
+        int64 [N, L] a group: the packed positions of its documents' tokens, T after their ends; and int64 [T]: where
+        each token then stands in all groups, one after another.
+    """
+    groups: dict[int, list[Tensor]] = {}
+    for start, end in pairwise(bounds):
+        if end > start:
+            groups.setdefault((end - start - 1) // _CHUNK, []).append(torch.arange(start, end))
+    places = tuple(pad_sequence(group, batch_first=True, padding_value=bounds[-1]) for group in groups.values())
+    return places, torch.argsort(torch.cat([place_NL.flatten() for place_NL in places]))[: bounds[-1]]
+
+
+def _short_convolution(module: Any, hidden_states: Tensor, *, seq_idx: Tensor, **others: Any) -> Tensor:
+    """What Lfm2ShortConv computes, [1, T, D], of each document by itself.
+
+    Args:
+        seq_idx: int32 [1, T], the number of each token's document.
+    """
+    _refuse_unknown(module, others)
+    gate_in, gate_out, values = module.in_proj(hidden_states).chunk(3, dim=-1)
+    output_1TD: Tensor = module.out_proj(gate_out * _convolve(gate_in * values, module.conv, seq_idx))
+    return output_1TD
+
+
+def _convolve(values_1TD: Tensor, convolution: nn.Conv1d, seq_idx: Tensor) -> Tensor:
+    """A causal convolution of each channel, [1, T, D], that sees nothing of earlier documents; summed in float32."""
+    weight_DK = convolution.weight.squeeze(1).float()
+    summed_1TD = values_1TD.float() * weight_DK[:, -1]
+    for back in range(1, min(weight_DK.shape[1], values_1TD.shape[1])):
+        is_same_1T1 = (seq_idx[:, back:] == seq_idx[:, :-back]).unsqueeze(-1)
+        earlier_1TD = values_1TD[:, :-back] * is_same_1T1 * weight_DK[:, -1 - back]
+        summed_1TD = summed_1TD + functional.pad(earlier_1TD, (0, 0, back, 0))
+    if convolution.bias is not None:
+        summed_1TD = summed_1TD + convolution.bias
+    return summed_1TD.to(values_1TD.dtype)
+
+
+def _refuse_unknown(module: nn.Module, others: Mapping[str, Any]) -> None:
+    if refused := [name for name in others if others[name] is not None and name not in (*HARMLESS, "max_length_q")]:
+        raise ValueError(f"packed layers do not know {', '.join(refused)}, which {type(module).__name__} is given")
+
+
+_FORWARDS = {Qwen3_5GatedDeltaNet: _gated_delta_net, Lfm2ShortConv: _short_convolution}
