@@ -56,14 +56,17 @@ class ManifestChecker:
     Args:
         shapes: Checkpoint shapes by checkpoint name.
         rename: To vLLM's names.
+        left_out: Checkpoint names of what vLLM does not load, which need not be sent.
         adaptable: vLLM's names of the modules that take LoRA.
         max_rank: The largest rank; 0 if the engine takes no adapters.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], rename: Rename, adaptable: set[str], max_rank: int) -> None:
+    def __init__(
+        self, shapes: Mapping[str, Shape], rename: Rename, left_out: set[str], adaptable: set[str], max_rank: int
+    ) -> None:
         self._rename = rename
         self._shapes = {rename(name): shape for name, shape in shapes.items() if not name.endswith("inv_freq")}
-        self._optional: set[str] = set()
+        self._optional = {rename(name) for name in left_out}
         self._max_rank = max_rank
         self._adaptable = adaptable
         self._passed: set[tuple[int, int, bytes]] = set()

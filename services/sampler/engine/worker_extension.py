@@ -5,7 +5,7 @@ Importing this module prepares the worker's process: vLLM does so before it make
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,8 @@ class WorkerExtension:
     def fovea_prepare(self, checkpoint: str) -> None:
         """Once, after the model is loaded: adapters from memory, snapshots, and the logprobs that Fovea promises."""
         self._receiver = SnapshotReceiver(self.device, self.rank)
-        shapes, rename = checkpoint_shapes(Path(checkpoint)), _rename_of(self.model_runner.get_model())
+        model, shapes = self.model_runner.get_model(), checkpoint_shapes(Path(checkpoint))
+        rename, left_out = _rename_of(model), _left_out(model, shapes)
         adaptable: dict[str, torch.nn.Module] = {}
         max_rank = 0
         if self.model_runner.lora_config is not None:
@@ -55,7 +56,7 @@ class WorkerExtension:
             adaptable, max_rank = _adaptable_modules(manager._adapter_manager), manager.lora_config.max_lora_rank
             self._bank = AdapterBank(manager)  # from here on vLLM's manager no longer shows its modules
         check_biases(shapes, rename, adaptable)
-        self._checker = ManifestChecker(shapes, rename, set(adaptable), max_rank)
+        self._checker = ManifestChecker(shapes, rename, left_out, set(adaptable), max_rank)
         self.weight_transfer_engine.init_transfer_engine(weight_loading.ArrivalInitInfo(self._receiver.arrival))
         vllm_patches.after_model(self.model_runner)
 
@@ -108,6 +109,12 @@ def _rename_of(model: torch.nn.Module) -> Any:
         return lambda name: name
     renamer = mapper.get_rename_mapper()
     return lambda name: renamer.map_name(name) or name
+
+
+def _left_out(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
+    """Which tensors of the checkpoint vLLM does not load, as the layers with which Qwen3.5 guesses further tokens."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return {name for name in names if mapper is not None and mapper.map_name(name) is None}
 
 
 def _adaptable_modules(manager: Any) -> dict[str, torch.nn.Module]:

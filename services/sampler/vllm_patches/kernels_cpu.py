@@ -1,30 +1,46 @@
-"""Kernels on CPU: RMS norms in one pass instead of seven, and rotary embeddings that know tokens from heads.
+"""Kernels on CPU: RMS norms in one pass instead of seven, rotary embeddings that know tokens from heads, delta nets.
 
-Replaces: `vllm.platforms.cpu.CpuPlatform.get_default_ir_op_priority`, and `RotaryEmbedding.forward_cpu`; adds an
-    implementation to `vllm.ir.ops.rms_norm` and `vllm.ir.ops.fused_add_rms_norm`.
+Replaces: `vllm.platforms.cpu.CpuPlatform.get_default_ir_op_priority`, `RotaryEmbedding.forward_cpu` and, but for
+    bfloat16, `vllm.model_executor.layers.mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core`; adds an implementation
+    to `vllm.ir.ops.rms_norm` and `vllm.ir.ops.fused_add_rms_norm`.
 Why: vLLM's CPU build contains the fused norms but registers them for GPUs only, and takes the native formula.
     Its rotary kernel takes the last but one dimension for tokens: of queries [T, heads, D], as LFM2 has them, it turns
     the heads of the first ones by the angles of later tokens (0.4 nat). [T, heads * D] is right.
+    Of gated delta nets (Qwen3.5) it has kernels for bfloat16 and some sizes of heads; anything else ends the engine.
 Upstream: none filed; vllm-project/vllm pull request 33825 made these operations.
-Delete when: another implementation than "native" takes norms on CPU and the CPU platform prefers it, and the rotary
-    kernel makes the same of both shapes.
+Delete when: another implementation than "native" takes norms on CPU and the CPU platform prefers it, the rotary
+    kernel makes the same of both shapes, and `chunk_gated_delta_rule_cpu` takes float32.
+
+Shapes: N sequences, L new tokens of each, K taps of a convolution, D channels, H heads.
 """
 
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
+
+from collections.abc import Sequence
+from inspect import unwrap
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 from vllm import ir
 from vllm.config.kernel import IrOpPriorityConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
 PROVIDER = "fovea_cpu"
 _LANES = 16  # vectors of vLLM's kernels; other widths are left to its own formula
+_delta_net_in_bfloat16: Any = gdn_attention.cpu_gdn_attention_core
 
 
 def apply() -> None:
     """Offers the kernels to vLLM's dispatch and has it prefer them; twice is no error."""
     _flatten_heads()
+    gdn_attention.cpu_gdn_attention_core = _delta_net
     platform: Any = type(current_platform)
     platform.get_default_ir_op_priority = classmethod(lambda _, config: _priority())
     if PROVIDER in ir.ops.rms_norm.impls:
@@ -86,3 +102,69 @@ def _fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual
+
+
+def _delta_net(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType) -> None:
+    context: Any = get_forward_context()
+    if mixed_qkv.dtype == torch.bfloat16 or context.attn_metadata is None:
+        _delta_net_in_bfloat16(mixed_qkv, b, a, core_attn_out, layer_name)
+        return
+    layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
+    metadata = context.attn_metadata[layer.prefix]
+    # First those that go on by one token, all at once; then prompts, or parts of them, one by one.
+    decodes, slots = metadata.num_decodes, metadata.non_spec_state_indices_tensor
+    if decodes:
+        given = [tensor[:decodes].unsqueeze(1) for tensor in (mixed_qkv, b, a)]
+        core_attn_out[:decodes] = _advance(layer, given, slots[:decodes], True).squeeze(1)
+    bounds = metadata.non_spec_query_start_loc.tolist()
+    for place in range(decodes, decodes + metadata.num_prefills):
+        tokens = slice(bounds[place], bounds[place + 1])
+        given = [tensor[tokens].unsqueeze(0) for tensor in (mixed_qkv, b, a)]
+        has_begun = bool(metadata.has_initial_state[place])
+        core_attn_out[tokens] = _advance(layer, given, slots[place : place + 1], has_begun).squeeze(0)
+
+
+def _advance(layer: Any, given: Sequence[Tensor], slots_N: Tensor, has_begun: bool) -> Tensor:
+    """Heads of values [N, L, H, D], which transformers computes; leaves the states after the last token.
+
+    Args:
+        given: Queries, keys and values before the convolution [N, L, D], then b and a [N, L, H].
+        slots_N: Where the states of the sequences are.
+        has_begun: Whether there is something in them.
+    """
+    from transformers.models.qwen3_5.modeling_qwen3_5 import (
+        torch_chunk_gated_delta_rule,
+        torch_recurrent_gated_delta_rule,
+    )
+
+    mixed_NLD, b_NLH, a_NLH = given
+    taps, states = layer.kv_cache
+    if is_conv_state_dim_first():
+        taps = taps.transpose(1, 2)
+    seen_NKD = taps[slots_N] if has_begun else taps.new_zeros(len(slots_N), *taps.shape[1:])
+    window_NLD = torch.cat([seen_NKD, mixed_NLD], dim=1)
+    taps[slots_N] = window_NLD[:, -taps.shape[1] :]
+    weight, channels = layer.conv1d.weight, window_NLD.shape[2]
+    mixed_NLD = functional.conv1d(window_NLD.mT, weight, layer.conv1d.bias, groups=channels).mT
+    key_size, repeats = layer.key_dim // layer.tp_size, layer.num_v_heads // layer.num_k_heads
+    rows_NL = mixed_NLD.shape[:2]
+    keys_NLHD = functional.silu(mixed_NLD[..., : 2 * key_size]).reshape(*rows_NL, -1, layer.head_k_dim)
+    query_NLHD, key_NLHD = keys_NLHD.repeat_interleave(repeats, dim=2).chunk(2, dim=2)
+    value_NLHD = functional.silu(mixed_NLD[..., 2 * key_size :]).reshape(*rows_NL, -1, layer.head_v_dim)
+    decay_NLH = -layer.A_log.float().exp() * functional.softplus(a_NLH.float() + layer.dt_bias)
+    rule: Any = unwrap(torch_recurrent_gated_delta_rule if mixed_NLD.shape[1] == 1 else torch_chunk_gated_delta_rule)
+    # Of the size that vLLM says, keys first as transformers has them: nobody else reads it.
+    states = states.view(*states.shape[:2], layer.head_k_dim, layer.head_v_dim)
+    output_NLHD, after = rule(
+        query_NLHD,
+        key_NLHD,
+        value_NLHD,
+        decay_NLH,
+        b_NLH.sigmoid(),
+        initial_state=states[slots_N] if has_begun else None,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    states[slots_N] = after.to(states.dtype)
+    assert isinstance(output_NLHD, Tensor)
+    return output_NLHD

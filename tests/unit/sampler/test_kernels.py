@@ -2,8 +2,12 @@
 
 # ruff: noqa: N806 -- shape suffixes
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from services.sampler.vllm_patches import kernels_cpu
 from services.sampler.vllm_patches.punica_cpu import Run, _apply, _runs
@@ -58,3 +62,26 @@ def test_what_the_kernels_cannot_do_is_left_to_vllm() -> None:
     assert not kernels_cpu._takes(x[:, :16], None, 1e-6)
     assert kernels_cpu._takes(x[:, :16], torch.ones(16), 1e-6)
     assert not kernels_cpu._takes_sum(x[:, :16], x[:, :16], torch.ones(16), 1e-6), "rows are not contiguous"
+
+
+@pytest.mark.parametrize("steps", [[100], [64, 36], [1] * 5 + [95], [70] + [1] * 30], ids=str)
+def test_a_delta_net_goes_on_where_it_was(steps: list[int]) -> None:
+    """Two sequences whose states lie apart, in parts of a prompt and token by token, as transformers has them whole."""
+    torch.manual_seed(1)
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    net = Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(hidden_size=24, linear_value_head_dim=12, **sizes), 0)
+    net.requires_grad_(False)
+    hidden = torch.randn(2, 100, 24)
+    wanted = net(hidden)
+    names = ("key_dim", "num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", "A_log", "dt_bias", "conv1d")
+    # What is in the states of sequences that begin must not matter.
+    caches = torch.full((5, 3, 2 * 16 + 48), 7.0), torch.full((5, 4, 12, 8), 7.0)
+    layer = SimpleNamespace(tp_size=1, kv_cache=caches, **{name: getattr(net, name) for name in names})
+    slots, parts = torch.tensor([3, 1]), []
+    for count, part in enumerate(hidden.split(steps, dim=1)):
+        given = (net.in_proj_qkv(part), net.in_proj_b(part), net.in_proj_a(part))
+        parts.append(kernels_cpu._advance(layer, given, slots, count > 0))
+    gate = net.in_proj_z(hidden)
+    normed = net.norm(torch.cat(parts, dim=1).reshape(-1, 12), gate.reshape(-1, 12)).view_as(gate)
+    torch.testing.assert_close(net.out_proj(normed), wanted, atol=1e-5, rtol=1e-4)
+    assert (caches[1][[0, 2, 4]] == 7).all()

@@ -16,7 +16,7 @@ PREFIX = "base_model.model."
 
 def checker() -> ManifestChecker:
     """vLLM puts `vllm.` before every name and can adapt two modules."""
-    return ManifestChecker(SHAPES, lambda name: f"vllm.{name}", {"vllm.model.up", "vllm.lm_head"}, max_rank=8)
+    return ManifestChecker(SHAPES, lambda name: f"vllm.{name}", set(), {"vllm.model.up", "vllm.lm_head"}, max_rank=8)
 
 
 def full(**changes: tuple[int, ...] | None) -> weights_pb2.SnapshotManifest:
@@ -56,9 +56,17 @@ def test_what_fits() -> None:
 
 
 def test_a_model_without_adapters_takes_full_parameters() -> None:
-    without = ManifestChecker(SHAPES, lambda name: name, set(), max_rank=0)
+    without = ManifestChecker(SHAPES, str, set(), set(), max_rank=0)
     assert without.problem(full()) == ""
     assert without.problem(adapter(pair("model.up", 6, 4))).startswith("vLLM has no LoRA for this model")
+
+
+def test_what_vllm_leaves_out_need_not_be_sent() -> None:
+    drafts = {"mtp.fc.weight": (4, 8)}
+    checking = ManifestChecker(SHAPES | drafts, str, set(drafts), set(), max_rank=8)
+    assert checking.problem(full()) == ""
+    assert checking.problem(full(**drafts)) == ""
+    assert "mtp.fc.weight" in ManifestChecker(SHAPES | drafts, str, set(), set(), max_rank=8).problem(full())
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ from services.sampler.vllm_patches import kernels_cpu, lm_head_adapters, paramet
 WRITTEN_AGAINST = {
     "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.create_lora_weights": "95a26fe046bf88f3",
     "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper": "932915972fb830e2",
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec": "b615d66aa36074b4",
     "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "b3273d9fb8465a00",
     "vllm.lora.model_manager:LoRAModelManager._add_adapter": "6a8993c934882a65",
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": "fa48015699b08b1c",
@@ -218,6 +219,10 @@ def test_vllm_still_needs_kernels_cpu() -> None:
     kernels_cpu.apply()
     right, _ = rotary.forward_cpu(positions, flat.clone().view(3, 2, 8), heads.clone().view(3, 1, 8))
     assert torch.allclose(right.view(3, 16), rotated)
+    gates = torch.zeros(3, 2)
+    with pytest.raises(RuntimeError, match="Unsupported floating data type"):
+        ops.fused_gdn_gating_cpu(torch.zeros(2), gates, gates, torch.zeros(2))
+    unchanged("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec")
 
 
 def test_vllm_still_needs_seeded_generators() -> None:

@@ -1,0 +1,84 @@
+"""Gated delta nets: states of a prompt are made in parts, kept for the next prompt, and dropped with the weights."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5TextConfig
+
+import tinyvlm
+from fovea.api.v1 import sampler_pb2
+from fovea.client.sampler import SamplerClient
+from tests.e2e.sampler.asking import ask, rendered, request_for
+from tests.e2e.sampler.process import running_sampler
+from tests.e2e.sampler.reference import Reference, random_adapter
+from tests.e2e.sampler.sender import Sender
+from tests.e2e.sampler.test_weights import trained
+
+TOLERANCE = 1e-3
+LENGTH, NEW = 300, 12
+THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> Path:
+    """Random weights of a text-only Qwen3.5, beside one of the layers that guess ahead, which nobody here reads."""
+    tokenizer = AutoTokenizer.from_pretrained(tinyvlm.ensure("qwen3"))
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=16,
+        rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+        max_position_embeddings=1024,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": torch.ones(128, 256)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    return tmp_path
+
+
+async def test_states_are_those_of_the_prompt_and_the_weights(hybrid: Path) -> None:
+    ids = np.random.default_rng(3).integers(100, 1000, LENGTH, dtype=np.int32)
+    base = Reference(hybrid)
+    adapter, state = random_adapter(base, 4, seed=1), trained(base)
+    # Two blocks of the least size a step: a prompt is computed in three parts.
+    with running_sampler(hybrid, "--max-batched-tokens", "128") as sampler:
+        async with SamplerClient(sampler.address) as client:
+            sender = await Sender(client).join()
+            await sender.push("text@1", adapter, 4)
+            await check(client, ids, "", base)
+            await check(client, ids, "text@1", Reference(hybrid).merge(adapter, 4))
+            await sender.push("full@1", state)
+            await check(client, ids, "full@1", Reference(hybrid, state))
+        assert sampler.metric("vllm:prefix_cache_hits_total") > 0
+
+
+async def check(client: SamplerClient, ids: np.ndarray, snapshot_id: str, expected: Reference) -> None:
+    """Scores of the prompt, and of what follows it twice: with a prompt that is computed, and with one that is kept."""
+    scored = await ask(client, request_for(rendered([ids.tolist()]), snapshot_id, prompt_logprobs=True, max_tokens=1))
+    assert np.abs(scored.prompt_logprobs - expected.prompt_logprobs(ids))[1:].max() < TOLERANCE
+    for _ in range(2):
+        drawn = await ask(
+            client, request_for(rendered([ids.tolist()]), snapshot_id, max_tokens=NEW, stop=THROUGH, temperature=1.0)
+        )
+        (sequence,) = drawn.sequences
+        wanted = expected.prompt_logprobs(np.array([*ids, *sequence.tokens], dtype=np.int32))[LENGTH:]
+        assert np.abs(np.array(sequence.logprobs) - wanted).max() < TOLERANCE
