@@ -39,9 +39,14 @@ def cut(directory: Path, into: Path) -> int:
     if getattr(text, "num_kv_shared_layers", 0):
         text.num_kv_shared_layers = 0
     auto: Any = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
+    config = _without_lost_layers(config, count)
     has_weights = any(directory.glob("*.safetensors"))
     if has_weights:
-        model = auto.from_pretrained(directory, config=config, dtype=torch.float32)
+        # Gemma 4's embeddings per layer are a table as wide as its layers are many: cut, it gets random weights too.
+        is_cut_across = bool(getattr(text, "hidden_size_per_layer_input", 0))
+        model = auto.from_pretrained(
+            directory, config=config, dtype=torch.float32, ignore_mismatched_sizes=is_cut_across
+        )
     else:
         model = auto.from_config(config, dtype=torch.float32)
     model.save_pretrained(into)
@@ -50,3 +55,13 @@ def cut(directory: Path, into: Path) -> int:
         if is_of_text and not (into / path.name).exists():
             shutil.copy(path, into)
     return count
+
+
+def _without_lost_layers(config: Any, count: int) -> Any:
+    """The configuration without what it says of single layers that are cut off, as Gemma 4's does."""
+    said = config.to_dict()
+    text = said.get("text_config", said)
+    if not text.get("per_layer_config"):
+        return config
+    text["per_layer_config"] = {key: layer for key, layer in text["per_layer_config"].items() if int(key) < count}
+    return type(config).from_dict(said)

@@ -36,6 +36,13 @@ def test_a_checkpoint_is_cut_with_its_tokenizer(tmp_path: Path, has_weights: boo
     assert AutoConfig.from_pretrained(tmp_path / "cut").num_hidden_layers == 2
 
 
+def test_a_checkpoint_whose_layers_differ_is_cut(tmp_path: Path) -> None:
+    assert cut(ensure_family("gemma4_e2b"), tmp_path / "cut") == 3
+    text = AutoConfig.from_pretrained(tmp_path / "cut").get_text_config()
+    sizes = [text.per_layer_config[index].head_dim for index in range(3)]
+    assert sizes[0] == sizes[1] < sizes[2]
+
+
 def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": {"AutoModel": "evil.Model"}}))
     with pytest.raises(ValueError, match="brings code of its own"):
