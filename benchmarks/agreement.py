@@ -206,7 +206,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
     rate = 1e-4 if options.rank else 1e-5
     for when in ("before", "after"):
         for kind, side in (("text", 0), ("image", options.image_side)):
-            for temperature in (1.0, 0.7):
+            for temperature in options.temperatures:
                 sizes = {"rank": options.rank, "temperature": temperature, "steps": options.steps * (when == "after")}
                 for seed in options.seeds:
                     found = compare(bench, training, options.prompts, side, temperature, seed, options.vocabulary)
@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7, 8])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7])
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY_SIZE, help="token ids of the model")
     parser.add_argument("--wave", type=int, default=0, help="samples at once, to measure speed; 0 does not")
     parser.add_argument("--note", default="", help="to be written into each line: the type of the heads, for example")

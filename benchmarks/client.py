@@ -22,8 +22,8 @@ class Bench:
     service: tinker.ServiceClient
     sampler: tinker.SamplingClient
     model: str
-    vision_start: int
-    vision_end: int
+    before_picture: list[int]
+    after: list[int]
     _image_tokens: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -35,8 +35,10 @@ class Bench:
         name = rest.get_server_capabilities().result(60).supported_models[0].model_name
         assert name is not None
         sampler = service.create_sampling_client(base_model=name).result(60)
-        convert = sampler.get_tokenizer().convert_tokens_to_ids
-        return cls(service, sampler, name, convert(VISION_START), convert(VISION_END))
+        vocabulary = sampler.get_tokenizer().get_vocab()
+        # Text around a picture where the family has such tokens and its processor does not bring them along.
+        before, after = ([vocabulary[token]] if token in vocabulary else [] for token in (VISION_START, VISION_END))
+        return cls(service, sampler, name, before, after)
 
     def __enter__(self) -> "Bench":
         return self
@@ -57,16 +59,19 @@ class Bench:
         """Text ids, after a JPEG of `image_side` pixels if that is not 0."""
         if not image_side:
             return types.ModelInput.from_ints(tokens)
-        if image_side not in self._image_tokens:  # the model's processor enlarges small pictures: only it knows
-            alone = types.ModelInput(chunks=[types.ImageChunk(data=picture, format="jpeg")])
-            self._image_tokens[image_side] = len(self.sampler.compute_logprobs(alone).result(600))
+        image = types.ImageChunk(data=picture, format="jpeg", expected_tokens=self.image_tokens(image_side))
+        before, after = types.EncodedTextChunk(tokens=self.before_picture), [*self.after, *tokens]
         return types.ModelInput(
-            chunks=[
-                types.EncodedTextChunk(tokens=[self.vision_start]),
-                types.ImageChunk(data=picture, format="jpeg", expected_tokens=self._image_tokens[image_side]),
-                types.EncodedTextChunk(tokens=[self.vision_end, *tokens]),
-            ]
+            chunks=[*([before] if before.tokens else []), image, types.EncodedTextChunk(tokens=after)]
         )
+
+    def image_tokens(self, side: int) -> int:
+        """Ids that stand for a square picture: only the model's processor knows, which may enlarge or cut it."""
+        if side not in self._image_tokens:
+            picture = types.ImageChunk(data=noise(np.random.default_rng(0), side), format="jpeg")
+            alone = types.ModelInput(chunks=[picture])
+            self._image_tokens[side] = len(self.sampler.compute_logprobs(alone).result(600))
+        return self._image_tokens[side]
 
     @staticmethod
     def tokens(rng: np.random.Generator, count: int) -> list[int]:

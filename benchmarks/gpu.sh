@@ -1,6 +1,6 @@
 #!/bin/sh
 # On a GPU host: builds a shape, starts Fovea on it, and measures.
-#   sh benchmarks/gpu.sh SHAPE OUT [up options]; of these, for two GPUs: --ranks 1 --trainer-gpus 0 --sampler-gpus 1
+#   sh benchmarks/gpu.sh SHAPE OUT [up options]; a shape of benchmarks/shapes.py or family_shapes.py. Of the options, for two GPUs: --ranks 1 --trainer-gpus 0 --sampler-gpus 1
 # STATE and PORT, if set, let several run side by side on GPUs of their own.
 # FIGURES, if set, is what to run: programs of this folder with their options, separated by semicolons.
 set -e
@@ -10,7 +10,10 @@ model=/tmp/shapes/$shape up=$state/up.json
 figures=${FIGURES:-"agreement --rank 32 --float32 $model; push --up $up --ranks 8 32 128 0 --broadcast-gpus 0 1;
     trainer --up $up --shape $shape --ranks 32 --plain-gpu 1; trainer --up $up --shape $shape --ranks 0; agreement --rank 0;
     tenants --up $up"}
-[ -f "$model/config.json" ] || python3 -m benchmarks.shapes "$shape" "$model"
+[ -f "$model/config.json" ] || case $shape in
+    *-*) python3 -m benchmarks.family_shapes "$shape" "$model" ;;
+    *) python3 -m benchmarks.shapes "$shape" "$model" ;;
+esac
 export FOVEA_TRAINER_MAX_LORA_RANK=128 FOVEA_SAMPLER_MAX_LORA_RANK=128
 rm -rf "$state"
 python3 -m fovea.cli.main up --model "$model" --state-dir "$state" --port "${PORT:-8000}" --ready-timeout-s 400 "$@" > "$out/up.log" 2>&1 &

@@ -23,8 +23,9 @@ import tinker
 from tinker import AdamParams, ForwardBackwardOutput, OptimStepResponse
 
 from benchmarks.client import Bench, datum
+from benchmarks.family_shapes import SHAPES, size_of
 from benchmarks.figure import emit
-from benchmarks.flops import H200_BF16_FLOPS, IMAGE_SIDE, PATCHES, SIZES
+from benchmarks.flops import H200_BF16_FLOPS, IMAGE_SIDE, SIZES
 from benchmarks.running import Running
 
 _ADAM = AdamParams(learning_rate=1e-5)
@@ -50,8 +51,9 @@ def make_step(bench: Bench, sizes: np.random.Generator, count: int) -> Step:
     """Random datums with lengths from `sizes`, every other one with a picture where it fits. No two runs share any."""
     data, rng = [], np.random.default_rng()
     for index, length in enumerate(lengths_of(sizes, count)):
-        side = IMAGE_SIDE if index % 2 and length > 2 * PATCHES // 4 else 0
-        text = length - (PATCHES // 4 + 2 if side else 0)
+        image = bench.image_tokens(IMAGE_SIDE) + len(bench.before_picture) + len(bench.after)
+        side = IMAGE_SIDE if index % 2 and length > 2 * image else 0
+        text = length - (image if side else 0)
         data.append(datum(bench.prompt(rng, text // 2, side), bench.tokens(rng, text - text // 2)))
     images = sum(any(isinstance(chunk, tinker.types.ImageChunk) for chunk in one.model_input.chunks) for one in data)
     return Step(data, [one.model_input.length for one in data], images)
@@ -106,6 +108,7 @@ def plain_loop(options: argparse.Namespace, model: str, rank: int, way: str, len
 def measure(options: argparse.Namespace, fovea: Running, rank: int) -> None:
     """Prints the figures of one rank."""
     rng, repeats = np.random.default_rng(11), options.repeats
+    size = SIZES[options.shape] if options.shape in SIZES else size_of(options.shape)
     with Bench.open(fovea.base_url) as bench:
         training = bench.training(rank)
         # Every image is new: a frozen tower's outputs are remembered, and that would not be work done.
@@ -117,8 +120,7 @@ def measure(options: argparse.Namespace, fovea: Running, rank: int) -> None:
         ahead = seconds_ahead(training, more)
     tokens, tokens_ahead = ([sum(step.lengths) for step in part] for part in (steps, more))
     flops, flops_ahead = (
-        [SIZES[options.shape].flops(step.lengths, step.image_count, rank == 0) for step in part]
-        for part in (steps, more)
+        [size.flops(step.lengths, step.image_count, rank == 0) for step in part] for part in (steps, more)
     )
     peak = H200_BF16_FLOPS * options.gpus
     sizes = {"shape": options.shape, "rank": rank, "datums": options.datums, "tokens": tokens[0]}
@@ -141,7 +143,7 @@ def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--up", type=pathlib.Path, default=pathlib.Path(".fovea/up.json"), help="what fovea up wrote")
-    parser.add_argument("--shape", choices=SIZES, default="4b")
+    parser.add_argument("--shape", choices=(*SIZES, *SHAPES), default="4b")
     parser.add_argument("--ranks", type=int, nargs="+", default=[32])
     parser.add_argument("--datums", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)

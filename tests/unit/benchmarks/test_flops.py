@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from benchmarks.flops import SIZES
+from benchmarks.family_shapes import size_of
+from benchmarks.flops import SIZES, FamilySize
 from benchmarks.shapes import SHAPES
 
 
@@ -43,3 +44,18 @@ def test_all_parameters_cost_half_as_much_again_as_adapters(shape: str) -> None:
 def weights_of(module: torch.nn.Module) -> int:
     """Elements of all matrices of linear layers."""
     return sum(part.weight.numel() for part in module.modules() if isinstance(part, torch.nn.Linear))
+
+
+def test_a_family_at_published_size_is_counted_on_its_own_model() -> None:
+    """Qwen3.5 9B: 8.95 billion parameters without the tower, of which the embedding table is no work."""
+    size = size_of("qwen3_5-9b")
+    assert size.language_parameters == pytest.approx(8.95e9 - 248320 * 4096, rel=0.002)
+    assert len(size.attention) == 8
+    assert size.flops([512, 64], 1, False) < size.flops([512, 64], 1, True)
+
+
+def test_a_window_bounds_what_attention_costs() -> None:
+    whole, windowed = (FamilySize(0, ((1, window),), 0, 0, 0, 0) for window in (None, 100))
+    assert whole.flops([1000], 0, False) == 3 * 4 * 1000**2 / 2
+    assert windowed.flops([1000], 0, False) == 3 * 4 * (100**2 / 2 + 900 * 100)
+    assert windowed.flops([80], 0, False) == whole.flops([80], 0, False)
