@@ -204,7 +204,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
         rates = wave(bench, training, options.wave)
         emit("agreement.sampling", rates, "token/s", rank=options.rank, in_flight=options.wave, note=options.note)
     rate = 1e-4 if options.rank else 1e-5
-    for when in ("before", "after"):
+    for when in ("before", "after") if options.steps else ("before",):
         for kind, side in (("text", 0), ("image", options.image_side)):
             for temperature in options.temperatures:
                 sizes = {"rank": options.rank, "temperature": temperature, "steps": options.steps * (when == "after")}
@@ -224,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
     parser.add_argument("--rank", type=int, default=32, help="0 trains all parameters")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="of training in between; 0 leaves out what comes after")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7, 8])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7])
