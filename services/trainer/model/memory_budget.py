@@ -35,6 +35,9 @@ _HOST_RESERVE_BYTES = 128 * 2**20
 UNLIMITED = 2**62
 """Bytes, where nothing is known of a limit."""
 
+_FLOAT32_NORMS = ("gemma3_text", "gemma4_text")
+"""Language models with norms around both halves of a layer and on queries and keys, which keep copies in float32."""
+
 _PAGE_BYTES = 4096
 
 
@@ -131,11 +134,11 @@ def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     delta_nets = kinds.count("linear_attention")
     kept_bytes = delta_nets * linear_attention.kept_bytes(text, dtype) if delta_nets else 0
-    return kept_bytes + dtype.itemsize * sum(_kept_width(text, index, kind) for index, kind in enumerate(kinds))
+    return kept_bytes + sum(_kept_bytes(text, index, kind, dtype) for index, kind in enumerate(kinds))
 
 
-def _kept_width(text: PretrainedConfig, index: int, kind: str) -> int:
-    """Elements that one layer keeps of one token, besides what a gated delta net does."""
+def _kept_bytes(text: PretrainedConfig, index: int, kind: str, dtype: torch.dtype) -> int:
+    """What one layer keeps of one token, besides what a gated delta net does."""
     layer = text.per_layer_config[index]  # in Gemma 4 sizes of heads differ
     head_size = getattr(layer, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = text.num_attention_heads + layer.num_key_value_heads
@@ -143,7 +146,9 @@ def _kept_width(text: PretrainedConfig, index: int, kind: str) -> int:
     is_wide = getattr(text, "use_double_wide_mlp", False) and index >= first_wide
     inner_size = text.intermediate_size * (2 if is_wide else 1) + 2 * getattr(text, "hidden_size_per_layer_input", 0)
     attention_size = 0 if kind == "linear_attention" else head_size * heads
-    return int(8 * text.hidden_size + 3 * inner_size + 4 * attention_size)
+    norm_size = 4 * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0
+    kept_size = 8 * text.hidden_size + 3 * inner_size + 4 * attention_size
+    return int(dtype.itemsize * kept_size + torch.float32.itemsize * norm_size)
 
 
 def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
