@@ -41,11 +41,15 @@ def fused(function: Callable[..., Result]) -> Callable[..., Result]:
     return run
 
 
-def fuse_language(model: Any) -> None:
-    """For language layers as Llama has them, with Qwen3's normalised queries and keys or without.
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text")
+"""Types of language models, alone or of a vision model, whose layers are as Llama has them.
 
-    RMSNorm without an offset, then a gated MLP with SiLU.
-    """
+RMSNorm without an offset, then a gated MLP with SiLU; with Qwen3's normalised queries and keys or without.
+"""
+
+
+def fuse_language(model: Any) -> None:
+    """For the language layers of `LLAMA_LIKE`."""
     for layer in model.get_decoder().layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             norm.forward = MethodType(_norm, norm)
@@ -54,9 +58,8 @@ def fuse_language(model: Any) -> None:
             layer.self_attn.forward = MethodType(_attention, layer.self_attn)
 
 
-def fuse_qwen_vl(model: Any) -> None:
-    """The language layers, and patches as one product."""
-    fuse_language(model)
+def fuse_qwen_tower(model: Any) -> None:
+    """Patches as one product."""
     patch_embed = model.model.visual.patch_embed
     patch_embed.forward = MethodType(_embed_patches, patch_embed)
 

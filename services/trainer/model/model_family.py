@@ -27,7 +27,7 @@ from fovea.runtime.model_files import STATE_LAYERS, check_variant, read_image_pr
 from services.trainer.batches.micro_batch import Documents
 from services.trainer.batches.vision_cache import VisionOutput
 from services.trainer.model import linear_attention
-from services.trainer.model.fused_layers import fuse_language, fuse_qwen_vl
+from services.trainer.model.fused_layers import LLAMA_LIKE, fuse_language, fuse_qwen_tower
 from services.trainer.model.lora_linear import embedding
 from services.trainer.model.packed_attention import PACKED_ATTENTION, Packing
 
@@ -92,13 +92,13 @@ class Family:
 
     Args:
         model_type: In the checkpoint's configuration.
-        fuse: Puts faster forms of the model's layers in their place; None leaves them.
+        fuse_tower: Puts faster forms of the vision tower's layers in their place; None leaves them.
         tower_roles: Linear modules of the vision tower and its mergers that vLLM can adapt, by last name.
         sees_images_whole: Whether the tokens of an image see each other both ways in the language model.
     """
 
     model_type: str
-    fuse: Callable[[Any], None] | None = None
+    fuse_tower: Callable[[Any], None] | None = None
     tower_roles: Mapping[str, Role] = field(default_factory=dict)
     sees_images_whole: bool = False
 
@@ -120,8 +120,10 @@ class Family:
         if hasattr(decoder, "_deepstack_process"):
             decoder._deepstack_process = MethodType(_add_level, decoder)
         linear_attention.pack(decoder)
-        if self.fuse is not None:
-            self.fuse(model)
+        if config.get_text_config().model_type in LLAMA_LIKE:
+            fuse_language(model)
+        if self.fuse_tower is not None:
+            self.fuse_tower(model)
         return model.train()  # type: ignore[no-any-return]
 
     def blocks(self, model: Any) -> Iterator[nn.Module]:
@@ -269,10 +271,10 @@ FAMILIES = {
     family.model_type: family
     for family in (
         # linear_fc1 and linear_fc2 name the linears of the blocks, of the merger and of the deepstack mergers alike.
-        Family("qwen3_vl", fuse_qwen_vl, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
+        Family("qwen3_vl", fuse_qwen_tower, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         # The merger is a Sequential: its linears are called 0 and 2.
-        Family("qwen2_5_vl", fuse_qwen_vl, {**LANGUAGE_ROLES, **_QWEN_ROLES, "0": Role.MLP, "2": Role.MLP}),
-        Family("qwen2_vl", fuse_qwen_vl, {**_QWEN_ROLES, **dict.fromkeys(("fc1", "fc2", "0", "2"), Role.MLP)}),
+        Family("qwen2_5_vl", fuse_qwen_tower, {**LANGUAGE_ROLES, **_QWEN_ROLES, "0": Role.MLP, "2": Role.MLP}),
+        Family("qwen2_vl", fuse_qwen_tower, {**_QWEN_ROLES, **dict.fromkeys(("fc1", "fc2", "0", "2"), Role.MLP)}),
         Family("internvl"),
         Family("llava_next"),
         Family("llava_onevision"),
@@ -287,10 +289,10 @@ FAMILIES = {
         Family("gemma4"),
         # Towers as Qwen3-VL's, without its deepstack mergers.
         Family("qwen3_5", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
-        Family("qwen3", fuse_language),
-        Family("qwen2", fuse_language),
-        Family("llama", fuse_language),
-        Family("mistral", fuse_language),
+        Family("qwen3"),
+        Family("qwen2"),
+        Family("llama"),
+        Family("mistral"),
         Family("gemma3_text"),
         Family("qwen3_5_text"),
     )
