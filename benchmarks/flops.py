@@ -18,6 +18,43 @@ _VOCABULARY = 151936
 
 
 @dataclass(frozen=True)
+class FamilySize:
+    """What decides the FLOPs of a model; of any family counted on the model itself: benchmarks/family_shapes.py.
+
+    Attributes:
+        language_parameters: Of the layers' matrices and the unembedding.
+        attention: Channels of all query heads, and the window if it has one, of each layer with attention. Layers with
+            linear attention add nothing here: their state costs less than a hundredth of their matrices.
+        vision_parameters: Of the tower's matrices.
+        patches: That the tower sees at once.
+    """
+
+    language_parameters: float
+    attention: tuple[tuple[int, int | None], ...]
+    vision_parameters: float
+    vision_layers: int
+    vision_hidden: int
+    patches: int
+
+    def flops(self, lengths: list[int], image_count: int, trains_all: bool) -> float:
+        """Of one forward_backward on datums of these lengths."""
+        matrices = (6 if trains_all else 4) * self.language_parameters * sum(lengths)
+        seen = {window: sum(_pairs(length, window) for length in lengths) for _, window in self.attention}
+        attention = sum(3 * 4 * channels * seen[window] for channels, window in self.attention)
+        passes = 3 if trains_all else 1
+        tower = passes * image_count * 2 * self.vision_parameters * self.patches
+        tower += passes * image_count * 4 * self.vision_layers * self.vision_hidden * self.patches**2
+        return matrices + attention + tower
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """Of a token and one that it sees: half of all, or those within a window."""
+    if window is None or window >= length:
+        return length**2 / 2
+    return window**2 / 2 + (length - window) * window
+
+
+@dataclass(frozen=True)
 class Size:
     """What decides the FLOPs of a shape; see benchmarks/shapes.py."""
 
@@ -42,13 +79,9 @@ class Size:
 
     def flops(self, lengths: list[int], image_count: int, trains_all: bool) -> float:
         """Of one forward_backward on datums of these lengths."""
-        per_weight = 6 if trains_all else 4
-        matrices = per_weight * self.language_parameters * sum(lengths)
-        attention = sum(3 * 4 * self.layers * self.heads * 128 * length**2 / 2 for length in lengths)
-        passes = 3 if trains_all else 1
-        tower = passes * image_count * 2 * self.vision_parameters * PATCHES
-        tower += passes * image_count * 4 * self.vision_layers * self.vision_hidden * PATCHES**2
-        return matrices + attention + tower
+        attention = self.layers * ((self.heads * 128, None),)
+        tower = (self.vision_parameters, self.vision_layers, self.vision_hidden, PATCHES)
+        return FamilySize(self.language_parameters, attention, *tower).flops(lengths, image_count, trains_all)
 
 
 SIZES = {
@@ -56,40 +89,3 @@ SIZES = {
     "4b": Size(2560, 9728, 36, 32, 1024, 4096, 24),
     "8b": Size(4096, 12288, 36, 32, 1152, 4304, 27),
 }
-
-
-@dataclass(frozen=True)
-class FamilySize:
-    """The same of any family, counted on its model: benchmarks/family_shapes.py.
-
-    Attributes:
-        language_parameters: Of the layers' matrices and the unembedding.
-        attention: Channels of all query heads, and the window if it has one, of each layer with attention. Layers with
-            linear attention add nothing here: their state costs less than a hundredth of their matrices.
-        vision_parameters: Of the tower's matrices.
-        patches: That the tower sees at once.
-    """
-
-    language_parameters: int
-    attention: tuple[tuple[int, int | None], ...]
-    vision_parameters: int
-    vision_layers: int
-    vision_hidden: int
-    patches: int
-
-    def flops(self, lengths: list[int], image_count: int, trains_all: bool) -> float:
-        """Of one forward_backward on datums of these lengths."""
-        matrices = (6 if trains_all else 4) * self.language_parameters * sum(lengths)
-        seen = {window: sum(_pairs(length, window) for length in lengths) for _, window in self.attention}
-        attention = sum(3 * 4 * channels * seen[window] for channels, window in self.attention)
-        passes = 3 if trains_all else 1
-        tower = passes * image_count * 2 * self.vision_parameters * self.patches
-        tower += passes * image_count * 4 * self.vision_layers * self.vision_hidden * self.patches**2
-        return matrices + attention + tower
-
-
-def _pairs(length: int, window: int | None) -> float:
-    """Of a token and one that it sees: half of all, or those within a window."""
-    if window is None or window >= length:
-        return length**2 / 2
-    return window**2 / 2 + (length - window) * window

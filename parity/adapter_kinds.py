@@ -14,7 +14,7 @@ from tinker.lib.public_interfaces.training_client import fetch_training_info
 
 from fovea.api.v1 import weights_pb2
 from fovea.client.gateway import GatewayClient
-from parity.prompts import API_KEY, Prompt, scores
+from parity.prompts import API_KEY, Prompt, scores, trained_scores
 
 MOST_NAT = 1e-3
 """Between sampler and trainer, at any token."""
@@ -81,8 +81,8 @@ def compare(
             continue
         training = _step(service, state, prompts, trains)
         sampling = training.save_weights_and_get_sampling_client().result(_WAIT_S)
-        trained = _forward(training, prompts)
-        before = unchanged if kind != "tower" else _forward(_step(service, state, prompts, _LANGUAGE), prompts)
+        trained = trained_scores(training, prompts)
+        before = unchanged if kind != "tower" else trained_scores(_step(service, state, prompts, _LANGUAGE), prompts)
         sampled = [scores(sampling, prompt) for prompt in prompts]
         found[kind] = Moved(differ(sampled, trained), differ(trained, before))
     return found
@@ -111,8 +111,3 @@ def _create(
     model_id = asyncio.run(create())
     info = holder.run_coroutine_threadsafe(fetch_training_info(holder, model_id)).result(_WAIT_S)
     return tinker.TrainingClient(holder, model_seq_id=number, model_id=model_id, info=info)
-
-
-def _forward(training: tinker.TrainingClient, prompts: Sequence[Prompt]) -> Scores:
-    outputs = training.forward([prompt.datum() for prompt in prompts], "cross_entropy").result(_WAIT_S).loss_fn_outputs
-    return [np.array(list(output["logprobs"].data)[:-1]) for output in outputs]

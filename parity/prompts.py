@@ -62,3 +62,9 @@ def _chunks(document: Document, images: Sequence[Image.Image]) -> Iterator[Any]:
 def scores(sampling: tinker.SamplingClient, prompt: Prompt) -> npt.NDArray[np.float64]:
     """Log-probabilities [N-1] of the ids after the first."""
     return np.array(sampling.compute_logprobs(prompt.input).result(300)[1:], np.float64)
+
+
+def trained_scores(training: tinker.TrainingClient, prompts: Sequence[Prompt]) -> list[npt.NDArray[np.float64]]:
+    """The same of each prompt, as the trainer computes them."""
+    outputs = training.forward([prompt.datum() for prompt in prompts], "cross_entropy").result(300).loss_fn_outputs
+    return [np.array(list(output["logprobs"].data)[:-1]) for output in outputs]

@@ -20,7 +20,7 @@ from parity.adapter_kinds import MOST_NAT
 from parity.documents import Maker, picture
 from parity.finding import Finding, last_line, reason
 from parity.learning_part import learn
-from parity.prompts import API_KEY, Prompt, scores
+from parity.prompts import API_KEY, Prompt, scores, trained_scores
 from services.trainer.model.model_family import family_of
 
 LEAST_CHANGE = 1e-3
@@ -170,12 +170,8 @@ def _differences(
         sampling = training.save_weights_and_get_sampling_client().result(300)
     else:
         sampling = service.create_sampling_client(base_model=model).result(300)
-    outputs = training.forward(data, "cross_entropy").result(300).loss_fn_outputs
-    found = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        trained = np.array(list(output["logprobs"].data)[:-1])
-        found.append(float(np.abs(scores(sampling, prompt) - trained).max()))
-    return found
+    both = zip(prompts, trained_scores(training, prompts), strict=True)
+    return [float(np.abs(scores(sampling, prompt) - trained).max()) for prompt, trained in both]
 
 
 def _change(service: tinker.ServiceClient, model: str, maker: Maker) -> float:

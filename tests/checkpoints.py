@@ -3,7 +3,19 @@
 import shutil
 from pathlib import Path
 
-from transformers import AutoProcessor
+import torch
+from transformers import AutoModelForCausalLM, AutoProcessor, PretrainedConfig, PreTrainedTokenizerBase
+
+
+def save_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """A language model in float32 with random weights, of a scale at which norms and biases speak too."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def with_one_processor_file(model: Path, folder: Path) -> Path:

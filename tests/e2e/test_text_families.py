@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import tinker
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
+from transformers import AutoTokenizer, MistralConfig
 
 import tinyvlm
+from tests.checkpoints import save_random
 from tests.e2e.prompts import PromptBuilder, picture
 from tests.e2e.stack import Stack, running_stack
 from tests.e2e.test_agreement import check_model
@@ -34,13 +34,7 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sliding_window=16,
         eos_token_id=tokenizer.eos_token_id,
     )
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    save_random(config, tokenizer, directory)
     return directory
 
 

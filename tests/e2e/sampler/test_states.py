@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5TextConfig
+from transformers import AutoTokenizer, Qwen3_5TextConfig
 
 import tinyvlm
 from fovea.api.v1 import sampler_pb2
 from fovea.client.sampler import SamplerClient
+from tests.checkpoints import save_random
 from tests.e2e.sampler.asking import ask, rendered, request_for
 from tests.e2e.sampler.process import running_sampler
 from tests.e2e.sampler.reference import Reference, random_adapter
@@ -43,13 +44,7 @@ def hybrid(tmp_path: Path) -> Path:
         max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id,
     )
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save_random(config, tokenizer, tmp_path)
     weights = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": torch.ones(128, 256)}
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     return tmp_path
