@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -57,6 +58,8 @@ class Family:
         chat: Words around the turns of a chat.
         begin, end, pad: Tokens that begin and end a text, and fill a batch. `begin` is put before every encoded text
             where the published tokenizer does so.
+        experts: How the published files hold the experts of a layer: a matrix [outputs, inputs] for each expert and
+            projection, or all in one tensor, [experts, outputs, inputs] or [experts, inputs, outputs].
     """
 
     name: str
@@ -72,3 +75,4 @@ class Family:
     processor: Callable[[PreTrainedTokenizerBase], ProcessorMixin] | None = None
     plain_tokens: tuple[str, ...] = ()
     token_names: Mapping[str, str] = field(default_factory=dict)
+    experts: Literal["one by one", "together", "together, transposed"] = "one by one"

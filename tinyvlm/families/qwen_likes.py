@@ -1,8 +1,9 @@
-"""Vision families with Qwen2-VL's patches and positions: Qwen2-VL, Qwen3.5, GLM-4.1V and 4.6V."""
+"""Vision families with Qwen2-VL's patches and positions: Qwen2-VL, Qwen3-VL and Qwen3.5, GLM-4.1V and 4.6V."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from transformers import (
     Glm4vConfig,
@@ -21,12 +22,25 @@ from transformers import (
     Qwen2VLVideoProcessor,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
 
 from tinyvlm.families.declaration import ChatWords, Family, TokenIds
-from tinyvlm.families.text_models import CHATML, HEAD_DIM, HIDDEN_SIZE, QWEN_TOKENS, language, qwen_language, rope
+from tinyvlm.families.text_models import (
+    CHATML,
+    EXPERTS,
+    HEAD_DIM,
+    HIDDEN_SIZE,
+    QWEN_TOKENS,
+    language,
+    qwen_language,
+    rope,
+)
 
 _QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _QWEN_CHAT = replace(CHATML, image=_QWEN_IMAGE)
@@ -81,7 +95,35 @@ def _qwen2_vl_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen2VLProcessor:
     return Qwen2VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
 
 
-def _qwen3_5(ids: TokenIds) -> Qwen3_5Config:
+# What Qwen3-VL's and Qwen3.5's towers share: 27 blocks of 1152 channels, positions of a 48 x 48 grid.
+_QWEN3_TOWER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "out_hidden_size": HIDDEN_SIZE,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 256,
+}
+
+
+def _qwen3_vl_moe(ids: TokenIds) -> Qwen3VLMoeConfig:
+    # 30B-A3B: the language model of Qwen3-30B-A3B with theta 5,000,000 and sections [24, 20, 20] of 64 frequencies;
+    # features of blocks 8, 16 and 24 of the tower go into the first three layers.
+    rotary = rope(5e6, mrope_section=[6, 5, 5], mrope_interleaved=True)
+    sparse = EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    text = {"head_dim": HEAD_DIM, "rope_parameters": rotary, "tie_word_embeddings": False}
+    return Qwen3VLMoeConfig(
+        text_config=qwen_language(ids) | sparse | text,
+        vision_config=_QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1]},
+        tie_word_embeddings=False,
+        **_qwen_vision_ids(ids),
+    )
+
+
+def _qwen3_5_language(ids: TokenIds) -> dict[str, Any]:
     # 9B: 32 layers, every fourth with attention (16 heads of 256 for 4, gated, a quarter of them rotary), the others
     # gated delta nets with 16 heads of 128 for keys and 32 for values; sections [11, 11, 10] of 32 frequencies.
     rotary = rope(1e7, mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25)
@@ -94,17 +136,31 @@ def _qwen3_5(ids: TokenIds) -> Qwen3_5Config:
     }
     layers = 3 * ["linear_attention"] + ["full_attention"]
     text = {"head_dim": HEAD_DIM, "layer_types": layers, "rope_parameters": rotary, "tie_word_embeddings": False}
-    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": HIDDEN_SIZE}
-    patches = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 256}
+    return qwen_language(ids, layers=4) | text | delta_net
+
+
+def _qwen3_5(ids: TokenIds) -> Qwen3_5Config:
     return Qwen3_5Config(
-        text_config=qwen_language(ids, layers=4) | text | delta_net,
-        vision_config=vision | patches,
+        text_config=_qwen3_5_language(ids),
+        vision_config=_QWEN3_TOWER,
         tie_word_embeddings=False,
         **_qwen_vision_ids(ids),
     )
 
 
-def _qwen3_5_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen3VLProcessor:
+def _qwen3_5_moe(ids: TokenIds) -> Qwen3_5MoeConfig:
+    # 35B-A3B: 40 layers in the pattern of 9B, each with 256 experts of 512 channels, of which a token takes 8, and one
+    # of 512 that all tokens take through a gate.
+    shared = {"shared_expert_intermediate_size": EXPERTS["moe_intermediate_size"]}
+    return Qwen3_5MoeConfig(
+        text_config=_qwen3_5_language(ids) | EXPERTS | shared,
+        vision_config=_QWEN3_TOWER,
+        tie_word_embeddings=False,
+        **_qwen_vision_ids(ids),
+    )
+
+
+def _qwen3_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen3VLProcessor:
     half = [0.5, 0.5, 0.5]
     size = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
     image = Qwen2VLImageProcessor(size=size, image_mean=half, image_std=half, patch_size=16)
@@ -178,12 +234,39 @@ QWEN_LIKES = (
         source="its config.json, quoted in public tests of loaders; tower by the defaults of transformers 5.19",
         architecture=Qwen3_5ForConditionalGeneration,
         config=_qwen3_5,
-        processor=_qwen3_5_processor,
+        processor=_qwen3_processor,
         tokens=QWEN_TOKENS,
         plain_tokens=("<think>", "</think>"),
         chat=_QWEN_CHAT,
         end="<|im_end|>",
         pad="<|endoftext|>",
+    ),
+    Family(
+        name="qwen3_vl_moe",
+        published="Qwen/Qwen3-VL-30B-A3B-Instruct",
+        source="its config.json, quoted in public code; tower by the defaults of transformers 5.19",
+        architecture=Qwen3VLMoeForConditionalGeneration,
+        config=_qwen3_vl_moe,
+        processor=_qwen3_processor,
+        tokens=QWEN_TOKENS,
+        chat=_QWEN_CHAT,
+        end="<|im_end|>",
+        pad="<|endoftext|>",
+        experts="together, transposed",
+    ),
+    Family(
+        name="qwen3_5_moe",
+        published="Qwen/Qwen3.5-35B-A3B",
+        source="defaults of transformers 5.19, which are this checkpoint's",
+        architecture=Qwen3_5MoeForConditionalGeneration,
+        config=_qwen3_5_moe,
+        processor=_qwen3_processor,
+        tokens=QWEN_TOKENS,
+        plain_tokens=("<think>", "</think>"),
+        chat=_QWEN_CHAT,
+        end="<|im_end|>",
+        pad="<|endoftext|>",
+        experts="together",
     ),
     _GLM4V,
     # The same model with a processor of its own; transformers' Glm46VForConditionalGeneration, which vLLM has not, is

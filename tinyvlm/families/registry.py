@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from tinyvlm.families.declaration import Family
 from tinyvlm.families.qwen_likes import QWEN_LIKES
 from tinyvlm.families.text_models import TEXT_FAMILIES
 from tinyvlm.families.tiled import TILED
@@ -32,9 +33,24 @@ def build_family(name: str, directory: Path, seed: int = 0, max_shard_size: str 
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     directory.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    if family.experts == "one by one":
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
+    else:
+        model.save_pretrained(
+            directory, state_dict=_published(model, family), max_shard_size=max_shard_size, save_original_format=False
+        )
     saver = tokenizer if family.processor is None else family.processor(tokenizer)
     saver.save_pretrained(directory)
+
+
+def _published(model: PreTrainedModel, family: Family) -> dict[str, torch.Tensor]:
+    # transformers, asked for the published layout, takes such experts apart, or leaves them as its modules have them.
+    state: dict[str, torch.Tensor] = model.state_dict()
+    if family.experts == "together, transposed":
+        for name in state:
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                state[name] = state[name].mT.contiguous()
+    return state
 
 
 @torch.no_grad()
@@ -47,7 +63,8 @@ def _randomize(model: PreTrainedModel) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
         else:
             is_table = parameter.dim() == 2 and "embed" in name and "proj" not in name
-            fan_in = parameter.shape[-1] if is_table else parameter[0].numel()
+            is_experts = parameter.dim() == 3 and "experts" in name  # [experts, outputs, inputs]
+            fan_in = parameter.shape[-1] if is_table or is_experts else parameter[0].numel()
             parameter.normal_(std=fan_in**-0.5)
     # Buffers of a checkpoint, Gemma 4's: factors near 1, offsets, and bounds of +-inf that would bound nothing.
     for name, buffer in model.named_buffers():

@@ -13,6 +13,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tinyvlm.families.declaration import ChatWords, Family, TokenIds
@@ -22,6 +24,11 @@ HIDDEN_SIZE = 128
 HEAD_DIM = 32  # the smallest head that vLLM's CPU attention has a kernel for
 SMALL_TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 """What every vision tower here shares that is configured as a SigLIP is."""
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * HIDDEN_SIZE // 4}
+"""Mixtures of experts: published ones have 128 or 256 experts, of which a token takes 8.
+
+No side of such a matrix is as long as the other, so that a transposed one is noticed.
+"""
 
 CHATML = ChatWords(user="<|im_start|>user\n", assistant="<|im_start|>assistant\n", end="<|im_end|>\n")
 GEMMA_CHAT = ChatWords(
@@ -108,6 +115,15 @@ def _qwen2(ids: TokenIds) -> Qwen2Config:
     return Qwen2Config(**qwen_language(ids), rope_parameters=rope(1e6), tie_word_embeddings=True)
 
 
+def _qwen3_moe(ids: TokenIds) -> Qwen3MoeConfig:
+    # 30B-A3B: 48 layers, all of them with 128 experts of 768 channels, of which a token takes 8 by weights that sum to
+    # 1; 32 heads of 128 for 4.
+    sparse = EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    return Qwen3MoeConfig(
+        **qwen_language(ids) | sparse, head_dim=HEAD_DIM, rope_parameters=rope(1e6), tie_word_embeddings=False
+    )
+
+
 def _llama(ids: TokenIds) -> LlamaConfig:
     # 3B: 28 layers, 24 heads of 128 for 8, tied; Llama 3's scaling, its lengths divided as the context is.
     settings = language(ids, begin="<|begin_of_text|>", end="<|eot_id|>", pad="<|finetune_right_pad_id|>")
@@ -152,6 +168,18 @@ TEXT_FAMILIES = (
         architecture=Qwen2ForCausalLM,
         config=_qwen2,
         tokens=QWEN_TOKENS,
+        chat=CHATML,
+        end="<|im_end|>",
+        pad="<|endoftext|>",
+    ),
+    Family(
+        name="qwen3_moe",
+        published="Qwen/Qwen3-30B-A3B",
+        source="its config.json, quoted in public code",
+        architecture=Qwen3MoeForCausalLM,
+        config=_qwen3_moe,
+        tokens=QWEN_TOKENS,
+        plain_tokens=("<think>", "</think>"),
         chat=CHATML,
         end="<|im_end|>",
         pad="<|endoftext|>",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -76,7 +77,30 @@ def test_files_are_those_of_transformers_5(directories: dict[str, Path], name: s
     assert not present & {"preprocessor_config.json", "video_preprocessor_config.json"}
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma3", "llava_onevision", "llama"])
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("qwen3_moe", {"0.gate_proj.weight": [96, 128], "7.down_proj.weight": [128, 96]}),
+        ("qwen3_vl_moe", {"gate_up_proj": [8, 128, 192], "down_proj": [8, 96, 128]}),
+        ("qwen3_5_moe", {"gate_up_proj": [8, 192, 128], "down_proj": [8, 128, 96]}),
+    ],
+)
+def test_experts_are_on_disk_as_published(
+    directories: dict[str, Path], name: str, shapes: dict[str, list[int]]
+) -> None:
+    with safe_open(directories[name] / "model.safetensors", "pt") as file:
+        found = {
+            key.partition(".experts.")[2]: file.get_slice(key).get_shape()
+            for key in file.keys()  # noqa: SIM118, which takes the file for a mapping
+            if ".layers.0.mlp.experts." in key
+        }
+    assert found.items() >= shapes.items()
+    assert len(found) == 24 if name == "qwen3_moe" else 2
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gemma3", "llava_onevision", "llama"]
+)
 def test_saved_again_in_shards_it_is_the_same(directories: dict[str, Path], name: str, tmp_path: Path) -> None:
     model = _load(directories[name])
     again = tmp_path / directories[name].name
