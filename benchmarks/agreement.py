@@ -1,11 +1,11 @@
 """Do sampler and trainer agree? `python -m benchmarks.agreement --base-url URL --rank 32 --steps 20`.
 
-Tokens are sampled at temperature 1 and at 0.7; what is compared is the log-probabilities that `sample` itself returned.
-The trainer scores the same tokens, all datums in one call and each in one of its own. Its log-probabilities are those
-of temperature 1: for 0.7 it is asked for the whole vocabulary, of fewer and shorter samples. The figures, each for
-every seed, are the mean KL from sampler to trainer (the k3 estimate, mean of exp(d) - 1 - d with d = trainer - sampler,
-Schulman 2020), and the largest difference at any token, for prompts of text and for prompts with an image, before and
-after training steps. `--wave 256` also measures how many tokens per second so many samples at once get.
+Tokens are sampled at several temperatures; what is compared is the log-probabilities that `sample` itself returned.
+The trainer scores the same tokens at the same temperature, all datums in one call and each in one of its own. The
+figures, each for every seed, are the mean KL from sampler to trainer (the k3 estimate, mean of exp(d) - 1 - d with
+d = trainer - sampler, Schulman 2020), and the largest difference at any token, for prompts of text and for prompts
+with an image, before and after training steps. `--wave 256` also measures how many tokens per second so many samples at
+once get.
 
 With `--float32 DIRECTORY` the base model in float32, on a GPU, scores text too: how far sampler and trainer are from it
 is what bfloat16 costs each, and how large a difference between them is no fault of either.
@@ -23,15 +23,8 @@ from tinker import SamplingParams
 
 from benchmarks.client import Bench, datum, scored_part, take_step
 from benchmarks.figure import emit
-from benchmarks.shapes import VOCABULARY_SIZE
 
 _NEW_TOKENS = 128
-_FEW_TOKENS = 16
-"""Of a sample at another temperature than 1, and twice as many of its prompt; its picture has _SMALL_SIDE pixels."""
-_FEW_SAMPLES = 2
-_SMALL_SIDE = 64
-_DATUM_BYTES = 3 * 2**20
-"""Of the targets and weights of one datum: a gateway takes 4 MiB, all else included."""
 Logprobs = npt.NDArray[np.float64]
 
 
@@ -65,14 +58,10 @@ def kl(differences: Logprobs) -> float:
 
 
 def draw(bench: Bench, sampler: Any, count: int, image_side: int, temperature: float, seed: int) -> list[Drawn]:
-    """Samples from `count` random prompts; from few and short ones at another temperature than 1."""
+    """Samples from `count` random prompts."""
     rng = np.random.default_rng(seed)
-    lengths, new_tokens = rng.integers(64, 512, count).tolist(), _NEW_TOKENS
-    if temperature != 1.0:
-        lengths, new_tokens = [2 * _FEW_TOKENS] * min(count, _FEW_SAMPLES), _FEW_TOKENS
-        image_side = min(image_side, _SMALL_SIDE)
-    prompts = [bench.prompt(rng, length, image_side) for length in lengths]
-    params = SamplingParams(max_tokens=new_tokens, temperature=temperature, seed=seed, stop=[])
+    prompts = [bench.prompt(rng, length, image_side) for length in rng.integers(64, 512, count).tolist()]
+    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=temperature, seed=seed, stop=[])
     futures = [sampler.sample(prompt, 1, params) for prompt in prompts]
     sequences = [future.result(600).sequences[0] for future in futures]
     return [
@@ -82,66 +71,24 @@ def draw(bench: Bench, sampler: Any, count: int, image_side: int, temperature: f
 
 
 def compare(
-    bench: Bench,
-    training: tinker.TrainingClient,
-    count: int,
-    image_side: int,
-    temperature: float,
-    seed: int,
-    vocabulary_size: int = VOCABULARY_SIZE,
+    bench: Bench, training: tinker.TrainingClient, count: int, image_side: int, temperature: float, seed: int
 ) -> list[Comparison]:
     """Has a fresh snapshot sampled and the trainer score it, all datums together and one by one."""
     sampler = training.save_weights_and_get_sampling_client().result(600)
-    return score(training, draw(bench, sampler, count, image_side, temperature, seed), vocabulary_size)
+    return score(training, draw(bench, sampler, count, image_side, temperature, seed))
 
 
-def score(
-    training: tinker.TrainingClient, drawn: list[Drawn], vocabulary_size: int = VOCABULARY_SIZE
-) -> list[Comparison]:
-    """The trainer's log-probabilities of what was drawn, both ways; at another temperature than 1, each alone."""
+def score(training: tinker.TrainingClient, drawn: list[Drawn]) -> list[Comparison]:
+    """The trainer's log-probabilities of what was drawn, at its temperature, both ways."""
     sampled = np.concatenate([one.logprobs for one in drawn])
-    if drawn[0].temperature != 1.0:
-        tempered = [tempered_logprobs(training, one, vocabulary_size) for one in drawn]
-        return [Comparison("alone", sampled, np.concatenate(tempered))]
-    data = [datum(one.prompt, one.tokens) for one in drawn]
+    data, config = [datum(one.prompt, one.tokens) for one in drawn], {"temperature": drawn[0].temperature}
     found = []
     for way, calls in (("packed", [data]), ("alone", [[one] for one in data])):
-        pending = [training.forward(call, "cross_entropy") for call in calls]
+        pending = [training.forward(call, "cross_entropy", config) for call in calls]
         outputs = [output for future in pending for output in future.result(600).loss_fn_outputs]
         trained = [scored_part(output, len(one.tokens)) for output, one in zip(outputs, drawn, strict=True)]
         found.append(Comparison(way, sampled, np.concatenate(trained)))
     return found
-
-
-def tempered_logprobs(training: tinker.TrainingClient, one: Drawn, vocabulary_size: int) -> Logprobs:
-    """The trainer's log softmax(z / T) of sampled tokens, from its log-probabilities of all tokens at temperature 1."""
-    pending = []
-    rows = one.prompt.length + len(one.tokens) - 1
-    slice_size = max(1, _DATUM_BYTES // (rows * (np.int64().itemsize + np.float32().itemsize)))
-    for start in range(0, vocabulary_size, slice_size):
-        ids = np.arange(start, min(start + slice_size, vocabulary_size))
-        pending.append(training.forward([_with_targets(one, ids)], "cross_entropy"))
-    count = len(one.tokens)
-    parts = [np.asarray(future.result(600).loss_fn_outputs[0]["logprobs"].data, np.float64) for future in pending]
-    scaled = np.concatenate([part.reshape(rows, -1)[-count:] for part in parts], axis=1) / one.temperature
-    peaks = scaled.max(axis=1, keepdims=True)
-    normalizers = peaks + np.log(np.exp(scaled - peaks).sum(axis=1, keepdims=True))
-    found: Logprobs = (scaled - normalizers)[np.arange(count), one.tokens]
-    return found
-
-
-def _with_targets(one: Drawn, ids: npt.NDArray[np.int64]) -> tinker.Datum:
-    """The prompt and what was sampled, with all these ids as targets of the sampled positions."""
-    plain = datum(one.prompt, one.tokens)
-    targets = np.zeros((plain.model_input.length, len(ids)), np.int64)
-    targets[-len(one.tokens) :] = ids
-    return tinker.Datum(
-        model_input=plain.model_input,
-        loss_fn_inputs={
-            "target_tokens": tinker.TensorData.from_numpy(targets),
-            "weights": tinker.TensorData.from_numpy(np.zeros(targets.shape, np.float32)),
-        },
-    )
 
 
 def train(bench: Bench, training: tinker.TrainingClient, steps: int, image_side: int, rate: float) -> None:
@@ -205,11 +152,12 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
         emit("agreement.sampling", rates, "token/s", rank=options.rank, in_flight=options.wave, note=options.note)
     rate = 1e-4 if options.rank else 1e-5
     for when in ("before", "after") if options.steps else ("before",):
-        for kind, side in (("text", 0), ("image", options.image_side)):
+        kinds = (("text", 0), ("image", options.image_side)) if when == "after" or not options.only_after else ()
+        for kind, side in kinds:
             for temperature in options.temperatures:
                 sizes = {"rank": options.rank, "temperature": temperature, "steps": options.steps * (when == "after")}
                 for seed in options.seeds:
-                    found = compare(bench, training, options.prompts, side, temperature, seed, options.vocabulary)
+                    found = compare(bench, training, options.prompts, side, temperature, seed)
                     _report(found, kind, when, seed=seed, note=options.note, **sizes)
         if when == "before":
             if options.float32:
@@ -225,10 +173,10 @@ def main() -> None:
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
     parser.add_argument("--rank", type=int, default=32, help="0 trains all parameters")
     parser.add_argument("--steps", type=int, default=20, help="of training in between; 0 leaves out what comes after")
+    parser.add_argument("--only-after", action="store_true", help="leave out what comes before the steps")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7, 8])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7])
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY_SIZE, help="token ids of the model")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.5, 1.3])
     parser.add_argument("--wave", type=int, default=0, help="samples at once, to measure speed; 0 does not")
     parser.add_argument("--note", default="", help="to be written into each line: the type of the heads, for example")
     parser.add_argument("--image-side", type=int, default=448)

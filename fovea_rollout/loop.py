@@ -49,7 +49,8 @@ class LoopSettings:
             of a rollout are judged by its total reward.
         substeps: Optimizer steps of one step: its datums are split into that many parts. More than one is off-policy
             after the first: use a loss that clips, as `ppo` does.
-        loss: Name of the server's loss; `loss_config` goes with it.
+        loss: Name of the server's loss; `loss_config` goes with it. A temperature other than 1 is in it too, unless it
+            names one: ratios are those of the distribution that was drawn from.
         filter_groups: Leave out groups in which all rewards are the same. With a KL penalty these teach too: one that
             is sure and wrong is brought back by nothing else.
         kl_coefficient: Weight of the penalty for leaving the base model; above 0 it needs `base` of `train` and a
@@ -99,6 +100,13 @@ class LoopSettings:
     def allowed_lag(self) -> int:
         """The most steps between sampling and training."""
         return {"on_policy": 0, "one_step_off": 1, "inflight": self.max_lag}[self.mode]
+
+    @property
+    def whole_loss_config(self) -> dict[str, float]:
+        """`loss_config`, and the temperature of sampling if the loss must know it."""
+        temperature = self.rollout.sampling.temperature
+        implied = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
+        return {**implied, **self.loss_config}
 
     def adam_params(self, step: int) -> tinker.AdamParams:
         """The optimizer's parameters of one step."""
@@ -207,7 +215,7 @@ class _Loop:
         # All are submitted before the first is waited for: the server need not wait for us in between.
         for part in parts:
             data = [datum.datum for datum in part.data]
-            backwards.append(self._client.forward_backward(data, settings.loss, dict(settings.loss_config) or None))
+            backwards.append(self._client.forward_backward(data, settings.loss, settings.whole_loss_config or None))
             steps.append(self._client.optim_step(settings.adam_params(step)))
         results = await asyncio.gather(*backwards, *steps)
         return list(zip(parts, results[: len(parts)], strict=True))

@@ -195,7 +195,9 @@ class LossComputer:
             own = [call.datums[index] for index in step.datums[self._control.rank]]
             batch = self._layout.pack(own, call.images, run_tower, call.cached)
             with torch.set_grad_enabled(call.command.backward):
-                logprobs_TK = self._module(batch, call.model.unembedding, call.cached, recompute_above)
+                logprobs_TK = self._module(
+                    batch, call.model.unembedding, call.cached, recompute_above, call.loss.temperature
+                )
                 total, found = _losses_of(batch, logprobs_TK, call.loss, result)
             if call.command.backward:
                 torch.autograd.backward([total])

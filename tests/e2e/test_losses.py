@@ -44,6 +44,23 @@ def _policy_data(training: tinker.TrainingClient, prompts: list[Prompt], name: s
     return plain
 
 
+def _sampled_datum(prompt: Prompt, sequence: tinker.SampledSequence) -> tinker.Datum:
+    """What was sampled after a prompt, with its log-probabilities and advantages of 1."""
+    assert sequence.logprobs is not None
+    before = len(prompt.ids) - 1
+    own = np.array([0.0] * before + [1.0] * len(sequence.tokens), np.float32)
+    targets = [0] * before + sequence.tokens
+    return tinker.Datum(
+        model_input=prompt.model_input.append(tinker.EncodedTextChunk(tokens=sequence.tokens[:-1])),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData(data=targets, dtype="int64", shape=[len(targets)]),
+            "logprobs": _tensor(np.array([0.0] * before + list(sequence.logprobs), np.float32)),
+            "advantages": _tensor(own),
+            "weights": _tensor(own),
+        },
+    )
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_policy_losses(service: tinker.ServiceClient, stack: Stack, prompts: list[Prompt], name: str) -> None:
     training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
@@ -60,6 +77,28 @@ def test_policy_losses(service: tinker.ServiceClient, stack: Stack, prompts: lis
     step = training.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
     assert step.metrics is not None
     assert step.metrics["grad_norm:mean"] > 0
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.3])
+def test_a_loss_at_the_temperature_of_sampling(
+    service: tinker.ServiceClient, stack: Stack, prompts: list[Prompt], temperature: float
+) -> None:
+    """Of tokens just sampled, all ratios are 1 at their temperature, and not at another."""
+    training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
+    sampler = training.save_weights_and_get_sampling_client().result()
+    params = tinker.SamplingParams(max_tokens=24, temperature=temperature, seed=7)
+    sampled = [sampler.sample(prompt.model_input, 1, params).result().sequences[0] for prompt in prompts]
+    data = [_sampled_datum(prompt, one) for prompt, one in zip(prompts, sampled, strict=True)]
+    config = {"temperature": temperature}
+    ratios = [
+        training.forward(data, "ppo", given).result().metrics["ratio:max"]  # type: ignore[arg-type]
+        for given in (config, {})
+    ]
+    assert ratios[0] == pytest.approx(1, abs=1e-4)
+    assert ratios[1] > 1.01
+    with pytest.raises(tinker.RequestFailedError, match=r"loss_config\.temperature is 3, needs 0\.01 to 2") as caught:
+        training.forward(data, "ppo", {"temperature": 3.0}).result()
+    assert_user_error(caught.value)
 
 
 def test_settings_and_names_that_no_loss_has(

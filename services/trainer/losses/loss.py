@@ -18,6 +18,10 @@ from fovea.wire.errors import InvalidInput
 
 TARGETS = "target_tokens"
 
+TEMPERATURE = "temperature"
+"""A setting T of every loss: log-probabilities are those of log softmax(z / T), as a sampler's are at temperature T."""
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0  # the sampler's own bounds: vLLM's
+
 
 @dataclass(frozen=True)
 class LossInput:
@@ -62,7 +66,7 @@ class Loss(ABC):
 
     name: ClassVar[str]
     settings: ClassVar[Mapping[str, float]] = {}
-    """Numbers that the loss takes, with their defaults."""
+    """Numbers that the loss takes besides the temperature, with their defaults."""
     target_ranks: Sequence[int] = (1,)
     """1 if `target_tokens` may be [N], 2 if they may be [N, K]."""
     takes_others: ClassVar[bool] = False
@@ -70,14 +74,26 @@ class Loss(ABC):
     inputs: tuple[LossInput, ...] = ()
 
     def __init__(self, given: Mapping[str, float]) -> None:
+        self.config = {**self.settings, TEMPERATURE: 1.0}
         for key in given:
-            if key not in self.settings:
-                known = ", ".join(self.settings) or "none"
+            if key not in self.config:
+                known = ", ".join(self.config)
                 raise InvalidInput(
                     f"loss_config.{key} is unknown for {self.name}; known: {known}", field=f"loss_config.{key}"
                 )
-        self.config = {**self.settings, **given}
+        self.config |= given
+        if not _LEAST_TEMPERATURE <= round(self.temperature, 9) <= _MOST_TEMPERATURE:
+            raise InvalidInput(
+                f"loss_config.{TEMPERATURE} is {self.temperature:g}, "
+                f"needs {_LEAST_TEMPERATURE:g} to {_MOST_TEMPERATURE:g}",
+                field=f"loss_config.{TEMPERATURE}",
+            )
         self._seconds_left: float | None = None
+
+    @property
+    def temperature(self) -> float:
+        """By which logits are divided before the softmax."""
+        return self.config[TEMPERATURE]
 
     @property
     def seconds_left(self) -> float | None:

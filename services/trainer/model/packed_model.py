@@ -69,6 +69,7 @@ class PackedModel(nn.Module):
         unembedding: LoraPair | Tensor | None,
         cached: dict[str, VisionOutput] | None,
         recompute_above: float = math.inf,
+        temperature: float = 1.0,
     ) -> Tensor:
         """Log-probabilities of the targets, float32 [T, K], with gradients.
 
@@ -76,6 +77,7 @@ class PackedModel(nn.Module):
             unembedding: What is trained of it, as `target_logprobs` takes it.
             cached: What a frozen tower made of images so far, by digest; new ones are added. None if it is trained.
             recompute_above: Tokens above which a micro-batch keeps no activations but each block's input.
+            temperature: By which logits are divided.
         """
         for block in self._blocks:
             block.gradient_checkpointing = len(batch.tokens_T) > recompute_above  # type: ignore[assignment]
@@ -83,7 +85,14 @@ class PackedModel(nn.Module):
         head = self.hf.get_output_embeddings().weight
         softcap = getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None)
         return target_logprobs(
-            hidden_TD, head, unembedding, batch.targets_TK, self._chunk_positions, self._head_dtype, softcap
+            hidden_TD,
+            head,
+            unembedding,
+            batch.targets_TK,
+            self._chunk_positions,
+            self._head_dtype,
+            softcap,
+            temperature,
         )
 
     def _hidden(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> Tensor:

@@ -3,8 +3,9 @@
 Shapes: T positions, C positions of one chunk, D hidden size, V vocabulary, K targets a position, R rank of the adapter.
 
 logprob[t, k] = z[t, y[t, k]] - logsumexp(z[t]) with z = x W' + scale (x A') B' in the head's type, which is float32 or
-that of the weights, as the sampler's is, and all else in float32. Some families cap z: c tanh(z / c). The backward pass
-computes each chunk's logits again and skips positions whose gradient is zero, which for supervised training are most.
+that of the weights, as the sampler's is, and all else in float32. Some families cap z: c tanh(z / c). A temperature
+divides z, in float32, as a sampler does. The backward pass computes each chunk's logits again and skips positions whose
+gradient is zero, which for supervised training are most.
 
 The gradient of a confident target is a small difference of large numbers, 1 - p, and all the others of its row are as
 small: what is known of the likeliest token is kept as the sum of all other probabilities, which loses nothing.
@@ -31,6 +32,7 @@ def target_logprobs(
     chunk_positions: int,
     head_dtype: torch.dtype | None = None,
     softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """float32 [T, K], differentiable in the hidden states, the weight and the adapter.
 
@@ -38,6 +40,7 @@ def target_logprobs(
         trained: An adapter of the weight; or its float32 master, [V, D], to whose gradient that of the weight is added.
         head_dtype: Of the logits: float32, or the type of the weight, which None means.
         softcap: c, which no logit exceeds; None for no cap.
+        temperature: What logits are divided by, after the cap.
     """
     apply: Any = _TargetLogprobs.apply
     lora = trained if isinstance(trained, LoraPair) else None
@@ -52,17 +55,25 @@ def target_logprobs(
         chunk_positions,
         head_dtype or weight_VD.dtype,
         softcap,
+        temperature,
     )
     return result
 
 
 def _logits(
-    hidden_CD: Tensor, weight_VD: Tensor, lora: LoraPair | None, dtype: torch.dtype, softcap: float | None
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    lora: LoraPair | None,
+    dtype: torch.dtype,
+    softcap: float | None,
+    temperature: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """[C, V] of that type, capped, and x A' [C, R] in the type of the weight if there is an adapter."""
+    """[C, V] of that type, capped, divided, and x A' [C, R] in the type of the weight if there is an adapter."""
     logits_CV, low_CR = _products(hidden_CD, weight_VD, lora, dtype)
     if softcap is not None:
         logits_CV.div_(softcap).tanh_().mul_(softcap)
+    if temperature != 1:
+        logits_CV = logits_CV.float().div_(temperature)
     return logits_CV, low_CR
 
 
@@ -122,14 +133,20 @@ class _Softmax:
 
 
 def _logits_gradient(
-    logits_CV: Tensor, targets_CK: Tensor, grad_CK: Tensor, dtype: torch.dtype, softcap: float | None
+    logits_CV: Tensor,
+    targets_CK: Tensor,
+    grad_CK: Tensor,
+    dtype: torch.dtype,
+    softcap: float | None,
+    temperature: float,
 ) -> Tensor:
-    """d z [C, V], rounded once to `dtype`, of logits that may be capped: the slope of the cap is 1 - (logit / c)^2."""
+    """d z [C, V], rounded once to `dtype`, of `_logits`: the slope of a cap is (1 - (z T / c)^2) / T, else 1 / T."""
     softmax = _Softmax.of(logits_CV)
+    grad_CK = grad_CK / temperature
     if softcap is None:
         return softmax.logits_gradient(targets_CK, grad_CK, dtype)
     d_capped_CV = softmax.logits_gradient(targets_CK, grad_CK, torch.float32)
-    return _uncapped(logits_CV, d_capped_CV, softcap, dtype)
+    return _uncapped(logits_CV, d_capped_CV, softcap / temperature, dtype)
 
 
 @fused
@@ -181,15 +198,16 @@ class _TargetLogprobs(torch.autograd.Function):
         chunk_positions: int,
         head_dtype: torch.dtype,
         softcap: float | None,
+        temperature: float,
     ) -> Tensor:
         logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
         for start in range(0, hidden_TD.shape[0], chunk_positions):
             rows = slice(start, start + chunk_positions)
-            logits_CV, _ = _logits(hidden_TD[rows], weight_VD, lora, head_dtype, softcap)
+            logits_CV, _ = _logits(hidden_TD[rows], weight_VD, lora, head_dtype, softcap, temperature)
             logprobs_TK[rows] = _Softmax.of(logits_CV).logprobs(targets_TK[rows])
         ctx.save_for_backward(hidden_TD, weight_VD, targets_TK)
         ctx.lora, ctx.master_VD, ctx.chunk_positions = lora, master_VD, chunk_positions
-        ctx.head_dtype, ctx.softcap = head_dtype, softcap
+        ctx.head_dtype, ctx.softcap, ctx.temperature = head_dtype, softcap, temperature
         return logprobs_TK
 
     @staticmethod
@@ -207,8 +225,10 @@ class _TargetLogprobs(torch.autograd.Function):
         positions = grad_TK.abs().sum(dim=1).nonzero().squeeze(1)
         for rows in torch.split(positions, ctx.chunk_positions):
             hidden_CD, grad_CK = hidden_TD[rows], grad_TK[rows]
-            logits_CV, low_CR = _logits(hidden_CD, weight_VD, lora, ctx.head_dtype, ctx.softcap)
-            d_logits_CV = _logits_gradient(logits_CV, targets_TK[rows], grad_CK, weight_VD.dtype, ctx.softcap)
+            logits_CV, low_CR = _logits(hidden_CD, weight_VD, lora, ctx.head_dtype, ctx.softcap, ctx.temperature)
+            d_logits_CV = _logits_gradient(
+                logits_CV, targets_TK[rows], grad_CK, weight_VD.dtype, ctx.softcap, ctx.temperature
+            )
             d_hidden_CD = d_logits_CV @ weight_VD if need_hidden else None
             if lora is not None and low_CR is not None:
                 lora.add_gradients(d_logits_CV, hidden_CD, low_CR, d_hidden_CD)
@@ -218,4 +238,4 @@ class _TargetLogprobs(torch.autograd.Function):
                 add_product(d_weight, d_logits_CV.T, hidden_CD)
         # Autograd rounds it where the weight wants its gradient in its own type.
         passed_on = d_weight if ctx.master_VD is None else None
-        return d_hidden, passed_on, None, None, None, None, None, None, None
+        return d_hidden, passed_on, *(8 * (None,))

@@ -153,7 +153,7 @@ async def test_unknown_loss_and_config(qwen3_vl: Bench, model: str) -> None:
     datums = datums_of(qwen3_vl.images, "text")
     with pytest.raises(InvalidInput, match="known: cross_entropy, importance_sampling"):
         await qwen3_vl.client.forward_backward(header(model, len(datums), "ppo2"), datums)
-    with pytest.raises(InvalidInput, match=r"loss_config.beta is unknown for cross_entropy; known: none"):
+    with pytest.raises(InvalidInput, match=r"loss_config.beta is unknown for cross_entropy; known: temperature"):
         await qwen3_vl.client.forward_backward(header(model, len(datums), beta=1.0), datums)
     with pytest.raises(InvalidInput, match=r"loss_inputs.weights is unknown|loss_inputs.logprobs is missing"):
         await qwen3_vl.client.forward_backward(header(model, len(datums), "importance_sampling"), datums)

@@ -257,12 +257,21 @@ def test_crossed_thresholds_are_refused(name: str) -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(InvalidInput, match=f"known: {', '.join(LOSSES)}, custom"):
         make_loss("stable_reinforce")
-    with pytest.raises(InvalidInput, match=r"loss_config\.beta is unknown for cross_entropy; known: none"):
+    with pytest.raises(InvalidInput, match=r"loss_config\.beta is unknown for cross_entropy; known: temperature"):
         make_loss("cross_entropy", beta=1.0)
     with pytest.raises(InvalidInput, match=r"loss_config\.beta .*known: clip_low_threshold, clip_high_threshold"):
         make_loss("ppo", beta=1.0)
     with pytest.raises(InvalidInput, match=r"loss_config\.beta is -1"):
         make_loss("dro", beta=-1.0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 2.5, math.nan])
+def test_temperatures_that_no_sampler_takes_are_refused(name: str, temperature: float) -> None:
+    with pytest.raises(InvalidInput, match=r"loss_config\.temperature is .*, needs 0\.01 to 2"):
+        make_loss(name, temperature=temperature)
+    assert make_loss(name, temperature=0.7).temperature == 0.7
+    assert make_loss(name).temperature == 1
 
 
 def _golden() -> dict[str, Any]:

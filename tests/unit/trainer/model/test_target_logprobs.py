@@ -19,14 +19,18 @@ def _inputs(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 
 def _reference(
-    inputs: dict[str, torch.Tensor], targets: torch.Tensor, lora: bool, softcap: float | None = None
+    inputs: dict[str, torch.Tensor],
+    targets: torch.Tensor,
+    lora: bool,
+    softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
     logits = inputs["hidden"] @ inputs["weight"].T
     if lora:
         logits = logits + SCALE * inputs["hidden"] @ inputs["a"].T @ inputs["b"].T
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return logits.log_softmax(-1).gather(1, targets)
+    return (logits / temperature).log_softmax(-1).gather(1, targets)
 
 
 def _pair(given: dict[str, torch.Tensor]) -> LoraPair:
@@ -45,14 +49,17 @@ def _targets() -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [1, 3, T, 100])
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_values_and_gradients(chunk: int, lora: bool, softcap: float | None) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 1.3])
+def test_values_and_gradients(chunk: int, lora: bool, softcap: float | None, temperature: float) -> None:
     targets = _targets()
     exact = {name: tensor.requires_grad_() for name, tensor in _inputs(torch.float64).items()}
-    expected = _reference(exact, targets, lora, softcap)
+    expected = _reference(exact, targets, lora, softcap, temperature)
     (expected * exact["direction"].detach()).sum().backward()
     given = {name: tensor.requires_grad_() for name, tensor in _inputs().items()}
     pair = _pair(given) if lora else None
-    found = target_logprobs(given["hidden"], given["weight"], pair, targets, chunk, softcap=softcap)
+    found = target_logprobs(
+        given["hidden"], given["weight"], pair, targets, chunk, softcap=softcap, temperature=temperature
+    )
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     (found * given["direction"].detach()).sum().backward()
     for name in ("hidden", "weight", *(("a", "b") if lora else ())):
