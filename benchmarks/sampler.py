@@ -210,7 +210,8 @@ def main() -> None:
     from services.sampler.engine import vllm_launch
 
     vllm_launch.prepare_environment(settings)
-    llm = vllm_launch.launch(settings, vllm_launch.measure_adapter_capacity(settings))
+    capacity = vllm_launch.measure_adapter_capacity(settings)
+    llm = vllm_launch.launch(vllm_launch.engine_config(settings, capacity))
     try:
         asyncio.run(run(llm, running, options))
     finally:

@@ -66,7 +66,7 @@ class ServiceSettings(BaseSettings):
         Prints help and exits for `--help`; exits with code 2 and the reason for an unknown or wrong argument.
         """
         from pydantic import ValidationError
-        from pydantic_settings import CliApp
+        from pydantic_settings import CliApp, SettingsError
 
         try:
             # CliApp reads sys.argv only for None, and pydantic-settings prints the program's name from it.
@@ -74,6 +74,8 @@ class ServiceSettings(BaseSettings):
         except ValidationError as error:
             lines = [_line(item["loc"], item["msg"]) for item in error.errors()]
             raise SystemExit(f"{program}: " + "\n".join(lines)) from None
+        except SettingsError as error:  # a list or an object that is no JSON
+            raise SystemExit(f"{program}: {error}") from None
 
 
 def _line(place: tuple[int | str, ...], message: str) -> str:

@@ -21,10 +21,11 @@ def main() -> None:
     try:
         vllm_launch.check_model(settings.model)
         vllm_launch.context(settings)
+        capacity = vllm_launch.measure_adapter_capacity(settings)
+        config = vllm_launch.engine_config(settings, capacity)
     except (OSError, ValueError) as error:
         raise SystemExit(f"services.sampler: {error}") from None
-    capacity = vllm_launch.measure_adapter_capacity(settings)
-    llm = vllm_launch.launch(settings, capacity)
+    llm = vllm_launch.launch(config)
     try:
         from services.sampler.engine.vllm_engine import Engine
         from services.sampler.sampler_app import serve

@@ -1,6 +1,6 @@
 """Settings of the sampler."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
@@ -63,4 +63,7 @@ class SamplerSettings(ServiceSettings):
     max_top_logprobs: int = Field(64, ge=0, description="The most alternatives of one logprobs row, listed or drawn.")
     max_requests: int = Field(2048, ge=1, description="Requests in flight before further ones are refused.")
     stream_interval: int = Field(8, ge=1, description="Tokens that one streamed event carries, after the first.")
+    engine_arguments: dict[str, Any] = Field(
+        {}, description="The rest of vLLM's engine arguments, as a JSON object of its own names (AsyncEngineArgs)."
+    )
     engine_timeout_s: float = Field(60, gt=0, description="How long the engine may take to answer a command.")

@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from fovea import vision
 from fovea.runtime import model_files
 from fovea.runtime.hosts import interface_of, is_loopback
 from fovea.vision.processor_vl import ProcessorVL
+from services.sampler.engine import engine_arguments
 from services.sampler.engine.manifest_check import Shape, checkpoint_shapes
 from services.sampler.settings import SamplerSettings
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -162,10 +166,9 @@ def _linear_widths(shapes: Mapping[str, Shape]) -> int:
     return int(widths)
 
 
-def launch(settings: SamplerSettings, capacity: AdapterCapacity) -> "AsyncLLM":
-    """Starts the engine and returns when its model is loaded. Raises whatever vLLM raises for a model it cannot run."""
+def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "VllmConfig":
+    """vLLM's configuration, checked by it. Raises ValueError for what it refuses, in one line."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     from services.sampler import vllm_patches
     from services.sampler.engine import weight_loading
@@ -173,16 +176,27 @@ def launch(settings: SamplerSettings, capacity: AdapterCapacity) -> "AsyncLLM":
     vllm_patches.before_model()
     weight_loading.register()
     arguments = _common_arguments(settings, capacity)
-    if not runs_on_cpu(settings):
-        arguments |= _gpu_arguments(settings)
-        return AsyncLLM.from_vllm_config(AsyncEngineArgs(**arguments).create_engine_config())
-    arguments |= _cpu_arguments(settings)
-    for architecture in read_config(settings.model).get("architectures", []):
-        register_eagerly(architecture)
-    config = AsyncEngineArgs(**arguments).create_engine_config()
-    vllm_patches.image_attention_cpu.configure(config)
-    # vLLM's CPU platform insists on spawn while it makes the config: a process that imports everything again.
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    arguments |= _cpu_arguments(settings) if runs_on_cpu(settings) else _gpu_arguments(settings)
+    arguments |= engine_arguments.checked(settings.engine_arguments, arguments)
+    if runs_on_cpu(settings):
+        for architecture in read_config(settings.model).get("architectures", []):
+            register_eagerly(architecture)
+    try:
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+    except ValidationError as error:
+        raise ValueError(f"vLLM refuses its configuration: {engine_arguments.in_one_line(error)}") from None
+    if runs_on_cpu(settings):
+        vllm_patches.image_attention_cpu.configure(config)
+    return config
+
+
+def launch(config: "VllmConfig") -> "AsyncLLM":
+    """Starts the engine and returns when its model is loaded. Raises whatever vLLM raises for a model it cannot run."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if config.device_config.device_type == "cpu":
+        # vLLM's CPU platform insists on spawn while it makes the config: a process that imports everything again.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return AsyncLLM.from_vllm_config(config)
 
 

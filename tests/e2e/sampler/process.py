@@ -37,10 +37,14 @@ class SamplerProcess:
         """host:port of its metrics."""
         return self._listening()[2]
 
+    def metrics_page(self) -> str:
+        """All its metrics, as text."""
+        page: bytes = urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=10).read()
+        return page.decode()
+
     def metric(self, name: str) -> float:
         """The sum of a metric over all its labels."""
-        page = urllib.request.urlopen(f"http://{self._listening()[2]}/metrics", timeout=10).read().decode()
-        rows = [line for line in page.splitlines() if re.match(rf"{re.escape(name)}(\{{| )", line)]
+        rows = [line for line in self.metrics_page().splitlines() if re.match(rf"{re.escape(name)}(\{{| )", line)]
         assert rows, f"no metric {name}"
         return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
 

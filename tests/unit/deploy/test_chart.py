@@ -1,5 +1,6 @@
 """The chart through helm: what it renders, and what it refuses."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from deploy.helm.schema import SETTINGS
 from fovea.runtime.secret import VARIABLE
 from fovea.runtime.settings import TRACE_VARIABLE, ServiceSettings
+from services.sampler.settings import SamplerSettings
 from tests.unit.deploy.chart import GOLDEN, VALUE_SETS, Chart, Manifest, of_kind, pods
 
 
@@ -255,6 +257,14 @@ def test_large_numbers_stay_integers(chart: Chart) -> None:
     variables = {item["name"]: item.get("value") for item in container(pods(found)["fovea-gateway"])["env"]}
     assert variables["FOVEA_GATEWAY_MAX_BODY_BYTES"] == "134217728"
     assert variables["FOVEA_GATEWAY_REFLECTION"] == "false"
+
+
+def test_vllms_own_arguments_reach_the_sampler(chart: Chart, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"gdn_prefill_backend": "triton", "compilation_config": {"cudagraph_capture_sizes": [1, 2]}}
+    found = chart.manifests("--set-json", f"sampler.settings.engine_arguments={json.dumps(given)}")
+    variables = {item["name"]: item.get("value") for item in container(pods(found)["fovea-sampler"])["env"]}
+    monkeypatch.setenv("FOVEA_SAMPLER_ENGINE_ARGUMENTS", variables["FOVEA_SAMPLER_ENGINE_ARGUMENTS"])
+    assert SamplerSettings(model="m").engine_arguments == given
 
 
 def test_gateways_overlap_on_postgresql_alone(chart: Chart) -> None:

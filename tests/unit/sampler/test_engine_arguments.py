@@ -1,0 +1,90 @@
+"""What of vLLM's engine arguments a sampler takes, and how it says no to the others."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from services.sampler.engine import vllm_launch
+from services.sampler.engine.engine_arguments import REFUSED, SETTING_OF, checked
+from services.sampler.engine.vllm_launch import AdapterCapacity
+from services.sampler.settings import SamplerSettings
+
+MADE = ("seed", "logprobs_mode")
+
+
+def test_arguments_come_in_vllms_types() -> None:
+    from vllm.config import CompilationConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    given = {
+        "gdn_prefill_backend": "triton",
+        "watermark": "0.25",
+        "cpu_offload_params": ["mlp"],
+        "attention_backend": "TRITON_ATTN",
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2]},
+    }
+    found = checked(given, MADE)
+    assert list(found) == list(given)
+    assert (found["gdn_prefill_backend"], found["watermark"]) == ("triton", 0.25)
+    assert found["cpu_offload_params"] == {"mlp"}
+    assert found["attention_backend"] is AttentionBackendEnum.TRITON_ATTN
+    assert isinstance(found["compilation_config"], CompilationConfig)
+    assert found["compilation_config"].cudagraph_capture_sizes == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("gdn_prefil_backend", "triton", "vLLM has no engine argument gdn_prefil_backend; the nearest is gdn_prefill_"),
+        ("max_num_seqs", 8, "max_num_seqs follows from Fovea's own --max-sequences"),
+        ("seed", 1, "seed needs the value that Fovea gives it"),
+        ("quantization", "fp8", "quantization stays at vLLM's default: the trainer computes with"),
+        ("gdn_prefill_backend", "cuda", "gdn_prefill_backend: Input should be 'flashinfer', 'triton'"),
+        ("watermark", [1], "watermark: Input should be a valid number"),
+        ("compilation_config", {"levl": 3}, "compilation_config.levl: Unexpected keyword argument"),
+    ],
+)
+def test_what_is_refused_is_named_in_one_line(name: str, value: object, words: str) -> None:
+    with pytest.raises(ValueError, match=r"^--engine-arguments: ") as refused:
+        checked({name: value}, MADE)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_names_are_vllms_and_ours() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert {*SETTING_OF, *REFUSED} <= known
+    assert set(SETTING_OF.values()) <= set(SamplerSettings.model_fields)
+    assert not set(SETTING_OF) & set(REFUSED)
+
+
+def test_what_a_setting_fills_in_is_refused_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    plain = SamplerSettings(model=str(tmp_path))
+    told = SamplerSettings(model=str(tmp_path), block_size=64, kv_cache_mib=64)
+    filled = {*vllm_launch._gpu_arguments(told)} - {*vllm_launch._gpu_arguments(plain)}
+    filled |= {*vllm_launch._common_arguments(told, AdapterCapacity(0, 4, 0))}
+    filled -= {*vllm_launch._common_arguments(plain, AdapterCapacity(0, 0, 0))}
+    assert filled == {"block_size", "kv_cache_memory_bytes", "enable_lora", "max_loras", "max_lora_rank"} | {
+        "max_cpu_loras",
+        "enable_tower_connector_lora",
+    }
+    for name in filled:
+        with pytest.raises(ValueError, match=f"{name} follows from Fovea's own --"):
+            checked({name: 1}, MADE)
+
+
+def test_json_comes_by_argument_and_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = SamplerSettings.from_command_line
+    assert read("s", ["--model", "m", "--engine-arguments", '{"a": [1], "b": {"c": 2}}']).engine_arguments == {
+        "a": [1],
+        "b": {"c": 2},
+    }
+    monkeypatch.setenv("FOVEA_SAMPLER_ENGINE_ARGUMENTS", '{"moe_backend": "triton"}')
+    assert read("s", ["--model", "m"]).engine_arguments == {"moe_backend": "triton"}
+    monkeypatch.setenv("FOVEA_SAMPLER_ENGINE_ARGUMENTS", "{")
+    with pytest.raises(SystemExit, match=r"^s: .*engine_arguments"):
+        read("s", ["--model", "m"])
