@@ -159,14 +159,22 @@ def read_image_processor(directory: Path) -> dict[str, Any]:
     """Settings of a checkpoint's image processor, found as transformers 5 finds them.
 
     It saves a processor as one `processor_config.json` with the image processor in it; before, that one had a
-    `preprocessor_config.json` of its own. Raises ValueError, naming both files, if neither says.
+    `preprocessor_config.json` of its own. Raises ValueError, naming both files, if neither says, and naming the one
+    that brings code of its own, whichever is read.
     """
     whole, own = directory / "processor_config.json", directory / "preprocessor_config.json"
-    nested = read_json(whole).get("image_processor") if whole.is_file() else None
+    found = {path: read_json(path) for path in (whole, own) if path.is_file()}
+    nested = found.get(whole, {}).get("image_processor")
+    parts = [*found.items(), *([(whole, nested)] if isinstance(nested, dict) else [])]
+    if bringing := next((path for path, settings in parts if settings.get("auto_map")), None):
+        raise ValueError(
+            f"{bringing} brings code of its own (auto_map, trust_remote_code), which Fovea never runs; take a"
+            " checkpoint whose processor transformers knows itself"
+        )
     if isinstance(nested, dict):
         return nested
-    if own.is_file():
-        return read_json(own)
+    if own in found:
+        return found[own]
     raise ValueError(
         f"{directory} describes no image processor: neither {own.name} nor image_processor in {whole.name}"
     )

@@ -93,6 +93,7 @@ async def open_renderer(settings: RendererSettings, address: str) -> AsyncIterat
     Raises ValueError if the model directory is not one that the renderer can serve, Unavailable if no worker starts.
     """
     checkpoint = model_directory.read(model_directory.locate(settings.model))
+    files = fingerprints(checkpoint.directory)
     fetcher = ImageFetcher(settings.image_hosts, settings.image_fetch_timeout_s)
     features, images = FeatureCache(settings.feature_cache_bytes), ImageCache(settings.image_store_bytes)
     try:
@@ -103,7 +104,7 @@ async def open_renderer(settings: RendererSettings, address: str) -> AsyncIterat
                 vocabulary_size=checkpoint.vocabulary_size,
                 max_context_length=settings.max_context_length or checkpoint.max_position_count,
                 image_support=image_support,
-                files=fingerprints(checkpoint.directory),
+                files=files,
             )
             yield Renderer(model, features, images, fetcher, settings.advertise or address)
     finally:

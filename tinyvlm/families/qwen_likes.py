@@ -21,11 +21,13 @@ from transformers import (
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
     Qwen3_5Config,
+    Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
@@ -139,6 +141,10 @@ def _qwen3_5_language(ids: TokenIds) -> dict[str, Any]:
     return qwen_language(ids, layers=4) | text | delta_net
 
 
+def _qwen3_5_text(ids: TokenIds) -> Qwen3_5TextConfig:
+    return Qwen3_5TextConfig(**_qwen3_5_language(ids))
+
+
 def _qwen3_5(ids: TokenIds) -> Qwen3_5Config:
     return Qwen3_5Config(
         text_config=_qwen3_5_language(ids),
@@ -238,6 +244,18 @@ QWEN_LIKES = (
         tokens=QWEN_TOKENS,
         plain_tokens=("<think>", "</think>"),
         chat=_QWEN_CHAT,
+        end="<|im_end|>",
+        pad="<|endoftext|>",
+    ),
+    Family(
+        name="qwen3_5_text",
+        published="Qwen/Qwen3.5-9B without its tower",
+        source="as qwen3_5",
+        architecture=Qwen3_5ForCausalLM,
+        config=_qwen3_5_text,
+        tokens=QWEN_TOKENS,
+        plain_tokens=("<think>", "</think>"),
+        chat=CHATML,
         end="<|im_end|>",
         pad="<|endoftext|>",
     ),

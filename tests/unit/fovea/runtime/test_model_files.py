@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoProcessor
 
 import tinyvlm
 from fovea.runtime import model_files
-from fovea.runtime.model_files import context_length, fingerprints, read_image_processor
+from fovea.runtime.model_files import check_directory, context_length, fingerprints, read_image_processor
 from services.renderer import model_directory as renderer_checkpoint
 from services.renderer.image_processor import ImagePatcher
 from services.trainer.model.model_family import PatchNormalizer
@@ -94,6 +94,27 @@ def test_the_nested_processor_goes_first_as_in_transformers(tmp_path: Path) -> N
     assert read_image_processor(tmp_path) == {"patch_size": 1}
     (tmp_path / "processor_config.json").write_text('{"image_processor": {"patch_size": 2}}')
     assert read_image_processor(tmp_path) == {"patch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("preprocessor_config.json", {"auto_map": {"AutoImageProcessor": "own.Processor"}}),
+        ("processor_config.json", {"auto_map": {"AutoProcessor": "own.Processor"}, "image_processor": {}}),
+        ("processor_config.json", {"image_processor": {"auto_map": {"AutoImageProcessor": "own.Processor"}}}),
+    ],
+)
+def test_code_that_a_processor_alone_brings_is_refused_before_anything_starts(
+    name: str, content: dict[str, Any], tmp_path: Path
+) -> None:
+    for file in tinyvlm.ensure("qwen3_vl").glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    check_directory(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"{name} brings code of its own \(auto_map, .*which Fovea never runs"):
+        check_directory(tmp_path)
+    with pytest.raises(ValueError, match=f"{name} brings code of its own"):
+        fingerprints(tmp_path)  # as every service does when it starts
 
 
 def test_a_hub_name() -> None:
