@@ -54,7 +54,7 @@ def wrong_tensor_problems(state: dict[str, Any], prompt: Prompt, adapts: bool) -
     """
     os.environ[secret.VARIABLE] = str(state["service_secret"])
     lora = weights_pb2.LoraConfig(rank=8, train_attention=True) if adapts else None
-    with _own_renderer() as (address, held):
+    with own_renderer() as (address, held):
         return asyncio.run(_wrong_tensor_problems(state, _message(prompt), lora, address, held))
 
 
@@ -163,7 +163,7 @@ class _Held(renderer_pb2_grpc.RendererServiceServicer):
 
 
 @contextmanager
-def _own_renderer() -> Iterator[tuple[str, dict[str, FeatureTensors]]]:
+def own_renderer() -> Iterator[tuple[str, dict[str, FeatureTensors]]]:
     """The address of a renderer on a free port, and the tensors that it gives out, by digest."""
     service, server = _Held(), grpc.server(ThreadPoolExecutor(2))
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(service, server)

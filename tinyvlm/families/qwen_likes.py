@@ -25,9 +25,9 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
-    Qwen3_5TextConfig,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )

@@ -99,8 +99,8 @@ def train(engine: TrainingEngine, call: Call) -> dict[str, Any]:
 def _whole(model: TrainedModel, tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Each rank's parts put together; of an adapter, whose gradients are not summed before the step, their sum."""
     if isinstance(model, FullModel):
-        for (name, like), local in zip(model.shards.items(), tensors, strict=True):
-            yield name, full_of(local.clone(), like)
+        for name, local in zip(model.masters, tensors, strict=True):
+            yield name, full_of(local.clone(), model.shards[name])
     else:
         (flat,) = (tensor.detach().clone() for tensor in tensors)
         if flat.data_ptr() and tensors[0] is model.weights.flat_grad:  # type: ignore[attr-defined]

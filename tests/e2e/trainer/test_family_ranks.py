@@ -1,0 +1,73 @@
+"""A family whose layers differ, with images, on two ranks: sharded, recomputed, and gradients as on one.
+
+Qwen3.5 mixes layers with attention and with a state. Gemma 4 (`gemma4_e2b`: windows, shared keys, embeddings of each
+layer, constants that nobody trains) was run the same way, and takes another minute.
+"""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fovea.api.v1 import model_input_pb2
+from fovea.wire import tensors
+from fovea.wire.features import FeatureTensors, size_bytes, tensors_sha256
+from parity.documents import Maker, Piece, picture
+from parity.refusals import own_renderer
+from services.trainer.model.lora import LoraSettings
+from services.trainer.model.optimizer import Adam
+from tests.e2e.trainer.examples import datum
+from tests.e2e.trainer.rank_engine import Call, run_ranks
+from tests.e2e.trainer.test_ranks import relative
+from tinyvlm.families import ensure_family
+
+ADAM = Adam(1e-4, 0.9, 0.95, 1e-8, 0.0, 0.0)
+SETTINGS = {"keep_gathered": "never", "recompute": "always", "dtype": "float32"}
+
+
+def test_two_ranks_are_one(tmp_path: Path) -> None:
+    directory = ensure_family("qwen3_5")
+    maker = Maker(directory)
+    pieces: list[list[Piece]] = [
+        ["Some words about nothing in particular."],
+        [picture((60, 110), 1), "What is this?"],
+        ["Short."],
+        ["Two: ", picture((100, 37), 2), " and ", picture((60, 110), 1), " differ."],
+        ["One document more."],
+    ]
+    with own_renderer() as (address, held):
+        inputs = [rendered(maker, one, address, held) for one in pieces]
+        datums = [
+            datum(one, seed, target_tokens=np.roll(tensors.decode_tokens(one.tokens), -1).astype(np.int64))
+            for seed, one in enumerate(inputs)
+        ]
+        calls = [
+            Call(lora, [one.SerializeToString() for one in datums], 1, ADAM)
+            for lora in (LoraSettings(4, 32.0, 7, True, True, True, True), None)
+        ]
+        found = [run_ranks(directory, SETTINGS, calls, ranks, tmp_path / str(ranks)) for ranks in (1, 2)]
+    for one, two in zip(*found, strict=True):
+        norms = [each["metrics"][0]["grad_norm:mean"] for each in (one, two)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+        assert norms[0] > 0
+        assert max(relative(two["gradients"][name], exact) for name, exact in one["gradients"].items()) < 1e-3
+
+
+def rendered(
+    maker: Maker, pieces: list[Piece], address: str, held: dict[str, FeatureTensors]
+) -> model_input_pb2.RenderedInput:
+    """What a renderer makes of the pieces; it gives the tensors out under `address`."""
+    document = maker.splice(pieces)
+    found = model_input_pb2.RenderedInput(tokens=tensors.encode_tokens(document.ids.astype(np.int32)))
+    for image in document.images:
+        digest = hashlib.sha256(tensors_sha256(image.tensors).encode()).hexdigest()
+        held[digest] = image.tensors
+        span = found.spans.add(offset=image.offset, length=len(image.replacement.ids))
+        span.feature.digest, span.feature.source = digest, address
+        span.feature.token_count, span.feature.size_bytes = span.length, size_bytes(image.tensors)
+        span.feature.tensors_sha256 = tensors_sha256(image.tensors)
+        span.feature.embedding_mask = image.replacement.is_embedding.astype(np.uint8).tobytes()
+    if document.positions is not None:
+        found.positions.CopyFrom(tensors.encode(document.positions.astype(np.int32)))
+    return found
