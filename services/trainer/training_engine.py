@@ -19,7 +19,7 @@ from services.trainer.loss_results import ForwardBackwardResult
 from services.trainer.losses import Sandbox
 from services.trainer.model.lora import LoraInjector, LoraSettings
 from services.trainer.model.memory_budget import DeviceMemory, MemoryBudget
-from services.trainer.model.packed_model import load_model
+from services.trainer.model.packed_model import build_model, read_weights
 from services.trainer.model.sharding import ShardedModel
 from services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from services.trainer.ranks.control_group import ControlGroup
@@ -76,7 +76,7 @@ class TrainingEngine:
 
     def _load(self, model_dir: Path) -> None:
         settings = self._settings
-        self.family, self.dtype, module = load_model(settings, model_dir, self._device)
+        self.family, self.dtype, module = build_model(settings, model_dir, self._device)
         config = module.hf.config
         self._targets = list(self.family.lora_targets(module.hf))
         self._injector = LoraInjector(self._targets)
@@ -86,6 +86,7 @@ class TrainingEngine:
         )
         mesh = init_device_mesh(self._device.type, (self._control.world_size,))
         self._sharded = ShardedModel(module, mesh, keep)
+        read_weights(module.hf, model_dir, self._device)
         text = config.get_text_config()
         context = context_length(config.to_dict()) or text.max_position_embeddings
         self.limits = DatumLimits(

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fovea.runtime.model_files import STATE_LAYERS, check_variant, read_image_processor
@@ -102,15 +103,15 @@ class Family:
     tower_roles: Mapping[str, Role] = field(default_factory=dict)
     sees_images_whole: bool = False
 
-    def load(self, model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
-        """The model on the CPU, in training mode without dropout, with packed attention throughout.
+    def build(self, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        """The model on the meta device, in training mode without dropout, with packed attention throughout.
 
-        Raises ValueError for a variant that would be computed wrongly, most of them before any weights are read.
+        Raises ValueError for a variant that would be computed wrongly.
         """
-        config = AutoConfig.from_pretrained(model_dir)
         check_variant(config.to_dict())
         kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        model: Any = kind.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa")
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            model: Any = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
         _pack_attention(model)
         if model.get_output_embeddings().bias is not None:
             raise ValueError(f"{config.model_type} has an unembedding with a bias, which is not supported")

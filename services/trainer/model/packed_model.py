@@ -5,16 +5,31 @@ Shapes: T packed tokens, K targets a position, D hidden size, M placeholder toke
 
 # ruff: noqa: N806 -- the suffix of a tensor's name is its shape
 
+import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import LoadStateDictConfig
 
 from fovea import vision
 from fovea.runtime.model_files import read_added_tokens
@@ -56,12 +71,16 @@ class PackedModel(nn.Module):
         self.family = family
         self.vision = vision
         self.hf = hf
-        self.file_names = file_names(hf)
         self._blocks = list(family.blocks(hf))
         self._normalizer = normalizer
         self._chunk_positions = chunk_positions
         self._head_dtype = head_dtype
         hf.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @cached_property
+    def file_names(self) -> dict[str, str]:
+        """See `file_names`; known once the weights are read."""
+        return file_names(self.hf)
 
     def forward(
         self,
@@ -160,15 +179,15 @@ def constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def load_model(
+def build_model(
     settings: TrainerSettings, model_dir: Path, device: torch.device
 ) -> tuple[Family, torch.dtype, PackedModel]:
-    """The base model, frozen and on the CPU, ready to be sharded. Raises ValueError for unsupported ones."""
+    """The base model on the meta device, ready to be sharded and read. Raises ValueError for unsupported ones."""
     config = AutoConfig.from_pretrained(model_dir)
     family = family_of(config.model_type)
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = default if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    hf = family.load(model_dir, dtype)
+    hf = family.build(config, dtype)
     images = vision.bind(config.to_dict(), read_added_tokens(model_dir))
     normalizer = None
     if images is not None and (patches := images.blank_image()["pixel_values"]).dtype == np.uint8:
@@ -177,6 +196,68 @@ def load_model(
     head_dtype = torch.float32 if settings.head_dtype == "float32" else dtype
     chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, head_dtype)
     return family, dtype, PackedModel(family, images, hf, normalizer, chunk, head_dtype)
+
+
+def load_model(
+    settings: TrainerSettings, model_dir: Path, device: torch.device
+) -> tuple[Family, torch.dtype, PackedModel]:
+    """The same whole, with its weights."""
+    family, dtype, module = build_model(settings, model_dir, device)
+    read_weights(module.hf, model_dir, device)
+    return family, dtype, module
+
+
+def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
+    """Reads the weights of a model on the meta device; of parameters that are sharded, this rank's rows alone.
+
+    Names and layouts go through transformers' conversions, as in its `from_pretrained`; what no file holds (tied
+    parameters, buffers) is made as there. To be called on all ranks.
+
+    Raises ValueError for files that are not those of the model, OSError for those that cannot be read.
+    """
+    conversions = get_model_conversion_mapping(model)
+    dtype = model.config.dtype
+    config = LoadStateDictConfig(
+        device_map={"": device}, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=conversions
+    )
+    tied = dict(model.all_tied_weights_keys)
+    with ExitStack() as files:
+        tensors: dict[str, Any] = {}
+        for path in _weight_files(model_dir):
+            # Pages of mapped files would count as this process's memory until all is read.
+            file = files.enter_context(safe_open(path, "pt", backend="pread"))
+            tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        found, _ = convert_and_load_state_dict_in_model(model, tensors, config)
+    errors = [f"{name}: {error}" for name, error in found.conversion_errors.items()]
+    errors += [f"{name} has shape {list(there)} for {list(own)}" for name, there, own in found.mismatched_keys]
+    converters = [one for one in model._weight_conversions if isinstance(one, WeightConverter)]
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        mixing = (one for one in converters if not all(map(_keeps_rows, one.operations)))
+        errors += [f"{one.source_patterns} cannot be read in parts: run one rank" for one in mixing]
+    if not errors:
+        found = model._finalize_model_loading(model, config, found)
+        errors = [f"there is no {name}" for name in sorted(found.missing_keys)]
+        # What is tied is sharded as one: two different ones have no place.
+        errors += [
+            f"{name} is not {tied[name]}, to which it is tied" for name in tied.keys() - model.all_tied_weights_keys
+        ]
+    if errors:
+        raise ValueError(f"the weights in {model_dir} are not those of its config.json: {errors[0]}")
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    whole, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        return [whole]
+    return [model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def _keeps_rows(operation: ConversionOps) -> bool:
+    """Whether what it makes of some rows (experts) of all its tensors are the same rows of what it makes of all."""
+    if isinstance(operation, Transpose):
+        return 0 not in (operation.dim0, operation.dim1)
+    is_merge = isinstance(operation, MergeModulelist) and operation.dim == 0
+    return is_merge or (isinstance(operation, Concatenate) and operation.dim != 0)
 
 
 def _logit_chunk(size_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:

@@ -17,7 +17,7 @@ class ShardedModel:
     """A PackedModel whose parameters are spread over all ranks.
 
     Args:
-        module: The model, frozen, on the CPU.
+        module: The model, on the meta device: each rank then reads its part, see `read_weights`.
         mesh: One dimension over all ranks.
         keep_gathered: Leave parameters gathered between micro-batches and calls: no communication at all while they
             are frozen. For models that fit into each rank's memory.

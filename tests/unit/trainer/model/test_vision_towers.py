@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma4Config,
@@ -44,7 +45,7 @@ from services.trainer.batches.micro_batch import BatchLayout, wanted_images
 from services.trainer.batches.vision_cache import VisionOutput
 from services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
 from services.trainer.model.model_family import family_of
-from services.trainer.model.packed_model import PackedModel, constants
+from services.trainer.model.packed_model import PackedModel, constants, read_weights
 from tests.vision_families import small_qwen3_vl
 
 CPU = torch.device("cpu")
@@ -279,7 +280,9 @@ def _checkpoint(name: str) -> Path:
 
 def _packed(name: str) -> PackedModel:
     family = family_of(name.partition(" ")[0])
-    module = PackedModel(family, None, family.load(_checkpoint(name), torch.float32), None, 64, torch.float32)
+    hf = family.build(AutoConfig.from_pretrained(_checkpoint(name)), torch.float32)
+    read_weights(hf, _checkpoint(name), CPU)
+    module = PackedModel(family, None, hf, None, 64, torch.float32)
     LoraInjector(family.lora_targets(module.hf))
     return module.requires_grad_(False)
 
