@@ -55,6 +55,7 @@ def load(directory: Path, way: str, dtype: str, device: str, rank: int, ranks: i
     """One rank: prints what it took as JSON."""
     import torch
     import torch.distributed as dist
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -65,7 +66,7 @@ def load(directory: Path, way: str, dtype: str, device: str, rank: int, ranks: i
     own = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(own)
-    store = dist.FileStore(meeting, ranks)
+    store = FileStore(meeting, ranks)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=ranks
     )
