@@ -13,6 +13,7 @@ is what bfloat16 costs each, and how large a difference between them is no fault
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,25 +58,23 @@ def kl(differences: Logprobs) -> float:
     return float(np.mean(np.expm1(differences) - differences))
 
 
-def draw(bench: Bench, sampler: Any, count: int, image_side: int, temperature: float, seed: int) -> list[Drawn]:
-    """Samples from `count` random prompts."""
+def draw(
+    bench: Bench, sampler: Any, count: int, image_side: int, temperature: float, seed: int
+) -> Callable[[], list[Drawn]]:
+    """Submits samples from `count` random prompts; what it returns waits for them."""
     rng = np.random.default_rng(seed)
     prompts = [bench.prompt(rng, length, image_side) for length in rng.integers(64, 512, count).tolist()]
     params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=temperature, seed=seed, stop=[])
     futures = [sampler.sample(prompt, 1, params) for prompt in prompts]
-    sequences = [future.result(600).sequences[0] for future in futures]
-    return [
-        Drawn(prompt, list(one.tokens), np.asarray(one.logprobs, np.float64), temperature)
-        for prompt, one in zip(prompts, sequences, strict=True)
-    ]
 
+    def wait() -> list[Drawn]:
+        sequences = [future.result(600).sequences[0] for future in futures]
+        return [
+            Drawn(prompt, list(one.tokens), np.asarray(one.logprobs, np.float64), temperature)
+            for prompt, one in zip(prompts, sequences, strict=True)
+        ]
 
-def compare(
-    bench: Bench, training: tinker.TrainingClient, count: int, image_side: int, temperature: float, seed: int
-) -> list[Comparison]:
-    """Has a fresh snapshot sampled and the trainer score it, all datums together and one by one."""
-    sampler = training.save_weights_and_get_sampling_client().result(600)
-    return score(training, draw(bench, sampler, count, image_side, temperature, seed))
+    return wait
 
 
 def score(training: tinker.TrainingClient, drawn: list[Drawn]) -> list[Comparison]:
@@ -121,7 +120,7 @@ def wave(bench: Bench, training: tinker.TrainingClient, count: int, repeats: int
     rates = []
     for round_ in range(repeats + 1):
         begun = time.perf_counter()
-        drawn = draw(bench, sampler, count, 0, 1.0, seed=1000 + round_)
+        drawn = draw(bench, sampler, count, 0, 1.0, seed=1000 + round_)()
         rates.append(sum(len(one.tokens) for one in drawn) / (time.perf_counter() - begun))
     return rates[1:]
 
@@ -153,16 +152,19 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
     rate = 1e-4 if options.rank else 1e-5
     for when in ("before", "after") if options.steps else ("before",):
         kinds = (("text", 0), ("image", options.image_side)) if when == "after" or not options.only_after else ()
+        sampler = training.save_weights_and_get_sampling_client().result(600)
+        submitted = []  # all at once: the sampler takes as many steps for one prompt as for all
         for kind, side in kinds:
             for temperature in options.temperatures:
                 sizes = {"rank": options.rank, "temperature": temperature, "steps": options.steps * (when == "after")}
                 for seed in options.seeds:
-                    found = compare(bench, training, options.prompts, side, temperature, seed)
-                    _report(found, kind, when, seed=seed, note=options.note, **sizes)
+                    wait = draw(bench, sampler, options.prompts, side, temperature, seed)
+                    submitted.append((wait, kind, {"seed": seed, "note": options.note, **sizes}))
+        for wait, kind, sizes in submitted:
+            _report(score(training, wait()), kind, when, **sizes)
         if when == "before":
             if options.float32:
-                sampler = training.save_weights_and_get_sampling_client().result(600)
-                drawn = draw(bench, sampler, options.prompts, 0, 1.0, seed=options.seeds[0])
+                drawn = draw(bench, sampler, options.prompts, 0, 1.0, seed=options.seeds[0])()
                 _report_float32(options.float32, options.device, training, drawn)
             train(bench, training, options.steps, options.image_side, rate)
 

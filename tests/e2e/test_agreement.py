@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tinker
 from tinker import AdamParams
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from benchmarks.agreement import Drawn, score
 from tests.e2e.prompts import Prompt, PromptBuilder, max_difference
@@ -94,7 +94,6 @@ def test_sampled_logprobs_are_the_trainers(
     stack: Stack, service: tinker.ServiceClient, prompts: dict[str, Prompt], temperature: float
 ) -> None:
     """What `sample` itself returns, at its own temperature."""
-    vocabulary_size = AutoConfig.from_pretrained(stack.state["model"]).get_text_config().vocab_size
     training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
     take_steps(training, prompts, 2, 5e-3)
     sampling = training.save_weights_and_get_sampling_client().result()
@@ -102,5 +101,5 @@ def test_sampled_logprobs_are_the_trainers(
     for name, prompt in prompts.items():
         sequence = sampling.sample(prompt.model_input, num_samples=1, sampling_params=params).result().sequences[0]
         drawn = Drawn(prompt.model_input, list(sequence.tokens), np.asarray(sequence.logprobs, np.float64), temperature)
-        for found in score(training, [drawn], vocabulary_size):
+        for found in score(training, [drawn]):
             assert np.abs(found.differences).max() <= TOLERANCE, name

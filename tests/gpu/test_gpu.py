@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 import tinker
 
-from benchmarks.agreement import compare, kl
+from benchmarks.agreement import draw, kl, score
 from benchmarks.client import Bench, datum, take_step
 from services.trainer.model.memory_budget import MOST_TOKENS
 
@@ -22,6 +22,14 @@ def image_data(bench: Bench) -> list[tinker.Datum]:
 
 def losses(training: tinker.TrainingClient, data: list[tinker.Datum], steps: int, rate: float) -> list[float]:
     return [take_step(training, data, rate).metrics["loss:sum"] for _ in range(steps)]
+
+
+def assert_agree(bench: Bench, training: tinker.TrainingClient, temperature: float) -> None:
+    """Of text, and after pictures."""
+    sampler = training.save_weights_and_get_sampling_client().result(600)
+    for side in (0, 256):
+        for found in score(training, draw(bench, sampler, 4, side, temperature, seed=3)()):
+            assert kl(found.differences) <= LARGEST_KL
 
 
 def scores(sampler: Any, data: list[tinker.Datum]) -> npt.NDArray[np.float64]:
@@ -51,9 +59,7 @@ def test_images_are_learnt_and_what_is_pushed_is_what_is_sampled(bench: Bench, r
     assert found[-1] < 0.8 * found[0], found
     after = scores(training.save_weights_and_get_sampling_client().result(600), data)
     assert np.abs(after - before).max() > 0.1, "the push changed nothing"
-    for side in (0, 256):
-        for drawn in compare(bench, training, 4, side, temperature=1.0, seed=3):
-            assert kl(drawn.differences) <= LARGEST_KL
+    assert_agree(bench, training, temperature=1.0)
     training.save_weights_and_get_sampling_client().result(600)
     # The base comes back exactly, over an adapter as over other full weights.
     np.testing.assert_array_equal(base_scores(bench, data), before)
@@ -75,9 +81,7 @@ def test_adapters_of_several_ranks_keep_apart(bench: Bench) -> None:
 def test_what_sample_returns_at_another_temperature_is_the_trainers(bench: Bench) -> None:
     training = bench.training(32)
     losses(training, image_data(bench), 4, 1e-3)
-    for side in (0, 256):
-        for drawn in compare(bench, training, 2, side, temperature=0.7, seed=3):
-            assert kl(drawn.differences) <= LARGEST_KL
+    assert_agree(bench, training, temperature=0.7)
 
 
 def test_a_datum_above_the_token_budget_trains(bench: Bench) -> None:
