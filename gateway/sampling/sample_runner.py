@@ -293,6 +293,8 @@ def gather(
         records.insert(0, gateway_pb2.SampleTokensResponse(target_table=request.target_table))
     for index, parts in deltas.items():
         records.append(gateway_pb2.SampleTokensResponse(delta=_join(index, parts)))
+        if request.routed_experts and not records[-1].delta.HasField("routed_experts"):
+            raise Internal(f"the sampler returned no experts of sequence {index}")
     return records
 
 
@@ -320,6 +322,8 @@ def _join(index: int, parts: list[sampler_pb2.SequenceDelta]) -> sampler_pb2.Seq
         finish_reason=parts[-1].finish_reason,
         snapshot_id=parts[-1].snapshot_id,
     )
+    if parts[-1].HasField("routed_experts"):
+        whole.routed_experts.CopyFrom(parts[-1].routed_experts)
     tops = [part.top_logprobs for part in parts if part.HasField("top_logprobs")]
     if tops:
         whole.top_logprobs.token_ids.CopyFrom(_stack([top.token_ids for top in tops]))

@@ -31,6 +31,10 @@ class Limits:
     max_top_logprobs: int
     max_images: int
     max_image_tokens: int
+    expert_row_bytes: int = 0
+    """What the experts of one token take; 0 if they cannot be told."""
+    experts_problem: str = "the engine does not tell them"
+    """Why they cannot."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +121,17 @@ class PromptResult:
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens of sequence `index`: tokens int32 [n], logprobs float32 [n]."""
+    """New tokens of sequence `index`: tokens int32 [n], logprobs float32 [n].
+
+    `routed_experts`, uint8 or int32 [P + C - 1, layers, k], are the whole sequence's; with its end, if asked for.
+    """
 
     index: int
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     top: TopRows | None
     finish: Finish | None
+    routed_experts: npt.NDArray[np.generic] | None = None
 
 
 Event = PromptResult | Delta

@@ -52,7 +52,9 @@ def read_request(request: sampler_pb2.SampleRequest, limits: Limits, vision: Vis
     _check_last_n(request, len(ids))
     _check_result_size(request, len(ids), targets)
     _check_cache_salt(request.cache_salt)
-    return SampleSpec(request, _check_params(request.params, ids.size, limits), ids, prompt.spans, targets)
+    params = _check_params(request.params, ids.size, limits)
+    _check_experts(request, ids.size + params.max_tokens, limits)
+    return SampleSpec(request, params, ids, prompt.spans, targets)
 
 
 def _read_targets(request: sampler_pb2.SampleRequest, prompt_length: int, vocabulary_size: int) -> TargetRows | None:
@@ -114,6 +116,24 @@ def _check_result_size(request: sampler_pb2.SampleRequest, prompt_length: int, t
                 field=field,
             )
         room -= 8 * k * prompt_length
+
+
+def _check_experts(request: sampler_pb2.SampleRequest, token_count: int, limits: Limits) -> None:
+    """Raises InvalidInput if the experts of so many tokens cannot be told, or would not fit into one message."""
+    field = "routed_experts"
+    if not request.routed_experts:
+        return
+    if not limits.expert_row_bytes:
+        raise InvalidInput(f"{field} is set, but {limits.experts_problem}; leave it out", field=field)
+    # Beside them travel an id and a log-probability for each token, and its alternatives.
+    each = limits.expert_row_bytes + 8 * (1 + request.top_sample_logprobs)
+    most = (MESSAGE_BYTES - _MESSAGE_MARGIN_BYTES) // each
+    if token_count > most:
+        raise InvalidInput(
+            f"{field} is set, and one message carries the experts of at most {most} tokens; prompt and max_tokens are "
+            f"{token_count}: ask for fewer",
+            field=field,
+        )
 
 
 def _check_params(given: sampler_pb2.SamplingParams, prompt_length: int, limits: Limits) -> sampler_pb2.SamplingParams:

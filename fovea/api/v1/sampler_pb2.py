@@ -27,7 +27,7 @@ from fovea.api.v1 import tensor_pb2 as fovea_dot_api_dot_v1_dot_tensor__pb2
 from fovea.api.v1 import weights_pb2 as fovea_dot_api_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66ovea/api/v1/sampler.proto\x12\x0c\x66ovea.api.v1\x1a\x1e\x66ovea/api/v1/model_input.proto\x1a\x19\x66ovea/api/v1/tensor.proto\x1a\x1a\x66ovea/api/v1/weights.proto\"\x17\n\x15GetSamplerInfoRequest\"\xf2\x03\n\x16GetSamplerInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1a\n\x12max_context_length\x18\x03 \x01(\x05\x12\x18\n\x10max_sample_count\x18\x04 \x01(\x05\x12\x18\n\x10max_top_logprobs\x18\x05 \x01(\x05\x12\x15\n\rmax_lora_rank\x18\x06 \x01(\x05\x12\x1c\n\x14resident_snapshot_id\x18\x07 \x01(\t\x12\x1c\n\x14\x61\x64\x61pter_snapshot_ids\x18\x08 \x03(\t\x12\x18\n\x10transfer_backend\x18\t \x01(\t\x12\x1d\n\x15transfer_worker_count\x18\n \x01(\x05\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x1c\n\x14max_batched_adapters\x18\r \x01(\x05\x12\x1c\n\x14\x61\x64\x61pter_memory_bytes\x18\x0e \x01(\x03\x12I\n\x0bmodel_files\x18\x0f \x03(\x0b\x32\x34.fovea.api.v1.GetSamplerInfoResponse.ModelFilesEntry\x1a\x31\n\x0fModelFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"G\n\rStopCondition\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0f\n\x07strings\x18\x02 \x03(\t\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\"\xe5\x01\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12)\n\x04stop\x18\x06 \x01(\x0b\x32\x1b.fovea.api.v1.StopConditionB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\x8d\x03\n\rSampleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12+\n\x06prompt\x18\x03 \x01(\x0b\x32\x1b.fovea.api.v1.RenderedInput\x12\x14\n\x0csample_count\x18\x04 \x01(\x05\x12,\n\x06params\x18\x05 \x01(\x0b\x32\x1c.fovea.api.v1.SamplingParams\x12\x17\n\x0fprompt_logprobs\x18\x06 \x01(\x08\x12\x1b\n\x13top_prompt_logprobs\x18\x07 \x01(\x05\x12\x1b\n\x13top_sample_logprobs\x18\x08 \x01(\x05\x12\x31\n\rtarget_tokens\x18\t \x01(\x0b\x32\x1a.fovea.api.v1.TargetTokens\x12\x17\n\x0f\x61lt_token_count\x18\n \x01(\x05\x12\x1e\n\x16prompt_logprobs_last_n\x18\x0b \x01(\x05\x12\x0f\n\x07\x61t_once\x18\x0c \x01(\x08\x12\x12\n\ncache_salt\x18\r \x01(\t\"b\n\x0cTargetTokens\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12)\n\x0brow_offsets\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"u\n\x0eSampleResponse\x12,\n\x06prompt\x18\x01 \x01(\x0b\x32\x1a.fovea.api.v1.PromptResultH\x00\x12,\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1b.fovea.api.v1.SequenceDeltaH\x00\x42\x07\n\x05\x65vent\"^\n\x0bTopLogprobs\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12&\n\x08logprobs\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"\xb3\x01\n\x0cPromptResult\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12/\n\x0ctop_logprobs\x18\x02 \x01(\x0b\x32\x19.fovea.api.v1.TopLogprobs\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\x12\x17\n\x0ftarget_logprobs\x18\x04 \x01(\x0c\x12+\n\nalt_tokens\x18\x05 \x01(\x0b\x32\x17.fovea.api.v1.AltTokens\"\\\n\tAltTokens\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12&\n\x08logprobs\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"\xb9\x01\n\rSequenceDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12/\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x19.fovea.api.v1.TopLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.fovea.api.v1.FinishReason\x12\x13\n\x0bsnapshot_id\x18\x06 \x01(\t\"\x95\x01\n\x18JoinTransferGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x16\n\x0emaster_address\x18\x02 \x01(\t\x12\x13\n\x0bmaster_port\x18\x03 \x01(\x05\x12\x13\n\x0brank_offset\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\"0\n\x19JoinTransferGroupResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\"-\n\x19LeaveTransferGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"\x1c\n\x1aLeaveTransferGroupResponse\"o\n\x16ReceiveSnapshotRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x30\n\x08manifest\x18\x02 \x01(\x0b\x32\x1e.fovea.api.v1.SnapshotManifest\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"\x80\x01\n\x17ReceiveSnapshotResponse\x12,\n\x05ready\x18\x01 \x01(\x0b\x32\x1b.fovea.api.v1.SnapshotReadyH\x00\x12.\n\x06loaded\x18\x02 \x01(\x0b\x32\x1c.fovea.api.v1.SnapshotLoadedH\x00\x42\x07\n\x05phase\"\x0f\n\rSnapshotReady\"1\n\x0eSnapshotLoaded\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07pause_s\x18\x02 \x01(\x01\"*\n\x13\x44ropSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\"\x16\n\x14\x44ropSnapshotResponse*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xbc\x04\n\x0eSamplerService\x12[\n\x0eGetSamplerInfo\x12#.fovea.api.v1.GetSamplerInfoRequest\x1a$.fovea.api.v1.GetSamplerInfoResponse\x12\x45\n\x06Sample\x12\x1b.fovea.api.v1.SampleRequest\x1a\x1c.fovea.api.v1.SampleResponse0\x01\x12\x64\n\x11JoinTransferGroup\x12&.fovea.api.v1.JoinTransferGroupRequest\x1a\'.fovea.api.v1.JoinTransferGroupResponse\x12g\n\x12LeaveTransferGroup\x12\'.fovea.api.v1.LeaveTransferGroupRequest\x1a(.fovea.api.v1.LeaveTransferGroupResponse\x12`\n\x0fReceiveSnapshot\x12$.fovea.api.v1.ReceiveSnapshotRequest\x1a%.fovea.api.v1.ReceiveSnapshotResponse0\x01\x12U\n\x0c\x44ropSnapshot\x12!.fovea.api.v1.DropSnapshotRequest\x1a\".fovea.api.v1.DropSnapshotResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66ovea/api/v1/sampler.proto\x12\x0c\x66ovea.api.v1\x1a\x1e\x66ovea/api/v1/model_input.proto\x1a\x19\x66ovea/api/v1/tensor.proto\x1a\x1a\x66ovea/api/v1/weights.proto\"\x17\n\x15GetSamplerInfoRequest\"\xf2\x03\n\x16GetSamplerInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1a\n\x12max_context_length\x18\x03 \x01(\x05\x12\x18\n\x10max_sample_count\x18\x04 \x01(\x05\x12\x18\n\x10max_top_logprobs\x18\x05 \x01(\x05\x12\x15\n\rmax_lora_rank\x18\x06 \x01(\x05\x12\x1c\n\x14resident_snapshot_id\x18\x07 \x01(\t\x12\x1c\n\x14\x61\x64\x61pter_snapshot_ids\x18\x08 \x03(\t\x12\x18\n\x10transfer_backend\x18\t \x01(\t\x12\x1d\n\x15transfer_worker_count\x18\n \x01(\x05\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x1c\n\x14max_batched_adapters\x18\r \x01(\x05\x12\x1c\n\x14\x61\x64\x61pter_memory_bytes\x18\x0e \x01(\x03\x12I\n\x0bmodel_files\x18\x0f \x03(\x0b\x32\x34.fovea.api.v1.GetSamplerInfoResponse.ModelFilesEntry\x1a\x31\n\x0fModelFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"G\n\rStopCondition\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0f\n\x07strings\x18\x02 \x03(\t\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\"\xe5\x01\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12)\n\x04stop\x18\x06 \x01(\x0b\x32\x1b.fovea.api.v1.StopConditionB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\xa5\x03\n\rSampleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12+\n\x06prompt\x18\x03 \x01(\x0b\x32\x1b.fovea.api.v1.RenderedInput\x12\x14\n\x0csample_count\x18\x04 \x01(\x05\x12,\n\x06params\x18\x05 \x01(\x0b\x32\x1c.fovea.api.v1.SamplingParams\x12\x17\n\x0fprompt_logprobs\x18\x06 \x01(\x08\x12\x1b\n\x13top_prompt_logprobs\x18\x07 \x01(\x05\x12\x1b\n\x13top_sample_logprobs\x18\x08 \x01(\x05\x12\x31\n\rtarget_tokens\x18\t \x01(\x0b\x32\x1a.fovea.api.v1.TargetTokens\x12\x17\n\x0f\x61lt_token_count\x18\n \x01(\x05\x12\x1e\n\x16prompt_logprobs_last_n\x18\x0b \x01(\x05\x12\x0f\n\x07\x61t_once\x18\x0c \x01(\x08\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x16\n\x0erouted_experts\x18\x0e \x01(\x08\"b\n\x0cTargetTokens\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12)\n\x0brow_offsets\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"u\n\x0eSampleResponse\x12,\n\x06prompt\x18\x01 \x01(\x0b\x32\x1a.fovea.api.v1.PromptResultH\x00\x12,\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1b.fovea.api.v1.SequenceDeltaH\x00\x42\x07\n\x05\x65vent\"^\n\x0bTopLogprobs\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12&\n\x08logprobs\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"\xb3\x01\n\x0cPromptResult\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12/\n\x0ctop_logprobs\x18\x02 \x01(\x0b\x32\x19.fovea.api.v1.TopLogprobs\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\x12\x17\n\x0ftarget_logprobs\x18\x04 \x01(\x0c\x12+\n\nalt_tokens\x18\x05 \x01(\x0b\x32\x17.fovea.api.v1.AltTokens\"\\\n\tAltTokens\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\x12&\n\x08logprobs\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"\xe7\x01\n\rSequenceDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12/\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x19.fovea.api.v1.TopLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.fovea.api.v1.FinishReason\x12\x13\n\x0bsnapshot_id\x18\x06 \x01(\t\x12,\n\x0erouted_experts\x18\x07 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"\x95\x01\n\x18JoinTransferGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x16\n\x0emaster_address\x18\x02 \x01(\t\x12\x13\n\x0bmaster_port\x18\x03 \x01(\x05\x12\x13\n\x0brank_offset\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\"0\n\x19JoinTransferGroupResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\"-\n\x19LeaveTransferGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"\x1c\n\x1aLeaveTransferGroupResponse\"o\n\x16ReceiveSnapshotRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x30\n\x08manifest\x18\x02 \x01(\x0b\x32\x1e.fovea.api.v1.SnapshotManifest\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"\x80\x01\n\x17ReceiveSnapshotResponse\x12,\n\x05ready\x18\x01 \x01(\x0b\x32\x1b.fovea.api.v1.SnapshotReadyH\x00\x12.\n\x06loaded\x18\x02 \x01(\x0b\x32\x1c.fovea.api.v1.SnapshotLoadedH\x00\x42\x07\n\x05phase\"\x0f\n\rSnapshotReady\"1\n\x0eSnapshotLoaded\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07pause_s\x18\x02 \x01(\x01\"*\n\x13\x44ropSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\"\x16\n\x14\x44ropSnapshotResponse*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xbc\x04\n\x0eSamplerService\x12[\n\x0eGetSamplerInfo\x12#.fovea.api.v1.GetSamplerInfoRequest\x1a$.fovea.api.v1.GetSamplerInfoResponse\x12\x45\n\x06Sample\x12\x1b.fovea.api.v1.SampleRequest\x1a\x1c.fovea.api.v1.SampleResponse0\x01\x12\x64\n\x11JoinTransferGroup\x12&.fovea.api.v1.JoinTransferGroupRequest\x1a\'.fovea.api.v1.JoinTransferGroupResponse\x12g\n\x12LeaveTransferGroup\x12\'.fovea.api.v1.LeaveTransferGroupRequest\x1a(.fovea.api.v1.LeaveTransferGroupResponse\x12`\n\x0fReceiveSnapshot\x12$.fovea.api.v1.ReceiveSnapshotRequest\x1a%.fovea.api.v1.ReceiveSnapshotResponse0\x01\x12U\n\x0c\x44ropSnapshot\x12!.fovea.api.v1.DropSnapshotRequest\x1a\".fovea.api.v1.DropSnapshotResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSAMPLERINFORESPONSE_MODELFILESENTRY']._loaded_options = None
   _globals['_GETSAMPLERINFORESPONSE_MODELFILESENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2800
-  _globals['_FINISHREASON']._serialized_end=2895
+  _globals['_FINISHREASON']._serialized_start=2870
+  _globals['_FINISHREASON']._serialized_end=2965
   _globals['_GETSAMPLERINFOREQUEST']._serialized_start=131
   _globals['_GETSAMPLERINFOREQUEST']._serialized_end=154
   _globals['_GETSAMPLERINFORESPONSE']._serialized_start=157
@@ -49,39 +49,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_start=731
   _globals['_SAMPLINGPARAMS']._serialized_end=960
   _globals['_SAMPLEREQUEST']._serialized_start=963
-  _globals['_SAMPLEREQUEST']._serialized_end=1360
-  _globals['_TARGETTOKENS']._serialized_start=1362
-  _globals['_TARGETTOKENS']._serialized_end=1460
-  _globals['_SAMPLERESPONSE']._serialized_start=1462
-  _globals['_SAMPLERESPONSE']._serialized_end=1579
-  _globals['_TOPLOGPROBS']._serialized_start=1581
-  _globals['_TOPLOGPROBS']._serialized_end=1675
-  _globals['_PROMPTRESULT']._serialized_start=1678
-  _globals['_PROMPTRESULT']._serialized_end=1857
-  _globals['_ALTTOKENS']._serialized_start=1859
-  _globals['_ALTTOKENS']._serialized_end=1951
-  _globals['_SEQUENCEDELTA']._serialized_start=1954
-  _globals['_SEQUENCEDELTA']._serialized_end=2139
-  _globals['_JOINTRANSFERGROUPREQUEST']._serialized_start=2142
-  _globals['_JOINTRANSFERGROUPREQUEST']._serialized_end=2291
-  _globals['_JOINTRANSFERGROUPRESPONSE']._serialized_start=2293
-  _globals['_JOINTRANSFERGROUPRESPONSE']._serialized_end=2341
-  _globals['_LEAVETRANSFERGROUPREQUEST']._serialized_start=2343
-  _globals['_LEAVETRANSFERGROUPREQUEST']._serialized_end=2388
-  _globals['_LEAVETRANSFERGROUPRESPONSE']._serialized_start=2390
-  _globals['_LEAVETRANSFERGROUPRESPONSE']._serialized_end=2418
-  _globals['_RECEIVESNAPSHOTREQUEST']._serialized_start=2420
-  _globals['_RECEIVESNAPSHOTREQUEST']._serialized_end=2531
-  _globals['_RECEIVESNAPSHOTRESPONSE']._serialized_start=2534
-  _globals['_RECEIVESNAPSHOTRESPONSE']._serialized_end=2662
-  _globals['_SNAPSHOTREADY']._serialized_start=2664
-  _globals['_SNAPSHOTREADY']._serialized_end=2679
-  _globals['_SNAPSHOTLOADED']._serialized_start=2681
-  _globals['_SNAPSHOTLOADED']._serialized_end=2730
-  _globals['_DROPSNAPSHOTREQUEST']._serialized_start=2732
-  _globals['_DROPSNAPSHOTREQUEST']._serialized_end=2774
-  _globals['_DROPSNAPSHOTRESPONSE']._serialized_start=2776
-  _globals['_DROPSNAPSHOTRESPONSE']._serialized_end=2798
-  _globals['_SAMPLERSERVICE']._serialized_start=2898
-  _globals['_SAMPLERSERVICE']._serialized_end=3470
+  _globals['_SAMPLEREQUEST']._serialized_end=1384
+  _globals['_TARGETTOKENS']._serialized_start=1386
+  _globals['_TARGETTOKENS']._serialized_end=1484
+  _globals['_SAMPLERESPONSE']._serialized_start=1486
+  _globals['_SAMPLERESPONSE']._serialized_end=1603
+  _globals['_TOPLOGPROBS']._serialized_start=1605
+  _globals['_TOPLOGPROBS']._serialized_end=1699
+  _globals['_PROMPTRESULT']._serialized_start=1702
+  _globals['_PROMPTRESULT']._serialized_end=1881
+  _globals['_ALTTOKENS']._serialized_start=1883
+  _globals['_ALTTOKENS']._serialized_end=1975
+  _globals['_SEQUENCEDELTA']._serialized_start=1978
+  _globals['_SEQUENCEDELTA']._serialized_end=2209
+  _globals['_JOINTRANSFERGROUPREQUEST']._serialized_start=2212
+  _globals['_JOINTRANSFERGROUPREQUEST']._serialized_end=2361
+  _globals['_JOINTRANSFERGROUPRESPONSE']._serialized_start=2363
+  _globals['_JOINTRANSFERGROUPRESPONSE']._serialized_end=2411
+  _globals['_LEAVETRANSFERGROUPREQUEST']._serialized_start=2413
+  _globals['_LEAVETRANSFERGROUPREQUEST']._serialized_end=2458
+  _globals['_LEAVETRANSFERGROUPRESPONSE']._serialized_start=2460
+  _globals['_LEAVETRANSFERGROUPRESPONSE']._serialized_end=2488
+  _globals['_RECEIVESNAPSHOTREQUEST']._serialized_start=2490
+  _globals['_RECEIVESNAPSHOTREQUEST']._serialized_end=2601
+  _globals['_RECEIVESNAPSHOTRESPONSE']._serialized_start=2604
+  _globals['_RECEIVESNAPSHOTRESPONSE']._serialized_end=2732
+  _globals['_SNAPSHOTREADY']._serialized_start=2734
+  _globals['_SNAPSHOTREADY']._serialized_end=2749
+  _globals['_SNAPSHOTLOADED']._serialized_start=2751
+  _globals['_SNAPSHOTLOADED']._serialized_end=2800
+  _globals['_DROPSNAPSHOTREQUEST']._serialized_start=2802
+  _globals['_DROPSNAPSHOTREQUEST']._serialized_end=2844
+  _globals['_DROPSNAPSHOTRESPONSE']._serialized_start=2846
+  _globals['_DROPSNAPSHOTRESPONSE']._serialized_end=2868
+  _globals['_SAMPLERSERVICE']._serialized_start=2968
+  _globals['_SAMPLERSERVICE']._serialized_end=3540
 # @@protoc_insertion_point(module_scope)

@@ -26,6 +26,7 @@ SETTING_OF = {
 _ANOTHER_MODEL = "renderer, trainer and sampler must read the same model"
 _OTHER_NUMBERS = "the trainer computes with the checkpoint's weights, and log-probabilities must be of the same"
 _ONE_ENGINE = "a push has to reach every worker, and find whole layers there; for more samplers start more of them"
+_OWN_EXPERTS = "Fovea has a scheduler that passes on the experts of tokens: a request asks for routed_experts"
 _PLAIN_DRAWS = "every token is drawn from the whole model, one at a time, with its log-probability"
 _REASONS = {
     _ANOTHER_MODEL: "model_weights tokenizer tokenizer_mode tokenizer_revision revision code_revision hf_config_path"
@@ -39,6 +40,7 @@ _REASONS = {
     " data_parallel_multi_port_external_lb data_parallel_backend enable_eplb eplb_config enable_elastic_ep",
     _PLAIN_DRAWS: "speculative_config spec_method spec_model spec_tokens logits_processors watermark_config"
     " diffusion_config",
+    _OWN_EXPERTS: "scheduler_cls enable_return_routed_experts aux_output_config",
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Why an engine argument that Fovea leaves at vLLM's default must stay there."""

@@ -21,6 +21,7 @@ from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
 from services.sampler.engine_api import FILLER_LOGPROB, Delta, Finish, PromptResult, SampleSpec, TopRows
 from services.sampler.vllm_patches.prompt_scores import PLAN_KEY, ScorePlan, Scores
+from services.sampler.vllm_patches.routed_experts import ASKED_KEY
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -122,10 +123,15 @@ def sampling_params(
         detokenize=bool(params.stop.strings),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY if _is_at_once(spec) else RequestOutputKind.DELTA,
-        # A prompt token that comes from the cache has no logits.
-        skip_reading_prefix_cache=plan is not None,
-        extra_args={PLAN_KEY: plan.to_message()} if plan else None,
+        # A prompt token that comes from the cache has no logits, and nobody knows which experts computed it.
+        skip_reading_prefix_cache=plan is not None or spec.request.routed_experts,
+        extra_args=_extra_arguments(spec, plan),
     )
+
+
+def _extra_arguments(spec: SampleSpec, plan: ScorePlan | None) -> dict[str, Any]:
+    scores = {PLAN_KEY: plan.to_message()} if plan else {}
+    return scores | ({ASKED_KEY: True} if spec.request.routed_experts else {})
 
 
 def _is_at_once(spec: SampleSpec) -> bool:
@@ -166,7 +172,10 @@ def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delt
         return
     flat = output.logprobs if isinstance(output.logprobs, FlatLogprobs) else FlatLogprobs()
     logprobs, top = _split(flat, len(tokens), spec.request.top_sample_logprobs)
-    yield Delta(index, tokens, logprobs, top, finish)
+    experts = output.routed_experts if spec.request.routed_experts else None
+    if spec.request.routed_experts and finish is not None and (experts is None or len(experts) < len(spec.tokens)):
+        raise Internal("the engine sent no experts of the sequence's tokens")
+    yield Delta(index, tokens, logprobs, top, finish, experts)
 
 
 def _from(plan: ScorePlan, rows: npt.NDArray, filler: float) -> npt.NDArray:

@@ -46,13 +46,16 @@ class Engine:
         self._checkpoint = checkpoint
         self._task_numbers = itertools.count(1)
         self._paused = False
+        self._experts_problem, self._expert_row_bytes = "the engine is not ready", 0
         self._prompts = request_conversion.PromptMaker.of(llm)
         self._eos_token_ids = _eos_token_ids(llm, checkpoint)
 
     async def prepare(self) -> None:
         """Readies the workers. To be called once, before anything else."""
         envs.enable_envs_cache()  # else vLLM reads the environment for every token
-        await self._command("fovea_prepare", str(self._checkpoint))
+        (self._experts_problem, self._expert_row_bytes), *_ = await self._command(
+            "fovea_prepare", str(self._checkpoint)
+        )
 
     @property
     def config(self) -> dict[str, Any]:
@@ -87,6 +90,8 @@ class Engine:
             max_top_logprobs=self._settings.max_top_logprobs,
             max_images=self._settings.max_images,
             max_image_tokens=self._llm.input_processor.mm_encoder_cache_size,
+            expert_row_bytes=self._expert_row_bytes,
+            experts_problem=self._experts_problem,
         )
 
     @property

@@ -44,8 +44,11 @@ class WorkerExtension:
     device: torch.device
     rank: int
 
-    def fovea_prepare(self, checkpoint: str) -> None:
-        """Once, after the model is loaded: adapters from memory, snapshots, and the logprobs that Fovea promises."""
+    def fovea_prepare(self, checkpoint: str) -> tuple[str, int]:
+        """Once, after the model is loaded: adapters from memory, snapshots, and the logprobs that Fovea promises.
+
+        Returns why the experts of tokens cannot be told, or the empty string, and the bytes of those of one token.
+        """
         self._receiver = SnapshotReceiver(self.device, self.rank)
         model, shapes = self.model_runner.get_model(), checkpoint_shapes(Path(checkpoint))
         rename, left_out = _rename_of(model), _left_out(model, shapes)
@@ -59,6 +62,8 @@ class WorkerExtension:
         self._checker = ManifestChecker(shapes, rename, left_out, set(adaptable), max_rank)
         self.weight_transfer_engine.init_transfer_engine(weight_loading.ArrivalInitInfo(self._receiver.arrival))
         vllm_patches.after_model(self.model_runner)
+        experts = self.model_runner.fovea_experts
+        return experts.problem, experts.row_bytes
 
     def fovea_join(self, task_id: str, request: bytes, backend: str) -> None:
         """Begins to join the group of a serialized JoinTransferGroupRequest; `fovea_report` tells when it stands."""

@@ -7,7 +7,7 @@ changed what the patch was written against. `prompt_scores` is the arithmetic of
 All of it is for vLLM's V1 model runner, which `vllm_launch.prepare_environment` asks for on GPU (V2 runs nowhere
 without Triton, so a CPU engine is V1 by itself). V2 keeps its requests, its sampler and its prompt scores elsewhere:
 `prompt_scorer`, `temperature_logprobs` and `seeded_generators` find nothing to replace there. They must be written
-again for it before `VLLM_USE_V2_MODEL_RUNNER` can go; `docs/notes` says what is where.
+again for it before `VLLM_USE_V2_MODEL_RUNNER` can go, and `routed_experts` goes then; `docs/notes` says what is where.
 
 Other workarounds are settings of vLLM's own and lie where they are set, in `engine/vllm_launch.py`.
 """
@@ -25,6 +25,7 @@ from services.sampler.vllm_patches import (
     prompt_scorer,
     punica_cpu,
     punica_gpu,
+    routed_experts,
     seeded_generators,
     temperature_logprobs,
     tied_head,
@@ -37,6 +38,7 @@ PATCHES = (
     punica_cpu,  # before_model, on CPU
     punica_gpu,  # before_model, on GPU
     kernels_cpu,  # before_model, on CPU
+    routed_experts,  # before_model; its scheduler by vllm_launch
     seeded_generators,  # after_model, on CPU
     temperature_logprobs,  # after_model
     prompt_scorer,  # after_model
@@ -49,6 +51,7 @@ def before_model() -> None:
     """To be called in every process that loads a model, before it does; twice is no error."""
     lm_head_adapters.apply()
     parameter_names.apply()
+    routed_experts.apply()
     if current_platform.is_cpu():
         punica_cpu.apply()
         kernels_cpu.apply()

@@ -189,6 +189,20 @@ def test_the_prompts_facts_must_fit_into_a_message() -> None:
     read_request(wanted, limits, VISION)
 
 
+def test_experts_are_told_where_there_are_any_and_they_fit() -> None:
+    wanted = sampler_pb2.SampleRequest(sample_count=1, routed_experts=True)
+    wanted.prompt.tokens = tensors.encode_tokens([1] * 9_000)
+    with pytest.raises(InvalidInput, match="routed_experts is set, but the model has no experts; leave it out") as none:
+        read_request(wanted, Limits(100, 100_000, 1, 64, 0, 0, 0, "the model has no experts"), None)
+    assert none.value.field == "routed_experts"
+    limits = Limits(100, 100_000, 1, 64, 0, 0, expert_row_bytes=384)
+    wanted.params.max_tokens = 1_600
+    assert read_request(wanted, limits, None).request.routed_experts
+    wanted.params.max_tokens = 1_700
+    with pytest.raises(InvalidInput, match=r"experts of at most 106.. tokens; prompt and max_tokens are 10700: ask"):
+        read_request(wanted, limits, None)
+
+
 def test_a_text_model_takes_no_images() -> None:
     with pytest.raises(InvalidInput, match="takes no images"):
         read_request(request(), LIMITS, None)

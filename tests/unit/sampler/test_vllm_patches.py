@@ -232,6 +232,17 @@ def test_vllm_still_needs_seeded_generators() -> None:
     unchanged("vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states")
 
 
+def test_vllm_still_needs_routed_experts() -> None:
+    assert "requires Model Runner V2" in source("vllm.config.vllm:VllmConfig._verify_aux_output_compatibility")
+    assert "aux_output" not in file_of("vllm.v1.worker.gpu_model_runner").read_text()
+    unchanged("vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens")
+    assert "self.capture_fn(topk_ids)" in source(
+        "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter._select_experts"
+    )
+    scheduling = source("vllm.v1.core.sched.scheduler:Scheduler.update_from_output")
+    assert "self.aux_output_connector.take_output(" in scheduling
+
+
 def test_vllm_still_needs_temperature_logprobs() -> None:
     logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(0))
     _, logprobs = TopKTopPSampler("processed_logprobs")(logits, {}, torch.tensor([2]), None)

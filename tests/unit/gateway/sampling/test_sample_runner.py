@@ -32,6 +32,17 @@ def test_interleaved_deltas_come_back_in_order() -> None:
     assert not rest[0].delta.HasField("top_logprobs")
 
 
+def test_the_experts_of_a_sequence_come_with_its_end() -> None:
+    experts = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
+    last = delta(0, [2], 1)
+    last.delta.routed_experts.CopyFrom(tensors.encode(experts))
+    request = gateway_pb2.SampleTokensRequest(sample_count=1, routed_experts=True)
+    _, record = gather([delta(0, [1]), last], request, None)
+    assert np.array_equal(tensors.decode(record.delta.routed_experts), experts)
+    with pytest.raises(Internal, match="no experts of sequence 0"):
+        gather([delta(0, [1]), delta(0, [2], 1)], request, None)
+
+
 @pytest.mark.parametrize("events", [[], [delta(0, [1])], [delta(0, [1], 1), delta(5, [1], 1)]])
 def test_half_an_answer_is_never_a_whole_one(events: list[sampler_pb2.SampleResponse]) -> None:
     with pytest.raises(Internal):
