@@ -20,6 +20,7 @@ from services.trainer.losses import Sandbox
 from services.trainer.model.lora import LoraInjector, LoraSettings
 from services.trainer.model.memory_budget import DeviceMemory, MemoryBudget
 from services.trainer.model.packed_model import build_model, read_weights
+from services.trainer.model.router_replay import expert_shape
 from services.trainer.model.sharding import ShardedModel
 from services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from services.trainer.ranks.control_group import ControlGroup
@@ -93,6 +94,7 @@ class TrainingEngine:
             text.vocab_size,
             min(settings.max_context_length or context, context),
             module.vision,
+            expert_shape(module.hf),
         )
         layout = BatchLayout(module.vision, self._device)
         features = TensorFetcher(

@@ -1,6 +1,6 @@
 """Training examples off the wire: decoded and checked before anything is computed.
 
-Shapes: N tokens of one datum, K targets a position.
+Shapes: N tokens of one datum, K targets a position, L layers with experts, k experts of a token at each.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,20 @@ from fovea.wire.rendered_input import ImageSpan
 from services.trainer.batches.packing import DatumSize
 from services.trainer.losses import TARGETS, Loss
 
+EXPERTS = "routed_experts"
+"""An input of every loss: the experts that computed each token when it was sampled."""
+
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The experts that compute one token: `k` of `count`, at each of `layers` layers."""
+
+    layers: int
+    k: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -29,11 +41,13 @@ class DatumLimits:
         vocabulary_size: Token ids lie below it.
         max_context_length: The most tokens of a datum.
         vision: The family of a vision-language model; None for one that takes text only.
+        experts: None for a model without.
     """
 
     vocabulary_size: int
     max_context_length: int
     vision: VisionFamily | None
+    experts: ExpertShape | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,7 @@ class Datum:
         inputs: By name, float32 and shaped as the targets came, or as the loss says; optional ones that were not given
             are at their defaults.
         flat_targets: Whether the targets came as [N]; log-probabilities then have that shape.
+        experts: int16 [N, L, k], which the model follows; None if it chooses them.
     """
 
     index: int
@@ -60,6 +75,7 @@ class Datum:
     targets: IntArray
     inputs: dict[str, npt.NDArray]
     flat_targets: bool
+    experts: npt.NDArray[np.int16] | None = None
 
     @property
     def size(self) -> DatumSize:
@@ -85,7 +101,8 @@ def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: Datum
     inputs = _loss_inputs(datum, loss, shape, f"{path}.loss_inputs")
     vision = limits.vision
     patch_count = 0 if vision is None else sum(vision.patch_count(span.embedding_count) for span in given.spans)
-    return Datum(index, tokens, positions, given.spans, patch_count, targets, inputs, flat)
+    experts = _experts(datum, limits.experts, len(tokens), f"{path}.loss_inputs.{EXPERTS}")
+    return Datum(index, tokens, positions, given.spans, patch_count, targets, inputs, flat, experts)
 
 
 def check_digests(datums: Iterable[Datum]) -> None:
@@ -106,7 +123,7 @@ def _invalid(field: str, problem: str) -> InvalidInput:
 
 
 def _loss_inputs(datum: trainer_pb2.Datum, loss: Loss, shape: tuple[int, ...], path: str) -> dict[str, npt.NDArray]:
-    known = {TARGETS, *(given.name for given in loss.inputs)}
+    known = {TARGETS, EXPERTS, *(given.name for given in loss.inputs)}
     for name in sorted(datum.loss_inputs):
         if name not in known and not loss.takes_others:
             raise _invalid(f"{path}.{name}", f"is unknown for {loss.name}; known: {', '.join(sorted(known))}")
@@ -146,6 +163,36 @@ def _targets(
     ids: IntArray = targets.astype(np.int64)
     rendered_input.check_ids(ids, limits.vocabulary_size, field)
     return ids.reshape(token_count, -1), targets.ndim == 1
+
+
+def _experts(
+    datum: trainer_pb2.Datum, shape: ExpertShape | None, token_count: int, field: str
+) -> npt.NDArray[np.int16] | None:
+    """The ids [N, L, k] as they are, or their bytes packed into int64 [N, words], which the SDK's tensors can be."""
+    if EXPERTS not in datum.loss_inputs:
+        return None
+    if shape is None:
+        raise _invalid(field, "is given, but the model has no experts: leave it out")
+    given = tensors.decode(datum.loss_inputs[EXPERTS], field)
+    id_type = np.dtype(np.uint8 if shape.count <= 256 else "<i4")
+    row_bytes = shape.layers * shape.k * id_type.itemsize
+    plain, packed = (token_count, shape.layers, shape.k), (token_count, -(-row_bytes // 8))
+    if given.shape == packed and given.dtype == np.int64:
+        given = given.view(np.uint8)[:, :row_bytes].copy().view(id_type).reshape(plain)
+    elif given.shape != plain or given.dtype not in (np.int64, np.int32, np.uint8):
+        raise _invalid(
+            field,
+            f"is {given.dtype.name} {list(given.shape)}; needs ids, int64 {list(plain)}, or their bytes as"
+            f" {id_type.name}, packed into int64 {list(packed)}",
+        )
+    outside = np.argwhere((given < 0) | (given >= shape.count))
+    if outside.size:
+        at = tuple(int(i) for i in outside[0])
+        raise _invalid(field, f"has expert {given[at]} at {list(at)}; experts lie in 0 .. {shape.count - 1}")
+    twice = np.argwhere((np.diff(np.sort(given, axis=-1), axis=-1) == 0).any(axis=-1))
+    if twice.size:
+        raise _invalid(field, f"names an expert twice at {twice[0].tolist()}")
+    return given.astype(np.int16)
 
 
 def _numbers(tensor: tensor_pb2.Tensor, shape: tuple[int, ...], field: str) -> FloatArray:

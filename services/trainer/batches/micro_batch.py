@@ -1,6 +1,6 @@
 """One micro-batch of one rank: datums packed end to end, without padding.
 
-Shapes: T packed tokens, K most targets a position, M embeddings of images.
+Shapes: T packed tokens, K most targets a position, M embeddings of images, L layers with experts, k experts of a token.
 """
 
 # ruff: noqa: N803, N815 -- the suffix of a tensor's name is its shape
@@ -69,6 +69,7 @@ class Batch:
         tower: None if no rank runs the vision tower in this step.
         placement: None if no image stands here.
         datums: What is packed, in order; empty for a filler.
+        experts_TLk: int16, which the layers follow, -1 for tokens whose they choose; None if they choose all.
     """
 
     tokens_T: Tensor
@@ -79,6 +80,7 @@ class Batch:
     tower: TowerInput | None
     placement: Placement | None
     datums: tuple[Datum, ...]
+    experts_TLk: Tensor | None = None
 
     def split_logprobs(self, logprobs_TK: Tensor) -> list[Tensor]:
         """The log-probabilities of each datum, views shaped as its targets; of a filler, none."""
@@ -132,7 +134,18 @@ class BatchLayout:
             tower,
             self._placement(datums, bounds),
             tuple(datums),
+            self._experts(datums),
         )
+
+    def _experts(self, datums: Sequence[Datum]) -> Tensor | None:
+        shape = next((datum.experts.shape[1:] for datum in datums if datum.experts is not None), None)
+        if shape is None:
+            return None
+        rows = [
+            np.full((len(datum.tokens), *shape), -1, np.int16) if datum.experts is None else datum.experts
+            for datum in datums
+        ]
+        return self._move(np.concatenate(rows))
 
     def _inputs(self, datums: Sequence[Datum]) -> tuple[dict[str, Tensor], ...]:
         """Moves all values of one type at once: datums may be many and small."""

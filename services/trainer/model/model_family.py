@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fovea.runtime.model_files import STATE_LAYERS, check_variant, read_image_processor
 from services.trainer.batches.micro_batch import Documents
 from services.trainer.batches.vision_cache import VisionOutput
-from services.trainer.model import linear_attention
+from services.trainer.model import linear_attention, router_replay
 from services.trainer.model.fused_layers import LLAMA_LIKE, fuse_language, fuse_qwen_tower
 from services.trainer.model.lora_linear import embedding
 from services.trainer.model.packed_attention import PACKED_ATTENTION, Packing
@@ -125,6 +125,7 @@ class Family:
             fuse_language(model)
         if self.fuse_tower is not None:
             self.fuse_tower(model)
+        router_replay.install(decoder)
         return model.train()  # type: ignore[no-any-return]
 
     def blocks(self, model: Any) -> Iterator[nn.Module]:
@@ -180,6 +181,7 @@ class Family:
         documents: Documents,
         vision: VisionOutput | None,
         image_index_M: Tensor | None,
+        experts_TLk: Tensor | None,
     ) -> Tensor:
         """Final hidden states [T, D], after the last norm, of documents each of which sees itself alone.
 
@@ -188,6 +190,7 @@ class Family:
             positions: int64 [3, T] for families with multimodal RoPE, else [1, T].
             vision: For families that feed vision into the layers; its embeddings are in `embeddings_TD` already.
             image_index_M: Packed positions of the placeholder tokens.
+            experts_TLk: What layers with experts follow, as `Batch` has it.
         """
         more: dict[str, Any] = {}
         text, decoder, count = model.config.get_text_config(), model.get_decoder(), len(tokens_T)
@@ -206,6 +209,8 @@ class Family:
             places_T = torch.arange(count, device=embeddings_TD.device)
             index_T = torch.searchsorted(documents.bounds[1:], places_T, right=True, out_int32=True)
             more["seq_idx"] = index_T.unsqueeze(0)
+        if experts_TLk is not None:
+            more[router_replay.ARGUMENT] = experts_TLk
         output = decoder(
             inputs_embeds=embeddings_TD.unsqueeze(0),
             position_ids=positions.unsqueeze(1) if len(positions) > 1 else positions,

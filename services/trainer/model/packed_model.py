@@ -125,7 +125,14 @@ class PackedModel(nn.Module):
             embeddings_TD = embeddings_TD + vision.anchored()
             vision = None
         return self.family.run_language(
-            self.hf, batch.tokens_T, embeddings_TD, batch.positions, batch.documents, vision, index_M
+            self.hf,
+            batch.tokens_T,
+            embeddings_TD,
+            batch.positions,
+            batch.documents,
+            vision,
+            index_M,
+            batch.experts_TLk,
         )
 
     def _vision(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> VisionOutput | None:

@@ -1,12 +1,14 @@
 """What a datum may be, and what it is after decoding."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from fovea.api.v1 import model_input_pb2, trainer_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
-from services.trainer.batches.datum_decoding import DatumLimits, check_digests, decode_datum
+from services.trainer.batches.datum_decoding import DatumLimits, ExpertShape, check_digests, decode_datum
 from services.trainer.batches.packing import DatumSize
 from services.trainer.losses import LOSSES, loss_of
 from tests.unit.trainer.losses.traced import square_loss
@@ -16,6 +18,9 @@ LIMITS = DatumLimits(100, 16, small_qwen3_vl())
 TEXT_ONLY = DatumLimits(100, 16, None)
 SHA = "0" * 64
 CROSS_ENTROPY, IMPORTANCE = LOSSES["cross_entropy"]({}), LOSSES["importance_sampling"]({})
+
+
+EXPERTS = ExpertShape(layers=3, k=3, count=8)
 
 
 def _datum(tokens: list[int], **inputs: np.ndarray) -> trainer_pb2.Datum:
@@ -187,3 +192,51 @@ def test_many_targets_only_where_the_loss_takes_them() -> None:
     assert not soft.flat_targets
     with pytest.raises(InvalidInput, match=r"importance_sampling takes \[N\]"):
         decode_datum(_datum([1, 2], **many), 0, IMPORTANCE, LIMITS)
+
+
+def _routed(experts: np.ndarray) -> trainer_pb2.Datum:
+    targets = {"target_tokens": np.array([4, 5]), "weights": np.ones(2, np.float32)}
+    return _datum([1, 2], **targets, routed_experts=experts)
+
+
+def test_experts_come_as_they_are_or_packed_into_words() -> None:
+    limits = replace(TEXT_ONLY, experts=EXPERTS)
+    ids = np.stack([np.random.default_rng(place).permutation(8)[:3] for place in range(6)]).reshape(2, 3, 3)
+    packed = np.zeros((2, 16), np.uint8)
+    packed[:, :9] = ids.reshape(2, 9)
+    for given in (ids.astype(np.int64), ids.astype(np.int32), ids.astype(np.uint8), packed.view(np.int64)):
+        experts = decode_datum(_routed(given), 0, CROSS_ENTROPY, limits).experts
+        assert experts is not None
+        assert experts.dtype == np.int16
+        np.testing.assert_array_equal(experts, ids)
+    many = replace(TEXT_ONLY, experts=replace(EXPERTS, count=300))
+    words = np.zeros((2, 10), np.int32)
+    words[:, :9] = (ids + 290).reshape(2, 9)
+    experts = decode_datum(_routed(words.view(np.int64)), 0, CROSS_ENTROPY, many).experts
+    assert experts is not None
+    np.testing.assert_array_equal(experts, ids + 290)
+    assert decode_datum(_datum([1], target_tokens=np.array([4])), 0, CROSS_ENTROPY, limits).experts is None
+
+
+@pytest.mark.parametrize(
+    ("experts", "problem"),
+    [
+        (
+            np.zeros((2, 3, 2), np.int64),
+            r"is int64 \[2, 3, 2\]; needs ids, int64 \[2, 3, 3\], or .* uint8, .* \[2, 2\]",
+        ),
+        (np.zeros((2, 3, 3), np.float32), "is float32"),
+        (np.zeros((1, 2), np.int64), r"is int64 \[1, 2\]"),
+        (np.full((2, 3, 3), -1), r"has expert -1 at \[0, 0, 0\]; experts lie in 0 .. 7"),
+        (np.arange(18).reshape(2, 3, 3), r"has expert 8 at \[0, 2, 2\]"),
+        (np.zeros((2, 2), np.int64), r"names an expert twice at \[0, 0\]"),
+    ],
+)
+def test_other_experts_are_refused_by_name(experts: np.ndarray, problem: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"datum\[5\].loss_inputs.routed_experts {problem}"):
+        decode_datum(_routed(experts), 5, CROSS_ENTROPY, replace(TEXT_ONLY, experts=EXPERTS))
+
+
+def test_a_dense_model_takes_no_experts() -> None:
+    with pytest.raises(InvalidInput, match=r"loss_inputs.routed_experts is given, but the model has no experts"):
+        decode_datum(_routed(np.zeros((2, 3, 3), np.int64)), 0, CROSS_ENTROPY, TEXT_ONLY)
