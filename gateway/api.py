@@ -25,7 +25,7 @@ from gateway.http.endpoint import (
 from gateway.http.request_body import read
 from gateway.parts import Parts
 from gateway.sampling import sample_wire
-from gateway.sampling.sample_routes import SamplingRoutes
+from gateway.sampling.sample_routes import SamplingRoutes, asks_for_experts
 from gateway.sessions.session_routes import SessionRoutes
 from gateway.settings import GatewaySettings
 from gateway.training import training_routes
@@ -110,7 +110,9 @@ class ServerRoutes:
     async def client_config(self, request: Request, owner: str) -> Response:
         """Flags of the client; those not named keep the SDK's defaults."""
         await read(request)
-        return Json(_FLAGS | self._flags)
+        # What a client says that it has fetched is dropped, and the experts of its sequences with it.
+        kept = {"sample_use_retrieve_futures": False} if asks_for_experts(request) else {}
+        return Json(_FLAGS | self._flags | kept)
 
     async def dynamic_config(self, request: Request, owner: str) -> Response:
         """Flags that are read again and again: cancel_future works here."""

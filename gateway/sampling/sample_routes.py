@@ -1,21 +1,25 @@
 """Routes of sampling sessions and samples."""
 
+import io
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from fovea.api.v1 import gateway_pb2, sampler_pb2
-from fovea.wire.errors import FoveaError, InvalidInput, Unimplemented
+from fovea.wire import tensors
+from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unavailable, Unimplemented
 from gateway.futures.completions import Completion, Target
+from gateway.futures.future import Kind, Pending
 from gateway.futures.future_routes import hold_s
 from gateway.futures.futures import Futures
 from gateway.http.endpoint import Endpoints, Json
 from gateway.http.model_inputs import ModelInput, input_from_json
 from gateway.http.request_body import INT64_MAX, Body, Number, parse_json, parse_loosely, read
-from gateway.sampling.sample_wire import TensorData, table_from_json
+from gateway.sampling.sample_wire import TensorData, experts_of_sequence, table_from_json
 from gateway.sampling.sampling_sessions import Sampling
 
 _INT32_MAX = 2**31 - 1
@@ -28,6 +32,13 @@ _ACKNOWLEDGED, _ACKNOWLEDGED_BYTES = 2**16, 4 * 2**20
 """Results that one poll says it has: as many as a client may have had unfinished."""
 _MOST_WAIT_S = 40.0
 """Clients give up at 45."""
+_EXPERTS_HEADER = "X-Fovea-Routed-Experts"
+"""A client that sends it, with 1, is sampled for with the experts of each token; it has no field to ask for them."""
+
+
+def asks_for_experts(request: Request) -> bool:
+    """Whether the client wants to know which experts computed what it samples."""
+    return request.headers.get(_EXPERTS_HEADER) == "1"
 
 
 class CreateSamplingSession(Body):
@@ -118,6 +129,7 @@ class SamplingRoutes:
             endpoints.route("POST", "join_sampling_session", self.join),
             endpoints.route("GET", "samplers/{sampling_session_id}", self.get),
             endpoints.route("POST", "asample", self.sample),
+            endpoints.route("GET", "routed_experts/{sequence_id}", self.get_experts),
         ]
 
     async def open(self, request: Request, owner: str) -> Response:
@@ -149,11 +161,35 @@ class SamplingRoutes:
             body = await parse_json(request, Sample, blob, most_elements)
             session_id, seq_id = body.sampling_session_id, body.seq_id
             _fill(body, message)
+            message.routed_experts = asks_for_experts(request)
         except (InvalidInput, Unimplemented) as error:
             session_id, seq_id = _address(parse_loosely(blob, most_elements), error)
             rejection = error
         future_id, sequence_ids = await self._sampling.submit(owner, session_id, seq_id, message, rejection)
         return Json({"request_id": future_id, "sample_sequence_ids": sequence_ids})
+
+    async def get_experts(self, request: Request, owner: str) -> Response:
+        """The experts that computed a sequence: a .npy file, uint8 or int32 [P + C - 1, layers, k].
+
+        While the result of its sample is kept. Raises NotFound, Expired; Unavailable while it is not finished; and
+        what its sample failed with.
+        """
+        sequence_id = request.path_params["sequence_id"]
+        future_id, _, index = sequence_id.rpartition(":")
+        outcome = await self._futures.wait(future_id, owner, 0.0)
+        if isinstance(outcome, Pending):
+            raise Unavailable(f"{sequence_id} is not finished; ask again once its sample is")
+        if outcome.error is not None:
+            raise outcome.error
+        experts = experts_of_sequence(outcome.result, index) if outcome.kind is Kind.SAMPLE else None
+        if experts is None:
+            raise NotFound(
+                f"sequence {sequence_id!r} was sampled without experts; send the header {_EXPERTS_HEADER}: 1",
+                field="sequence_id",
+            )
+        file = io.BytesIO()
+        np.save(file, tensors.decode(experts))
+        return Response(file.getvalue(), media_type="application/octet-stream")
 
     async def retrieve_many(self, request: Request, owner: str) -> Response:
         """What one client of a sampling session has finished since its cursor; held while there is nothing."""

@@ -205,6 +205,14 @@ def _wrong(message: str) -> InvalidInput:
     return InvalidInput(f"{FIELD}: {message}", field=FIELD)
 
 
+def experts_of_sequence(blob: bytes, index: str) -> tensor_pb2.Tensor | None:
+    """What a result has of the experts of its sequence of this number; None if there is nothing."""
+    for record in split_messages(gateway_pb2.SampleTokensResponse, blob):
+        if record.WhichOneof("event") == "delta" and str(record.delta.index) == index:
+            return record.delta.routed_experts if record.delta.HasField("routed_experts") else None
+    return None
+
+
 def _sample(blob: bytes) -> tinker_pb2.SampleResponse:
     response = tinker_pb2.SampleResponse()
     table: gateway_pb2.TargetTable | None = None

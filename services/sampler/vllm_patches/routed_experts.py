@@ -180,7 +180,7 @@ class _Passing:
         """Nothing is kept here."""
 
 
-class PassingScheduler(Scheduler):
+class PassingScheduler(Scheduler):  # type: ignore[misc]
     """vLLM's, and passes rows on."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -188,7 +188,7 @@ class PassingScheduler(Scheduler):
         self.aux_output_connector = _Passing()
 
 
-class AsyncPassingScheduler(AsyncScheduler):
+class AsyncPassingScheduler(AsyncScheduler):  # type: ignore[misc]
     """vLLM's, and passes rows on."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

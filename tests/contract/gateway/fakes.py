@@ -227,6 +227,9 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
                 )  # fmt: skip
                 if request.top_sample_logprobs:
                     delta.top_logprobs.CopyFrom(_top(len(part), request.top_sample_logprobs, is_prompt=False))
+                if request.routed_experts and is_last:
+                    experts = np.full((len(prompt) + count - 1, 3, 2), index, np.uint8)
+                    delta.routed_experts.CopyFrom(tensors.encode(experts))
                 events.append(sampler_pb2.SampleResponse(delta=delta))
         return events
 
