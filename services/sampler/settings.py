@@ -32,6 +32,12 @@ class SamplerSettings(ServiceSettings):
         None, ge=16, description="Tokens of one KV block; none is 32 on CPU, vLLM's own on GPU."
     )
     gpu_memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that the engine may take.")
+    full_push_room: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether GPU memory is kept free of KV cache, for pushed full weights to wait in beside the model; "
+        "else they wait in pinned host memory. auto does so where it takes at most a third of the cache; never suits "
+        "those who train adapters alone.",
+    )
     transfer: Literal["auto", "gloo", "nccl"] = Field(
         "auto",
         description="What carries weights; auto is nccl on GPU. A GPU shared with the trainer needs gloo.",

@@ -1,8 +1,8 @@
-"""From the GPU to host memory, without holding the engine up."""
+"""Where full weights wait until they are whole; from the GPU to host memory, without holding the engine up."""
 
 import logging
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -10,8 +10,33 @@ logger = logging.getLogger(__name__)
 
 # What kernels and torch's allocator may still ask for while a snapshot waits on the GPU.
 _WORKING_BYTES = 2 * 2**30
+# Of the memory that would be KV cache, the most that "auto" keeps free for a snapshot.
+_MOST_OF_CACHE = 1 / 3
 # Large enough that the bus is busy, small enough to stay pinned for good.
 _PIECE_BYTES = 32 * 2**20
+
+
+def room_for_pushes(
+    wanted: Literal["auto", "always", "never"], weights_bytes: int, engine_bytes: int, tensor_parallel: int
+) -> int:
+    """Bytes of each GPU that the KV cache must leave free so that full weights can wait there; 0 to leave none.
+
+    Args:
+        wanted: As the setting `full_push_room` has it.
+        weights_bytes: Of the whole model: each worker receives all of it.
+        engine_bytes: What the engine may take of each GPU.
+        tensor_parallel: GPUs that share the model.
+
+    Raises ValueError if `always` leaves no cache.
+    """
+    room = weights_bytes + _WORKING_BYTES
+    cache = engine_bytes - weights_bytes // tensor_parallel
+    if wanted == "always" and room >= cache:
+        raise ValueError(
+            f"--full-push-room always takes {room / 2**30:.1f} GiB of each GPU, and beside the model the engine has "
+            f"{cache / 2**30:.1f}: take auto or never, a larger --gpu-memory-fraction, or more GPUs"
+        )
+    return room if wanted == "always" or (wanted == "auto" and room <= cache * _MOST_OF_CACHE) else 0
 
 
 class SnapshotOffload:
@@ -24,11 +49,13 @@ class SnapshotOffload:
 
     Args:
         device: Where broadcasts arrive.
+        stream: On which they do; None on a CPU.
         working_bytes: GPU memory that must stay free beside what waits.
     """
 
-    def __init__(self, device: torch.device, working_bytes: int = _WORKING_BYTES) -> None:
+    def __init__(self, device: torch.device, stream: Any = None, working_bytes: int = _WORKING_BYTES) -> None:
         self._device = device
+        self._stream = stream
         self._working_bytes = working_bytes
         self._can_pin = device.type == "cuda"
 
@@ -36,8 +63,16 @@ class SnapshotOffload:
         """Whether that much may wait on the device itself."""
         if self._device.type != "cuda":
             return True
-        free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        return free_bytes > size_bytes + self._working_bytes
+        lacking_bytes = size_bytes + self._working_bytes - torch.cuda.mem_get_info(self._device)[0]
+        return lacking_bytes < 0 or lacking_bytes < self._left_bytes()
+
+    def _left_bytes(self) -> int:
+        """What earlier snapshots took, and torch keeps for the next ones on their stream."""
+        own = self._device.index, getattr(self._stream, "cuda_stream", None)
+        segments: list[Any] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(
+            one["total_size"] - one["allocated_size"] for one in segments if (one["device"], one["stream"]) == own
+        )
 
     def to_host(self, buffer: torch.Tensor) -> torch.Tensor:
         """A copy of uint8 [n] in host memory, whole once the current stream has come to here."""
@@ -49,8 +84,8 @@ class SnapshotOffload:
                 self._can_pin = False
                 logger.warning(
                     "snapshots wait in ordinary host memory, and full weights stop sampling for about 0.13 s per GB: "
-                    "memory cannot be pinned (%s). Allow more locked memory, or leave room on the GPU by a smaller "
-                    "--gpu-memory-fraction",
+                    "memory cannot be pinned (%s). Allow more locked memory, or leave room on the GPU by "
+                    "--full-push-room always",
                     error,
                 )
         return buffer.to("cpu")

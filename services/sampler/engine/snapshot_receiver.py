@@ -129,9 +129,9 @@ class SnapshotReceiver:
     def __init__(self, device: torch.device, worker_rank: int) -> None:
         self._device = device
         self._worker_rank = worker_rank
-        self._offload = SnapshotOffload(device)
         # One for all arrivals: torch keeps memory apart by stream, and gives none of it to another.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._offload = SnapshotOffload(device, self._stream)
         self._groups: dict[str, TransferGroupMember] = {}
         self._tasks: dict[str, Task] = {}
         self._arrivals: dict[str, Any] = {}

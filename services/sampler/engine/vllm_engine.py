@@ -19,6 +19,7 @@ from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import DeadlineExceeded, Internal, InvalidInput, Unavailable
 from fovea.wire.features import FeatureTensors
 from services.sampler.engine import request_conversion
+from services.sampler.engine.vllm_launch import push_room
 from services.sampler.engine_api import AdapterName, Event, Limits, SampleSpec
 from services.sampler.settings import SamplerSettings
 from services.sampler.vllm_patches.lora_slots import request_of
@@ -56,6 +57,18 @@ class Engine:
         (self._experts_problem, self._expert_row_bytes), *_ = await self._command(
             "fovea_prepare", str(self._checkpoint)
         )
+        await self._log_cache()
+
+    async def _log_cache(self) -> None:
+        """Says how large the KV cache is, and what it does without; on a CPU that is a setting."""
+        if not (cache_bytes := min(await self._command("fovea_cache_bytes"))):
+            return
+        tokens, room = self._llm.vllm_config.cache_config.kv_cache_size_tokens, push_room(self._settings)
+        said = "full weights on their way wait in pinned host memory if need be"
+        if room:
+            said = f"{room / 2**30:.1f} GiB of each GPU are kept for full weights on their way, where it could hold "
+            said += f"{tokens * room // cache_bytes:,} more tokens (--full-push-room never)"
+        logger.info("KV cache: %s tokens; %s", f"{tokens:,}", said)
 
     @property
     def config(self) -> dict[str, Any]:

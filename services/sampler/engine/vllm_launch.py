@@ -118,9 +118,7 @@ def measure_adapter_capacity(settings: SamplerSettings) -> AdapterCapacity:
     host_bytes = host_memory_bytes()
     if runs_on_cpu(settings):
         return capacity_for(settings, shapes, 4, host_bytes, host_bytes)
-    from vllm.platforms import current_platform
-
-    device_bytes = int(current_platform.get_device_total_memory() * settings.gpu_memory_fraction)
+    device_bytes = int(_device_bytes() * settings.gpu_memory_fraction)
     item_bytes = 4 if settings.dtype == "float32" else 2
     return capacity_for(settings, shapes, item_bytes, device_bytes, host_bytes)
 
@@ -272,13 +270,37 @@ def _gpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
         "dtype": settings.dtype,
         "enforce_eager": settings.eager,
         "tensor_parallel_size": settings.tensor_parallel,
-        "gpu_memory_utilization": settings.gpu_memory_fraction,
+        "gpu_memory_utilization": settings.gpu_memory_fraction - push_room(settings) / _device_bytes(),
     }
     if settings.block_size is not None:
         arguments["block_size"] = settings.block_size
     if settings.kv_cache_mib is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_mib << 20
     return arguments
+
+
+def push_room(settings: SamplerSettings) -> int:
+    """Bytes of each GPU that the KV cache leaves to full weights on their way; see `room_for_pushes`."""
+    from services.sampler.engine.host_offload import room_for_pushes
+
+    if runs_on_cpu(settings) or settings.full_push_room == "never" or settings.kv_cache_mib is not None:
+        return 0
+    try:
+        shapes = checkpoint_shapes(checkpoint_directory(settings.model))
+        count = sum(map(math.prod, shapes.values()))
+    except OSError:  # a hub name whose weights are still to be downloaded
+        from huggingface_hub import get_safetensors_metadata
+
+        count = sum(get_safetensors_metadata(settings.model).parameter_count.values())
+    weights_bytes = count * (4 if settings.dtype == "float32" else 2)
+    engine_bytes = int(_device_bytes() * settings.gpu_memory_fraction)
+    return room_for_pushes(settings.full_push_room, weights_bytes, engine_bytes, settings.tensor_parallel)
+
+
+def _device_bytes() -> int:
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
 
 
 def register_eagerly(architecture: str) -> None:

@@ -65,6 +65,10 @@ class WorkerExtension:
         experts = self.model_runner.fovea_experts
         return experts.problem, experts.row_bytes
 
+    def fovea_cache_bytes(self) -> int:
+        """Of this worker's KV cache if vLLM has sized it itself, as it does on a GPU, else 0."""
+        return int(getattr(self, "available_kv_cache_memory_bytes", 0))
+
     def fovea_join(self, task_id: str, request: bytes, backend: str) -> None:
         """Begins to join the group of a serialized JoinTransferGroupRequest; `fovea_report` tells when it stands."""
         self._receiver.start_join(task_id, sampler_pb2.JoinTransferGroupRequest.FromString(request), backend)

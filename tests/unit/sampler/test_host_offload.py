@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from services.sampler.engine.host_offload import SnapshotOffload
+from services.sampler.engine.host_offload import SnapshotOffload, room_for_pushes
 
 
 def test_on_cpu_everything_stays_where_it_arrived() -> None:
@@ -21,4 +21,31 @@ def test_memory_that_cannot_be_pinned_costs_a_warning_and_nothing_else(caplog: p
         assert torch.equal(offload.to_host(buffer), buffer)
     (record,) = caplog.records
     assert "cannot be pinned" in record.message
-    assert "--gpu-memory-fraction" in record.message
+    assert "--full-push-room" in record.message
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("weights_gib", "engine_gib", "tensor_parallel", "room_gib"),
+    [
+        (8.3, 126, 1, 10.3),  # 4B on an H200, at the default share
+        (15.3, 71, 1, 17.3),  # 8B on an H100
+        (57, 126, 1, 0),  # 30B: nothing like it is left
+        (57, 126, 2, 0),  # each GPU would have to hold all of it beside its half
+        (57, 126 * 2, 2, 59),
+    ],
+)
+def test_the_cache_leaves_room_where_that_is_a_small_part(
+    weights_gib: float, engine_gib: float, tensor_parallel: int, room_gib: float
+) -> None:
+    sizes = (int(weights_gib * GIB), int(engine_gib * GIB), tensor_parallel)
+    assert room_for_pushes("auto", *sizes) == pytest.approx(room_gib * GIB)
+    assert room_for_pushes("never", *sizes) == 0
+
+
+def test_room_may_be_asked_for_up_to_the_whole_cache() -> None:
+    assert room_for_pushes("always", 57 * GIB, 126 * GIB, 1) == 59 * GIB
+    with pytest.raises(ValueError, match=r"--full-push-room always takes 59.0 GiB of each GPU, .* has 15.0: take auto"):
+        room_for_pushes("always", 57 * GIB, 72 * GIB, 1)
