@@ -2,10 +2,12 @@
 
 import logging
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fovea.runtime.model_files import context_length, fingerprints
@@ -271,14 +273,22 @@ class TrainingEngine:
             deque(whole, maxlen=0)  # this rank takes part in the gathering and sends nothing
             return ""
         error = ""
-        for _, data in packed_buckets(specs, whole, command.bucket_bytes):
-            if not error:
-                try:
-                    self._groups.get(command.group_id).send(data, command.timeout_s)
-                except RuntimeError as failure:
-                    logger.warning("broadcast over %s failed: %s", command.group_id, failure)
-                    error = f"the broadcast failed: {failure}"
-        return error
+        leaving: Future[str] | None = None
+        with ThreadPoolExecutor(1, "broadcast") as thread:
+            # While one bucket leaves the next one is gathered.
+            for _, data in packed_buckets(specs, whole, command.bucket_bytes):
+                error = error or (leaving.result() if leaving else "")
+                leaving = None if error else thread.submit(self._send, self._groups, command, data)
+        return error or (leaving.result() if leaving else "")
+
+    def _send(self, groups: TransferGroups, command: command_queue.BroadcastFull, data: Tensor) -> str:
+        """Sends a bucket; returns what went wrong."""
+        try:
+            groups.get(command.group_id).send(data, command.timeout_s)
+        except RuntimeError as failure:
+            logger.warning("broadcast over %s failed: %s", command.group_id, failure)
+            return f"the broadcast failed: {failure}"
+        return ""
 
 
 def _keep_gathered_bytes(device: torch.device) -> int:
