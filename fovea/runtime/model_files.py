@@ -8,13 +8,16 @@ from typing import Any
 
 from fovea import vision
 
-_TEXT_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
+_TEXT_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe")
 
 MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *_TEXT_MODEL_TYPES}))
 """The values of `model_type` that a whole Fovea runs, if `check_supported` finds nothing else."""
 
-STATE_LAYERS = {"qwen3_5_text": "linear_attention", "lfm2": "conv"}
+STATE_LAYERS = {"qwen3_5_text": "linear_attention", "qwen3_5_moe_text": "linear_attention", "lfm2": "conv"}
 """What `layer_types` calls layers that carry a state from token to token, by the language model's `model_type`."""
+
+EXPERT_TYPES = ("qwen3_5_moe", "qwen3_moe", "qwen3_vl_moe")
+"""The values of `model_type` of mixtures of experts that a whole Fovea runs."""
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling")
 """What some families do to logits after the unembedding, besides capping them."""
@@ -67,10 +70,8 @@ def check_supported(config: Mapping[str, Any]) -> None:
     """Raises ValueError for a config.json of which the trainer, the sampler or the renderer cannot run the model."""
     model_type = config.get("model_type")
     if vision.choose(config) is None and model_type not in _TEXT_MODEL_TYPES:
-        experts = f" has experts ({found}), for which there are no adapters" if (found := experts_of(config)) else ""
-        raise ValueError(
-            f"model_type {model_type!r}{experts or ' is not supported'}; supported are {', '.join(MODEL_TYPES)}"
-        )
+        experts = f", which has experts ({found})," if (found := experts_of(config)) else ""
+        raise ValueError(f"model_type {model_type!r}{experts} is not supported; supported are {', '.join(MODEL_TYPES)}")
     check_variant(config)
 
 
@@ -81,8 +82,8 @@ def check_variant(config: Mapping[str, Any]) -> None:
         config: As the file has it, or as transformers completes it: a file may leave out what is the default.
     """
     name, text = config.get("model_type"), language_entries(config)
-    if found := experts_of(config):
-        raise ValueError(f"{name} with experts ({found}) is not supported, only dense models")
+    if (found := experts_of(config)) and name not in EXPERT_TYPES:
+        raise ValueError(f"{name} with experts ({found}) is not supported; of mixtures, {', '.join(EXPERT_TYPES)} are")
     known = {"full_attention", "sliding_attention", STATE_LAYERS.get(str(text.get("model_type")))}
     if unknown := set(text.get("layer_types") or ()) - known:
         raise ValueError(f"layer types {sorted(unknown)} of {name} are not supported")

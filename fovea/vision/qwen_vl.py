@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 (dense) and GLM-4.1V: smart resizing, one id per merged patch, and MRoPE.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and GLM-4.1V: smart resizing, one id per merged patch, and MRoPE.
 
 They differ in numbers of the checkpoint only (patch 14 and 16). Qwen2.5-VL's time scaling (`tokens_per_second`) is for
 videos, an image has one moment; Qwen3-VL's interleaved MRoPE concerns the model, not the position ids.
@@ -29,7 +29,10 @@ _MAX_PATCHES = 2**24
 class QwenVL(VisionFamily):
     """Images as `pixel_values`, uint8 patches [t*h*w, channels * temporal patch * patch^2], and `image_grid_thw`."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+    model_types: ClassVar[tuple[str, ...]] = (
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        *("qwen3_5", "qwen3_5_moe"),
+    )
     opener: ClassVar[str] = "<|vision_start|>"
     placeholders: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")
     position_rows = 3

@@ -41,10 +41,13 @@ def fused(function: Callable[..., Result]) -> Callable[..., Result]:
     return run
 
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text")
+LLAMA_LIKE = (
+    *("llama", "mistral", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text"),
+    *("qwen3_moe", "qwen3_vl_moe_text"),
+)
 """Types of language models, alone or of a vision model, whose layers are as Llama has them.
 
-RMSNorm without an offset, then a gated MLP with SiLU; with Qwen3's normalised queries and keys or without.
+RMSNorm without an offset, then a gated MLP with SiLU, or experts; with Qwen3's normalised queries and keys or without.
 """
 
 
@@ -53,7 +56,8 @@ def fuse_language(model: Any) -> None:
     for layer in model.get_decoder().layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             norm.forward = MethodType(_norm, norm)
-        layer.mlp.forward = MethodType(_mlp, layer.mlp)
+        if hasattr(layer.mlp, "gate_proj"):
+            layer.mlp.forward = MethodType(_mlp, layer.mlp)
         if hasattr(layer.self_attn, "q_norm"):
             layer.self_attn.forward = MethodType(_attention, layer.self_attn)
 
@@ -110,6 +114,12 @@ def _attention(
 def swiglu(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer, 2020)."""
     return functional.silu(gate_TI) * up_TI
+
+
+@fused
+def weighted_swiglu(gate_SI: Tensor, up_SI: Tensor, weight_S1: Tensor) -> Tensor:
+    """silu(gate) * up, times a weight of each row."""
+    return functional.silu(gate_SI) * up_SI * weight_S1
 
 
 @fused

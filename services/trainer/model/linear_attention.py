@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, torch_chunk_gated_delta_rule
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
 
 from services.trainer.model.packed_attention import HARMLESS
@@ -41,7 +42,7 @@ def pack(decoder: nn.Module) -> None:
     if (
         torch.cuda.is_available()
         and not _HAS_KERNELS
-        and any(type(part) is Qwen3_5GatedDeltaNet for part in decoder.modules())
+        and any(_FORWARDS.get(type(part)) is _gated_delta_net for part in decoder.modules())
     ):
         logger.warning("gated delta nets are slow without the packages flash-linear-attention and causal-conv1d")
     for module in decoder.modules():
@@ -168,4 +169,8 @@ def _refuse_unknown(module: nn.Module, others: Mapping[str, Any]) -> None:
         raise ValueError(f"packed layers do not know {', '.join(refused)}, which {type(module).__name__} is given")
 
 
-_FORWARDS = {Qwen3_5GatedDeltaNet: _gated_delta_net, Lfm2ShortConv: _short_convolution}
+_FORWARDS = {
+    Qwen3_5GatedDeltaNet: _gated_delta_net,
+    Qwen3_5MoeGatedDeltaNet: _gated_delta_net,
+    Lfm2ShortConv: _short_convolution,
+}

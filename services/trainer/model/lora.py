@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
+from services.trainer.model.experts import ExpertAdapter, ExpertMasters, Factor
 from services.trainer.model.lora_linear import LoraPair, Trained, shared_products
 from services.trainer.model.model_family import LoraTarget, Role
 
@@ -86,13 +87,12 @@ class LoraSettings:
             Role.UNEMBEDDING: self.train_unembedding,
         }[target.role]
 
-    def shapes(self, targets: Iterable[LoraTarget]) -> dict[str, tuple[int, int]]:
+    def shapes(self, targets: Iterable[LoraTarget]) -> dict[str, tuple[int, ...]]:
         """Of all trained tensors, by name."""
-        found: dict[str, tuple[int, int]] = {}
+        found: dict[str, tuple[int, ...]] = {}
         for target in targets:
             if self.adapts(target):
-                found[f"{target.name}.lora_A"] = (self.rank, target.module.in_features)
-                found[f"{target.name}.lora_B"] = (target.module.out_features, self.rank)
+                found |= target.shapes(self.rank)
         return found
 
 
@@ -113,8 +113,9 @@ class LoraWeights:
         self, settings: LoraSettings, targets: Iterable[LoraTarget], device: torch.device, dtype: torch.dtype
     ) -> None:
         self.settings = settings
-        shapes = settings.shapes(targets)
-        self.flat = torch.zeros(sum(r * c for r, c in shapes.values()), device=device)
+        adapted = [target for target in targets if settings.adapts(target)]
+        shapes = settings.shapes(adapted)
+        self.flat = torch.zeros(sum(map(math.prod, shapes.values())), device=device)
         self.flat_grad = torch.zeros_like(self.flat)
         self._cast = self.flat if dtype == self.flat.dtype else torch.zeros_like(self.flat, dtype=dtype)
         self._tensors: dict[str, Tensor] = {}
@@ -126,8 +127,13 @@ class LoraWeights:
             if name.endswith("lora_A"):
                 leaf.copy_(_initial_a(name, shape, settings.seed))
             leaf.requires_grad_()
-        modules = dict.fromkeys(name.removesuffix(".lora_A").removesuffix(".lora_B") for name in shapes)
-        self.pairs = {module: _pair(views, module, settings.scale) for module in modules}
+        self.experts: dict[str, ExpertAdapter] = {}
+        self.pairs: dict[str, LoraPair] = {}
+        for target in adapted:
+            if target.is_experts:
+                self.experts[target.name] = _of_experts(views, target, settings)
+            else:
+                self.pairs[target.name] = _pair(views, target.name, settings.scale)
 
     def cast(self) -> None:
         """Has the next passes compute with the weights as they are now."""
@@ -148,45 +154,59 @@ def _pair(views: Mapping[str, list[Tensor]], module: str, scale: float) -> LoraP
     return LoraPair(a, b, a_cast, b_cast, a_grad, b_grad, scale)
 
 
-def _offsets(shapes: Iterable[tuple[int, int]]) -> Iterator[int]:
+def _of_experts(views: Mapping[str, list[Tensor]], target: LoraTarget, settings: LoraSettings) -> ExpertAdapter:
+    names = target.shapes(settings.rank)
+    return ExpertAdapter({name.removeprefix(f"{target.name}."): Factor(*views[name]) for name in names}, settings.scale)
+
+
+def _offsets(shapes: Iterable[tuple[int, ...]]) -> Iterator[int]:
     offset = 0
-    for rows, columns in shapes:
+    for shape in shapes:
         yield offset
-        offset += rows * columns
+        offset += math.prod(shape)
 
 
-def _initial_a(name: str, shape: tuple[int, int], seed: int) -> Tensor:
+def _initial_a(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     word = sha256(f"{seed}/{name}".encode()).digest()[:8]
     generator = torch.Generator().manual_seed(int.from_bytes(word, "little", signed=True))
-    bound = 1.0 / math.sqrt(shape[1])
+    bound = 1.0 / math.sqrt(shape[-1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 class LoraInjector:
-    """Makes what is trained part of the linear modules of the base model; placed once."""
+    """Makes what is trained part of the linear modules and experts of the base model; placed once.
+
+    Attributes:
+        parameters: Names of the parameters of these modules, whose gradients the modules can add to masters.
+    """
 
     def __init__(self, targets: Iterable[LoraTarget]) -> None:
-        self._trained: Mapping[str, Trained] = {}
-        self.names: list[str] = []
+        self._trained: dict[str, Trained | ExpertAdapter | ExpertMasters] = {}
+        self._targets: list[LoraTarget] = []
         for target in targets:
             # The unembedding is no module call: logits are made in chunks, see target_logprobs.py.
             if target.role is not Role.UNEMBEDDING:
-                self.names.append(target.name)
+                self._targets.append(target)
                 module: Any = target.module
                 module.trained = partial(self._trained_of, target.name)
-                module.forward = partial(_forward, module)
+                if not target.is_experts:
+                    module.forward = partial(_forward, module)
+        self.parameters = [name for target in self._targets for name in target.parameters]
 
     def activate(self, weights: LoraWeights | None) -> None:
         """Makes an adapter take part in all forward passes from now on; None for the bare base."""
-        self._trained = weights.pairs if weights else {}
+        self._trained = {**weights.pairs, **weights.experts} if weights else {}
         if weights is not None:
             weights.cast()
 
     def activate_full(self, masters: Mapping[str, Tensor]) -> None:
-        """Sums the gradients of weights, by module, into those of their float32 masters from now on."""
-        self._trained = masters
+        """Sums the gradients of parameters, by name, into those of their float32 masters from now on."""
+        self._trained = {}
+        for target in self._targets if masters else ():
+            own = [masters[name] for name in target.parameters]
+            self._trained[target.name] = ExpertMasters(*own) if target.is_experts else own[0]
 
-    def _trained_of(self, name: str) -> Trained | None:
+    def _trained_of(self, name: str) -> Trained | ExpertAdapter | ExpertMasters:
         return self._trained.get(name)
 
 

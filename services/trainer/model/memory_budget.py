@@ -38,6 +38,9 @@ UNLIMITED = 2**62
 _FLOAT32_NORMS = ("gemma3_text", "gemma4_text")
 """Language models with norms around both halves of a layer and on queries and keys, which keep copies in float32."""
 
+_ROUTING_SIZE = 32
+"""Numbers of 16 bits: where a token's copies are, once they are sorted by expert."""
+
 _PAGE_BYTES = 4096
 
 
@@ -134,7 +137,11 @@ def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     delta_nets = kinds.count("linear_attention")
     kept_bytes = delta_nets * linear_attention.kept_bytes(text, dtype) if delta_nets else 0
-    return kept_bytes + sum(_kept_bytes(text, index, kind, dtype) for index, kind in enumerate(kinds))
+    return (
+        _copies_bytes(text, dtype)
+        + kept_bytes
+        + sum(_kept_bytes(text, index, kind, dtype) for index, kind in enumerate(kinds))
+    )
 
 
 def _kept_bytes(text: PretrainedConfig, index: int, kind: str, dtype: torch.dtype) -> int:
@@ -144,18 +151,41 @@ def _kept_bytes(text: PretrainedConfig, index: int, kind: str, dtype: torch.dtyp
     heads = text.num_attention_heads + layer.num_key_value_heads
     first_wide = text.num_hidden_layers - getattr(text, "num_kv_shared_layers", 0)
     is_wide = getattr(text, "use_double_wide_mlp", False) and index >= first_wide
-    inner_size = text.intermediate_size * (2 if is_wide else 1) + 2 * getattr(text, "hidden_size_per_layer_input", 0)
+    mlp_size = 0 if _has_experts(text, index) else text.intermediate_size * (2 if is_wide else 1)
+    inner_size = (mlp_size or _routed_size(text)) + 2 * getattr(text, "hidden_size_per_layer_input", 0)
     attention_size = 0 if kind == "linear_attention" else head_size * heads
     norm_size = 4 * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0
     kept_size = 8 * text.hidden_size + 3 * inner_size + 4 * attention_size
     return int(dtype.itemsize * kept_size + torch.float32.itemsize * norm_size)
 
 
+def _has_experts(text: PretrainedConfig, index: int) -> bool:
+    is_dense = index in (getattr(text, "mlp_only_layers", None) or ())
+    every = getattr(text, "decoder_sparse_step", None) or 1
+    return bool(getattr(text, "num_experts", 0)) and not is_dense and (index + 1) % every == 0
+
+
+def _routed_size(text: PretrainedConfig) -> int:
+    """As wide an MLP as keeps what a token's experts, the one that all share, and the router do."""
+    experts_size = text.num_experts_per_tok * text.moe_intermediate_size
+    shared_size = getattr(text, "shared_expert_intermediate_size", None) or 0
+    # A third more of the experts for the weighted product, which a dense MLP has not; float32 probabilities.
+    return int(4 * experts_size + 3 * shared_size + 2 * text.num_experts) // 3 + _ROUTING_SIZE
+
+
+def _copies_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
+    """What the copies of a token for its experts take while they are computed, in and out and their gradients."""
+    copies = text.num_experts_per_tok if getattr(text, "num_experts", 0) else 0
+    return int(4 * copies * text.hidden_size * dtype.itemsize)
+
+
 def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """What one token takes where activations are computed again: the input of each layer, and all of one layer."""
     text = config.get_text_config()
     inputs_bytes = text.num_hidden_layers * text.hidden_size * dtype.itemsize
-    return int(inputs_bytes + 2 * activation_bytes(config, dtype) // text.num_hidden_layers)
+    copies_bytes = _copies_bytes(text, dtype)
+    layers_bytes = activation_bytes(config, dtype) - copies_bytes
+    return int(inputs_bytes + copies_bytes + 2 * layers_bytes // text.num_hidden_layers)
 
 
 def patch_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:

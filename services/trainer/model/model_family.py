@@ -28,6 +28,7 @@ from fovea.runtime.model_files import STATE_LAYERS, check_variant, read_image_pr
 from services.trainer.batches.micro_batch import Documents
 from services.trainer.batches.vision_cache import VisionOutput
 from services.trainer.model import linear_attention, router_replay
+from services.trainer.model.experts import factor_shapes, is_experts, use_experts
 from services.trainer.model.fused_layers import LLAMA_LIKE, fuse_language, fuse_qwen_tower
 from services.trainer.model.lora_linear import embedding
 from services.trainer.model.packed_attention import PACKED_ATTENTION, Packing
@@ -43,7 +44,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """A linear module that an adapter may adapt.
+    """A linear module, or the experts of a layer, that an adapter may adapt.
 
     Args:
         name: Module path in the Hugging Face model, `model.visual.blocks.0.attn.qkv`.
@@ -53,9 +54,31 @@ class LoraTarget:
     """
 
     name: str
-    module: nn.Linear
+    module: nn.Module
     role: Role
     vision: bool
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether it is the experts of a layer."""
+        return not isinstance(self.module, nn.Linear)
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of those of its parameters that an adapter adds to."""
+        names = ("gate_up_proj", "down_proj") if self.is_experts else ("weight",)
+        return [f"{self.name}.{name}" for name in names]
+
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Of all tensors of its adapter, by name."""
+        if isinstance(self.module, nn.Linear):
+            shapes: dict[str, tuple[int, ...]] = {
+                "lora_A": (rank, self.module.in_features),
+                "lora_B": (self.module.out_features, rank),
+            }
+        else:
+            shapes = dict(factor_shapes(self.module, rank))
+        return {f"{self.name}.{part}": shape for part, shape in shapes.items()}
 
 
 @dataclass(frozen=True)
@@ -121,6 +144,7 @@ class Family:
         if hasattr(decoder, "_deepstack_process"):
             decoder._deepstack_process = MethodType(_add_level, decoder)
         linear_attention.pack(decoder)
+        use_experts(decoder)
         if config.get_text_config().model_type in LLAMA_LIKE:
             fuse_language(model)
         if self.fuse_tower is not None:
@@ -137,13 +161,15 @@ class Family:
         return (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
 
     def lora_targets(self, model: Any) -> Iterator[LoraTarget]:
-        """All linear modules that an adapter may adapt and that vLLM can load an adapter for."""
+        """All linear modules and experts that an adapter may adapt and that vLLM can load an adapter for."""
         language = _name_of(model, model.get_decoder())
         for name, module in model.named_modules():
             is_language = name.startswith(f"{language}.")
             role = (LANGUAGE_ROLES if is_language else self.tower_roles).get(name.rpartition(".")[2])
             if role is not None and isinstance(module, nn.Linear):
                 yield LoraTarget(name, module, role, vision=not is_language)
+            elif is_experts(module):
+                yield LoraTarget(name, module, Role.MLP, vision=False)
         head = model.get_output_embeddings()
         yield LoraTarget(_name_of(model, head), head, Role.UNEMBEDDING, vision=False)
 
@@ -295,7 +321,10 @@ FAMILIES = {
         Family("gemma4"),
         # Towers as Qwen3-VL's, without its deepstack mergers.
         Family("qwen3_5", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
+        Family("qwen3_vl_moe", fuse_qwen_tower, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
+        Family("qwen3_5_moe", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         Family("qwen3"),
+        Family("qwen3_moe"),
         Family("qwen2"),
         Family("llama"),
         Family("mistral"),

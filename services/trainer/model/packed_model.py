@@ -36,6 +36,7 @@ from fovea.runtime.model_files import read_added_tokens
 from fovea.vision.vision_family import VisionFamily
 from services.trainer.batches.micro_batch import Batch, TowerInput
 from services.trainer.batches.vision_cache import VisionOutput, split_output
+from services.trainer.model.experts import is_experts
 from services.trainer.model.lora_linear import LoraPair
 from services.trainer.model.model_family import Family, PatchNormalizer, family_of
 from services.trainer.model.target_logprobs import target_logprobs
@@ -168,14 +169,17 @@ class PackedModel(nn.Module):
 def file_names(model: PreTrainedModel) -> dict[str, str]:
     """What parameters and constants are called in the files that a model was loaded from, by their names in the model.
 
-    transformers moves parts of some models; vLLM, like whoever loads an exported model, knows the files' names. Raises
-    ValueError for a model of whose parameters some lie there in another shape.
+    transformers moves parts of some models; vLLM, like whoever loads an exported model, knows the files' names. Experts
+    have those of the model, whatever their layout in files. Raises ValueError for a model of whose other parameters
+    some lie there in another shape.
     """
-    alone = {name: torch.empty(0) for name, _ in (*model.named_parameters(), *constants(model))}
+    every = [name for name, _ in (*model.named_parameters(), *constants(model))]
+    experts = {name: name for name in every if is_experts(model.get_submodule(name.rpartition(".")[0]))}
+    alone = {name: torch.empty(0) for name in every if name not in experts}
     names = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(alone)).items()}
     if changed := [name for name, tensor in alone.items() if id(tensor) not in names]:
         raise ValueError(f"{changed[0]} of {model.config.model_type} has another shape in checkpoints: not supported")
-    return {name: names[id(tensor)] for name, tensor in alone.items()}
+    return {name: experts.get(name) or names[id(alone[name])] for name in every}
 
 
 def constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

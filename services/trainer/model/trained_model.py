@@ -221,7 +221,7 @@ class FullModel(TrainedModel):
         self.unembedding = None
         if sharded.mesh.size() == 1:
             names = sharded.module.file_names
-            self._summed = {name: self.masters[names[f"{name}.weight"]] for name in injector.names}
+            self._summed = {name: self.masters[names[name]] for name in injector.parameters}
             output = sharded.module.hf.get_output_embeddings().weight
             self.unembedding = next(self.masters[name] for name, shard in self.shards.items() if shard is output)
         self.base = {name: local.to("cpu", copy=True) for name, local in self.locals.items()}

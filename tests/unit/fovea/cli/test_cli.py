@@ -22,8 +22,11 @@ def test_a_model_that_is_not_there_is_named() -> None:
     ("config", "reason"),
     [
         ({"model_type": "kosmos-9"}, "model_type 'kosmos-9' is not supported; supported are "),
-        ({"model_type": "qwen3_moe", "num_experts": 128}, "model_type 'qwen3_moe' has experts (num_experts)"),
-        ({"model_type": "qwen3_vl_moe", "vision_config": {}}, "'qwen3_vl_moe' is a vision model that Fovea does not"),
+        (
+            {"model_type": "qwen2_moe", "num_experts": 60},
+            "model_type 'qwen2_moe', which has experts (num_experts), is not",
+        ),
+        ({"model_type": "glm4v_moe", "vision_config": {}}, "'glm4v_moe' is a vision model that Fovea does not"),
         ({"model_type": "internvl", "vision_config": {}, "text_config": {"num_experts": 128}}, "with experts"),
         ({"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}, "image_token_index": 1}, "clip"),
         ({"model_type": "llama", "auto_map": {"AutoModel": "model.Model"}}, "brings code of its own (auto_map in"),

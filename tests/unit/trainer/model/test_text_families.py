@@ -22,10 +22,12 @@ from transformers import (
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from services.trainer.batches.datum_decoding import Datum
 from services.trainer.batches.micro_batch import BatchLayout
+from services.trainer.model.experts import ExpertAdapter
 from services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
 from services.trainer.model.model_family import LoraTarget, Role
 from services.trainer.model.packed_model import PackedModel, load_model
@@ -62,6 +64,7 @@ DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25},
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "decoder_sparse_step": 1}
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2 window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
@@ -77,6 +80,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
         query_pre_attn_scalar=24,
         final_logit_softcapping=5.0,  # of none that is published, but the code is there
     ),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
+    "qwen3_moe mixed": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, mlp_only_layers=[1], norm_topk_prob=False),
     "qwen3_5": Qwen3_5TextConfig(**SIZES | {"num_hidden_layers": 2}, **DELTA_NET, tie_word_embeddings=True),
 }
 LENGTHS = [5, 23, 11, 23]
@@ -167,8 +172,9 @@ def test_gradients_of_all_parameters(name: str, recompute_above: float) -> None:
 def test_adapters_of_every_linear_module(name: str) -> None:
     """As merged into the weights, whose gradient d W gives those of A and B: s B' dW and s dW A'."""
     module, targets, injector = _packed(name)
-    linears = {name for name, part in module.hf.named_modules() if isinstance(part, nn.Linear)}
-    assert {target.name for target in targets} == linears
+    parts = dict(module.hf.named_modules())
+    adaptable = {name for name, part in parts.items() if isinstance(part, nn.Linear) or name.endswith(".experts")}
+    assert {target.name for target in targets} == adaptable
     assert {target.role for target in targets} == set(Role)
     weights = LoraWeights(LoraSettings(4, 8.0, 0, True, True, True, False), targets, CPU, torch.float32)
     injector.activate(weights)
@@ -180,6 +186,8 @@ def test_adapters_of_every_linear_module(name: str) -> None:
         with torch.no_grad():
             pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * 0.1)
             parts[key].weight += pair.scale * pair.b @ pair.a
+    for key, adapter in weights.experts.items():
+        _merge(adapter, parts[key], generator)
     logprobs = _run(module, _datums(), weights.pairs["lm_head"])
     expected = _run_reference(reference, _datums())
     assert (logprobs - expected).abs().max() <= 1e-4
@@ -188,6 +196,39 @@ def test_adapters_of_every_linear_module(name: str) -> None:
         grad = parts[key].weight.grad
         _assert_near(pair.a_grad, pair.scale * pair.b.T @ grad)
         _assert_near(pair.b_grad, pair.scale * grad @ pair.a.T)
+    for key, adapter in weights.experts.items():
+        _assert_merged_gradients(adapter, parts[key])
+
+
+@torch.no_grad()
+def _merge(adapter: ExpertAdapter, experts: Any, generator: torch.Generator) -> None:
+    """W += s B A of each expert; a factor that is shared is each expert's."""
+    for name, factor in adapter.factors.items():
+        if name.endswith("lora_B"):
+            factor.value.copy_(torch.randn(factor.value.shape, generator=generator) * 0.1)
+    for name, (weight, _) in _merged(experts).items():
+        a, b = (adapter.factors[f"{name}.lora_{half}"].value for half in "AB")
+        weight += adapter.scale * b @ a
+
+
+def _assert_merged_gradients(adapter: ExpertAdapter, experts: Any) -> None:
+    for name, (_, grad) in _merged(experts).items():
+        a, b = (adapter.factors[f"{name}.lora_{half}"] for half in "AB")
+        for factor, expected in ((a, b.value.mT @ grad), (b, grad @ a.value.mT)):
+            shared = len(factor.value) == 1
+            _assert_near(factor.grad, adapter.scale * (expected.sum(0, keepdim=True) if shared else expected))
+
+
+def _merged(experts: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """Weights of gate, up and down, [experts, outputs, inputs], and their gradients."""
+    pairs = [(one, torch.zeros(0) if one.grad is None else one.grad) for one in experts.parameters()]
+    (gate_up, gate_up_grad), (down, down_grad) = pairs
+    size = gate_up.shape[1] // 2
+    return {
+        "w1": (gate_up[:, :size], gate_up_grad[:, :size] if gate_up_grad.dim() == 3 else gate_up_grad),
+        "w3": (gate_up[:, size:], gate_up_grad[:, size:] if gate_up_grad.dim() == 3 else gate_up_grad),
+        "w2": (down, down_grad),
+    }
 
 
 def _assert_near(found: Tensor | None, expected: Tensor) -> None:

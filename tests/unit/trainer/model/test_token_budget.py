@@ -45,7 +45,9 @@ def test_activations_are_those_measured_and_a_quarter_more() -> None:
     assert 1.1 < activation_bytes(CONFIG, torch.bfloat16) / measured_bytes < 1.4
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "gemma4_31b", "qwen3_5", "glm4v", "lfm2_vl"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", "gemma3", "gemma4_31b", "qwen3_5", "glm4v", "lfm2_vl", "qwen3_moe", "qwen3_5_moe"]
+)
 def test_no_family_keeps_more_than_is_counted(name: str) -> None:
     """Gemma 3 4B ran out of memory on an H200: what its norms keep in float32 was not counted."""
     directory = ensure_family(name)

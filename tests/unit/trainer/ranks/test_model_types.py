@@ -19,7 +19,7 @@ def test_the_types_are_those_of_the_trainer_s_families() -> None:
 
 @pytest.mark.parametrize("service", ["trainer", "sampler", "renderer"])
 def test_an_unsupported_model_is_refused_in_one_line_before_anything_heavy(service: str, tmp_path: Path) -> None:
-    config = {"model_type": "qwen3_vl_moe", "vision_config": {}, "image_token_id": 1}
+    config = {"model_type": "qwen3_omni_moe", "vision_config": {}, "image_token_id": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     code = (
         "import sys, runpy\n"
@@ -32,7 +32,7 @@ def test_an_unsupported_model_is_refused_in_one_line_before_anything_heavy(servi
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
-    assert "qwen3_vl_moe" in last
+    assert "qwen3_omni_moe" in last
     for name in ("qwen2_5_vl", "qwen3_vl"):
         assert name in last
     assert ended.stdout.strip() == "heavy: []"

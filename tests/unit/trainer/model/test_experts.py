@@ -1,0 +1,114 @@
+"""Experts in low precision and odd sizes, against a loop over them in float32."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from services.trainer.model.experts import experts_forward
+from services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from services.trainer.model.model_family import LoraTarget, Role
+
+CPU = torch.device("cpu")
+EXPERTS, HIDDEN, INNER, TOKENS = 6, 24, 10, 37
+
+
+def _experts(dtype: torch.dtype) -> Any:
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS}
+    experts = Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+    return experts.to(dtype)
+
+
+def _routed() -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, experts of each and their weights; nobody takes the last expert."""
+    generator = torch.Generator().manual_seed(3)
+    chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:2] for _ in range(TOKENS)])
+    weights = torch.rand(TOKENS, 2, generator=generator)
+    return torch.randn(TOKENS, HIDDEN, generator=generator), chosen, weights
+
+
+def _loop(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    rows = []
+    for row, own, shares in zip(hidden, chosen, weights, strict=True):
+        total = torch.zeros(HIDDEN)
+        for expert, share in zip(own.tolist(), shares, strict=True):
+            gate, up = (experts.gate_up_proj[expert] @ row).chunk(2)
+            total = total + share * (experts.down_proj[expert] @ (functional.silu(gate) * up))
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def _near(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype) -> None:
+    assert found is not None
+    assert expected is not None
+    most = 1e-5 if dtype == torch.float32 else 0.03
+    assert (found.float() - expected).abs().max() <= most * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_parameters_and_what_comes_before(dtype: torch.dtype) -> None:
+    experts, reference = _experts(dtype), _experts(torch.float32)
+    target = LoraTarget("experts", experts, Role.MLP, False)
+    injector = LoraInjector([target])
+    masters = {f"experts.{name}": one.detach().float() for name, one in experts.named_parameters()}
+    hidden, chosen, weights = _routed()
+    given = [one.to(dtype, copy=True).requires_grad_() for one in (hidden, weights)]
+    own = [one.clone().requires_grad_() for one in (hidden, weights)]
+    direction = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(4))
+    torch.autograd.backward((_loop(reference, own[0], chosen, own[1]) * direction).sum())
+    for kept in ({}, masters):
+        experts.requires_grad_(True)
+        injector.activate_full(kept)
+        found = experts_forward(experts, given[0], chosen, given[1])
+        torch.autograd.backward((found * direction.to(dtype)).sum())
+        for name, one in reference.named_parameters():
+            _near(kept[f"experts.{name}"].grad if kept else getattr(experts, name).grad, one.grad, dtype)
+    for one, other in zip(given, own, strict=True):
+        _near(one.grad, None if other.grad is None else 2 * other.grad, dtype)
+    assert not masters["experts.down_proj"].grad[-1].any()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_of_odd_rank(dtype: torch.dtype) -> None:
+    experts, reference = _experts(dtype), _experts(torch.float32)
+    target = LoraTarget("experts", experts.requires_grad_(False), Role.MLP, False)
+    injector = LoraInjector([target])
+    weights = LoraWeights(LoraSettings(3, 6.0, 0, False, True, False, False), [target], CPU, dtype)
+    assert {name: tuple(one.shape) for name, one in weights.named(weights.flat)} == {
+        "base_model.model.experts.w1.lora_A.weight": (1, 3, HIDDEN),
+        "base_model.model.experts.w1.lora_B.weight": (EXPERTS, INNER, 3),
+        "base_model.model.experts.w2.lora_A.weight": (EXPERTS, 3, INNER),
+        "base_model.model.experts.w2.lora_B.weight": (1, HIDDEN, 3),
+        "base_model.model.experts.w3.lora_A.weight": (1, 3, HIDDEN),
+        "base_model.model.experts.w3.lora_B.weight": (EXPERTS, INNER, 3),
+    }
+    factors = weights.experts["experts"].factors
+    assert not any(factor.value.any() for name, factor in factors.items() if name.endswith("B"))
+    hidden, chosen, shares = _routed()
+    bare = experts_forward(experts, hidden.to(dtype), chosen, shares.to(dtype))
+    injector.activate(weights)
+    assert torch.equal(experts_forward(experts, hidden.to(dtype), chosen, shares.to(dtype)), bare)
+    with torch.no_grad():
+        weights.flat.normal_(std=0.3, generator=torch.Generator().manual_seed(6))
+    injector.activate(weights)
+    direction = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(4))
+    found = experts_forward(experts, hidden.to(dtype), chosen, shares.to(dtype))
+    torch.autograd.backward((found * direction.to(dtype)).sum())
+    leaves = {name: factor.value.detach().clone().requires_grad_() for name, factor in factors.items()}
+    w1, w2, w3 = (2.0 * leaves[f"w{part}.lora_B"] @ leaves[f"w{part}.lora_A"] for part in (1, 2, 3))
+    gate_up = reference.gate_up_proj.detach() + torch.cat([w1, w3], dim=1)
+    merged = SimpleNamespace(gate_up_proj=gate_up, down_proj=reference.down_proj.detach() + w2)
+    expected = _loop(merged, hidden, chosen, shares)
+    _near(found, expected.detach(), dtype)
+    torch.autograd.backward((expected * direction).sum())
+    for name, leaf in leaves.items():
+        _near(factors[name].grad, leaf.grad, dtype)
