@@ -26,7 +26,7 @@ def test_experts_are_refused(tmp_path: Path, experts: str) -> None:
         check_model(_write(tmp_path, model_type="qwen3_moe", **{experts: 128}))
 
 
-@pytest.mark.parametrize("model_type", ["some_vlm", "qwen3_vl_moe"])
+@pytest.mark.parametrize("model_type", ["some_vlm", "glm4v_moe"])
 def test_unknown_vision_models_are_refused(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(ValueError, match=f"'{model_type}' is a vision model.*supported are .*qwen3_vl"):
         check_model(_write(tmp_path, model_type=model_type, vision_config={}))
