@@ -42,7 +42,7 @@ class SamplerSettings(ServiceSettings):
         "auto",
         description="What carries weights; auto is nccl on GPU. A GPU shared with the trainer needs gloo.",
     )
-    tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model.")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model; processes on CPU.")
     eager: bool = Field(False, description="No CUDA graphs. A CPU engine never has any.")
     max_lora_rank: Annotated[Literal[8, 16, 32, 64, 128, 256, 320, 512], BeforeValidator(int)] = Field(
         64, description="The largest rank of an adapter."

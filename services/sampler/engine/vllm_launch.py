@@ -96,6 +96,8 @@ def prepare_environment(settings: SamplerSettings) -> None:
         # More OpenMP threads hang the fork for ever; compiling costs 10 s at the first request of each kind.
         os.environ["OMP_NUM_THREADS"] = "1"
         defaults["TORCH_COMPILE_DISABLE"] = "1"
+        if settings.tensor_parallel > 1:
+            defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else each worker wants a memory node of its own
     else:
         # Three of our patches are of the V1 runner: vllm_patches/__init__.py says when this can go.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -257,11 +259,12 @@ def _cpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
     return {
         "dtype": "float32" if settings.dtype == "auto" else settings.dtype,
         "enforce_eager": True,
+        "tensor_parallel_size": settings.tensor_parallel,
         "block_size": settings.block_size or _CPU_BLOCK_SIZE,
         "kv_cache_memory_bytes": (settings.kv_cache_mib or _CPU_KV_CACHE_MIB) << 20,
         "skip_mm_profiling": True,
         # The class, not its name: vLLM swaps the name "uni" for one more process.
-        "distributed_executor_backend": UniProcExecutor,
+        "distributed_executor_backend": UniProcExecutor if settings.tensor_parallel == 1 else "mp",
     }
 
 

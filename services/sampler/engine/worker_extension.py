@@ -3,8 +3,11 @@
 Importing this module prepares the worker's process: vLLM does so before it makes the worker.
 """
 
+import contextlib
 import os
+import select
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,23 @@ def _end_with_service() -> None:
     # A terminal's Ctrl-C reaches the whole process group: it is left to the service, which lets requests in flight end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
-    # The service may have died before; orphans go to process 1. With several workers their parent is vLLM's engine.
-    if os.getppid() == 1 and os.environ.get(SERVICE_PID_VARIABLE, "1") != "1":
+    service, parent = int(os.environ.get(SERVICE_PID_VARIABLE, "1")), os.getppid()
+    if service in (1, parent):
+        return
+    # One of several workers: their parent is vLLM's engine, which would outlive the service.
+    try:
+        ends = os.pidfd_open(service), os.pidfd_open(parent)
+    except ProcessLookupError:
         os._exit(1)
+    threading.Thread(target=_end_engine_after, args=ends, name="end-with-service", daemon=True).start()
+
+
+def _end_engine_after(service: int, engine: int) -> None:
+    """Waits until one process ends and kills the other, both by their descriptors; the engine's workers end with it."""
+    select.select([service], [], [])
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(engine, signal.SIGKILL)
+    os._exit(1)
 
 
 _end_with_service()

@@ -189,11 +189,15 @@ class LoraSlots:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what would be filled (source None) or copied, (target, source), instead of doing it."""
+    """Notes what would be filled (source None) or copied, (target, source), instead of doing it.
+
+    A worker of several joins its rows of q, k and v before it copies them: such a source is noted part by part.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._joined: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
@@ -201,6 +205,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.written.append((args[0], None))
             return args[0]
         if func is aten.copy_.default:
-            self.written.append((args[0], args[1]))
+            self.written += self._copies(*args[:2])
             return args[0]
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if func is aten.cat.default and args[1:] in ((), (0,)):
+            self._joined.append((made, args[0]))
+        return made
+
+    def _copies(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        parts = next((parts for made, parts in self._joined if made is source), None)
+        if parts is None:
+            return [(target, source)]
+        return list(zip(torch.split(target, [len(part) for part in parts]), parts, strict=True))

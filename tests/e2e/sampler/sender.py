@@ -42,7 +42,7 @@ def manifest_of(snapshot_id: str, tensors: Tensors, rank: int | None = None) -> 
 
 
 class Sender:
-    """Rank 0 of a group with one sampler."""
+    """Rank 0 of a group with the workers of one sampler."""
 
     def __init__(self, client: SamplerClient) -> None:
         self._client = client
@@ -51,17 +51,18 @@ class Sender:
     async def join(self, timeout_s: float = _TIMEOUT_S) -> "Sender":
         """Makes the group."""
         timeout = timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore("127.0.0.1", 0, 2, True, timeout, wait_for_workers=False)
+        size = 1 + (await self._client.info()).transfer_worker_count
+        self._store = dist.TCPStore("127.0.0.1", 0, size, True, timeout, wait_for_workers=False)
         request = sampler_pb2.JoinTransferGroupRequest(
             group_id=self.group_id,
             master_address="127.0.0.1",
             master_port=self._store.port,
             rank_offset=1,
-            world_size=2,
+            world_size=size,
             timeout_s=timeout_s,
         )
         prefixed = dist.PrefixStore(self.group_id, self._store)
-        make = asyncio.to_thread(dist.ProcessGroupGloo, prefixed, 0, 2, timeout)
+        make = asyncio.to_thread(dist.ProcessGroupGloo, prefixed, 0, size, timeout)
         self._group, _ = await asyncio.gather(make, self._client.join_transfer_group(request))
         return self
 
