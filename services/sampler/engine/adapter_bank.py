@@ -4,6 +4,7 @@ What comes in on the GPU goes into vLLM's slots without a detour over the host; 
 engine's back, where there is room for many.
 """
 
+import math
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -143,8 +144,8 @@ def _cut(manifest: weights_pb2.SnapshotManifest) -> Iterator[tuple[str, Piece]]:
     """(name, piece) of each tensor of an adapter's flat tensor, where they are padded as on the wire."""
     start = 0
     for spec in manifest.tensors:
-        rows, columns = spec.shape
-        yield spec.name, Piece((rows, columns), (columns, 1), start)
+        strides = [math.prod(spec.shape[place + 1 :]) for place in range(len(spec.shape))]
+        yield spec.name, Piece(tuple(spec.shape), tuple(strides), start)
         start += padded_bytes(spec) // getattr(torch, spec.dtype).itemsize
 
 

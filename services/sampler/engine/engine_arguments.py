@@ -19,6 +19,7 @@ SETTING_OF = {
     "max_logprobs": "max_top_logprobs",
     "limit_mm_per_prompt": "max_images",
     "enable_lora": "max_loras",
+    "enable_moe_shared_loras": "max_loras",
     "enable_tower_connector_lora": "max_loras",
 } | {name: name for name in ("model", "dtype", "block_size", "max_lora_rank", "max_loras", "max_cpu_loras")}
 """Settings of the sampler by the engine arguments that follow from them."""

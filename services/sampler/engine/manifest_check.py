@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fovea.api.v1 import weights_pb2
@@ -12,10 +13,14 @@ from fovea.wire.manifest import layout_of
 Shape = tuple[int, ...]
 Rename = Callable[[str], str]
 """Maps a checkpoint's parameter name to vLLM's, so that old and new spellings of a checkpoint compare equal."""
+ExpertSizes = tuple[int, int, int]
+"""Number of experts, width of one, width of the model."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_PASSED = 256
 _PEFT_PREFIX = "base_model.model."
+EXPERT_PARTS = ("w1", "w2", "w3")
+"""Gate, down and up of experts, as vLLM and adapters call them."""
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, Shape]:
@@ -59,16 +64,24 @@ class ManifestChecker:
         left_out: Checkpoint names of what vLLM does not load, which need not be sent.
         adaptable: vLLM's names of the modules that take LoRA.
         max_rank: The largest rank; 0 if the engine takes no adapters.
+        experts: vLLM's names of those modules among them that are many experts, and their sizes.
     """
 
     def __init__(
-        self, shapes: Mapping[str, Shape], rename: Rename, left_out: set[str], adaptable: set[str], max_rank: int
+        self,
+        shapes: Mapping[str, Shape],
+        rename: Rename,
+        left_out: set[str],
+        adaptable: set[str],
+        max_rank: int,
+        experts: Mapping[str, ExpertSizes] = MappingProxyType({}),
     ) -> None:
         self._rename = rename
         self._shapes = {rename(name): shape for name, shape in shapes.items() if not name.endswith("inv_freq")}
         self._optional = {rename(name) for name in left_out}
         self._max_rank = max_rank
         self._adaptable = adaptable
+        self._experts = experts
         self._passed: set[tuple[int, int, bytes]] = set()
         self._tie_head(shapes)
 
@@ -143,16 +156,36 @@ class ManifestChecker:
         for module, found in halves.items():
             if len(found) != 2:
                 return f"the adapter of {module} has {next(iter(found))} only"
+            parent = module.rpartition(".")[0]
+            missing = [part for part in EXPERT_PARTS if f"{parent}.{part}" not in halves]
+            if missing and self._sizes_of(module):
+                return f"the adapter of {parent} lacks {missing[0]}: experts are adapted as a whole or not at all"
         return ""
 
     def _problem_of_half(self, spec: weights_pb2.TensorSpec, module: str, half: str, rank: int) -> str:
         name = self._rename(f"{module}.weight")
         shape = self._shapes.get(name)
-        if shape is None:
+        if sizes := self._sizes_of(module):
+            expected = _shared_outer(sizes, module[-2:], half, rank)
+        elif shape is None:
             return f"the model has no module {module}"
-        if name.removesuffix(".weight") not in self._adaptable or len(shape) != 2:
+        elif name.removesuffix(".weight") not in self._adaptable or len(shape) != 2:
             return f"the engine cannot adapt {module}"
-        expected = [rank, shape[1]] if half == "lora_A" else [shape[0], rank]
+        else:
+            expected = [rank, shape[1]] if half == "lora_A" else [shape[0], rank]
         if list(spec.shape) != expected:
             return f"tensor {spec.name} has shape {list(spec.shape)}, must be {expected}"
         return ""
+
+    def _sizes_of(self, module: str) -> ExpertSizes | None:
+        """Of the experts of which a module is gate, down or up; None for any other."""
+        name, _, part = self._rename(f"{module}.weight").removesuffix(".weight").rpartition(".")
+        return self._experts.get(name) if part in EXPERT_PARTS else None
+
+
+def _shared_outer(sizes: ExpertSizes, part: str, half: str, rank: int) -> list[int]:
+    """Shape of a factor of experts: of those at the model's width there is one for all experts."""
+    experts, inner, outer = sizes
+    if half == "lora_A":
+        return [experts, rank, inner] if part == "w2" else [1, rank, outer]
+    return [1, outer, rank] if part == "w2" else [experts, inner, rank]

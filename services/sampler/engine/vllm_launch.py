@@ -157,13 +157,22 @@ def host_memory_bytes() -> int:
 
 
 def _linear_widths(shapes: Mapping[str, Shape]) -> int:
-    """Inputs plus outputs of all linear layers, the unembedding included, whether tied or not."""
+    """Inputs plus outputs of all linear layers, the unembedding included, whether tied or not.
+
+    Of experts all inner widths, and of gate, up and down the outer one, which experts share.
+    """
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")}
     embeddings = {name for name in matrices if "embed" in name.split(".")[-2]}
-    widths = sum(math.fsum(shape) for name, shape in matrices.items() if name not in embeddings)
+    experts = {name: shape for name, shape in shapes.items() if ".experts." in name and len(shape) >= 2}
+    widths = sum(sum(shape) for name, shape in matrices.items() if name not in embeddings | set(experts))
+    head = next((matrices[name] for name in embeddings if name.endswith("embed_tokens.weight")), (0, 0))
     if "lm_head.weight" not in matrices:
-        widths += next((math.fsum(matrices[name]) for name in embeddings if name.endswith("embed_tokens.weight")), 0)
-    return int(widths)
+        widths += sum(head)
+    if experts:
+        outer = head[1]
+        layers = {name.partition(".experts.")[0] for name in experts}
+        widths += sum(math.prod(shape) for shape in experts.values()) // outer + 3 * outer * len(layers)
+    return widths
 
 
 def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "VllmConfig":
@@ -232,6 +241,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
             "enable_lora": True,
             "enable_tower_connector_lora": read_config(settings.model).get("model_type") not in _MISCOUNTED_TOWERS,
             "max_lora_rank": settings.max_lora_rank,
+            "enable_moe_shared_loras": True,  # how our trainer adapts experts; dense models do not ask
             "max_loras": capacity.batched,
             "max_cpu_loras": max(capacity.batched, settings.max_cpu_loras or 4 * capacity.batched),
         }
@@ -343,14 +353,8 @@ def _comes_normalized(model: str) -> bool:
 
 
 def check_model(model: str) -> None:
-    """Raises ValueError for a model that cannot be served: of no known vision family, or with experts."""
-    config = read_config(model)
-    vision.choose(config)
-    if experts := model_files.experts_of(config):
-        raise ValueError(
-            f"model_type {config.get('model_type')!r} has experts ({experts}), for which there are no adapters;"
-            f" supported are {', '.join(vision.MODEL_TYPES)} and dense language models"
-        )
+    """Raises ValueError for a model that cannot be served: of no known vision family."""
+    vision.choose(read_config(model))
 
 
 def checkpoint_directory(model: str) -> Path:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -10,11 +11,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from services.sampler.engine.snapshot_receiver import Arrival
 from services.sampler.vllm_patches import tied_head
 
 BACKEND = "fovea"
+_PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU)
+"""Whose kernels read experts' weights as vLLM loads them; on CPU that is our own."""
 
 
 @dataclass
@@ -47,7 +53,8 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
 
         vLLM's own way takes the model apart and builds it up again layer by layer, a second of standstill for 8 GB.
         """
-        return self.device.type == "cuda" and self.model_config.quantization is None
+        plain = self.model_config.quantization is None and not _repacked(self.model)
+        return self.device.type == "cuda" and plain
 
     def start_weight_update(self) -> None:
         """Prepares the model for weights in checkpoint format."""
@@ -75,6 +82,24 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
 
     def shutdown(self) -> None:
         """Has nothing to release."""
+
+
+def problem(model: torch.nn.Module) -> str:
+    """Why no full weights can be loaded into a model, or the empty string."""
+    for method in _repacked(model):
+        if isinstance(method, FusedMoEModularMethod):  # put around the kernel for adapters: it never packs
+            kept = (
+                f"{type(method.old_quant_method).__name__} keeps weights of experts in another form than they come in"
+            )
+            return f"{kept}, and vLLM brings later ones into it only where it serves no adapters"
+    return ""
+
+
+def _repacked(model: torch.nn.Module) -> list[Any]:
+    """vLLM's methods of experts whose kernels read weights in another form than they are loaded in."""
+    methods = [module.quant_method for module in model.modules() if isinstance(module, RoutedExperts)]
+    backends = [getattr(getattr(method, "old_quant_method", method), "unquantized_backend", None) for method in methods]
+    return [method for method, backend in zip(methods, backends, strict=True) if backend not in _PLAIN_EXPERTS]
 
 
 def register() -> None:

@@ -19,7 +19,7 @@ from fovea.runtime.children import die_with_parent
 from services.sampler import vllm_patches
 from services.sampler.engine import weight_loading
 from services.sampler.engine.adapter_bank import AdapterBank
-from services.sampler.engine.manifest_check import ManifestChecker, check_biases, checkpoint_shapes
+from services.sampler.engine.manifest_check import ExpertSizes, ManifestChecker, check_biases, checkpoint_shapes
 from services.sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
 from services.sampler.engine.vllm_launch import SERVICE_PID_VARIABLE
 
@@ -70,13 +70,15 @@ class WorkerExtension:
         model, shapes = self.model_runner.get_model(), checkpoint_shapes(Path(checkpoint))
         rename, left_out = _rename_of(model), _left_out(model, shapes)
         adaptable: dict[str, torch.nn.Module] = {}
+        sizes: dict[str, ExpertSizes] = {}
         max_rank = 0
         if self.model_runner.lora_config is not None:
             manager = self.model_runner.lora_manager
             adaptable, max_rank = _adaptable_modules(manager._adapter_manager), manager.lora_config.max_lora_rank
+            sizes = _expert_sizes(manager._adapter_manager)
             self._bank = AdapterBank(manager)  # from here on vLLM's manager no longer shows its modules
         check_biases(shapes, rename, adaptable)
-        self._checker = ManifestChecker(shapes, rename, left_out, set(adaptable), max_rank)
+        self._checker = ManifestChecker(shapes, rename, left_out, set(adaptable), max_rank, sizes)
         self.weight_transfer_engine.init_transfer_engine(weight_loading.ArrivalInitInfo(self._receiver.arrival))
         vllm_patches.after_model(self.model_runner)
         experts = self.model_runner.fovea_experts
@@ -99,6 +101,8 @@ class WorkerExtension:
         if problem := self._checker.problem(parsed):
             return problem
         is_adapter = parsed.snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER
+        if not is_adapter and (problem := weight_loading.problem(self.model_runner.get_model())):
+            return problem
         finish: Callable[[Arrival], Any] = self._bank.build if is_adapter else lambda arrival: arrival
         self._receiver.start_receive(task_id, group_id, parsed, timeout_s, finish)
         return ""
@@ -152,3 +156,16 @@ def _adaptable_modules(manager: Any) -> dict[str, torch.nn.Module]:
         if not isinstance(module, VocabParallelEmbeddingWithLoRA):
             adaptable |= dict.fromkeys(manager.packed_modules.get(name, [name]), module)
     return adaptable
+
+
+def _expert_sizes(manager: Any) -> dict[str, ExpertSizes]:
+    """Modules with experts that take LoRA by vLLM name, all workers' parts together."""
+    from vllm.lora.layers import FusedMoEWithLoRA
+
+    found: dict[str, ExpertSizes] = {}
+    for name, module in manager.modules.items():
+        if isinstance(module, FusedMoEWithLoRA):
+            config = module.moe_config
+            inner = config.intermediate_size_per_partition_unpadded * module.tp_size
+            found[name] = (config.num_logical_experts, inner, config.hidden_dim_unpadded)
+    return found

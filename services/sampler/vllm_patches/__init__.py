@@ -17,6 +17,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from services.sampler.vllm_patches import (
+    experts_cpu,
     image_attention_cpu,
     kernels_cpu,
     lm_head_adapters,
@@ -36,6 +37,7 @@ PATCHES = (
     parameter_names,  # before_model
     image_attention_cpu,  # before_model, on CPU; by vllm_launch and after_model too
     punica_cpu,  # before_model, on CPU
+    experts_cpu,  # before_model, on CPU
     punica_gpu,  # before_model, on GPU
     kernels_cpu,  # before_model, on CPU
     routed_experts,  # before_model; its scheduler by vllm_launch
@@ -54,6 +56,7 @@ def before_model() -> None:
     routed_experts.apply()
     if current_platform.is_cpu():
         punica_cpu.apply()
+        experts_cpu.apply()
         kernels_cpu.apply()
         image_attention_cpu.apply()
     else:

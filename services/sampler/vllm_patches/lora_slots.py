@@ -45,11 +45,19 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class SlotPlan:
-    """Which pieces of the adapters of one layout go where, for each slot; the first `dense_count` into whole rows."""
+    """Where the adapters of one layout go.
+
+    Attributes:
+        pieces: What is copied.
+        targets: Where, for each slot.
+        dense_count: How many of them, the first, are whole rows.
+        switches: For each slot, integers [] that are 1 while it holds such an adapter: of experts that it adapts.
+    """
 
     pieces: list[Piece]
     targets: list[list[torch.Tensor]]
     dense_count: int
+    switches: list[list[torch.Tensor]]
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The pieces of an adapter."""
@@ -105,8 +113,8 @@ class LoraSlots:
         ]
         self._modules: dict[str, BaseLayerWithLoRA] = dict(manager.modules)
         self._slot_count: int = manager.lora_slots
-        if manager._is_moe or manager.is_pooling_model:
-            raise TypeError("adapters are served for dense language models only")
+        if manager.is_pooling_model:
+            raise TypeError("adapters are served for language models only")
         self._zeroed = [self._reset_targets(slot) for slot in range(self._slot_count)]
         # What a slot holds; nothing is known of what vLLM tried out while it started.
         self._held: list[SlotPlan | None] = [None] * self._slot_count
@@ -128,7 +136,9 @@ class LoraSlots:
         model = build(flat)
         tensor_count = 2 * len(model.loras)
         self._manager._create_merged_loras_inplace(model)
-        recorded = [self._copies(slot, model) for slot in range(self._slot_count)]
+        written = [self._write(slot, model) for slot in range(self._slot_count)]
+        switches = [[target for target, number in some.filled if number == 1] for some in written]
+        recorded = [[(target, part) for target, part in some.copied if part.is_meta] for some in written]
         if any(part.untyped_storage()._cdata != flat.untyped_storage()._cdata for _, part in recorded[0]):
             raise TypeError("vLLM changes adapters on their way into its slots: lora_slots.py was written for 0.32.0")
         if len(recorded[0]) < tensor_count:
@@ -137,7 +147,7 @@ class LoraSlots:
             copies.sort(key=lambda copy: not copy[0].is_contiguous())
         pieces = [Piece(tuple(part.size()), part.stride(), int(part.storage_offset())) for _, part in recorded[0]]
         dense_count = sum(target.is_contiguous() for target, _ in recorded[0])
-        return SlotPlan(pieces, [[target for target, _ in copies] for copies in recorded], dense_count)
+        return SlotPlan(pieces, [[target for target, _ in copies] for copies in recorded], dense_count, switches)
 
     @torch.inference_mode()
     def set_lora(self, index: int, adapter: PlannedAdapter, _: None = None) -> None:
@@ -145,6 +155,8 @@ class LoraSlots:
         plan, parts = adapter.plan, adapter.parts
         if self._held[index] is not plan:  # another of the same layout is overwritten to its last element
             self.reset_lora(index)
+            if plan.switches[index]:
+                torch._foreach_add_(plan.switches[index], 1)
         if parts[0].is_cuda:
             parts[0].record_stream(torch.cuda.current_stream())
         # Apart, for torch's GPU kernels take many tensors at once only if all of them are dense.
@@ -159,7 +171,8 @@ class LoraSlots:
     def reset_lora(self, index: int) -> None:
         """Empties a slot. Called by vLLM."""
         self._held[index] = None
-        torch._foreach_zero_(self._zeroed[index])
+        for some in self._zeroed[index]:
+            torch._foreach_zero_(some)
 
     def _load_adapter(self, request: LoRARequest) -> LoRAModel:
         """Takes the place of WorkerLoRAManager._load_adapter."""
@@ -171,41 +184,50 @@ class LoraSlots:
         self._manager._registered_adapters[model.id] = model
 
     @torch.inference_mode()
-    def _reset_targets(self, slot: int) -> list[torch.Tensor]:
+    def _reset_targets(self, slot: int) -> list[list[torch.Tensor]]:
+        """What is emptied of a slot, by element type: torch's GPU kernels take many tensors only if they share it."""
         recorder = _Recorder()
         with recorder:
             for module in self._modules.values():
                 module.reset_lora(slot)
-        if not recorder.written:
+        if not recorder.filled or any(number != 0 for _, number in recorder.filled):
             raise TypeError("vLLM empties its slots in another way than that of 0.32.0")
-        return [target for target, _ in recorder.written]
+        targets: dict[torch.dtype, list[torch.Tensor]] = {}
+        for target, _ in recorder.filled:
+            targets.setdefault(target.dtype, []).append(target)
+        return list(targets.values())
 
-    def _copies(self, slot: int, model: LoRAModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _write(self, slot: int, model: LoRAModel) -> "_Recorder":
+        """What vLLM would write to put an adapter on the meta device into a slot."""
         recorder = _Recorder()
         with recorder:
             for name, layer in model.loras.items():
                 self._modules[name].set_lora(slot, layer.lora_a, layer.lora_b)
-        return [(target, part) for target, part in recorder.written if part is not None and part.is_meta]
+        return recorder
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what would be filled (source None) or copied, (target, source), instead of doing it.
+    """Notes what would be filled with a number, and what would be copied, instead of doing it.
 
     A worker of several joins its rows of q, k and v before it copies them: such a source is noted part by part.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.written: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.filled: list[tuple[torch.Tensor, float]] = []
+        self.copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._joined: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
         if func in (aten.fill_.Tensor, aten.fill_.Scalar, aten.zero_.default):
-            self.written.append((args[0], None))
+            self.filled.append((args[0], float(args[1]) if len(args) > 1 else 0.0))
+            return args[0]
+        if func is aten.copy_.default and args[1].dim() == 0 and not args[1].is_meta:  # how torch fills a scalar
+            self.filled.append((args[0], float(args[1])))
             return args[0]
         if func is aten.copy_.default:
-            self.written += self._copies(*args[:2])
+            self.copied += self._copies(*args[:2])
             return args[0]
         made = func(*args, **(kwargs or {}))
         if func is aten.cat.default and args[1:] in ((), (0,)):

@@ -41,11 +41,15 @@ def apply() -> None:
 
 
 class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore[misc]
-    """Applies adapters to runs of rows; takes the place of vLLM's PunicaWrapperCPU."""
+    """Applies adapters to runs of rows; takes the place of vLLM's PunicaWrapperCPU.
+
+    Attributes:
+        token_runs: Those of the next step's tokens.
+    """
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **_: object) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device)
-        self._token_runs: list[Run] = []
+        self.token_runs: list[Run] = []
         self._logits_runs: list[Run] = []
         self._ranks: dict[int, int] = {}
 
@@ -59,7 +63,7 @@ class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore
         """Takes over which adapter each row of the next step uses."""
         self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
         slots = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
-        self._token_runs = _runs(mapping.index_mapping, slots, self._ranks)
+        self.token_runs = _runs(mapping.index_mapping, slots, self._ranks)
         self._logits_runs = _runs(mapping.prompt_mapping, slots, self._ranks)
 
     def add_shrink(
@@ -68,7 +72,7 @@ class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore
         """y[i] += x @ A[i]^T * scale, for y of [slices, N, R] and x of [N, I]."""
         x_NI = x.view(-1, x.shape[-1])
         for y_NR, a_SxRI in zip(y, lora_a_stacked, strict=True):
-            for start, end, slot, _rank in self._token_runs:
+            for start, end, slot, _rank in self.token_runs:
                 y_NR[start:end] += (x_NI[start:end].to(y_NR.dtype) @ _matrix(a_SxRI, slot, y_NR.dtype).T) * scale
 
     def add_expand(
@@ -85,7 +89,7 @@ class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore
         y_NO = y.view(-1, y.shape[-1])
         offset = offset_start
         for x_NR, b_SxOR, width in zip(x, lora_b_stacked, output_slices, strict=True):
-            for start, end, slot, _rank in self._token_runs:
+            for start, end, slot, _rank in self.token_runs:
                 delta = (x_NR[start:end] @ _matrix(b_SxOR, slot, x_NR.dtype).T).to(y_NO.dtype)
                 target = y_NO[start:end, offset : offset + width]
                 target.copy_(target + delta if add_inputs else delta)
@@ -107,12 +111,12 @@ class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore
         **_: object,
     ) -> None:
         """y += x @ A^T @ B^T * scale in float32, for each slice of a packed projection."""
-        if not self._token_runs:
+        if not self.token_runs:
             return
         x_NI, y_NO = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         offset = 0
         for a_SxRI, b_SxOR, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            for run in self._token_runs:
+            for run in self.token_runs:
                 _apply(y_NO[:, offset : offset + width], x_NI, a_SxRI, b_SxOR, run, scale)
             offset += width
 

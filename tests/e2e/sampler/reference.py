@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fovea.wire.features import FeatureTensors
+from services.sampler.engine.manifest_check import checkpoint_shapes
 
 ALPHA = 32.0
 StateDict = dict[str, torch.Tensor]
@@ -43,8 +44,16 @@ class Reference:
         halves = {name for name in adapter if name.endswith(".lora_A.weight")}
         for name in halves:
             path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            linear = self.module.get_submodule(path)
             delta = (ALPHA / rank) * adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
+            parent, _, part = path.rpartition(".")
+            if part in (
+                "w1",
+                "w2",
+                "w3",
+            ):  # delta [experts, outputs, inputs], of factors that are there once or for each
+                _add_to_experts(self.module.get_submodule(parent), part, delta)
+                continue
+            linear = self.module.get_submodule(path)
             linear.weight = torch.nn.Parameter(linear.weight.detach().clone() + delta)
         return self
 
@@ -80,6 +89,34 @@ class Reference:
         return ((by_channel - mean[:, None]) / std[:, None]).view(len(patches), -1)
 
 
+def _add_to_experts(experts: torch.nn.Module, part: str, delta: torch.Tensor) -> None:
+    """Adds to gate (w1), down (w2) or up (w3) of all experts of a layer."""
+    with torch.no_grad():
+        gate, up = experts.gate_up_proj.chunk(2, dim=1)
+        {"w1": gate, "w2": experts.down_proj, "w3": up}[part].add_(delta)
+
+
+def expert_factors(experts: torch.nn.Module, rank: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes of A and B by part: those at the width of the model are there once for all experts of a layer."""
+    count, outer, inner = experts.down_proj.shape
+    outside = ((1, rank, outer), (count, inner, rank))
+    return {"w1": outside, "w2": ((count, rank, inner), (1, outer, rank)), "w3": outside}
+
+
+def as_in_files(state: StateDict, model: Path) -> StateDict:
+    """Parameters of transformers' modules as the files of a checkpoint have them: experts apart, or transposed."""
+    shapes, found = checkpoint_shapes(model), {}
+    for name, tensor in state.items():
+        prefix, _, projection = name.rpartition(".")
+        if name in shapes:
+            found[name] = tensor if tuple(tensor.shape) == shapes[name] else tensor.mT.contiguous()
+            continue
+        parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+        for part, half in zip(parts, tensor.chunk(len(parts), dim=1), strict=True):
+            found |= {f"{prefix}.{expert}.{part}.weight": one.contiguous() for expert, one in enumerate(half)}
+    return found
+
+
 def random_adapter(reference: Reference, rank: int, seed: int, scale: float = 0.05) -> dict[str, torch.Tensor]:
     """An adapter of attention, MLP, vision tower, mergers and unembedding, big enough to be seen in every logprob."""
     generator = torch.Generator().manual_seed(seed)
@@ -90,4 +127,9 @@ def random_adapter(reference: Reference, rank: int, seed: int, scale: float = 0.
             prefix = f"base_model.model.{name}"
             adapter[f"{prefix}.lora_A.weight"] = torch.randn(rank, in_width, generator=generator) * scale
             adapter[f"{prefix}.lora_B.weight"] = torch.randn(out_width, rank, generator=generator) * scale
+        elif name.endswith(".experts"):
+            for part, (a_shape, b_shape) in expert_factors(module, rank).items():
+                prefix = f"base_model.model.{name}.{part}"
+                adapter[f"{prefix}.lora_A.weight"] = torch.randn(a_shape, generator=generator) * scale
+                adapter[f"{prefix}.lora_B.weight"] = torch.randn(b_shape, generator=generator) * scale
     return adapter

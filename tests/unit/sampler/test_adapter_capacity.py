@@ -56,6 +56,23 @@ def test_without_shapes() -> None:
     assert (room({}).batched, room({}).held_bytes) == (4, GIB // 4)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_experts_share_their_outer_factors(together: bool, transposed: bool) -> None:
+    """Two layers of 4 experts of width 5 in a model of width 3; its router takes an adapter of vLLM's too."""
+    both, down = ((3, 10), (5, 3)) if transposed else ((10, 3), (3, 5))
+    apart = {"gate_proj.weight": (5, 3), "up_proj.weight": (5, 3), "down_proj.weight": (3, 5)}
+    one = {"gate_up_proj": (4, *both), "down_proj": (4, *down)}
+    each = {f"{expert}.{name}": shape for name, shape in apart.items() for expert in range(4)}
+    shapes: dict[str, Any] = {"model.embed_tokens.weight": (4, 3), "lm_head.weight": (4, 3)}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp"
+        shapes |= {f"{prefix}.experts.{name}": shape for name, shape in (one if together else each).items()}
+        shapes |= {f"{prefix}.gate.weight": (4, 3), f"{prefix}.shared_expert.up_proj.weight": (6, 3)}
+    per_layer = 3 * (4 * 5 + 3) + (4 + 3) + (6 + 3)
+    assert room(shapes).adapter_bytes == 2 * RANK * (2 * per_layer + 7)
+
+
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3"])
 def test_the_largest_adapter_of_a_model_is_what_it_takes(kind: str) -> None:
     model = tinyvlm.ensure(kind)

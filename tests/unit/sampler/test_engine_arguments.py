@@ -70,6 +70,7 @@ def test_what_a_setting_fills_in_is_refused_with_its_name(tmp_path: Path) -> Non
     filled -= {*vllm_launch._common_arguments(plain, AdapterCapacity(0, 0, 0))}
     assert filled == {"block_size", "kv_cache_memory_bytes", "enable_lora", "max_loras", "max_lora_rank"} | {
         "max_cpu_loras",
+        "enable_moe_shared_loras",
         "enable_tower_connector_lora",
     }
     for name in filled:

@@ -69,6 +69,40 @@ def test_what_vllm_leaves_out_need_not_be_sent() -> None:
     assert "mtp.fc.weight" in ManifestChecker(SHAPES | drafts, str, set(), set(), max_rank=8).problem(full())
 
 
+def experts(rank: int = 2, **changes: tuple[int, ...] | None) -> dict[str, tuple[int, ...]]:
+    """An adapter of three experts of width 5 in a model of width 4, some shapes changed or left out."""
+    shapes: dict[str, tuple[int, ...] | None] = {
+        "w1.lora_A": (1, rank, 4),
+        "w1.lora_B": (3, 5, rank),
+        "w2.lora_A": (3, rank, 5),
+        "w2.lora_B": (1, 4, rank),
+        "w3.lora_A": (1, rank, 4),
+        "w3.lora_B": (3, 5, rank),
+    }
+    return {
+        f"{PREFIX}model.experts.{name}.weight": shape for name, shape in (shapes | changes).items() if shape is not None
+    }
+
+
+def test_experts() -> None:
+    parts = {f"vllm.model.experts.w{number}" for number in (1, 2, 3)}
+    checking = ManifestChecker(
+        SHAPES, lambda name: f"vllm.{name}", set(), parts, max_rank=8, experts={"vllm.model.experts": (3, 5, 4)}
+    )
+    assert checking.problem(adapter(experts())) == ""
+    assert checking.problem(adapter(experts(rank=8), rank=8)) == ""
+    for wrong, problem in (
+        (experts(**{"w1.lora_A": (3, 2, 4)}), "w1.lora_A.weight has shape [3, 2, 4], must be [1, 2, 4]"),
+        (experts(**{"w2.lora_B": (3, 4, 2)}), "w2.lora_B.weight has shape [3, 4, 2], must be [1, 4, 2]"),
+        (experts(**{"w2.lora_A": (3, 2, 4)}), "must be [3, 2, 5]"),
+        (experts(**{"w3.lora_B": (2, 5, 2)}), "must be [3, 5, 2]"),
+        (experts(**{"w3.lora_A": None}), "the adapter of model.experts.w3 has lora_B only"),
+        (experts(**{"w3.lora_A": None, "w3.lora_B": None}), "the adapter of model.experts lacks w3"),
+        (pair("model.experts.0.gate_proj", 5, 4), "has no module model.experts.0.gate_proj"),
+    ):
+        assert problem in checking.problem(adapter(wrong))
+
+
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [

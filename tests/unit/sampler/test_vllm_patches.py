@@ -25,6 +25,8 @@ from vllm.lora import model_manager
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.lora.ops.torch_ops import bgmv_shrink
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unquantized_moe_backend
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
@@ -48,6 +50,7 @@ from services.sampler import vllm_patches
 from services.sampler.vllm_patches import kernels_cpu, lm_head_adapters, parameter_names, tied_head
 
 WRITTEN_AGAINST = {
+    "vllm.lora.layers.fused_moe:FusedMoEWithLoRA.set_lora": "414a3ed95b69dbc3",
     "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.create_lora_weights": "95a26fe046bf88f3",
     "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper": "932915972fb830e2",
     "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec": "b615d66aa36074b4",
@@ -178,6 +181,8 @@ def test_vllm_still_needs_parameter_names() -> None:
     assert "params_dict = dict(self.named_parameters())" in source(
         "vllm.model_executor.models.pixtral:PixtralHFVisionModel.load_weights"
     )
+    named = source("vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts.get_expert_mapping")
+    assert "lora_base_layer_prefix=self.lora_base_layer_prefix" in named
     lfm2 = Lfm2VLForConditionalGeneration.hf_to_vllm_mapper
     assert not lfm2.orig_to_new_substr
     name = lfm2.map_name("model.language_model.layers.0.conv.in_proj.lora_A.weight")
@@ -193,6 +198,18 @@ def test_vllm_still_needs_punica_cpu() -> None:
     assert out.any(), "a row without an adapter no longer gets the last slot's"
     with pytest.raises((RuntimeError, IndexError)):  # three rows of one request's prompt
         bgmv_shrink(torch.ones(3, 8), slots, torch.zeros(3, 4), torch.tensor([1, 0]))
+
+
+def test_vllm_still_needs_experts_cpu() -> None:
+    chosen, _ = select_unquantized_moe_backend(SimpleNamespace(is_lora_enabled=True))
+    assert chosen.name != "CPU", "vLLM has experts with LoRA on CPU now"
+    assert not CPUUnquantizedExperts.supports_lora()
+    experts = "vllm.model_executor.layers.fused_moe"
+    setting_up = source(f"{experts}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel")
+    _, _, first_time = setting_up.partition("if not is_weight_update:")
+    assert "fused_experts.process_weights_after_loading" in first_time, "later weights are packed as well now"
+    assert "cpu_prepack" in source(f"{experts}.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading")
+    unchanged("vllm.lora.layers.fused_moe:FusedMoEWithLoRA.set_lora")
 
 
 def test_vllm_still_needs_punica_gpu() -> None:

@@ -1,0 +1,113 @@
+"""Mixtures of experts: the base, adapters of experts and whole weights, each in a sampler of its own.
+
+An adapter has what Tinker's have ("shared outer"): of the factors at the width of the model one for all experts.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from fovea.client.sampler import SamplerClient
+from fovea.wire.errors import InvalidInput
+from tests.e2e.sampler.asking import Answer, ask, rendered, request_for
+from tests.e2e.sampler.process import running_sampler
+from tests.e2e.sampler.reference import Reference, as_in_files, random_adapter
+from tests.e2e.sampler.sender import Sender
+from tests.e2e.sampler.test_weights import trained
+from tinyvlm.families import ensure_family
+
+TOLERANCE = 1e-4
+PROMPTS = [np.random.default_rng(seed).integers(0, 400, 30 + 9 * seed).astype(np.int32) for seed in range(4)]
+
+
+@dataclass
+class Served:
+    """A model behind a sampler, and the same in transformers."""
+
+    model: Path
+    client: SamplerClient
+    sender: Sender
+
+    async def scored(self, tokens: npt.NDArray[np.int32], snapshot_id: str = "") -> Answer:
+        """The prompt's logprobs and a greedy continuation."""
+        prompt = rendered([tokens.tolist()])
+        return await ask(
+            self.client, request_for(prompt, snapshot_id, prompt_logprobs=True, max_tokens=4, temperature=0.0)
+        )
+
+    async def gap(self, expected: Reference, snapshot_id: str = "") -> float:
+        """The largest difference to transformers over all prompts, which are asked at once."""
+        answers = await asyncio.gather(*(self.scored(tokens, snapshot_id) for tokens in PROMPTS))
+        return max(_gap(answer, expected, tokens) for answer, tokens in zip(answers, PROMPTS, strict=True))
+
+
+def _gap(answer: Answer, expected: Reference, tokens: npt.NDArray[np.int32]) -> float:
+    return float(np.abs(answer.prompt_logprobs - expected.prompt_logprobs(tokens))[1:].max())
+
+
+@pytest.fixture(scope="module")
+async def served() -> AsyncIterator[Served]:
+    """The text model, with three slots."""
+    model = ensure_family("qwen3_moe")
+    with running_sampler(model, "--max-loras", "3", "--max-adapters", "8") as sampler:
+        async with SamplerClient(sampler.address) as client:
+            yield Served(model, client, await Sender(client).join())
+
+
+async def test_base_and_adapters_in_one_batch(served: Served) -> None:
+    """Of other ranks, with experts alone and without them, and more of them than slots."""
+    base = Reference(served.model)
+    whole, small = random_adapter(base, 16, seed=1), random_adapter(base, 4, seed=2)
+    adapters = {
+        "whole@1": (whole, 16),
+        "small@1": (small, 4),
+        "experts@1": ({name: tensor for name, tensor in small.items() if ".experts." in name}, 4),
+        "rest@1": ({name: tensor for name, tensor in whole.items() if ".experts." not in name}, 16),
+    }
+    expected = {"": base}
+    for name, (adapter, rank) in adapters.items():
+        await served.sender.push(name, adapter, rank)
+        expected[name] = Reference(served.model).merge(adapter, rank)
+        assert await served.gap(expected[name], name) < TOLERANCE, name
+    assert _gap(await served.scored(PROMPTS[0], "experts@1"), base, PROMPTS[0]) > 0.1, "experts are not adapted"
+    asked = [(name, tokens) for tokens in PROMPTS for name in expected]
+    answers = await asyncio.gather(*(served.scored(tokens, name) for name, tokens in asked))
+    for answer, (name, tokens) in zip(answers, asked, strict=True):
+        assert _gap(answer, expected[name], tokens) < TOLERANCE, name
+
+
+async def test_full_weights_twice(served: Served) -> None:
+    """In the layout of the files; the adapter that was there before is there again with its base."""
+    base = Reference(served.model)
+    adapter = random_adapter(base, 4, seed=3)
+    await served.sender.push("before@1", adapter, 4)
+    for number in range(2):
+        state, name = trained(base, number), f"full@{number}"
+        await served.sender.push(name, as_in_files(state, served.model))
+        assert await served.gap(Reference(served.model, state), name) < TOLERANCE
+    await served.sender.push("", as_in_files(base.parameters(), served.model))
+    assert await served.gap(base) < TOLERANCE
+    assert await served.gap(Reference(served.model).merge(adapter, 4), "before@1") < TOLERANCE
+
+
+async def test_adapters_that_do_not_fit_are_refused_by_name(served: Served) -> None:
+    adapter = random_adapter(Reference(served.model), 4, seed=1)
+    first = "base_model.model.model.layers.0.mlp.experts"
+    for_each = adapter[f"{first}.w1.lora_A.weight"].expand(8, -1, -1)
+    lacking = {name: tensor for name, tensor in adapter.items() if ".w3." not in name}
+    for wrong, problem in (
+        (
+            adapter | {f"{first}.w1.lora_A.weight": for_each},
+            r"w1.lora_A.weight has shape \[8, 4, 128\], must be \[1, 4",
+        ),
+        (lacking, r"layers.\d.mlp.experts lacks w3"),
+        (adapter | {f"{first}.0.gate_proj.lora_A.weight": for_each[0]}, "cannot adapt .*experts.0.gate_proj"),
+    ):
+        with pytest.raises(InvalidInput, match=problem):
+            await served.sender.push("wrong@1", wrong, 4)
+    assert await served.gap(Reference(served.model)) < TOLERANCE

@@ -1,0 +1,46 @@
+"""Which experts take full weights: kernels that keep them in a form of their own do so once, when vLLM starts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from services.sampler.engine import weight_loading
+
+
+class Method:
+    """What vLLM knows of a kernel of experts."""
+
+    def __init__(self, backend: UnquantizedMoeBackend) -> None:
+        self.unquantized_backend = backend
+
+
+def model(method: Any, adapted: bool) -> nn.Module:
+    """A model with one layer of experts."""
+    experts = RoutedExperts.__new__(RoutedExperts)
+    nn.Module.__init__(experts)
+    experts.quant_method = method
+    if adapted:
+        experts.quant_method = FusedMoEModularMethod.__new__(FusedMoEModularMethod)
+        nn.Module.__init__(experts.quant_method)
+        experts.quant_method.old_quant_method = method
+    return nn.ModuleList([experts, nn.Linear(1, 1)])
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("backend", ["TRITON", "BATCHED_TRITON", "CPU"])
+def test_experts_that_are_read_as_they_come(backend: str, adapted: bool) -> None:
+    assert weight_loading.problem(model(Method(UnquantizedMoeBackend[backend]), adapted)) == ""
+
+
+def test_experts_in_a_form_of_their_own() -> None:
+    """Without adapters vLLM brings later weights into that form; of a quantized method nothing is known."""
+    packing = Method(UnquantizedMoeBackend.FLASHINFER_TRTLLM)
+    assert weight_loading.problem(model(packing, adapted=False)) == ""
+    for method in (packing, SimpleNamespace()):
+        assert "another form" in weight_loading.problem(model(method, adapted=True))
+    assert weight_loading.problem(nn.Linear(1, 1)) == ""
