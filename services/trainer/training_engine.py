@@ -268,7 +268,7 @@ class TrainingEngine:
         _, specs = self._snapshots.describe_full(command.snapshot_id, self._live_full())
         shards = self._snapshots.locals_of(command.snapshot_id, self._live_full())
         like = dict(self._sharded.named_shards())
-        whole = weight_files.gathered(shards, like)
+        whole = weight_files.gathered(shards, like, self._sharded.module.expert_layouts)
         if self._groups is None:
             deque(whole, maxlen=0)  # this rank takes part in the gathering and sends nothing
             return ""

@@ -12,6 +12,7 @@ an expert, G = 2 I, R rank; of any product N inputs, O outputs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Self
 
 import torch
@@ -24,6 +25,17 @@ from services.trainer.model.lora_linear import add_product, gradient_of
 
 EXPERTS_IMPLEMENTATION = "fovea"
 """The name of `experts_forward` among transformers' implementations."""
+
+
+class ExpertLayout(StrEnum):
+    """How the files of a checkpoint hold the experts of a layer, which a module has as [E, O, N]."""
+
+    ONE_BY_ONE = "one by one"
+    """A matrix [O, N] for each expert and projection, `experts.7.gate_proj.weight`."""
+    TRANSPOSED = "transposed"
+    """[E, N, O]."""
+    AS_IN_MODULE = "as in the module"
+
 
 _ALIGNMENT_BYTES = 16
 """Of rows, for torch's grouped products."""

@@ -36,7 +36,7 @@ from fovea.runtime.model_files import read_added_tokens
 from fovea.vision.vision_family import VisionFamily
 from services.trainer.batches.micro_batch import Batch, TowerInput
 from services.trainer.batches.vision_cache import VisionOutput, split_output
-from services.trainer.model.experts import is_experts
+from services.trainer.model.experts import ExpertLayout, is_experts
 from services.trainer.model.lora_linear import LoraPair
 from services.trainer.model.model_family import Family, PatchNormalizer, family_of
 from services.trainer.model.target_logprobs import target_logprobs
@@ -82,6 +82,12 @@ class PackedModel(nn.Module):
     def file_names(self) -> dict[str, str]:
         """See `file_names`; known once the weights are read."""
         return file_names(self.hf)
+
+    @cached_property
+    def expert_layouts(self) -> dict[str, ExpertLayout]:
+        """How the files hold the experts, by their names in the model; known once the weights are read."""
+        layout = _expert_layout(self.hf)
+        return {name: layout for name, _ in self.hf.named_parameters() if _is_of_experts(self.hf, name)}
 
     def forward(
         self,
@@ -174,12 +180,26 @@ def file_names(model: PreTrainedModel) -> dict[str, str]:
     some lie there in another shape.
     """
     every = [name for name, _ in (*model.named_parameters(), *constants(model))]
-    experts = {name: name for name in every if is_experts(model.get_submodule(name.rpartition(".")[0]))}
+    experts = {name: name for name in every if _is_of_experts(model, name)}
     alone = {name: torch.empty(0) for name in every if name not in experts}
     names = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(alone)).items()}
     if changed := [name for name, tensor in alone.items() if id(tensor) not in names]:
         raise ValueError(f"{changed[0]} of {model.config.model_type} has another shape in checkpoints: not supported")
     return {name: experts.get(name) or names[id(alone[name])] for name in every}
+
+
+def _is_of_experts(model: PreTrainedModel, name: str) -> bool:
+    return is_experts(model.get_submodule(name.rpartition(".")[0]))
+
+
+def _expert_layout(model: Any) -> ExpertLayout:
+    """By the conversions that the files went through when they were read."""
+    converters = [one for one in model._weight_conversions if isinstance(one, WeightConverter)]
+    own = [one for one in converters if any(".experts." in name for name in one.target_patterns)]
+    steps = {type(step) for one in own for step in one.operations}
+    if MergeModulelist in steps:
+        return ExpertLayout.ONE_BY_ONE
+    return ExpertLayout.TRANSPOSED if Transpose in steps else ExpertLayout.AS_IN_MODULE
 
 
 def constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ from fovea.wire.conventions import SNAPSHOT_FILE
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
 from fovea.wire.manifest import SnapshotDigest, padded_bytes
 from services.trainer.command_queue import TakeSnapshot
+from services.trainer.model.experts import ExpertLayout
 from services.trainer.model.lora import PEFT_PREFIX, LoraWeights
 from services.trainer.model.memory_budget import MemoryBudget
 from services.trainer.model.sharding import ShardedModel, local_of
@@ -64,7 +65,7 @@ class SnapshotTaker:
         self._model_dir = model_dir
         self._base_model = base_model
         self._base_identity: weights_pb2.Snapshot | None = None
-        self._layouts: WeakKeyDictionary[LoraWeights, _Layout] = WeakKeyDictionary()
+        self._packings: WeakKeyDictionary[LoraWeights, _Layout] = WeakKeyDictionary()
 
     def take(self, command: TakeSnapshot, model: TrainedModel) -> weights_pb2.Snapshot:
         """Freezes a model, in storage too if asked. Raises AlreadyExists for a name that other weights have."""
@@ -86,10 +87,10 @@ class SnapshotTaker:
             held = self._held_full(snapshot_id)
             return held.identity, held.specs
         like = dict(self._sharded.named_shards())
-        specs = specs_of(like)
+        specs = self._specs_of(like)
         if self._base_identity is None:
             self._base_identity = weights_pb2.Snapshot(
-                digest=digest_of(specs, weight_files.gathered(self._base_locals(live), like)),
+                digest=digest_of(specs, weight_files.gathered(self._base_locals(live), like, self._layouts)),
                 size_bytes=size_of(specs),
                 kind=weights_pb2.SNAPSHOT_KIND_FULL,
             )
@@ -108,10 +109,18 @@ class SnapshotTaker:
                 self._adapters.put(held)
             return held
         like = dict(self._sharded.named_shards())
-        shards = self._control.agree(lambda: weight_files.read_shards(Folder.at(uri), like))
-        held = StoredSnapshot(identity, shards, specs_of(like), None)
+        shards = self._control.agree(lambda: weight_files.read_shards(Folder.at(uri), like, self._layouts))
+        held = StoredSnapshot(identity, shards, self._specs_of(like), None)
         self._full.put(held)
         return held
+
+    @property
+    def _layouts(self) -> Mapping[str, ExpertLayout]:
+        return self._sharded.module.expert_layouts
+
+    def _specs_of(self, shards: Mapping[str, Tensor]) -> list[weights_pb2.TensorSpec]:
+        """What full parameters are on the wire: as the checkpoint's files hold them."""
+        return specs_of(weight_files.in_files(shards, self._layouts))
 
     def _held_full(self, snapshot_id: str) -> StoredSnapshot:
         held = self._full.get(snapshot_id)
@@ -126,9 +135,9 @@ class SnapshotTaker:
 
     def _take_adapter(self, identity: weights_pb2.Snapshot, model: AdapterModel, uri: str) -> weights_pb2.Snapshot:
         live = model.weights.flat.detach()
-        if model.weights not in self._layouts:
-            self._layouts[model.weights] = _Layout.of(dict(model.weights.named(live)))
-        layout = self._layouts[model.weights]
+        if model.weights not in self._packings:
+            self._packings[model.weights] = _Layout.of(dict(model.weights.named(live)))
+        layout = self._packings[model.weights]
         device = self._device_for(self._adapters, layout.packed_bytes, identity.model_id)
         flat = live.to(device, copy=True)
         data = flat.view(torch.uint8)
@@ -149,12 +158,12 @@ class SnapshotTaker:
         return identity
 
     def _take_full(self, identity: weights_pb2.Snapshot, model: FullModel, uri: str) -> weights_pb2.Snapshot:
-        specs = specs_of(model.shards)
+        specs = self._specs_of(model.shards)
         identity.kind = weights_pb2.SNAPSHOT_KIND_FULL
         identity.size_bytes = size_of(specs)
         self._full.make_room(identity, identity.size_bytes)
         copies = self._control.agree(lambda: self._copied(model, identity.model_id))
-        identity.digest = digest_of(specs, weight_files.gathered(copies, model.shards))
+        identity.digest = digest_of(specs, weight_files.gathered(copies, model.shards, self._layouts))
         _refuse_reuse(self._full.get(identity.snapshot_id), identity)
         if uri:
             self._write_full(identity, copies, model, uri)
@@ -178,8 +187,9 @@ class SnapshotTaker:
         self, identity: weights_pb2.Snapshot, copies: dict[str, Tensor], model: FullModel, uri: str
     ) -> None:
         target, staging = stage_together(self._control, uri)
-        whole = weight_files.gathered(copies, model.shards)
-        weight_files.write_checkpoint(zip(copies, whole, strict=True), staging, self._model_dir, self._control)
+        whole = weight_files.gathered(copies, model.shards, self._layouts)
+        names = weight_files.in_files(model.shards, self._layouts)
+        weight_files.write_checkpoint(zip(names, whole, strict=True), staging, self._model_dir, self._control)
 
         def finish() -> None:
             staging.write(SNAPSHOT_FILE, _identity_json(identity))

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fovea.wire.errors import InvalidInput
+from services.trainer.model.experts import ExpertLayout
 from services.trainer.model.lora import PEFT_PREFIX
 from services.trainer.model.sharding import full_of
 from services.trainer.ranks.control_group import ControlGroup
@@ -26,10 +28,51 @@ SHARD_BYTES = 4 * 2**30
 INDEX = "model.safetensors.index.json"
 
 
-def gathered(locals_: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Whole tensors in order, each on the device for as long as it is looked at. Collective."""
+def file_tensors(name: str, tensor: Tensor, layout: ExpertLayout | None) -> Iterator[tuple[str, Tensor]]:
+    """A parameter as a checkpoint's files hold it, with the names there: views.
+
+    Args:
+        layout: Of the experts of a layer, by name; None for any other parameter.
+    """
+    if layout is ExpertLayout.ONE_BY_ONE:
+        parent, _, projection = name.rpartition(".")
+        for index, expert in enumerate(tensor):
+            yield from zip(_expert_files(parent, projection, index), _halves(expert, projection), strict=True)
+    else:
+        yield name, tensor.mT if layout is ExpertLayout.TRANSPOSED else tensor
+
+
+def _expert_files(parent: str, projection: str, index: int) -> list[str]:
+    names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+    return [f"{parent}.{index}.{name}.weight" for name in names]
+
+
+def _halves(expert: Tensor, projection: str) -> tuple[Tensor, ...]:
+    return expert.chunk(2) if projection == "gate_up_proj" else (expert,)
+
+
+def in_files(like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]) -> dict[str, Tensor]:
+    """Names, types and whole shapes of what the files hold, in order: tensors without data."""
+    return {
+        file: part
+        for name, tensor in like.items()
+        for file, part in file_tensors(
+            name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), layouts.get(name)
+        )
+    }
+
+
+def gathered(
+    locals_: Mapping[str, Tensor], like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]
+) -> Iterator[Tensor]:
+    """Whole tensors as and in the order of `in_files`, each on the device for as long as it is looked at. Collective.
+
+    Args:
+        layouts: Of experts, by name.
+    """
     for name, local in locals_.items():
-        yield full_of(local, like[name])
+        for _, part in file_tensors(name, full_of(local, like[name]), layouts.get(name)):
+            yield part
 
 
 def write_checkpoint(
@@ -70,25 +113,29 @@ def _write_rest(folder: Folder, model_dir: Path, files: dict[str, str]) -> None:
             folder.write(path.name, path.read_bytes())
 
 
-def read_shards(folder: Folder, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read_shards(folder: Folder, like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]) -> dict[str, Tensor]:
     """This rank's shards of a checkpoint that `write_checkpoint` wrote, on the host; reads only what it needs.
 
     Raises NotFound if there is none, InvalidInput for one of another shape.
     """
     weight_map: dict[str, str] = json.loads(folder.read(INDEX))["weight_map"]
-    shards: dict[str, Tensor] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for file in sorted(set(weight_map.values())):
+    whole = in_files(like, layouts)
+    if missing := [name for name in whole if name not in weight_map]:
+        raise InvalidInput(f"{folder.path} has no {missing[0]}", field="uri")
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as files:
+        sources: dict[str, Any] = {}
+        for file in sorted({weight_map[name] for name in whole}):
             path = f"{folder.path}/{file}" if _is_local(folder) else f"{scratch}/{file}"
             if not _is_local(folder):
                 folder.files.get_file(f"{folder.path}/{file}", path)
-            with safe_open(path, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
-                    if name in like:
-                        shards[name] = _slice(tensors.get_slice(name), like[name], name)
-    if missing := [name for name in like if name not in shards]:
-        raise InvalidInput(f"{folder.path} has no {missing[0]}", field="uri")
-    return {name: shards[name] for name in like}
+            tensors = files.enter_context(safe_open(path, "pt"))
+            sources |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - it is no mapping
+        for name, tensor in whole.items():
+            if name not in sources:
+                raise InvalidInput(f"{folder.path} has no {name}", field="uri")
+            if (shape := list(sources[name].get_shape())) != list(tensor.shape):
+                raise InvalidInput(f"{name} has shape {shape}, the model needs {list(tensor.shape)}", field="uri")
+        return {name: _part(sources, name, tensor, layouts.get(name)) for name, tensor in like.items()}
 
 
 def _is_local(folder: Folder) -> bool:
@@ -96,16 +143,22 @@ def _is_local(folder: Folder) -> bool:
     return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
 
-def _slice(source: object, like: Tensor, name: str) -> Tensor:
-    shape = tuple(source.get_shape())  # type: ignore[attr-defined]
-    if shape != tuple(like.shape):
-        raise InvalidInput(f"{name} has shape {list(shape)}, the model needs {list(like.shape)}", field="uri")
-    if not isinstance(like, DTensor):
-        whole: Tensor = source[...]  # type: ignore[index]
-        return whole.to(like.dtype)
-    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    ranges = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    part: Tensor = source[ranges]  # type: ignore[index]
+def _part(sources: Mapping[str, Any], name: str, like: Tensor, layout: ExpertLayout | None) -> Tensor:
+    """This rank's part of a parameter, in the type of the model. A sharded one is sharded by its first dimension."""
+    first, count = 0, like.shape[0] if like.dim() else 0
+    if isinstance(like, DTensor):
+        (count, *_), (first, *_) = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    rows = slice(first, first + count)
+    if layout is ExpertLayout.ONE_BY_ONE:
+        parent, _, projection = name.rpartition(".")
+        experts = [
+            [sources[file][...] for file in _expert_files(parent, projection, i)] for i in range(like.shape[0])[rows]
+        ]
+        part = torch.stack([torch.cat(halves) for halves in experts]) if experts else like.new_empty(0, *like.shape[1:])
+    elif layout is ExpertLayout.TRANSPOSED:
+        part = sources[name][rows].mT.contiguous()
+    else:
+        part = sources[name][rows] if like.dim() else sources[name][...]
     return part.to(like.dtype)
 
 

@@ -1,0 +1,49 @@
+"""Full parameters of mixtures of experts as files: those of the base come back tensor by tensor, on two ranks too."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import multiprocessing as processes
+from torch.distributed.device_mesh import init_device_mesh
+
+from services.trainer.model.packed_model import build_model, read_weights
+from services.trainer.model.sharding import ShardedModel, local_of
+from services.trainer.ranks.control_group import ControlGroup
+from services.trainer.settings import TrainerSettings
+from services.trainer.snapshots import weight_files
+from services.trainer.snapshots.checkpoint_folder import Folder
+from tinyvlm.families import ensure_families
+
+NAMES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
+CPU = torch.device("cpu")
+
+
+def _rank(rank: int, size: int, folder: str, directories: dict[str, Path]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+    for name, directory in directories.items():
+        _, _, module = build_model(TrainerSettings(model=str(directory), dtype="float32"), directory, CPU)
+        sharded = ShardedModel(module, init_device_mesh("cpu", (size,)), False)
+        read_weights(module.hf, directory, CPU)
+        like = dict(sharded.named_shards())
+        locals_ = {key: local_of(shard).clone() for key, shard in like.items()}
+        whole = list(weight_files.gathered(locals_, like, module.expert_layouts))
+        files = weight_files.in_files(like, module.expert_layouts)
+        assert [(one.shape, one.dtype) for one in files.values()] == [(one.shape, one.dtype) for one in whole]
+        published = load_file(directory / "model.safetensors")
+        assert set(files) == set(published)
+        assert all(torch.equal(one, published[key]) for key, one in zip(files, whole, strict=True))
+        target = Folder.at(f"{folder}/{name}")
+        Path(target.path).mkdir(exist_ok=True)
+        weight_files.write_checkpoint(zip(files, whole, strict=True), target, directory, ControlGroup())
+        back = weight_files.read_shards(target, like, module.expert_layouts)
+        assert all(torch.equal(back[key], local) for key, local in locals_.items())
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_files_are_laid_out_as_the_base_s(ranks: int, tmp_path: Path) -> None:
+    processes.spawn(_rank, (ranks, str(tmp_path), ensure_families(NAMES)), ranks)  # type: ignore[no-untyped-call]
