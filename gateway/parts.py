@@ -83,7 +83,9 @@ class Parts:
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
         batches = Batches(self.futures, self.renderers, self.custom_losses)
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
-        creating = CreationCommands(self.models, self.checkpoints, self.sessions, self.trainer, timeout_s, patience_s)
+        creating = CreationCommands(
+            self.models, self.checkpoints, self.sessions, self.trainer, self.samplers, timeout_s, patience_s
+        )
         stepping = StepCommands(batches, self.trainer)
         saving = SaveCommands(self.checkpoints, self.sampling, self.trainer, timeout_s)
         commands: dict[Kind, Command] = {

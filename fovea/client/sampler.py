@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 
-from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
+from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc, weights_pb2
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret
 from fovea.wire.conventions import SAMPLER_SERVICE
@@ -48,6 +48,11 @@ class SamplerClient(ServiceClient):
     ) -> AsyncIterator[sampler_pb2.ReceiveSnapshotResponse]:
         """Streams `ready`, then `loaded`."""
         return self._stream(self._stub.ReceiveSnapshot, request, request.timeout_s + 5.0)
+
+    async def check_snapshot(self, manifest: weights_pb2.SnapshotManifest, timeout_s: float = 60.0) -> None:
+        """Raises InvalidInput if no snapshot of this layout could be received."""
+        request = sampler_pb2.CheckSnapshotRequest(manifest=manifest)
+        await self._unary(self._stub.CheckSnapshot, request, timeout_s)
 
     async def drop_snapshot(self, snapshot_id: str, timeout_s: float = 60.0) -> None:
         """Forgets a snapshot."""

@@ -35,12 +35,12 @@ class TrainerClient(ServiceClient):
 
     async def create_model(
         self, model_id: str, lora: weights_pb2.LoraConfig | None, timeout_s: float = COMMAND_TIMEOUT_S
-    ) -> int:
-        """Makes a model, full parameters if `lora` is None; returns the number of trained parameters."""
+    ) -> weights_pb2.SnapshotManifest | None:
+        """Makes a model; returns the layout of its snapshots, or None if `lora` is and all parameters are trained."""
         full = trainer_pb2.FullParameterConfig() if lora is None else None
         request = trainer_pb2.CreateModelRequest(model_id=model_id, lora=lora, full=full)
         response: trainer_pb2.CreateModelResponse = await self._unary(self._stub.CreateModel, request, timeout_s)
-        return response.trainable_parameter_count
+        return response.adapter if response.HasField("adapter") else None
 
     async def delete_model(self, model_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         """Frees a model."""

@@ -18,6 +18,7 @@ from gateway.checkpoints.exports import complete_export, parse_recipients
 from gateway.database.writer import Job
 from gateway.futures.future import Done, Pending, QueueState
 from gateway.replicas import snapshot_pushes
+from gateway.replicas.samplers import Samplers
 from gateway.replicas.snapshot_pushes import KeptSnapshot, id_of_export, id_of_snapshot
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.sampling.sampling_sessions import Sampling
@@ -43,10 +44,12 @@ class CreationCommands:
         checkpoints: Checkpoints,
         sessions: Sessions,
         trainer: TrainerLink,
+        samplers: Samplers,
         timeout_s: float,
         patience_s: float,
     ) -> None:
         self._models, self._checkpoints, self._sessions, self._trainer = models, checkpoints, sessions, trainer
+        self._samplers = samplers
         self._timeout_s, self._patience_s = timeout_s, patience_s
 
     async def create_model(self, model: Model, pending: Pending, blob: bytes) -> Done:
@@ -88,7 +91,7 @@ class CreationCommands:
     async def _create(self, model: Model, request: gateway_pb2.SubmitCreateModelRequest, max_lora_rank: int) -> int:
         if not request.from_path:
             check_lora(model.lora, max_lora_rank)
-            await self._trainer.client.create_model(model.model_id, _kind(model.lora), self._timeout_s)
+            await self._create_servable(model)
             return 0
         checkpoint = await self._checkpoints.find_training(model.owner, request.from_path)
         if checkpoint.base_model != model.base_model:
@@ -97,7 +100,7 @@ class CreationCommands:
                 field="path",
             )
         model.lora = checkpoint.lora
-        await self._trainer.client.create_model(model.model_id, _kind(model.lora), self._timeout_s)
+        await self._create_servable(model)
         try:
             return await self._trainer.client.load_state(
                 model.model_id, checkpoint.uri, request.optimizer, self._timeout_s
@@ -105,6 +108,27 @@ class CreationCommands:
         except FoveaError:
             await self._trainer.client.delete_model(model.model_id, self._timeout_s)
             raise
+
+    async def _create_servable(self, model: Model) -> None:
+        """Has the trainer create a model, and raises InvalidInput for an adapter that the samplers have no place for.
+
+        They are all alike: one that is up is asked. If none is, the first push tells.
+        """
+        client = self._trainer.client
+        adapter = await client.create_model(model.model_id, _kind(model.lora), self._timeout_s)
+        if adapter is None or not self._samplers.up:
+            return
+        try:
+            await self._samplers.up[0].client.check_snapshot(adapter, self._timeout_s)
+        except InvalidInput as error:
+            await client.delete_model(model.model_id, self._timeout_s)
+            raise InvalidInput(
+                f"no sampler could take this adapter: {error.message}; leave out which of train_attn, train_mlp and "
+                "train_unembed that is",
+                field="lora_config",
+            ) from None
+        except FoveaError as error:
+            logger.warning("no sampler said whether it can take model %s: %s", model.model_id, error)
 
     async def load_state(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Loads a checkpoint of the same shape into a model."""

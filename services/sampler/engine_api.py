@@ -169,6 +169,10 @@ class WeightEngine(Protocol):
         """Leaves a transfer group; a broadcast under way fails."""
         ...
 
+    async def check(self, manifest: weights_pb2.SnapshotManifest) -> None:
+        """Raises InvalidInput for a manifest that does not fit the model."""
+        ...
+
     async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
         """Begins to take part in the broadcasts of a snapshot; returns the name of the task.
 

@@ -61,6 +61,10 @@ class SnapshotPushes:
         self._groups.pop(group_id, None)
         await self._engine.leave_group(group_id)
 
+    async def check(self, manifest: weights_pb2.SnapshotManifest) -> None:
+        """Raises InvalidInput for a manifest that does not fit the model."""
+        await self._engine.check(manifest)
+
     async def receive(
         self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float
     ) -> AsyncGenerator[Ready | Loaded]:

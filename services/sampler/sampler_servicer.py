@@ -125,6 +125,12 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             async for phase in phases:
                 yield _encode_phase(phase)
 
+    async def CheckSnapshot(  # noqa: N802
+        self, request: sampler_pb2.CheckSnapshotRequest, context: Context
+    ) -> sampler_pb2.CheckSnapshotResponse:
+        await self._pushes.check(request.manifest)
+        return sampler_pb2.CheckSnapshotResponse()
+
     async def DropSnapshot(  # noqa: N802
         self, request: sampler_pb2.DropSnapshotRequest, context: Context
     ) -> sampler_pb2.DropSnapshotResponse:

@@ -77,8 +77,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if kind is None:
             raise InvalidInput("kind is not set: give lora or full", field="kind")
         lora = self._lora(request.lora) if kind == "lora" else None
-        count: int = await self._queue.submit(command_queue.CreateModel(request.model_id, lora))
-        return trainer_pb2.CreateModelResponse(trainable_parameter_count=count)
+        count, specs = await self._queue.submit(command_queue.CreateModel(request.model_id, lora))
+        adapter = None
+        if lora is not None:
+            kind = weights_pb2.Snapshot(kind=weights_pb2.SNAPSHOT_KIND_ADAPTER)
+            adapter = weights_pb2.SnapshotManifest(
+                snapshot=kind,
+                tensors=specs,
+                lora=lora.message(),
+                bucket_bytes=self._settings.transfer_bucket_mib * 2**20,
+            )
+        return trainer_pb2.CreateModelResponse(trainable_parameter_count=count, adapter=adapter)
 
     async def DeleteModel(
         self, request: trainer_pb2.DeleteModelRequest, context: Context

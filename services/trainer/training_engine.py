@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from fovea.api.v1 import weights_pb2
 from fovea.runtime.model_files import context_length, fingerprints
 from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
 from services.trainer import command_queue
@@ -29,7 +30,7 @@ from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots import weight_files
 from services.trainer.snapshots.checkpoint_folder import CheckpointRoots
-from services.trainer.snapshots.snapshot_store import SnapshotStore, packed_buckets
+from services.trainer.snapshots.snapshot_store import SnapshotStore, packed_buckets, specs_of
 from services.trainer.snapshots.snapshot_taker import SnapshotTaker
 from services.trainer.snapshots.training_state import StateStore
 from services.trainer.snapshots.transfer_groups import TransferGroups
@@ -189,12 +190,13 @@ class TrainingEngine:
             raise NotFound(f"model_id {model_id!r} is unknown to this trainer", field="model_id")
         return self.models[model_id]
 
-    def _create(self, command: command_queue.CreateModel) -> int:
+    def _create(self, command: command_queue.CreateModel) -> tuple[int, list[weights_pb2.TensorSpec]]:
+        """Returns the number of trained parameters, and what each snapshot of an adapter will hold."""
         existing = self.models.get(command.model_id)
         if existing is not None:
             if getattr(existing, "settings", None) != command.lora:
                 raise AlreadyExists(f"model_id {command.model_id!r} exists with other settings", field="model_id")
-            return existing.trainable_parameter_count
+            return existing.trainable_parameter_count, _adapter_specs(existing)
         if self._live_full() is not None:
             raise FailedPrecondition(
                 f"a full-parameter model has this trainer for itself: {', '.join(self.models)}. Delete it first.",
@@ -214,7 +216,7 @@ class TrainingEngine:
             else self._new_adapter(command.model_id, command.lora)
         )
         self.models[command.model_id] = model
-        return model.trainable_parameter_count
+        return model.trainable_parameter_count, _adapter_specs(model)
 
     def _new_adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
         size_bytes = AdapterModel.size_bytes(settings, self._targets, self.dtype)
@@ -289,6 +291,10 @@ class TrainingEngine:
             logger.warning("broadcast over %s failed: %s", command.group_id, failure)
             return f"the broadcast failed: {failure}"
         return ""
+
+
+def _adapter_specs(model: TrainedModel) -> list[weights_pb2.TensorSpec]:
+    return specs_of(dict(model.weights.named(model.weights.flat))) if isinstance(model, AdapterModel) else []
 
 
 def _keep_gathered_bytes(device: torch.device) -> int:

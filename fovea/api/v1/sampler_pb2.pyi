@@ -248,6 +248,16 @@ class SnapshotLoaded(_message.Message):
     pause_s: float
     def __init__(self, digest: _Optional[str] = ..., pause_s: _Optional[float] = ...) -> None: ...
 
+class CheckSnapshotRequest(_message.Message):
+    __slots__ = ("manifest",)
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    manifest: _weights_pb2.SnapshotManifest
+    def __init__(self, manifest: _Optional[_Union[_weights_pb2.SnapshotManifest, _Mapping]] = ...) -> None: ...
+
+class CheckSnapshotResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DropSnapshotRequest(_message.Message):
     __slots__ = ("snapshot_id",)
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]

@@ -60,6 +60,11 @@ class SamplerServiceStub(object):
                 request_serializer=fovea_dot_api_dot_v1_dot_sampler__pb2.ReceiveSnapshotRequest.SerializeToString,
                 response_deserializer=fovea_dot_api_dot_v1_dot_sampler__pb2.ReceiveSnapshotResponse.FromString,
                 _registered_method=True)
+        self.CheckSnapshot = channel.unary_unary(
+                '/fovea.api.v1.SamplerService/CheckSnapshot',
+                request_serializer=fovea_dot_api_dot_v1_dot_sampler__pb2.CheckSnapshotRequest.SerializeToString,
+                response_deserializer=fovea_dot_api_dot_v1_dot_sampler__pb2.CheckSnapshotResponse.FromString,
+                _registered_method=True)
         self.DropSnapshot = channel.unary_unary(
                 '/fovea.api.v1.SamplerService/DropSnapshot',
                 request_serializer=fovea_dot_api_dot_v1_dot_sampler__pb2.DropSnapshotRequest.SerializeToString,
@@ -108,6 +113,13 @@ class SamplerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckSnapshot(self, request, context):
+        """Says whether a snapshot of this layout could be received: what the engine has no place for is INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DropSnapshot(self, request, context):
         """Forgets a snapshot once the requests that use it have ended. Unknown snapshots are no error.
         """
@@ -142,6 +154,11 @@ def add_SamplerServiceServicer_to_server(servicer, server):
                     servicer.ReceiveSnapshot,
                     request_deserializer=fovea_dot_api_dot_v1_dot_sampler__pb2.ReceiveSnapshotRequest.FromString,
                     response_serializer=fovea_dot_api_dot_v1_dot_sampler__pb2.ReceiveSnapshotResponse.SerializeToString,
+            ),
+            'CheckSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckSnapshot,
+                    request_deserializer=fovea_dot_api_dot_v1_dot_sampler__pb2.CheckSnapshotRequest.FromString,
+                    response_serializer=fovea_dot_api_dot_v1_dot_sampler__pb2.CheckSnapshotResponse.SerializeToString,
             ),
             'DropSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.DropSnapshot,
@@ -285,6 +302,33 @@ class SamplerService(object):
             '/fovea.api.v1.SamplerService/ReceiveSnapshot',
             fovea_dot_api_dot_v1_dot_sampler__pb2.ReceiveSnapshotRequest.SerializeToString,
             fovea_dot_api_dot_v1_dot_sampler__pb2.ReceiveSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fovea.api.v1.SamplerService/CheckSnapshot',
+            fovea_dot_api_dot_v1_dot_sampler__pb2.CheckSnapshotRequest.SerializeToString,
+            fovea_dot_api_dot_v1_dot_sampler__pb2.CheckSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

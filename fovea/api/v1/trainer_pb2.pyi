@@ -63,10 +63,12 @@ class CreateModelRequest(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., lora: _Optional[_Union[_weights_pb2.LoraConfig, _Mapping]] = ..., full: _Optional[_Union[FullParameterConfig, _Mapping]] = ...) -> None: ...
 
 class CreateModelResponse(_message.Message):
-    __slots__ = ("trainable_parameter_count",)
+    __slots__ = ("trainable_parameter_count", "adapter")
     TRAINABLE_PARAMETER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     trainable_parameter_count: int
-    def __init__(self, trainable_parameter_count: _Optional[int] = ...) -> None: ...
+    adapter: _weights_pb2.SnapshotManifest
+    def __init__(self, trainable_parameter_count: _Optional[int] = ..., adapter: _Optional[_Union[_weights_pb2.SnapshotManifest, _Mapping]] = ...) -> None: ...
 
 class DeleteModelRequest(_message.Message):
     __slots__ = ("model_id",)

@@ -151,13 +151,15 @@ class Engine:
     async def leave_group(self, group_id: str) -> None:
         await self._command("fovea_leave", group_id)
 
+    async def check(self, manifest: weights_pb2.SnapshotManifest) -> None:
+        _refuse(await self._command("fovea_check", manifest.SerializeToString()))
+
     async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
         task_id = self._new_task()
         problems: list[str] = await self._command(
             "fovea_receive", task_id, group_id, manifest.SerializeToString(), timeout_s
         )
-        if problem := next(filter(None, problems), ""):
-            raise InvalidInput(f"manifest: {problem}", field="manifest")
+        _refuse(problems)
         return task_id
 
     async def wait_received(self, task_id: str, timeout_s: float) -> str:
@@ -231,6 +233,12 @@ def _translated() -> Iterator[None]:
         raise InvalidInput(f"the engine refuses the request: {error}") from error
     except TimeoutError as error:
         raise DeadlineExceeded("the engine did not answer in time") from error
+
+
+def _refuse(problems: list[str]) -> None:
+    """Raises InvalidInput if any worker says what is wrong with a manifest."""
+    if problem := next(filter(None, problems), ""):
+        raise InvalidInput(f"manifest: {problem}", field="manifest")
 
 
 def _common(digests: list[str]) -> str:

@@ -92,6 +92,10 @@ class WorkerExtension:
         """Begins to join the group of a serialized JoinTransferGroupRequest; `fovea_report` tells when it stands."""
         self._receiver.start_join(task_id, sampler_pb2.JoinTransferGroupRequest.FromString(request), backend)
 
+    def fovea_check(self, manifest: bytes) -> str:
+        """What is wrong with a serialized SnapshotManifest, or the empty string."""
+        return self._checker.problem(weights_pb2.SnapshotManifest.FromString(manifest))
+
     def fovea_receive(self, task_id: str, group_id: str, manifest: bytes, timeout_s: float) -> str:
         """Begins to receive a snapshot; `fovea_report` tells when it is whole.
 

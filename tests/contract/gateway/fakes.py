@@ -146,6 +146,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
     def __init__(self) -> None:
         super().__init__()
         self.sample_delay_s = 0.0
+        self.takes_no_mlp = False
         self.restart()
 
     def restart(self) -> None:
@@ -192,6 +193,12 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
             raise
         finally:
             self.running -= 1
+
+    async def CheckSnapshot(self, request: Any, context: Context) -> sampler_pb2.CheckSnapshotResponse:
+        self.calls.append(("CheckSnapshot", request))
+        if self.takes_no_mlp and request.manifest.lora.train_mlp:
+            raise InvalidInput("manifest: the engine cannot adapt model.layers.0.mlp.odd_proj", field="manifest")
+        return sampler_pb2.CheckSnapshotResponse()
 
     async def DropSnapshot(self, request: Any, context: Context) -> sampler_pb2.DropSnapshotResponse:
         await self.note("DropSnapshot", request)
@@ -295,7 +302,9 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         if is_full and self.models:
             raise FailedPrecondition("full parameters need the trainer for themselves: other models exist")
         self.models[request.model_id] = {"step": 0, "gradients": 0, "is_full": is_full}
-        return trainer_pb2.CreateModelResponse(trainable_parameter_count=10)
+        spec = weights_pb2.TensorSpec(name="a", dtype="float32", shape=[4, 8])
+        adapter = None if is_full else weights_pb2.SnapshotManifest(tensors=[spec], lora=request.lora)
+        return trainer_pb2.CreateModelResponse(trainable_parameter_count=10, adapter=adapter)
 
     async def DeleteModel(self, request: Any, context: Context) -> trainer_pb2.DeleteModelResponse:
         await self.note("DeleteModel", request)

@@ -101,6 +101,23 @@ async def test_snapshot_is_pushed_once_for_all_who_need_it_and_again_after_evict
     assert len(stand.trainer.of("PushSnapshot")) == 2
 
 
+async def test_an_adapter_that_no_sampler_takes_is_refused_when_it_is_created(stand: Stand, rest: Rest) -> None:
+    stand.sampler.takes_no_mlp = True
+    await rest.open_session()
+    asked = {"session_id": rest.session_id, "base_model": MODEL, "optimizer_config": {"type": "adamw"}}
+    lora = {"rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True}
+    refused = await rest.ok("create_model", model_seq_id=0, lora_config=lora, **asked)
+    answer = await rest.result(refused["request_id"])
+    assert "cannot adapt model.layers.0.mlp.odd_proj; leave out which of train_attn, train_mlp" in answer["error"]
+    assert answer["category"] == "user"
+    assert not stand.trainer.models, "the trainer was left with it"
+    taken = await rest.ok("create_model", model_seq_id=1, lora_config=lora | {"train_mlp": False}, **asked)
+    assert (await rest.result(taken["request_id"]))["model_id"].endswith(":train:1")
+    await stand.sampler.stop()
+    await eventually(lambda: stand.gateway is not None and not stand.gateway.parts.samplers.up)
+    assert await rest.create_model(2), "nobody to ask"
+
+
 async def test_failed_push_is_tried_again(stand: Stand, rest: Rest) -> None:
     stand.trainer.push_failures[stand.sampler.address] = 2
     sampling_id = await rest.snapshot(await rest.create_model(), 1)

@@ -90,10 +90,14 @@ async def trainer() -> AsyncIterator[Trainer]:
 
 async def test_create_and_delete(trainer: Trainer) -> None:
     lora = weights_pb2.LoraConfig(rank=4, seed=9, train_mlp=True, train_vision=True)
-    count, command = await trainer.asked(trainer.client.create_model("m", lora), 123)
-    assert count == 123
+    spec = weights_pb2.TensorSpec(name="a", dtype="float32", shape=[4, 8])
+    adapter, command = await trainer.asked(trainer.client.create_model("m", lora), (32, [spec]))
+    assert adapter is not None
+    assert (adapter.snapshot.kind, list(adapter.tensors)) == (weights_pb2.SNAPSHOT_KIND_ADAPTER, [spec])
+    assert (adapter.lora.rank, adapter.lora.alpha, adapter.bucket_bytes) == (4, 32.0, 256 << 20)
     assert command == command_queue.CreateModel("m", LoraSettings(4, 32.0, 9, False, True, False, True))
-    _, command = await trainer.asked(trainer.client.create_model("m", None), 5)
+    nothing, command = await trainer.asked(trainer.client.create_model("m", None), (5, []))
+    assert nothing is None
     assert command == command_queue.CreateModel("m", None)
     _, command = await trainer.asked(trainer.client.delete_model("m"))
     assert command == command_queue.DeleteModel("m")

@@ -172,3 +172,14 @@ async def test_shapes_and_modules_that_do_not_fit(client: SamplerClient, referen
 async def test_a_group_that_was_not_joined(client: SamplerClient, reference: Reference) -> None:
     with pytest.raises(FailedPrecondition, match="join it first"):
         await Sender(client).push("bad@1", attention_adapter(reference, 1), RANK)
+
+
+async def test_a_layout_is_checked_before_there_is_a_snapshot(client: SamplerClient, reference: Reference) -> None:
+    manifest = manifest_of("", random_adapter(reference, RANK, 1), RANK)
+    manifest.snapshot.ClearField("digest")
+    await client.check_snapshot(manifest)
+    norm = "model.language_model.layers.0.self_attn.q_norm"
+    manifest.tensors.add(name=f"base_model.model.{norm}.lora_A.weight", dtype="float32", shape=[RANK, 32])
+    with pytest.raises(InvalidInput, match=f"the engine cannot adapt {norm}"):
+        await client.check_snapshot(manifest)
+    assert not (await client.info()).adapter_snapshot_ids

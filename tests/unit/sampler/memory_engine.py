@@ -85,6 +85,11 @@ class MemoryEngine:
         """Leaves."""
         self.groups.discard(group_id)
 
+    async def check(self, manifest: weights_pb2.SnapshotManifest) -> None:
+        """Manifests without tensors are refused."""
+        if not manifest.tensors:
+            raise InvalidInput("manifest: the manifest lists no tensors", field="manifest")
+
     async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
         """Begins. Manifests without tensors are refused."""
         if not manifest.tensors:
