@@ -111,10 +111,17 @@ class TrainerClient(ServiceClient):
         return response.step
 
     async def take_snapshot(
-        self, model_id: str, snapshot_id: str, uri: str = "", timeout_s: float = COMMAND_TIMEOUT_S
+        self,
+        model_id: str,
+        snapshot_id: str,
+        uri: str = "",
+        timeout_s: float = COMMAND_TIMEOUT_S,
+        is_export: bool = False,
     ) -> weights_pb2.Snapshot:
-        """Freezes the weights of a model, in storage too if `uri` is given."""
-        request = trainer_pb2.TakeSnapshotRequest(model_id=model_id, snapshot_id=snapshot_id, uri=uri)
+        """Freezes the weights of a model, in storage too if `uri` is given; of an export, in the form that all read."""
+        request = trainer_pb2.TakeSnapshotRequest(
+            model_id=model_id, snapshot_id=snapshot_id, uri=uri, is_export=is_export
+        )
         response: trainer_pb2.TakeSnapshotResponse = await self._unary(self._stub.TakeSnapshot, request, timeout_s)
         return response.snapshot
 

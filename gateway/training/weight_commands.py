@@ -227,7 +227,7 @@ class SaveCommands:
         """Has the trainer write the weights as they are now; returns the steps that they have taken."""
         client = self._trainer.client
         own_id = id_of_export(model.model_id, seq_id)
-        snapshot = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s)
+        snapshot = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s, is_export=True)
         try:
             await client.forget_snapshot(own_id)
         except FoveaError as error:

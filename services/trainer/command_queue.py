@@ -110,6 +110,7 @@ class TakeSnapshot:
     model_id: str
     snapshot_id: str
     uri: str
+    is_export: bool = False
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TakeSnapshotRequest, context: Context
     ) -> trainer_pb2.TakeSnapshotResponse:
         _require(request.snapshot_id, "snapshot_id")
-        command = command_queue.TakeSnapshot(request.model_id, request.snapshot_id, request.uri)
+        command = command_queue.TakeSnapshot(request.model_id, request.snapshot_id, request.uri, request.is_export)
         return trainer_pb2.TakeSnapshotResponse(snapshot=await self._queue.submit(command))
 
     async def PushSnapshot(

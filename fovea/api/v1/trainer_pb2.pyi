@@ -263,14 +263,16 @@ class LoadStateResponse(_message.Message):
     def __init__(self, step: _Optional[int] = ...) -> None: ...
 
 class TakeSnapshotRequest(_message.Message):
-    __slots__ = ("model_id", "snapshot_id", "uri")
+    __slots__ = ("model_id", "snapshot_id", "uri", "is_export")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
+    IS_EXPORT_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     snapshot_id: str
     uri: str
-    def __init__(self, model_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., uri: _Optional[str] = ...) -> None: ...
+    is_export: bool
+    def __init__(self, model_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., uri: _Optional[str] = ..., is_export: bool = ...) -> None: ...
 
 class TakeSnapshotResponse(_message.Message):
     __slots__ = ("snapshot",)

@@ -71,7 +71,7 @@ class SnapshotTaker:
         """Freezes a model, in storage too if asked. Raises AlreadyExists for a name that other weights have."""
         identity = weights_pb2.Snapshot(snapshot_id=command.snapshot_id, model_id=command.model_id, step=model.step)
         if isinstance(model, AdapterModel):
-            return self._control.on_rank_0(lambda: self._take_adapter(identity, model, command.uri))
+            return self._control.on_rank_0(lambda: self._take_adapter(identity, model, command))
         assert isinstance(model, FullModel)
         return self._take_full(identity, model, command.uri)
 
@@ -133,7 +133,9 @@ class SnapshotTaker:
             return live.base
         return {name: local_of(shard) for name, shard in self._sharded.named_shards()}
 
-    def _take_adapter(self, identity: weights_pb2.Snapshot, model: AdapterModel, uri: str) -> weights_pb2.Snapshot:
+    def _take_adapter(
+        self, identity: weights_pb2.Snapshot, model: AdapterModel, command: TakeSnapshot
+    ) -> weights_pb2.Snapshot:
         live = model.weights.flat.detach()
         if model.weights not in self._packings:
             self._packings[model.weights] = _Layout.of(dict(model.weights.named(live)))
@@ -149,11 +151,13 @@ class SnapshotTaker:
         _refuse_reuse(self._adapters.get(identity.snapshot_id), identity)
         settings = model.settings
         lora = settings.message()
-        if uri:
+        if command.uri:
             tensors = model.weights.named(flat)
+            if command.is_export:
+                tensors = weight_files.one_by_one(dict(tensors))
             files = weight_files.peft_files(tensors, settings.rank, settings.alpha, self._base_model)
             lora_json = json_format.MessageToJson(lora).encode()
-            write_folder(uri, {**files, LORA: lora_json, SNAPSHOT_FILE: _identity_json(identity)})
+            write_folder(command.uri, {**files, LORA: lora_json, SNAPSHOT_FILE: _identity_json(identity)})
         self._adapters.put(StoredSnapshot(identity, {PACKED: data}, layout.specs, lora))
         return identity
 

@@ -25,6 +25,8 @@ from services.trainer.snapshots.checkpoint_folder import Folder
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 SHARD_BYTES = 4 * 2**30
+EXPERT_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""What files call them, by what adapters of experts do."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -160,6 +162,22 @@ def _part(sources: Mapping[str, Any], name: str, like: Tensor, layout: ExpertLay
     else:
         part = sources[name][rows] if like.dim() else sources[name][...]
     return part.to(like.dtype)
+
+
+def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """An adapter whose experts have adapters each, as PEFT and vLLM read them; what they share is each one's."""
+    counts: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 3:
+            parent = name.rsplit(".", 3)[0]
+            counts[parent] = max(counts.get(parent, 0), len(tensor))
+    for name, tensor in tensors.items():
+        if tensor.dim() != 3:
+            yield name, tensor
+            continue
+        parent, part, half, _ = name.rsplit(".", 3)
+        for index, factor in enumerate(tensor.expand(counts[parent], -1, -1)):
+            yield f"{parent}.{index}.{EXPERT_PROJECTIONS[part]}.{half}.weight", factor
 
 
 def peft_files(tensors: Iterable[tuple[str, Tensor]], rank: int, alpha: float, base_model: str) -> dict[str, bytes]:

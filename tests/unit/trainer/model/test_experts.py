@@ -1,5 +1,6 @@
 """Experts in low precision and odd sizes, against a loop over them in float32."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from services.trainer.model.experts import experts_forward
 from services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
 from services.trainer.model.model_family import LoraTarget, Role
+from services.trainer.snapshots.weight_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    copy_into,
+    one_by_one,
+    peft_files,
+    read_tensors,
+)
 
 CPU = torch.device("cpu")
 EXPERTS, HIDDEN, INNER, TOKENS = 6, 24, 10, 37
@@ -112,3 +121,24 @@ def test_adapters_of_odd_rank(dtype: torch.dtype) -> None:
     torch.autograd.backward((expected * direction).sum())
     for name, leaf in leaves.items():
         _near(factors[name].grad, leaf.grad, dtype)
+
+
+def test_adapter_files_come_back_and_an_export_is_one_by_one() -> None:
+    target = LoraTarget("experts", _experts(torch.float32), Role.MLP, False)
+    weights = LoraWeights(LoraSettings(3, 6.0, 0, False, True, False, False), [target], CPU, torch.float32)
+    with torch.no_grad():
+        weights.flat.normal_(generator=torch.Generator().manual_seed(6))
+    files = peft_files(weights.named(weights.flat), 3, 6.0, "base")
+    assert json.loads(files[ADAPTER_CONFIG])["target_modules"] == ["experts.w1", "experts.w2", "experts.w3"]
+    flat = torch.zeros_like(weights.flat)
+    copy_into(weights.named(flat), read_tensors(files[ADAPTER_WEIGHTS], "file"), "file")
+    assert torch.equal(flat, weights.flat)
+    factors = weights.experts["experts"].factors
+    exported = dict(one_by_one(dict(weights.named(weights.flat))))
+    assert len(exported) == EXPERTS * 3 * 2
+    for index in range(EXPERTS):
+        for part, projection in {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.items():
+            for half in ("lora_A", "lora_B"):
+                own = factors[f"{part}.{half}"].value
+                found = exported[f"base_model.model.experts.{index}.{projection}.{half}.weight"]
+                assert torch.equal(found, own[index % len(own)])
