@@ -59,7 +59,7 @@ def up(
     ready_timeout_s: Annotated[float, typer.Option(help="Seconds that the services may take to come up.")] = 300.0,
     drain_s: Annotated[float, typer.Option(help="Seconds that work in flight gets at a stop.")] = 20.0,
     trainer_gpus: Annotated[str, typer.Option(help="Devices of the trainer, as in 0,1; default: all it sees.")] = "",
-    sampler_gpus: Annotated[str, typer.Option(help="Devices of the sampler.")] = "",
+    sampler_gpus: Annotated[str, typer.Option(help="Devices of the sampler, over which its model is split.")] = "",
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
     """Start renderer, sampler, trainer and gateway on this machine, and stop them with Ctrl-C."""

@@ -43,7 +43,7 @@ class UpOptions:
         ready_timeout_s: How long the services may take to come up.
         drain_s: How long a stop waits for work in flight.
         trainer_gpus: Devices that the trainer sees, as CUDA numbers them; empty leaves the environment as it is.
-        sampler_gpus: The same for the sampler.
+        sampler_gpus: The same for the sampler; its model is split over them.
     """
 
     model: str
@@ -223,11 +223,12 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
     # Where the gateway, which has the same environment, keeps them.
     checkpoints = os.environ.get("FOVEA_GATEWAY_CHECKPOINT_DIR") or str(options.state_dir / "checkpoints")
     transfer = ("--transfer", "gloo") if options.shares_gpu else ()
+    split = ("--tensor-parallel", str(len(options.sampler_gpus))) if len(options.sampler_gpus) > 1 else ()
     return [
         spec("renderer", "services.renderer", conventions.RENDERER_SERVICE, renderer, "--port"),
         spec(
             "sampler", "services.sampler", conventions.SAMPLER_SERVICE, sampler, "--port",
-            "--renderer", f"{to}{renderer}", *transfer,
+            "--renderer", f"{to}{renderer}", *transfer, *split,
         ),
         spec(
             "trainer", "services.trainer", conventions.TRAINER_SERVICE, trainer, "--port",

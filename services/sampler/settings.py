@@ -28,6 +28,11 @@ class SamplerSettings(ServiceSettings):
     kv_cache_mib: int | None = Field(
         None, ge=16, description="KV cache in MiB; none is 512 on CPU, what is free on GPU."
     )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e5m2"] = Field(
+        "auto",
+        description="Element type of the KV cache; auto is the model's. fp8 (e4m3) holds twice the tokens, and the "
+        "trainer, which rounds nothing there, no longer agrees.",
+    )
     block_size: int | None = Field(
         None, ge=16, description="Tokens of one KV block; none is 32 on CPU, vLLM's own on GPU."
     )

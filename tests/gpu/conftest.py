@@ -25,6 +25,7 @@ LAYOUTS = {
     "one GPU, gloo": (1, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", FIRST]),
     "two GPUs, NCCL": (2, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", SECOND]),
     "two ranks, NCCL": (2, ["--ranks", "2", "--trainer-gpus", f"{FIRST},{SECOND}", "--sampler-gpus", SECOND]),
+    "tensor-parallel sampler": (2, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", f"{FIRST},{SECOND}"]),
     "two nodes, NCCL": (2, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", SECOND]),
 }
 

@@ -21,26 +21,30 @@ SETTING_OF = {
     "enable_lora": "max_loras",
     "enable_moe_shared_loras": "max_loras",
     "enable_tower_connector_lora": "max_loras",
-} | {name: name for name in ("model", "dtype", "block_size", "max_lora_rank", "max_loras", "max_cpu_loras")}
+} | {
+    name: name
+    for name in ("model", "dtype", "kv_cache_dtype", "block_size", "max_lora_rank", "max_loras", "max_cpu_loras")
+}
 """Settings of the sampler by the engine arguments that follow from them."""
 
 _ANOTHER_MODEL = "renderer, trainer and sampler must read the same model"
 _OTHER_NUMBERS = "the trainer computes with the checkpoint's weights, and log-probabilities must be of the same"
 _ONE_ENGINE = "a push has to reach every worker, and find whole layers there; for more samplers start more of them"
 _OWN_EXPERTS = "Fovea has a scheduler that passes on the experts of tokens: a request asks for routed_experts"
-_PLAIN_DRAWS = "every token is drawn from the whole model, one at a time, with its log-probability"
+_GUESSES = "with guessed tokens vLLM tells log-probabilities after top-k and top-p, on a CPU none at all (NaN)"
+_OTHER_DRAWS = "tokens would be drawn from another distribution than their log-probabilities are of"
 _REASONS = {
     _ANOTHER_MODEL: "model_weights tokenizer tokenizer_mode tokenizer_revision revision code_revision hf_config_path"
     " config_format runner convert model_impl model_class_overrides trust_remote_code language_model_only"
     " mm_encoder_only override_generation_config mm_processor_kwargs",
     _OTHER_NUMBERS: "quantization quantization_config allow_deprecated_quantization mm_encoder_attn_dtype"
-    " mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path video_pruning_rate",
+    " mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path video_pruning_rate kv_sharing_fast_prefill",
     _ONE_ENGINE: "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size nnodes node_rank"
     " master_addr master_port data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local"
     " data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb"
     " data_parallel_multi_port_external_lb data_parallel_backend enable_eplb eplb_config enable_elastic_ep",
-    _PLAIN_DRAWS: "speculative_config spec_method spec_model spec_tokens logits_processors watermark_config"
-    " diffusion_config",
+    _GUESSES: "speculative_config spec_method spec_model spec_tokens",
+    _OTHER_DRAWS: "logits_processors watermark_config diffusion_config",
     _OWN_EXPERTS: "scheduler_cls enable_return_routed_experts aux_output_config",
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}

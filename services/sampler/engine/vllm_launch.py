@@ -218,6 +218,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
     arguments: dict[str, Any] = {
         "model": settings.model,
         "hf_overrides": {"head_dtype": settings.head_dtype} | missing_entries(read_config(settings.model)),
+        "kv_cache_dtype": settings.kv_cache_dtype,
         "seed": secrets.randbits(31),  # replicas must not draw alike
         "max_model_len": context(settings),
         "max_num_seqs": settings.max_sequences,

@@ -1,13 +1,16 @@
 """Options of vLLM that a sampler is started with: they arrive, and a wrong one ends the start with its name."""
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from demo.up import NotReady, running_fovea
+from fovea.api.v1 import sampler_pb2
 from fovea.client.sampler import SamplerClient
 from tests.e2e.sampler.asking import ask, rendered, request_for
-from tests.e2e.sampler.process import running_sampler
+from tests.e2e.sampler.process import SamplerProcess, running_sampler
 
 _VARIABLE = "FOVEA_SAMPLER_ENGINE_ARGUMENTS"
 
@@ -19,6 +22,36 @@ async def test_an_argument_reaches_the_engine(model: Path, monkeypatch: pytest.M
             answer = await ask(client, request_for(rendered([[1, 2, 3]]), max_tokens=4))
         assert len(answer.sequences[0].tokens) <= 4
         assert 'num_gpu_blocks="345"' in sampler.metrics_page()
+
+
+@pytest.mark.parametrize(("dtype", "largest_kl"), [("fp8", 1e-2), ("fp8_e5m2", 3e-2)])
+async def test_a_cache_of_bytes_holds_more_and_rounds(
+    client: SamplerClient, sampler: SamplerProcess, model: Path, dtype: str, largest_kl: float
+) -> None:
+    """Four times the tokens of a float32 cache; what a draw is told is what its own sampler scores again."""
+    ids = np.random.default_rng(0).integers(100, 1000, 200).tolist()
+    scored = request_for(rendered([ids]), prompt_logprobs=True, max_tokens=1)
+    through = sampler_pb2.StopCondition(ignore_eos=True)
+    with running_sampler(model, "--kv-cache-dtype", dtype) as small:
+        async with SamplerClient(small.address) as other:
+            exact, rounded = (await ask(client, scored)).prompt_logprobs, (await ask(other, scored)).prompt_logprobs
+            (drawn,) = (await ask(other, request_for(rendered([ids]), max_tokens=40, stop=through))).sequences
+            whole = request_for(rendered([ids + drawn.tokens]), prompt_logprobs=True, max_tokens=1)
+            again = (await ask(other, whole)).prompt_logprobs
+        assert tokens_of(small) == pytest.approx(4 * tokens_of(sampler), rel=0.01)
+    assert exact is not None
+    assert rounded is not None
+    assert again is not None
+    difference = (rounded - exact)[1:].astype(np.float64)
+    assert 1e-4 < np.mean(np.exp(difference) - 1 - difference) < largest_kl
+    np.testing.assert_allclose(drawn.logprobs, again[-40:], atol=1e-3)
+
+
+def tokens_of(sampler: SamplerProcess) -> int:
+    """How many tokens the KV cache holds."""
+    found = re.search(r'kv_cache_size_tokens="(\d+)"', sampler.metrics_page())
+    assert found
+    return int(found[1])
 
 
 def test_fovea_up_hands_them_on_and_ends_with_what_is_wrong(

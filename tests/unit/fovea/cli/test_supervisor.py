@@ -49,6 +49,11 @@ def test_a_shared_gpu_takes_weights_over_gloo() -> None:
     assert specs["sampler"].arguments[-2:] == ("--transfer", "gloo")
 
 
+def test_the_samplers_gpus_share_its_model() -> None:
+    specs = {s.name: s for s in service_specs(replace(OPTIONS, trainer_gpus=("0",), sampler_gpus=("1", "2")))}
+    assert specs["sampler"].arguments[-2:] == ("--tensor-parallel", "2")
+
+
 def test_keys_reach_the_gateway_alone_and_no_argument(tmp_path: pathlib.Path) -> None:
     options = replace(OPTIONS, api_keys=("tml-secret", "alice=tml-other"), api_key_file=tmp_path / "keys")
     specs = {spec.name: spec for spec in service_specs(options)}
