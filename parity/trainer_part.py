@@ -64,7 +64,7 @@ def _packed(directory: Path, maker: Maker, documents: list[Document]) -> tuple[l
     family, _, model = load_model(settings, directory, _CPU)
     LoraInjector(family.lora_targets(model.hf))
     model.requires_grad_(True)
-    datums = [_datum(maker, index, document) for index, document in enumerate(documents)]
+    datums = [datum_of(maker, index, document) for index, document in enumerate(documents)]
     images = {tensors_sha256(image.tensors): image.tensors for document in documents for image in document.images}
     batch = BatchLayout(maker.family, _CPU).pack(datums, images, bool(images), None)
     logprobs = model(batch, None, None)[:, 0]
@@ -73,7 +73,8 @@ def _packed(directory: Path, maker: Maker, documents: list[Document]) -> tuple[l
     return [part.detach() for part in parts], _gradients(model.hf)
 
 
-def _datum(maker: Maker, index: int, document: Document) -> Datum:
+def datum_of(maker: Maker, index: int, document: Document) -> Datum:
+    """A document as the trainer takes it: each token predicts the next, the last one the first."""
     spans = tuple(
         ImageSpan(
             image.offset,

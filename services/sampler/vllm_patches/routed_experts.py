@@ -154,8 +154,9 @@ def _problem(runner: Any, layers: list[Any]) -> str:
     if not layers:
         return "the model has no experts"
     parallel = runner.parallel_config
-    if parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1 or runner.speculative_config:
-        return "the engine does not tell them with data or pipeline parallelism or speculative decoding"
+    spread = parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1 or layers[0].moe_config.sp_size > 1
+    if spread or runner.speculative_config:
+        return "the engine does not tell them with data, pipeline or sequence parallelism or speculative decoding"
     for layer in layers:
         if layer.is_monolithic or not isinstance(layer.router, BaseRouter):
             return f"vLLM's kernel for them, {type(layer.routed_experts.quant_method).__name__}, does not tell them"
