@@ -37,6 +37,11 @@ def buckets(specs: Iterable[weights_pb2.TensorSpec], bucket_bytes: int) -> list[
     return result
 
 
+def sender_groups(group_id: str, sender_count: int) -> list[str]:
+    """Names of the groups of all senders of a transfer group; 0 senders are one."""
+    return [group_id, *(f"{group_id}/{sender}" for sender in range(1, sender_count))]
+
+
 def layout_of(manifest: weights_pb2.SnapshotManifest) -> bytes:
     """A key that manifests share if they list the same tensors, in name, type, shape and order."""
     return weights_pb2.SnapshotManifest(tensors=manifest.tensors).SerializeToString(deterministic=True)

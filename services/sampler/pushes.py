@@ -164,6 +164,8 @@ def _check_join(request: sampler_pb2.JoinTransferGroupRequest) -> None:
         raise InvalidInput(
             f"rank_offset is {request.rank_offset}, must be between 1 and world_size - 1 = {last}", field="rank_offset"
         )
+    if request.sender_count < 0:
+        raise InvalidInput(f"sender_count is {request.sender_count}, must not be negative", field="sender_count")
     _check_timeout(request.timeout_s)
 
 

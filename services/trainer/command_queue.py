@@ -129,8 +129,20 @@ class ForgetSnapshot:
 
 
 @dataclass(frozen=True)
+class OpenGroup:
+    """Have the senders beside rank 0 meet samplers in a transfer group, and leave those that are not in `kept`."""
+
+    group_id: str
+    world_size: int
+    backend: str
+    join_timeout_s: float
+    broadcast_timeout_s: float
+    kept: list[str]
+
+
+@dataclass(frozen=True)
 class BroadcastFull:
-    """Gather a snapshot of full parameters and send it over the transfer group that rank 0 holds open."""
+    """Gather a snapshot of full parameters and send it over an open transfer group, all senders in turns."""
 
     snapshot_id: str
     group_id: str
@@ -166,6 +178,7 @@ Command = (
     | TakeSnapshot
     | RestoreSnapshot
     | ForgetSnapshot
+    | OpenGroup
     | BroadcastFull
     | DescribeFull
     | UnpinFull

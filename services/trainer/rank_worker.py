@@ -117,7 +117,7 @@ class RankWorker:
         place: Which rank this is.
         on_peer_lost: Called with a rank that died, from another thread.
         on_peer_stop: On rank 0, called from another thread with a rank whose node was told to stop.
-        groups: Transfer groups; on rank 0 only.
+        groups: Transfer groups, on rank 0; other ranks make theirs once they have met it.
     """
 
     def __init__(
@@ -158,6 +158,9 @@ class RankWorker:
         )
         self._control = ControlGroup()
         model_dir = self._control.agree(lambda: resolve_model(settings.model))
+        store_at = self._control.broadcast((self._groups.address, self._groups.port) if self._groups else None)
+        if (sender := settings.sender_of(rank_env.rank)) and store_at is not None:
+            self._groups = TransferGroups.beside(*store_at, sender)
         if rank_env.is_first_of_node and device.type == "cuda":
             show_gpu_memory()
         if rank_env.rank == 0:

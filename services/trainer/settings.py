@@ -87,6 +87,9 @@ class TrainerSettings(ServiceSettings):
         description="Address of this machine at which samplers reach it, and pushes listen; empty takes --host, or the "
         "host name for 0.0.0.0.",
     )
+    transfer_senders: int = Field(
+        4, ge=1, description="The most ranks that send full weights at once, each to all workers of the samplers."
+    )
     transfer_bucket_mib: int = Field(256, ge=1, description="Size of one broadcast of weights.")
     transfer_timeout_s: float = Field(
         120.0, gt=0, description="Deadline of a push that names none, and of each broadcast over nccl."
@@ -100,6 +103,16 @@ class TrainerSettings(ServiceSettings):
     profile_first: int = Field(
         5, ge=1, description="The first forward_backward or optim_step that --profile looks at, counted from 1."
     )
+
+    @property
+    def sender_count(self) -> int:
+        """Ranks that send full weights."""
+        return min(self.transfer_senders, self.ranks * self.nodes)
+
+    def sender_of(self, rank: int) -> int | None:
+        """Which of the senders a rank is, if it is one: they are spread over the nodes, rank 0 is the first."""
+        sender, offset = divmod(rank, self.ranks * self.nodes // self.sender_count)
+        return sender if offset == 0 and sender < self.sender_count else None
 
     def _reached_at(self) -> str:
         if self.nodes > 1 and not is_loopback(self.master_addr):

@@ -182,5 +182,5 @@ class _Leader:
 
 def _transfer_groups(settings: TrainerSettings) -> TransferGroups:
     if settings.transfer_address:  # may be of another network than gRPC's
-        return TransferGroups(settings.transfer_address, settings.transfer_address)
-    return TransferGroups(socket.gethostname() if settings.host in WILDCARDS else settings.host, settings.host)
+        return TransferGroups.hosting(settings.transfer_address, settings.transfer_address)
+    return TransferGroups.hosting(socket.gethostname() if settings.host in WILDCARDS else settings.host, settings.host)

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fovea.api.v1 import weights_pb2
 from fovea.runtime.model_files import context_length, fingerprints
-from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
+from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
+from fovea.wire.manifest import buckets
 from services.trainer import command_queue
 from services.trainer.batches.datum_decoding import Datum, DatumLimits
 from services.trainer.batches.micro_batch import BatchLayout
@@ -30,7 +32,7 @@ from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots import weight_files
 from services.trainer.snapshots.checkpoint_folder import CheckpointRoots
-from services.trainer.snapshots.snapshot_store import SnapshotStore, packed_buckets, specs_of
+from services.trainer.snapshots.snapshot_store import SnapshotStore, packed, specs_of
 from services.trainer.snapshots.snapshot_taker import SnapshotTaker
 from services.trainer.snapshots.training_state import StateStore
 from services.trainer.snapshots.transfer_groups import TransferGroups
@@ -51,7 +53,7 @@ class TrainingEngine:
         model_dir: The checkpoint on disk.
         control: The ranks' control group.
         device: Where this rank computes.
-        groups: Open transfer groups; on rank 0 only.
+        groups: Open transfer groups; on ranks that send weights.
     """
 
     def __init__(
@@ -178,6 +180,8 @@ class TrainingEngine:
                 return found
             case command_queue.UnpinFull():
                 return self.full.unpin(command.snapshot_id)
+            case command_queue.OpenGroup():
+                return self._open_group(command)
             case command_queue.BroadcastFull():
                 return self._broadcast_full(command)
             case command_queue.Heartbeat():
@@ -271,17 +275,41 @@ class TrainingEngine:
         shards = self._snapshots.locals_of(command.snapshot_id, self._live_full())
         like = dict(self._sharded.named_shards())
         whole = weight_files.gathered(shards, like, self._sharded.module.expert_layouts)
-        if self._groups is None:
-            deque(whole, maxlen=0)  # this rank takes part in the gathering and sends nothing
-            return ""
+        count, own = self._settings.sender_count, self._settings.sender_of(self._control.rank)
         error = ""
         leaving: Future[str] | None = None
         with ThreadPoolExecutor(1, "broadcast") as thread:
-            # While one bucket leaves the next one is gathered.
-            for _, data in packed_buckets(specs, whole, command.bucket_bytes):
-                error = error or (leaving.result() if leaving else "")
+            # While one bucket leaves the next ones are gathered.
+            for number, bucket in enumerate(buckets(specs, command.bucket_bytes)):
+                tensors = islice(whole, len(bucket))
+                if self._groups is None or number % count != own or error:
+                    deque(tensors, maxlen=0)  # takes part in the gathering alone
+                    continue
+                data = packed(bucket, tensors)
+                error = leaving.result() if leaving else ""
                 leaving = None if error else thread.submit(self._send, self._groups, command, data)
-        return error or (leaving.result() if leaving else "")
+        error = error or (leaving.result() if leaving else "")
+        return next(filter(None, self._control.gather(error)), "")
+
+    def _open_group(self, command: command_queue.OpenGroup) -> None:
+        """On senders beside rank 0, which has met the samplers by then."""
+
+        def meet() -> None:
+            if self._groups is None or not self._control.rank:
+                return
+            self._groups.keep(command.kept)
+            try:
+                self._groups.open(
+                    command.group_id,
+                    command.world_size,
+                    command.backend,
+                    command.join_timeout_s,
+                    command.broadcast_timeout_s,
+                )
+            except RuntimeError as failure:
+                raise Unavailable(f"rank {self._control.rank} of the trainer met no samplers: {failure}") from None
+
+        self._control.agree(meet)
 
     def _send(self, groups: TransferGroups, command: command_queue.BroadcastFull, data: Tensor) -> str:
         """Sends a bucket; returns what went wrong."""

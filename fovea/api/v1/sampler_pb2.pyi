@@ -187,20 +187,22 @@ class SequenceDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., snapshot_id: _Optional[str] = ..., routed_experts: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class JoinTransferGroupRequest(_message.Message):
-    __slots__ = ("group_id", "master_address", "master_port", "rank_offset", "world_size", "timeout_s")
+    __slots__ = ("group_id", "master_address", "master_port", "rank_offset", "world_size", "timeout_s", "sender_count")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     MASTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MASTER_PORT_FIELD_NUMBER: _ClassVar[int]
     RANK_OFFSET_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    SENDER_COUNT_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     master_address: str
     master_port: int
     rank_offset: int
     world_size: int
     timeout_s: float
-    def __init__(self, group_id: _Optional[str] = ..., master_address: _Optional[str] = ..., master_port: _Optional[int] = ..., rank_offset: _Optional[int] = ..., world_size: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    sender_count: int
+    def __init__(self, group_id: _Optional[str] = ..., master_address: _Optional[str] = ..., master_port: _Optional[int] = ..., rank_offset: _Optional[int] = ..., world_size: _Optional[int] = ..., timeout_s: _Optional[float] = ..., sender_count: _Optional[int] = ...) -> None: ...
 
 class JoinTransferGroupResponse(_message.Message):
     __slots__ = ("instance_id",)

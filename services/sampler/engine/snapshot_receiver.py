@@ -7,18 +7,19 @@ not what was announced, never touch the model. Where it waits: `host_offload`.
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import groupby
+from itertools import cycle, groupby
 from typing import Any, Literal
 
 import torch
 import torch.distributed
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, tensor_bytes
+from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, sender_groups, tensor_bytes
 from services.sampler.engine.host_offload import SnapshotOffload
 
 # Its stubs leave out half of what it exports.
@@ -82,7 +83,7 @@ class Task:
 class TransferGroupMember:
     """One worker's end of a transfer group, in which rank 0, the trainer, broadcasts bytes.
 
-    A process group of torch's, made privately, never the default one.
+    Process groups of torch's, made privately, never the default one: one for each sender. Senders take turns.
 
     Args:
         request: Which group, where it meets, and how long to wait for the others.
@@ -98,29 +99,37 @@ class TransferGroupMember:
         self._store = dist.TCPStore(
             request.master_address, request.master_port, request.world_size, False, timeout, wait_for_workers=False
         )
-        prefixed = dist.PrefixStore(request.group_id, self._store)
-        host = _own_address(request)
-        self._group = _open(prefixed, request.rank_offset + worker_rank, request.world_size, timeout, device, host)
+        host, rank = _own_address(request), request.rank_offset + worker_rank
+        self._groups = [
+            _open(dist.PrefixStore(name, self._store), rank, request.world_size, timeout, device, host)
+            for name in sender_groups(request.group_id, request.sender_count)
+        ]
 
-    def receive(self, size_bytes: int, deadline: float) -> torch.Tensor:
-        """The next broadcast, uint8 [size_bytes] on the group's device. `deadline` is of `time.monotonic`.
+    def receive(self, sizes: Iterable[int], ahead: bool, deadline: float) -> Iterator[torch.Tensor]:
+        """The broadcasts of a snapshot, uint8 [size in bytes] each on the group's device.
 
-        Raises RuntimeError if the sender is gone or the deadline passes; the group is of no use afterwards.
+        Args:
+            ahead: Whether one of each sender is received at a time, else one in all.
+            deadline: Of `time.monotonic`.
+
+        Raises RuntimeError if a sender is gone or the deadline passes; the group is of no use afterwards.
         """
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0:
-            raise RuntimeError("the transfer's time was up before all tensors had come")
-        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timedelta(seconds=remaining_s)
-        work = self._group.broadcast([buffer], options)
-        work.wait(timedelta(seconds=remaining_s))
-        return buffer
+        under_way: deque[tuple[torch.Tensor, Any]] = deque()
+        for group, size_bytes in zip(cycle(self._groups), sizes, strict=False):
+            if len(under_way) == (len(self._groups) if ahead else 1):
+                yield _ended(*under_way.popleft(), deadline)
+            buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            options.timeout = _until(deadline)
+            under_way.append((buffer, group.broadcast([buffer], options)))
+        while under_way:
+            yield _ended(*under_way.popleft(), deadline)
 
     def close(self) -> None:
         """Gives up whatever is under way and leaves."""
-        self._group.abort()
+        for group in self._groups:
+            group.abort()
 
 
 class SnapshotReceiver:
@@ -204,8 +213,8 @@ class SnapshotReceiver:
         stays = self._offload.fits(sum(sizes))
         buffers: list[torch.Tensor] = []
         digest = SnapshotDigest(partial(torch.arange, device=self._device))
-        for specs, size_bytes in zip(broadcasts, sizes, strict=True):
-            buffer = group.receive(size_bytes, deadline).to(self._device)
+        for specs, received in zip(broadcasts, group.receive(sizes, stays, deadline), strict=True):
+            buffer = received.to(self._device)
             digest.add(specs, buffer.view(torch.int64))
             buffers.append(buffer if stays else self._offload.to_host(buffer))
         return Arrival(manifest, buffers), digest.hexdigest()
@@ -213,6 +222,18 @@ class SnapshotReceiver:
     def _start(self, task_id: str, work: Callable[[], str]) -> None:
         task = self._tasks[task_id] = Task()
         threading.Thread(target=task.run, args=(work,), name=f"transfer-{task_id}", daemon=True).start()
+
+
+def _until(deadline: float) -> timedelta:
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
+        raise RuntimeError("the transfer's time was up before all tensors had come")
+    return timedelta(seconds=remaining_s)
+
+
+def _ended(buffer: torch.Tensor, work: Any, deadline: float) -> torch.Tensor:
+    work.wait(_until(deadline))
+    return buffer
 
 
 def _own_address(request: sampler_pb2.JoinTransferGroupRequest) -> str:

@@ -97,10 +97,10 @@ class Delivery:
     async def _attempt(self, members: list[Member]) -> str | None:
         """One try with all of `members`: notes the outcome of those where it is known, returns what went wrong."""
         try:
-            async with self._groups.joined(members, self._deadline) as group_id:
+            async with self._groups.joined(members, self._payload.is_full, self._deadline) as group_id:
                 await self._transfer(group_id, members)
                 if any(member.address in self._outcome.failed for member in members):
-                    await self._groups.leave(members)
+                    await self._groups.leave(members, self._payload.is_full)
         except (FoveaError, RuntimeError, TimeoutError) as error:
             return error.message if isinstance(error, FoveaError) else str(error) or type(error).__name__
         return None

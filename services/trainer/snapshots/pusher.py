@@ -48,7 +48,7 @@ class Pusher:
         self._adapters = adapters
         # Most of them wait: for members to meet, or for a broadcast to leave.
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="push")
-        self._samplers = SamplerGroups(settings, groups, self._threads)
+        self._samplers = SamplerGroups(settings, queue, groups, self._threads)
         self._lock = SharedLock()
 
     async def push(self, request: trainer_pb2.PushSnapshotRequest) -> trainer_pb2.PushSnapshotResponse:

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from fovea.api.v1 import sampler_pb2
 from fovea.client import SamplerClient
 from fovea.wire.errors import FoveaError
+from services.trainer.command_queue import CommandQueue, OpenGroup
 from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots.transfer_groups import TransferGroups
 
@@ -36,8 +37,8 @@ class Member:
     """Snapshots of adapters that it has loaded."""
 
 
-MemberKey = frozenset[tuple[str, str]]
-"""Address and instance of each sampler of a group."""
+MemberKey = tuple[int, frozenset[tuple[str, str]]]
+"""How many senders a group has, and address and instance of each sampler."""
 
 
 @dataclass
@@ -52,12 +53,16 @@ class SamplerGroups:
     """Meets samplers in transfer groups.
 
     Args:
+        queue: By which other ranks are told to meet them.
         groups: This process's ends of the groups.
         threads: Where it waits for members to meet.
     """
 
-    def __init__(self, settings: TrainerSettings, groups: TransferGroups, threads: Executor) -> None:
+    def __init__(
+        self, settings: TrainerSettings, queue: CommandQueue, groups: TransferGroups, threads: Executor
+    ) -> None:
         self._settings = settings
+        self._queue = queue
         self._groups = groups
         self._threads = threads
         self._clients: dict[str, SamplerClient] = {}
@@ -74,17 +79,20 @@ class SamplerGroups:
         """The sampler at each address, or why there is none. Groups with a sampler that is gone are closed."""
         found = dict(zip(addresses, await asyncio.gather(*map(self._probe_one, addresses)), strict=True))
         present = {(member.address, member.instance_id) for member in found.values() if isinstance(member, Member)}
-        for key in [key for key in self._open if any(one[0] in found and one not in present for one in key)]:
+        for key in [key for key in self._open if any(one[0] in found and one not in present for one in key[1])]:
             self._close(key)
         return found
 
     @asynccontextmanager
-    async def joined(self, members: list[Member], deadline: float) -> AsyncIterator[str]:
+    async def joined(self, members: list[Member], is_full: bool, deadline: float) -> AsyncIterator[str]:
         """The id of a group of all `members`, which nobody else uses meanwhile. An error within makes all leave it.
+
+        Args:
+            is_full: Whether full weights are sent, for which there are several senders.
 
         Raises TimeoutError at `deadline`, of `time.monotonic`; RuntimeError or a sampler's error if they do not meet.
         """
-        key = _key(members)
+        key = self._key(members, is_full)
         lock = self._locks.setdefault(key, asyncio.Lock())
         try:
             await asyncio.wait_for(lock.acquire(), max(0.0, deadline - time.monotonic()))
@@ -93,7 +101,7 @@ class SamplerGroups:
         try:
             yield await self._join(key, members, deadline)
         except (FoveaError, RuntimeError, TimeoutError):
-            await self.leave(members)
+            await self._leave(key)
             raise
         except asyncio.CancelledError:
             self._close(key)  # the broadcast may be half done: nobody can use the group again
@@ -101,9 +109,9 @@ class SamplerGroups:
         finally:
             lock.release()
 
-    async def leave(self, members: Iterable[Member]) -> None:
+    async def leave(self, members: Iterable[Member], is_full: bool) -> None:
         """Leaves the group of `members`, if there is one, and has them leave."""
-        await self._leave(_key(members))
+        await self._leave(self._key(members, is_full))
 
     async def leave_idle(self) -> None:
         """Leaves what was not used for long."""
@@ -141,17 +149,19 @@ class SamplerGroups:
             group.used_at = time.monotonic()
             return group.group_id
         group_id = f"push-{uuid.uuid4().hex[:12]}"
-        timeout_s = min(self._settings.join_timeout_s, max(1.0, deadline - time.monotonic()))
+        left_s = max(1.0, deadline - time.monotonic())
+        timeout_s = min(self._settings.join_timeout_s, left_s)
         world_size = 1 + sum(member.worker_count for member in members)
-        opening = asyncio.get_running_loop().run_in_executor(
-            self._threads,
-            self._groups.open,
+        command = OpenGroup(
             group_id,
             world_size,
             members[0].backend,
             timeout_s,
             self._settings.transfer_timeout_s,
+            [group.group_id for group in self._open.values()],
         )
+        sender_count, _ = key
+        opening = asyncio.ensure_future(self._open_senders(command, sender_count))
         joins = []
         offset = 1  # rank 0 is this trainer
         for member in members:
@@ -161,7 +171,9 @@ class SamplerGroups:
                 master_port=self._groups.port,
                 rank_offset=offset,
                 world_size=world_size,
-                timeout_s=timeout_s,
+                # Other ranks come once they have done what they were told before.
+                timeout_s=timeout_s if sender_count == 1 else left_s,
+                sender_count=sender_count,
             )
             joins.append(asyncio.ensure_future(self.client(member.address).join_transfer_group(request)))
             offset += member.worker_count
@@ -169,14 +181,23 @@ class SamplerGroups:
         try:
             await asyncio.gather(opening, *joins)
         finally:
-            for join in joins:
-                join.cancel()
+            for task in (opening, *joins):
+                task.cancel()
         return group_id
+
+    async def _open_senders(self, command: OpenGroup, sender_count: int) -> None:
+        """This rank first: samplers that do not come must keep no other rank."""
+        meeting = (command.group_id, command.world_size, command.backend)
+        timeouts = (command.join_timeout_s, command.broadcast_timeout_s)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._threads, self._groups.open, *meeting, *timeouts)
+        if sender_count > 1:
+            await self._queue.submit(command)
 
     async def _leave(self, key: MemberKey) -> None:
         if (group_id := self._close(key)) is None:
             return
-        leaving = (self.client(address).leave_transfer_group(group_id, LEAVE_TIMEOUT_S) for address, _ in key)
+        leaving = (self.client(address).leave_transfer_group(group_id, LEAVE_TIMEOUT_S) for address, _ in key[1])
         for outcome in await asyncio.gather(*leaving, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 logger.debug("leaving %s: %s", group_id, outcome)
@@ -188,6 +209,6 @@ class SamplerGroups:
         self._groups.close(group.group_id)
         return group.group_id
 
-
-def _key(members: Iterable[Member]) -> MemberKey:
-    return frozenset((member.address, member.instance_id) for member in members)
+    def _key(self, members: Iterable[Member], is_full: bool) -> MemberKey:
+        senders = self._settings.sender_count if is_full else 1
+        return senders, frozenset((member.address, member.instance_id) for member in members)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc, weights_pb2
 from fovea.wire.errors import InvalidInput, to_status
-from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, tensor_bytes
+from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, sender_groups, tensor_bytes
 
 Event = sampler_pb2.ReceiveSnapshotResponse
 
@@ -35,7 +35,7 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
         self.may_join = asyncio.Event()
         self.may_join.set()
         self.asked_to_join = asyncio.Event()
-        self._groups: dict[str, dist.ProcessGroupGloo] = {}
+        self._groups: dict[str, list[dist.ProcessGroupGloo]] = {}
         self._stores: list[dist.Store] = []
 
     async def start(self) -> None:
@@ -75,15 +75,16 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
         self.joined.append(request.group_id)
         return sampler_pb2.JoinTransferGroupResponse(instance_id=self.instance_id)
 
-    def _join(self, request: sampler_pb2.JoinTransferGroupRequest) -> dist.ProcessGroupGloo:
+    def _join(self, request: sampler_pb2.JoinTransferGroupRequest) -> list[dist.ProcessGroupGloo]:
         timeout = timedelta(seconds=request.timeout_s)
         store = dist.TCPStore(
             request.master_address, request.master_port, request.world_size, False, timeout, wait_for_workers=False
         )
         self._stores.append(store)
-        return dist.ProcessGroupGloo(
-            dist.PrefixStore(request.group_id, store), request.rank_offset, request.world_size, timeout
-        )
+        return [
+            dist.ProcessGroupGloo(dist.PrefixStore(name, store), request.rank_offset, request.world_size, timeout)
+            for name in sender_groups(request.group_id, request.sender_count)
+        ]
 
     async def LeaveTransferGroup(
         self, request: sampler_pb2.LeaveTransferGroupRequest, context: Any
@@ -106,14 +107,14 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
             loaded=sampler_pb2.SnapshotLoaded(digest="0" * 64 if self.lie_about_digest else digest, pause_s=0.5)
         )
 
-    def _receive(self, group: dist.ProcessGroupGloo, manifest: weights_pb2.SnapshotManifest) -> str:
+    def _receive(self, groups: list[dist.ProcessGroupGloo], manifest: weights_pb2.SnapshotManifest) -> str:
         builder = SnapshotDigest(torch.arange)
         tensors: dict[str, torch.Tensor] = {}
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        for bucket in buckets(manifest.tensors, manifest.bucket_bytes):
+        for number, bucket in enumerate(buckets(manifest.tensors, manifest.bucket_bytes)):
             buffer = torch.empty(sum(padded_bytes(spec) for spec in bucket), dtype=torch.uint8)
-            group.broadcast([buffer], options).wait()
+            groups[number % len(groups)].broadcast([buffer], options).wait()
             builder.add(bucket, buffer.view(torch.int64))
             for spec, part in zip(bucket, buffer.split([padded_bytes(spec) for spec in bucket]), strict=True):
                 data = part[: tensor_bytes(spec)].clone()

@@ -12,7 +12,7 @@ def test_it_listens_where_the_trainer_does(host: str, is_open: bool) -> None:
     """127.0.0.2 stands for another network card of this machine."""
     if host == "::" and not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
-    groups = TransferGroups("trainer", host)
+    groups = TransferGroups.hosting("trainer", host)
     with socket.create_connection(("127.0.0.1", groups.port), timeout=5):
         pass
     if is_open:
