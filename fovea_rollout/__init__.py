@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from fovea_rollout.environment import unregister as unregister
     from fovea_rollout.evaluation import Evaluation as Evaluation
     from fovea_rollout.evaluation import evaluate as evaluate
+    from fovea_rollout.experts_client import EXPERTS_HEADERS as EXPERTS_HEADERS
+    from fovea_rollout.experts_client import expert_source as expert_source
     from fovea_rollout.grpc_policy import GrpcPolicy as GrpcPolicy
     from fovea_rollout.gymnasium_environment import GymnasiumEnvironment as GymnasiumEnvironment
     from fovea_rollout.gymnasium_environment import Rules as Rules
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "environment": ("Answer", "Environment", "Step", "ToolCall", "register", "unregister"),
     "evaluation": ("Evaluation", "evaluate"),
+    "experts_client": ("EXPERTS_HEADERS", "expert_source"),
     "grpc_policy": ("GrpcPolicy",),
     "gymnasium_environment": ("GymnasiumEnvironment", "Rules"),
     "loop": ("LoopSettings", "train"),

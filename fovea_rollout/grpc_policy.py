@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.client import GatewayClient
 from fovea.wire.errors import Internal, NotFound
-from fovea.wire.tensors import decode_floats, decode_tokens, encode_tokens
+from fovea.wire.tensors import decode, decode_floats, decode_tokens, encode_tokens
 from fovea_rollout.async_cache import AsyncCache
 from fovea_rollout.messages import Picture, PictureFormat
 from fovea_rollout.policy import Chunk, Sampled, SamplingSettings, Tokens, WeightVersions
@@ -31,10 +31,14 @@ class GrpcPolicy:
         client: Client of the gateway.
         sampling_session_id: Names the weights.
         version: Training steps that they have taken.
+        routed_experts: Whether samples say which experts computed them; for mixtures of experts only.
     """
 
-    def __init__(self, client: GatewayClient, sampling_session_id: str, version: int = 0) -> None:
+    def __init__(
+        self, client: GatewayClient, sampling_session_id: str, version: int = 0, *, routed_experts: bool = False
+    ) -> None:
         self._client = client
+        self._routed_experts = routed_experts
         self._session_id = sampling_session_id
         self._version = version
         self._snapshots: dict[str, int] = {}
@@ -57,7 +61,10 @@ class GrpcPolicy:
         """See `Policy`. Raises a FoveaError; being cancelled cancels it in the engine too."""
         oldest = self._version
         request = gateway_pb2.SampleTokensRequest(
-            sampling_session_id=self._session_id, sample_count=1, params=_params(settings, stop_ids)
+            sampling_session_id=self._session_id,
+            sample_count=1,
+            params=_params(settings, stop_ids),
+            routed_experts=self._routed_experts,
         )
         deltas = [event.delta for event in await self._ask(request, prompt) if event.WhichOneof("event") == "delta"]
         if not deltas or deltas[-1].finish_reason not in _STOP_REASONS:
@@ -70,6 +77,7 @@ class GrpcPolicy:
             tuple(float(logprob) for delta in deltas for logprob in decode_floats(delta.logprobs)),
             _STOP_REASONS[deltas[-1].finish_reason],
             versions,
+            decode(deltas[-1].routed_experts) if self._routed_experts else None,
         )
 
     async def token_count(self, picture: Picture) -> int:

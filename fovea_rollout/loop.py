@@ -16,6 +16,7 @@ import tinker
 
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.advantages import Estimator
+from fovea_rollout.experts_client import ExpertSource
 from fovea_rollout.group_pool import GroupPool
 from fovea_rollout.policy import Policy
 from fovea_rollout.progress import LoopProgress
@@ -122,6 +123,7 @@ async def train(
     on_step: Callable[[StepReport], Awaitable[None] | None],
     *,
     base: tinker.SamplingClient | None = None,
+    experts: ExpertSource | None = None,
     progress: bool | None = None,
 ) -> Policy:
     """Trains a model by reinforcement learning.
@@ -132,6 +134,7 @@ async def train(
     Args:
         on_step: Gets each step's report as soon as there is one; may be async. The next step waits for it.
         base: The model that a KL penalty is measured from.
+        experts: Tells which experts computed a sample, so that training follows them: an `expert_source`.
         progress: Whether two lines show how far it is; None shows them on a terminal only.
 
     Returns:
@@ -149,7 +152,7 @@ async def train(
             field="base",
         )
     with LoopProgress(settings.steps, settings.groups_per_step * settings.group_size, progress) as shown:
-        loop = _Loop(training_client, template, sources, settings, base, shown)
+        loop = _Loop(training_client, template, sources, settings, base, experts, shown)
         try:
             for step in range(settings.steps):
                 report = await loop.step(step)
@@ -174,11 +177,12 @@ class _Loop:
         sources: Sequence[Source],
         settings: LoopSettings,
         base: tinker.SamplingClient | None,
+        experts: ExpertSource | None,
         shown: LoopProgress,
     ) -> None:
         self._client, self._template, self._sources = training_client, template, sources
         self._settings, self._base, self._shown = settings, base, shown
-        self._publisher = WeightPublisher(training_client, is_inflight=settings.mode == "inflight")
+        self._publisher = WeightPublisher(training_client, is_inflight=settings.mode == "inflight", experts=experts)
         self._places = asyncio.Semaphore(settings.concurrency)
         self._seconds: dict[str, float] = {}
         self.pool = GroupPool(self._play, settings.steps * settings.groups_per_step)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from fovea_rollout.messages import Picture
 
@@ -59,12 +62,15 @@ class Sampled:
         ids: The tokens, a closing one (end of turn, or the one that completes a stop text) included.
         logprobs: One per token, in nats.
         stop_reason: `length` if max_tokens ended it.
+        experts: Those that computed each token of prompt and `ids` but the last, [P + C - 1, layers, k], for training
+            to follow (router replay); None if nobody asked for them.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     stop_reason: Literal["stop", "length"]
     versions: WeightVersions
+    experts: npt.NDArray[np.integer] | None = field(default=None, compare=False, repr=False)
 
 
 class Policy(Protocol):

@@ -10,6 +10,7 @@ import tinker
 from tinker.types import ImageChunk
 
 from fovea_rollout.async_cache import AsyncCache
+from fovea_rollout.experts_client import ExpertSource
 from fovea_rollout.messages import Picture
 from fovea_rollout.policy import Chunk, Policy, Sampled, SamplingSettings, Tokens, WeightVersions
 
@@ -21,6 +22,7 @@ class TinkerPolicy:
         sampling_client: Made by the SDK.
         version: Training steps that its weights have taken.
         token_counts: What is known of pictures, by size; pass it on between policies of one model.
+        experts: Tells which experts computed a sequence, by its id; None if training does not follow them.
     """
 
     def __init__(
@@ -28,8 +30,10 @@ class TinkerPolicy:
         sampling_client: tinker.SamplingClient,
         version: int = 0,
         token_counts: AsyncCache[tuple[int, int], int] | None = None,
+        experts: ExpertSource | None = None,
     ) -> None:
         self._client = sampling_client
+        self._experts = experts
         self._version = version
         self._token_counts = AsyncCache() if token_counts is None else token_counts
 
@@ -63,6 +67,7 @@ class TinkerPolicy:
             tuple(sequence.logprobs),
             sequence.stop_reason,
             WeightVersions(oldest, self._version),
+            None if self._experts is None else await self._experts(sequence.sequence_id),
         )
 
     async def token_count(self, picture: Picture) -> int:
@@ -89,10 +94,14 @@ class WeightPublisher:
     Args:
         training_client: Whose weights.
         is_inflight: Whether rollouts that run already move to the newest weights too.
+        experts: As `TinkerPolicy` takes it.
     """
 
-    def __init__(self, training_client: tinker.TrainingClient, *, is_inflight: bool) -> None:
+    def __init__(
+        self, training_client: tinker.TrainingClient, *, is_inflight: bool, experts: ExpertSource | None = None
+    ) -> None:
         self._training_client = training_client
+        self._experts = experts
         self._is_inflight = is_inflight
         self._token_counts: AsyncCache[tuple[int, int], int] = AsyncCache()
         self.newest = 0
@@ -103,7 +112,7 @@ class WeightPublisher:
         self.newest = version
         kind: tinker.types.SamplingClientKind = "inflight" if self._is_inflight else "snapshot"
         client = await self._training_client.save_weights_and_get_sampling_client(kind=kind)
-        policy = TinkerPolicy(client, version, self._token_counts)
+        policy = TinkerPolicy(client, version, self._token_counts, self._experts)
         return _MovingPolicy(policy, version, self) if self._is_inflight else policy
 
 

@@ -16,7 +16,7 @@ from tinker.types import ImageChunk
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.advantages import ESTIMATORS, Estimator, Rewards, groups_with_signal
 from fovea_rollout.kl_penalty import base_logprobs, kl_penalty
-from fovea_rollout.policy import Chunk, Policy, Tokens, WeightVersions
+from fovea_rollout.policy import Chunk, Policy, Sampled, Tokens, WeightVersions
 from fovea_rollout.trajectory import Segment, Trajectory, joined_versions
 
 Floats = npt.NDArray[np.float32]
@@ -50,7 +50,8 @@ async def training_datums(
     """One datum per segment.
 
     Each has `target_tokens` (int64 [N], 0 where nothing was sampled), `logprobs` and `advantages` (float32 [N], 0
-    there), N being the input's tokens: all but the last sampled one, pictures counted by their placeholders.
+    there), N being the input's tokens: all but the last sampled one, pictures counted by their placeholders; and
+    `routed_experts` (int64 [N, words], packed bytes) if all its turns know theirs.
 
     Args:
         advantages: One per turn, or for each turn one per sampled token.
@@ -86,6 +87,9 @@ async def _datum(trajectory: Trajectory, segment: Segment, rows: Sequence[Floats
         chunks.append(tinker.EncodedTextChunk(tokens=last.tokens[:-1]))
     shifted = {name: np.concatenate(column)[1:] for name, column in columns.items()}
     inputs = {name: tinker.TensorData.from_numpy(shifted[name].astype(dtype)) for name, dtype in _DTYPES.items()}
+    experts = _experts([trajectory.turns[turn].sampled for turn in segment.turns])
+    if experts is not None:
+        inputs["routed_experts"] = tinker.TensorData.from_numpy(experts)
     return TrainingDatum(
         tinker.Datum(model_input=tinker.ModelInput(chunks=chunks), loss_fn_inputs=inputs),
         joined_versions([trajectory.turns[turn] for turn in segment.turns]),
@@ -94,6 +98,22 @@ async def _datum(trajectory: Trajectory, segment: Segment, rows: Sequence[Floats
         tuple(picture.digest for picture in segment.pictures),
         shifted["mask"].astype(np.bool_),
     )
+
+
+def _experts(samples: Sequence[Sampled]) -> npt.NDArray[np.int64] | None:
+    """int64 [N, words]: of each token those of the turn that read or wrote it first, their bytes filled up to words.
+
+    Each turn's begin with those of all that it read, which is all that was before.
+    """
+    rows: npt.NDArray[np.integer] | None = None
+    for sampled in samples:
+        if sampled.experts is None:
+            return None
+        rows = sampled.experts if rows is None else np.concatenate([rows, sampled.experts[len(rows) :]])
+    if rows is None:
+        return None
+    given = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
+    return np.pad(given, ((0, 0), (0, -given.shape[1] % 8))).view(np.int64)
 
 
 async def model_input_chunk(chunk: Chunk, policy: Policy) -> tinker.EncodedTextChunk | ImageChunk:

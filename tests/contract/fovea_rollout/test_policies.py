@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import tinker
 from fovea.client import GatewayClient
 from fovea.wire.errors import InvalidInput, NotFound
 from fovea_rollout import (
+    EXPERTS_HEADERS,
     GrpcPolicy,
     Message,
     Picture,
@@ -24,6 +26,7 @@ from fovea_rollout import (
     TinkerPolicy,
     Tokens,
     WeightVersions,
+    expert_source,
     run_rollout,
 )
 from fovea_rollout.async_cache import AsyncCache
@@ -63,8 +66,11 @@ async def tinker_policy(stand: Stand, exits: AsyncExitStack) -> TinkerPolicy:
     return TinkerPolicy(await base_client(stand, exits))
 
 
-async def base_client(stand: Stand, exits: AsyncExitStack) -> tinker.SamplingClient:
-    service = await asyncio.to_thread(lambda: tinker.ServiceClient(base_url=stand.url, api_key=KEY))
+async def base_client(
+    stand: Stand, exits: AsyncExitStack, headers: dict[str, str] | None = None
+) -> tinker.SamplingClient:
+    connect = partial(tinker.ServiceClient, base_url=stand.url, api_key=KEY, default_headers_overrides=headers)
+    service = await asyncio.to_thread(connect)
     exits.push_async_callback(asyncio.to_thread, service.close, "success")
     make = service.create_sampling_client
     return await asyncio.to_thread(lambda: make(base_model=MODEL).result())
@@ -83,6 +89,20 @@ async def test_what_is_asked_and_what_comes_back(stand: Stand, exits: AsyncExitS
     assert sampled.ids == tuple(stand.sampler.tokens_of("", 3, 0, 8))
     assert sampled.logprobs == (-0.25,) * 8
     assert (sampled.stop_reason, sampled.versions) == ("length", WeightVersions(0, 0))
+
+
+async def test_experts_come_with_a_sample_if_asked_for(stand: Stand, exits: AsyncExitStack) -> None:
+    assert stand.gateway is not None
+    client = await exits.enter_async_context(GatewayClient(stand.gateway.grpc.address, KEY))
+    session = await client.create_sampling_session(await client.create_session(), 0, base_model=MODEL)
+    over_grpc = GrpcPolicy(client, session, routed_experts=True)
+    by_header = TinkerPolicy(await base_client(stand, exits, EXPERTS_HEADERS), experts=expert_source(stand.url, KEY))
+    without = await (await grpc_policy(stand, exits)).sample(PROMPT, SETTINGS, (), "c")
+    assert without.experts is None
+    for policy in (over_grpc, by_header):
+        sampled = await policy.sample(PROMPT, SETTINGS, (), "c")
+        assert sampled.experts is not None
+        assert sampled.experts.shape == (3 + 3 * IMAGE_TOKENS + 7, 3, 2)
 
 
 @pytest.mark.parametrize("make", POLICIES)

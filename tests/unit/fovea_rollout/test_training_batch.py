@@ -1,10 +1,12 @@
 """Groups as datums: what is left out, and what advantages land where."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from fovea_rollout.messages import Picture
 from fovea_rollout.training_batch import returns_of, rewards_of, training_batch
-from fovea_rollout.trajectory import Failure
+from fovea_rollout.trajectory import Failure, Turn
 from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
 
 PICTURE = Picture.of_pixels(np.zeros((4, 4, 3), np.uint8))
@@ -29,6 +31,25 @@ async def test_advantages_land_on_sampled_tokens_only() -> None:
         assert inputs["target_tokens"].tolist() == [0, 0, 0, 0, 5, 0, 0, 8]
         assert inputs["advantages"].dtype == inputs["logprobs"].dtype == "float32"
     assert batch.logprobs()[0].tolist() == [0, 0, 0, 0, -0.5, 0, 0, -1.5]
+
+
+async def test_experts_are_those_of_the_turn_that_met_a_token_first() -> None:
+    def met(turn_: Turn, number: int, count: int) -> Turn:
+        experts = np.full((count, 3, 3), number, np.uint8)
+        return replace(turn_, sampled=replace(turn_.sampled, experts=experts))
+
+    # 1, picture -> 5 0; then 7 -> 8: of the nine tokens the last is no input, the first turn met all but 0, 7.
+    first, second = one(1.0).turns
+    played = rollout(met(first, 1, 6), met(second, 2, 8))
+    half = rollout(met(first, 1, 6), second)
+    batch = await training_batch([[played, half]], "dr_grpo", filter_groups=False, policy=FourTokenPictures())
+    inputs, others = (datum.datum.loss_fn_inputs for datum in batch.data)
+    found = inputs["routed_experts"].to_numpy()
+    assert (found.shape, found.dtype) == ((8, 2), np.int64)
+    assert len(inputs["target_tokens"].tolist()) == 8
+    unpacked = found.view(np.uint8)[:, :9]
+    assert unpacked.tolist() == [[1] * 9] * 6 + [[2] * 9] * 2
+    assert "routed_experts" not in others
 
 
 async def test_failures_and_groups_without_signal_are_left_out() -> None:
