@@ -25,7 +25,13 @@ from services.trainer.batches.micro_batch import Batch, BatchLayout, wanted_imag
 from services.trainer.batches.packing import Plan, Step, plan
 from services.trainer.batches.vision_cache import TensorFetcher, VisionOutput, VisionOutputCache
 from services.trainer.command_queue import ForwardBackward
-from services.trainer.loss_results import ForwardBackwardResult, MicroBatchResult, RankResult, reduce_measures
+from services.trainer.loss_results import (
+    ForwardBackwardResult,
+    MicroBatchResult,
+    RankResult,
+    expert_loads,
+    reduce_measures,
+)
 from services.trainer.losses import Loss, Sandbox, loss_of
 from services.trainer.model.memory_budget import Budgets, MemoryBudget
 from services.trainer.model.sharding import ShardedModel
@@ -119,11 +125,13 @@ class LossComputer:
         if command.backward:
             model.gradients_added()
         self._vision.store_all(call.cached or {})
-        gathered = self._control.gather((own.logprobs, dict(own.measures)))
+        counts = [] if own.expert_counts is None else own.expert_counts.tolist()
+        gathered = self._control.gather((own.logprobs, dict(own.measures), counts))
         if not gathered:
             return ForwardBackwardResult(own.logprobs, {}, schedule.efficiency)
-        logprobs = {index: values for part, _ in gathered for index, values in part.items()}
-        metrics = reduce_measures(measures for _, measures in gathered)
+        logprobs = {index: values for part, _, _ in gathered for index, values in part.items()}
+        metrics = reduce_measures(measures for _, measures, _ in gathered)
+        metrics |= expert_loads(self._module.expert_loads.layers, [part for _, _, part in gathered])
         metrics |= {"tokens:sum": float(sum(size.token_count for size in command.sizes))}
         return ForwardBackwardResult(logprobs, metrics, schedule.efficiency)
 
@@ -198,6 +206,8 @@ class LossComputer:
                 logprobs_TK = self._module(
                     batch, call.model.unembedding, call.cached, recompute_above, call.loss.temperature
                 )
+                if own:  # a rank without a datum computes a filler
+                    result.count_experts(self._module.expert_loads.counts())
                 total, found = _losses_of(batch, logprobs_TK, call.loss, result)
             if call.command.backward:
                 torch.autograd.backward([total])

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,6 +67,8 @@ class RankResult:
     measures: Measures = field(default_factory=lambda: defaultdict(list))
     failure: FoveaError | None = None
     out_of_memory: bool = False
+    expert_counts: Tensor | None = None
+    """int64 [layers with experts, experts]: tokens that each has had."""
 
     def check(self) -> None:
         """Raises the failure, if there is one."""
@@ -85,6 +87,11 @@ class RankResult:
             self.failure = ResourceExhausted(
                 f"the trainer ran out of memory in this call: {reason}. Send shorter datums, or delete models"
             )
+
+    def count_experts(self, counts: Tensor | None) -> None:
+        """Adds those of a micro-batch; None for a model without experts."""
+        if counts is not None:
+            self.expert_counts = counts if self.expert_counts is None else self.expert_counts + counts
 
     def add(self, batch: MicroBatchResult, loss_name: str) -> None:
         """Brings a micro-batch to the host; finds losses that are not finite."""
@@ -117,6 +124,22 @@ def reduce_measures(parts: Iterable[Measures]) -> Metrics:
         for name, found in part.items():
             values[name] += found
     return {name: float(_REDUCTIONS[name.partition(":")[2]](found)) for name, found in values.items()}
+
+
+def expert_loads(layers: Sequence[int], parts: Iterable[list[list[int]]]) -> Metrics:
+    """How unevenly tokens were spread over the experts of each layer: the fullest over the mean, 1 if evenly.
+
+    Args:
+        layers: Numbers of the layers with experts.
+        parts: Of each rank, tokens by layer and expert; an empty list where it computed none.
+    """
+    known = [np.array(part) for part in parts if part]
+    if not known:
+        return {}
+    total = np.sum(known, axis=0)
+    loads = total.max(axis=1) / total.mean(axis=1)
+    found = {f"expert_load/layer_{layer:02}:mean": float(load) for layer, load in zip(layers, loads, strict=True)}
+    return {**found, "expert_load:max": float(loads.max())}
 
 
 def mean_logprob_gap(datums: Iterable[Datum], logprobs: Mapping[int, npt.NDArray[np.float32]]) -> float | None:

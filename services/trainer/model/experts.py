@@ -13,6 +13,7 @@ an expert, G = 2 I, R rank; of any product N inputs, O outputs.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -181,6 +182,32 @@ def is_experts(module: nn.Module) -> bool:
 def use_experts(decoder: Any) -> None:
     """Has the experts of a language model computed by `experts_forward`."""
     decoder.config._experts_implementation = EXPERTS_IMPLEMENTATION
+
+
+class ExpertLoads:
+    """How many tokens each expert has had in the latest forward pass.
+
+    Attributes:
+        layers: Numbers of the layers with experts.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        self.layers: list[int] = []
+        self._counts: dict[int, Tensor] = {}
+        for number, layer in enumerate(decoder.layers):
+            for module in filter(is_experts, layer.modules()):
+                self.layers.append(number)
+                module.register_forward_pre_hook(partial(self._note, number))
+
+    def counts(self) -> Tensor | None:
+        """int64 [L, E], on the device, without waiting for it; None for a model without experts."""
+        return torch.stack([self._counts[number] for number in self.layers]) if self.layers else None
+
+    def _note(self, number: int, experts: Any, given: tuple[Tensor, ...]) -> None:
+        index_S = given[1].flatten()
+        # bincount would wait for the device.
+        counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=index_S.device)
+        self._counts[number] = counts_E.scatter_add_(0, index_S, torch.ones_like(index_S))
 
 
 class _Copies(torch.autograd.Function):

@@ -36,7 +36,7 @@ from fovea.runtime.model_files import read_added_tokens
 from fovea.vision.vision_family import VisionFamily
 from services.trainer.batches.micro_batch import Batch, TowerInput
 from services.trainer.batches.vision_cache import VisionOutput, split_output
-from services.trainer.model.experts import ExpertLayout, is_experts
+from services.trainer.model.experts import ExpertLayout, ExpertLoads, is_experts
 from services.trainer.model.lora_linear import LoraPair
 from services.trainer.model.model_family import Family, PatchNormalizer, family_of
 from services.trainer.model.target_logprobs import target_logprobs
@@ -73,6 +73,7 @@ class PackedModel(nn.Module):
         self.vision = vision
         self.hf = hf
         self._blocks = list(family.blocks(hf))
+        self.expert_loads = ExpertLoads(hf.get_decoder())
         self._normalizer = normalizer
         self._chunk_positions = chunk_positions
         self._head_dtype = head_dtype

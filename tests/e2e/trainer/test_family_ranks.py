@@ -1,7 +1,8 @@
-"""A family whose layers differ, with images, on two ranks: sharded, recomputed, and gradients as on one.
+"""Families whose layers differ, with images, on two ranks: sharded, recomputed, and gradients as on one.
 
-Qwen3.5 mixes layers with attention and with a state. Gemma 4 (`gemma4_e2b`: windows, shared keys, embeddings of each
-layer, constants that nobody trains) was run the same way, and takes another minute.
+Qwen3.5 mixes layers with attention and with a state, Qwen3-VL's mixture shards its experts. Gemma 4 (`gemma4_e2b`:
+windows, shared keys, embeddings of each layer, constants that nobody trains) was run the same way, and takes another
+minute.
 """
 
 import hashlib
@@ -26,8 +27,9 @@ ADAM = Adam(1e-4, 0.9, 0.95, 1e-8, 0.0, 0.0)
 SETTINGS = {"keep_gathered": "never", "recompute": "always", "dtype": "float32"}
 
 
-def test_two_ranks_are_one(tmp_path: Path) -> None:
-    directory = ensure_family("qwen3_5")
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl_moe"])
+def test_two_ranks_are_one(name: str, tmp_path: Path) -> None:
+    directory = ensure_family(name)
     maker = Maker(directory)
     pieces: list[list[Piece]] = [
         ["Some words about nothing in particular."],

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from services.trainer.batches.datum_decoding import Datum
-from services.trainer.loss_results import mean_logprob_gap
+from services.trainer.loss_results import expert_loads, mean_logprob_gap
 
 
 def datum(index: int, **inputs: list[float]) -> Datum:
@@ -37,3 +37,9 @@ def test_only_positions_that_count_are_compared() -> None:
 )
 def test_without_sampled_logprobs_there_is_no_gap(inputs: dict[str, list[float]]) -> None:
     assert mean_logprob_gap([datum(0, **inputs)], own([-1.0, -1.0, -1.0])) is None
+
+
+def test_how_evenly_experts_are_loaded() -> None:
+    found = expert_loads([0, 2], [[[3, 1], [2, 2]], [], [[3, 1], [3, 1]]])
+    assert found == {"expert_load/layer_00:mean": 1.5, "expert_load/layer_02:mean": 1.25, "expert_load:max": 1.5}
+    assert expert_loads([], [[], []]) == {}
