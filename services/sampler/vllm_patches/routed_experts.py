@@ -11,7 +11,7 @@ Delete when: `VLLM_USE_V2_MODEL_RUNNER` goes, and V2 runs on CPU.
 Shapes: T tokens of a step, L layers with experts, K experts of a token.
 """
 
-# ruff: noqa: N803 -- the suffix of a tensor's name is its shape
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
 from functools import partial
 from typing import Any
@@ -104,19 +104,20 @@ class ExpertRecorder:
 
     def _rows_of_step(self, num_scheduled_tokens: dict[str, int]) -> dict[str, AuxRequestOutput]:
         """Takes the rows of a step; returns those of requests that draw a token in it, with what they held back."""
+        requests = self._runner.requests
+        asked = {name: rows for name in num_scheduled_tokens if (rows := _rows_of(requests[name], self._chosen_TLK))}
+        if not asked:
+            return {}
+        # One copy for all of them: the host waits for the device each time.
+        chosen_TLK = self._chosen_TLK[: sum(num_scheduled_tokens.values())].cpu().numpy()
         found = {}
-        for request_id, count in num_scheduled_tokens.items():
-            request = self._runner.requests[request_id]
-            rows = _rows_of(request, self._chosen_TLK)
-            if rows is None:
-                continue
-            index = self._runner.input_batch.req_id_to_index[request_id]
-            first = self._runner.query_start_loc.np[index].item()
-            start = request.num_computed_tokens
-            rows.put(start, self._chosen_TLK[first : first + count].cpu().numpy())
+        for name, rows in asked.items():
+            index, count = self._runner.input_batch.req_id_to_index[name], num_scheduled_tokens[name]
+            first, start = self._runner.query_start_loc.np[index].item(), requests[name].num_computed_tokens
+            rows.put(start, chosen_TLK[first : first + count])
             # vLLM speaks of a request only in steps that draw a token of it.
             if not self._runner.discard_request_mask.np[index]:
-                found[request_id] = AuxRequestOutput(*rows.take(start + count))
+                found[name] = AuxRequestOutput(*rows.take(start + count))
         return found
 
 
@@ -155,8 +156,11 @@ def _problem(runner: Any, layers: list[Any]) -> str:
         return "the model has no experts"
     parallel = runner.parallel_config
     spread = parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1 or layers[0].moe_config.sp_size > 1
-    if spread or runner.speculative_config:
-        return "the engine does not tell them with data, pipeline or sequence parallelism or speculative decoding"
+    if spread or parallel.use_ubatching or runner.speculative_config:
+        return (
+            "the engine does not tell them with data, pipeline or sequence parallelism, batches in two halves, or "
+            "speculative decoding"
+        )
     for layer in layers:
         if layer.is_monolithic or not isinstance(layer.router, BaseRouter):
             return f"vLLM's kernel for them, {type(layer.routed_experts.quant_method).__name__}, does not tell them"
