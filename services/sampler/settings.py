@@ -48,6 +48,9 @@ class SamplerSettings(ServiceSettings):
         description="What carries weights; auto is nccl on GPU. A GPU shared with the trainer needs gloo.",
     )
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model; processes on CPU.")
+    expert_parallel: bool = Field(
+        False, description="Whole experts on each of the tensor-parallel devices, instead of a part of every expert."
+    )
     eager: bool = Field(False, description="No CUDA graphs. A CPU engine never has any.")
     max_lora_rank: Annotated[Literal[8, 16, 32, 64, 128, 256, 320, 512], BeforeValidator(int)] = Field(
         64, description="The largest rank of an adapter."

@@ -1,4 +1,4 @@
-"""The rest of vLLM's engine arguments: those that no setting of Fovea names, checked before the engine starts."""
+"""The rest of vLLM's engine arguments, which no setting of Fovea names, checked before the engine starts."""
 
 import dataclasses
 import difflib
@@ -8,6 +8,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from fovea.runtime import model_files
+from services.sampler.settings import SamplerSettings
+
 SETTING_OF = {
     "max_model_len": "max_context",
     "max_num_seqs": "max_sequences",
@@ -15,6 +18,7 @@ SETTING_OF = {
     "kv_cache_memory_bytes": "kv_cache_mib",
     "gpu_memory_utilization": "gpu_memory_fraction",
     "tensor_parallel_size": "tensor_parallel",
+    "enable_expert_parallel": "expert_parallel",
     "enforce_eager": "eager",
     "max_logprobs": "max_top_logprobs",
     "limit_mm_per_prompt": "max_images",
@@ -28,7 +32,7 @@ SETTING_OF = {
 """Settings of the sampler by the engine arguments that follow from them."""
 
 _ANOTHER_MODEL = "renderer, trainer and sampler must read the same model"
-_OTHER_NUMBERS = "the trainer computes with the checkpoint's weights, and log-probabilities must be of the same"
+_OTHER_NUMBERS = "the trainer rounds neither weights nor the inputs of layers, and would train another model"
 _ONE_ENGINE = "a push has to reach every worker, and find whole layers there; for more samplers start more of them"
 _OWN_EXPERTS = "Fovea has a scheduler that passes on the experts of tokens: a request asks for routed_experts"
 _GUESSES = "with guessed tokens vLLM tells log-probabilities after top-k and top-p, on a CPU none at all (NaN)"
@@ -76,6 +80,16 @@ def checked(given: Mapping[str, Any], made: Collection[str]) -> dict[str, Any]:
     except ValidationError as error:
         raise ValueError(f"--engine-arguments: {in_one_line(error)}") from None
     return {name: getattr(parsed, name) for name in given}
+
+
+def check_expert_parallel(settings: SamplerSettings, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for expert parallelism where there are no experts, or nobody to share them."""
+    if not settings.expert_parallel:
+        return
+    if settings.tensor_parallel == 1:
+        raise ValueError("--expert-parallel spreads experts over --tensor-parallel devices, of which there is 1")
+    if not model_files.experts_of(config):
+        raise ValueError(f"--expert-parallel: {settings.model} has no experts")
 
 
 def in_one_line(error: ValidationError) -> str:

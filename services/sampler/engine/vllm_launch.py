@@ -182,6 +182,7 @@ def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "Vllm
     from services.sampler import vllm_patches
     from services.sampler.engine import weight_loading
 
+    engine_arguments.check_expert_parallel(settings, read_config(settings.model))
     vllm_patches.before_model()
     weight_loading.register()
     arguments = _common_arguments(settings, capacity)
@@ -218,6 +219,8 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
     arguments: dict[str, Any] = {
         "model": settings.model,
         "hf_overrides": {"head_dtype": settings.head_dtype} | missing_entries(read_config(settings.model)),
+        "tensor_parallel_size": settings.tensor_parallel,
+        "enable_expert_parallel": settings.expert_parallel,
         "kv_cache_dtype": settings.kv_cache_dtype,
         "seed": secrets.randbits(31),  # replicas must not draw alike
         "max_model_len": context(settings),
@@ -270,7 +273,6 @@ def _cpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
     return {
         "dtype": "float32" if settings.dtype == "auto" else settings.dtype,
         "enforce_eager": True,
-        "tensor_parallel_size": settings.tensor_parallel,
         "block_size": settings.block_size or _CPU_BLOCK_SIZE,
         "kv_cache_memory_bytes": (settings.kv_cache_mib or _CPU_KV_CACHE_MIB) << 20,
         "skip_mm_profiling": True,
@@ -283,7 +285,6 @@ def _gpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "dtype": settings.dtype,
         "enforce_eager": settings.eager,
-        "tensor_parallel_size": settings.tensor_parallel,
         "gpu_memory_utilization": settings.gpu_memory_fraction - push_room(settings) / _device_bytes(),
     }
     if settings.block_size is not None:

@@ -49,8 +49,6 @@ def apply() -> None:
 def _select(moe_config: Any) -> tuple[UnquantizedMoeBackend, type]:
     if moe_config.activation not in _ACTIVATIONS:
         raise ValueError(f"experts with {moe_config.activation} are not supported on CPU")
-    if moe_config.moe_parallel_config.use_ep:
-        raise ValueError("expert parallelism is not supported on CPU")
     return UnquantizedMoeBackend.CPU, TorchExperts
 
 
@@ -89,6 +87,7 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
         topk_ids: Tensor,
         activation: MoEActivation,
         *_: object,
+        expert_map: Tensor | None = None,
         apply_router_weight_on_input: bool = False,
         **__: object,
     ) -> None:
@@ -98,9 +97,12 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
             hidden_states: [N, D]; multiplied by the weight already if `apply_router_weight_on_input`.
             w1: Gate and up [E, J, D]; w2: down [E, D, I].
             topk_weights, topk_ids: [N, K].
+            expert_map: [experts of all workers], this worker's number of each, -1 for one of another worker; None if it
+                has all. What others have, they add.
         """
         runs = self._runs()
-        pairs = _pair_up(topk_ids, w1.shape[0], runs)
+        ids_NK = topk_ids.long() if expert_map is None else expert_map.long()[topk_ids.long()]
+        pairs = _pair_up(ids_NK, w1.shape[0], runs)
         both_PJ = _multiply(hidden_states[pairs.tokens], w1, self.w1_bias, pairs.counts)
         # gpt-oss has gate and up in turns, others one after the other.
         in_turns = activation == MoEActivation.SWIGLUOAI
@@ -154,13 +156,15 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
 
 
 def _pair_up(ids_NK: Tensor, expert_count: int, runs: Sequence[Run]) -> _Pairs:
-    """Sorts pairs by expert and, within an expert, by the run that their token is in."""
+    """Sorts pairs by expert and, within an expert, by the run that their token is in; leaves out expert -1."""
     runs_N = torch.zeros(len(ids_NK), dtype=torch.long)  # 0 for a token in none
     for index, run in enumerate(runs, 1):
         runs_N[run.start : run.end] = index
-    keys_NK = ids_NK.long() * (len(runs) + 1) + runs_N[:, None]
+    keys_NK = ids_NK * (len(runs) + 1) + runs_N[:, None]
     keys_P, order_P = keys_NK.flatten().sort(stable=True)
-    counts = ids_NK.flatten().bincount(minlength=expert_count).tolist()
+    here = slice(int((ids_NK < 0).sum()), None)
+    keys_P, order_P = keys_P[here], order_P[here]
+    counts = ids_NK[ids_NK >= 0].bincount(minlength=expert_count).tolist()
     segments, end = [], 0
     keys, lengths = torch.unique_consecutive(keys_P, return_counts=True)
     for key, length in zip(keys.tolist(), lengths.tolist(), strict=True):

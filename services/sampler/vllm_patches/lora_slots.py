@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 
@@ -136,6 +136,9 @@ class LoraSlots:
         model = build(flat)
         tensor_count = 2 * len(model.loras)
         self._manager._create_merged_loras_inplace(model)
+        for name, module in self._modules.items():  # which the manager no longer sees
+            if isinstance(module, FusedMoEWithLoRA):
+                self._manager._slice_moe_lora_ep(model, module, name)
         written = [self._write(slot, model) for slot in range(self._slot_count)]
         switches = [[target for target, number in some.filled if number == 1] for some in written]
         recorded = [[(target, part) for target, part in some.copied if part.is_meta] for some in written]

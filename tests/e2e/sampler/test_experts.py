@@ -50,11 +50,15 @@ def _gap(answer: Answer, expected: Reference, tokens: npt.NDArray[np.int32]) -> 
     return float(np.abs(answer.prompt_logprobs - expected.prompt_logprobs(tokens))[1:].max())
 
 
-@pytest.fixture(scope="module")
-async def served() -> AsyncIterator[Served]:
-    """The text model, with three slots."""
+SPLIT = ["--tensor-parallel", "2"]
+LAYOUTS = {"one worker": [], "a part of every expert": SPLIT, "whole experts": [*SPLIT, "--expert-parallel"]}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    """The text model, with three slots, in one worker or split between two."""
     model = ensure_family("qwen3_moe")
-    with running_sampler(model, "--max-loras", "3", "--max-adapters", "8") as sampler:
+    with running_sampler(model, "--max-loras", "3", "--max-adapters", "8", *LAYOUTS[request.param]) as sampler:
         async with SamplerClient(sampler.address) as client:
             yield Served(model, client, await Sender(client).join())
 

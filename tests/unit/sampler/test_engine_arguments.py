@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.sampler.engine import vllm_launch
-from services.sampler.engine.engine_arguments import REFUSED, SETTING_OF, checked
+from services.sampler.engine.engine_arguments import REFUSED, SETTING_OF, check_expert_parallel, checked
 from services.sampler.engine.vllm_launch import AdapterCapacity
 from services.sampler.settings import SamplerSettings
 
@@ -39,7 +39,7 @@ def test_arguments_come_in_vllms_types() -> None:
         ("gdn_prefil_backend", "triton", "vLLM has no engine argument gdn_prefil_backend; the nearest is gdn_prefill_"),
         ("max_num_seqs", 8, "max_num_seqs follows from Fovea's own --max-sequences"),
         ("seed", 1, "seed needs the value that Fovea gives it"),
-        ("quantization", "fp8", "quantization stays at vLLM's default: the trainer computes with"),
+        ("quantization", "fp8", "quantization stays at vLLM's default: the trainer rounds neither weights"),
         ("gdn_prefill_backend", "cuda", "gdn_prefill_backend: Input should be 'flashinfer', 'triton'"),
         ("watermark", [1], "watermark: Input should be a valid number"),
         ("compilation_config", {"levl": 3}, "compilation_config.levl: Unexpected keyword argument"),
@@ -89,3 +89,12 @@ def test_json_comes_by_argument_and_by_variable(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("FOVEA_SAMPLER_ENGINE_ARGUMENTS", "{")
     with pytest.raises(SystemExit, match=r"^s: .*engine_arguments"):
         read("s", ["--model", "m"])
+
+
+def test_experts_are_spread_only_where_there_are_some_and_somebody_to_share_them() -> None:
+    settings = SamplerSettings(model="m", expert_parallel=True, tensor_parallel=2)
+    check_expert_parallel(settings, {"num_experts": 8})
+    with pytest.raises(ValueError, match="--expert-parallel: m has no experts"):
+        check_expert_parallel(settings, {})
+    with pytest.raises(ValueError, match="over --tensor-parallel devices, of which there is 1"):
+        check_expert_parallel(settings.model_copy(update={"tensor_parallel": 1}), {"num_experts": 8})
