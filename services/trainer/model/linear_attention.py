@@ -1,8 +1,8 @@
 """Layers that carry a state from token to token, on packed documents: each document begins with an empty one.
 
-Gated delta nets (Yang et al., 2024) as Qwen3.5 has them, and LFM2's gated short convolutions. In transformers only the
-kernels of flash-linear-attention and causal-conv1d look at where documents end; what it computes without them lets a
-document see the one before it.
+Gated delta nets (Yang et al., 2024) as Qwen3.5 has them, and LFM2's gated short convolutions. The delta rule is
+flash-linear-attention's on a GPU that has that package, and elsewhere transformers', which does not look at where
+documents end: it is called with each document by itself. The short convolutions are a few products, fused on a GPU.
 
 Shapes: T tokens of all documents, D channels, K taps of a convolution, H heads, N documents of L tokens.
 """
@@ -25,8 +25,9 @@ from transformers import PretrainedConfig
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, torch_chunk_gated_delta_rule
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
-from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
+from transformers.utils.import_utils import is_flash_linear_attention_available
 
+from services.trainer.model.fused_layers import fused
 from services.trainer.model.packed_attention import HARMLESS
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 _CHUNK = 64
 """Tokens that the delta rule takes in one go; what it pads documents to."""
 
-_HAS_KERNELS = is_flash_linear_attention_available() and is_causal_conv1d_available()
+_HAS_KERNELS = is_flash_linear_attention_available()
 
 
 def pack(decoder: nn.Module) -> None:
@@ -44,7 +45,7 @@ def pack(decoder: nn.Module) -> None:
         and not _HAS_KERNELS
         and any(_FORWARDS.get(type(part)) is _gated_delta_net for part in decoder.modules())
     ):
-        logger.warning("gated delta nets are slow without the packages flash-linear-attention and causal-conv1d")
+        logger.warning("gated delta nets are slow without the package flash-linear-attention")
     for module in decoder.modules():
         if type(module) in _FORWARDS:
             module.forward = MethodType(_FORWARDS[type(module)], module)  # type: ignore[method-assign]
@@ -58,10 +59,10 @@ def kept_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
     """
     keys = text.linear_num_key_heads * text.linear_key_head_dim
     values = text.linear_num_value_heads * text.linear_value_head_dim
-    repeated_keys = text.linear_num_value_heads * text.linear_key_head_dim
     if not _HAS_KERNELS:
+        repeated_keys = text.linear_num_value_heads * text.linear_key_head_dim
         return int(14 * (repeated_keys + values) * torch.float32.itemsize)
-    mixed = 2 * (2 * keys + values) + 2 * repeated_keys + _CHUNK * text.linear_num_value_heads
+    mixed = 3 * (2 * keys + values) + _CHUNK * text.linear_num_value_heads
     return int((mixed + 4 * values) * dtype.itemsize)
 
 
@@ -75,44 +76,60 @@ def _gated_delta_net(
 ) -> Tensor:
     """What Qwen3_5GatedDeltaNet computes, [1, T, D], of each document by itself.
 
-    On a GPU with both kernels that is its own forward; elsewhere its steps, but for the two that mix tokens.
+    Its own steps, but for the two that mix tokens.
 
     Args:
         cu_seq_lens_q: int32 [documents + 1], bounds of the documents.
         seq_idx: int32 [1, T], the number of each token's document.
     """
     _refuse_unknown(module, others)
-    if hidden_states.is_cuda and _HAS_KERNELS:
-        own: Tensor = type(module).forward(module, hidden_states, cu_seq_lens_q=cu_seq_lens_q, seq_idx=seq_idx)
-        return own
-    mixed_1TD = _convolve(module.in_proj_qkv(hidden_states), module.conv1d, seq_idx)
-    mixed_1TD = functional.silu(mixed_1TD)
-    rows_1T, key_size = mixed_1TD.shape[:2], 2 * module.key_dim
-    key_heads_1THD = mixed_1TD[..., :key_size].reshape(*rows_1T, -1, module.head_k_dim)
-    repeats = module.num_v_heads // module.num_k_heads
-    query_1THD, key_1THD = key_heads_1THD.repeat_interleave(repeats, dim=2).chunk(2, dim=2)
-    value_1THD = mixed_1TD[..., key_size:].reshape(*rows_1T, -1, module.head_v_dim)
+    mixed_1TD = _convolve(module.in_proj_qkv(hidden_states), module.conv1d.weight, module.conv1d.bias, seq_idx, True)
+    query_1TD, key_1TD, value_1TD = mixed_1TD.split([module.key_dim, module.key_dim, module.value_dim], dim=2)
+    query_1THD, key_1THD = (each.unflatten(2, (-1, module.head_k_dim)) for each in (query_1TD, key_1TD))
+    value_1THD = value_1TD.unflatten(2, (-1, module.head_v_dim))
     beta_1TH = module.in_proj_b(hidden_states).sigmoid()
-    steps_1TH = functional.softplus(module.in_proj_a(hidden_states).float() + module.dt_bias)
-    decay_1TH = -module.A_log.float().exp() * steps_1TH
-    output_THD = _delta_rule((query_1THD, key_1THD, value_1THD, decay_1TH, beta_1TH), tuple(cu_seq_lens_q.tolist()))
+    decay_1TH = _decay(module.in_proj_a(hidden_states), module.A_log, module.dt_bias)
+    packed = (query_1THD, key_1THD, value_1THD, decay_1TH, beta_1TH)
+    rule = _delta_rule_kernel if hidden_states.is_cuda and _HAS_KERNELS else _delta_rule
+    output_THD = rule(packed, cu_seq_lens_q)
     gate_1TD = module.in_proj_z(hidden_states)
     normed = module.norm(output_THD.flatten(0, 1), gate_1TD.reshape(-1, module.head_v_dim))
     projected_1TD: Tensor = module.out_proj(normed.view_as(gate_1TD))
     return projected_1TD
 
 
-def _delta_rule(packed: tuple[Tensor, ...], bounds: tuple[int, ...]) -> Tensor:
+@fused
+def _decay(steps_1TH: Tensor, log_rate_H: Tensor, bias_H: Tensor) -> Tensor:
+    """The logarithm of what is left of the state, float32 [1, T, H]."""
+    return -log_rate_H.float().exp() * functional.softplus(steps_1TH.float() + bias_H)
+
+
+def _delta_rule_kernel(packed: tuple[Tensor, ...], bounds: Tensor) -> Tensor:
+    """As `_delta_rule`, by flash-linear-attention. It remembers what it made of `bounds` from layer to layer."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    query, key, value, decay, beta = (tensor.contiguous() for tensor in packed)
+    output_1THD, _ = chunk_gated_delta_rule(
+        query, key, value, decay, beta, cu_seqlens=bounds, use_qk_l2norm_in_kernel=True
+    )
+    return output_1THD.squeeze(0)
+
+
+def _delta_rule(packed: tuple[Tensor, ...], bounds: Tensor) -> Tensor:
     """Values [T, H, D] of transformers' own rule, one call for all documents of as many chunks.
 
     Args:
-        packed: Queries, keys and values [1, T, H, D], decays and betas [1, T, H].
+        packed: Queries and keys [1, T, G, D], of which each counts for H / G heads; values [1, T, H, D], decays and
+            betas [1, T, H].
+        bounds: int32 [documents + 1].
     """
+    repeats = packed[2].shape[2] // packed[0].shape[2]
+    packed = (*(tensor.repeat_interleave(repeats, dim=2) for tensor in packed[:2]), *packed[2:])
     # A row of zeros at the end: tokens that fill up a chunk, which change nothing.
     padded = [functional.pad(tensor.squeeze(0), (0, 0) * (tensor.dim() - 2) + (0, 1)) for tensor in packed]
     rule: Any = unwrap(torch_chunk_gated_delta_rule)
     outputs = []
-    places, restore = _group_by_chunks(bounds)
+    places, restore = _group_by_chunks(tuple(bounds.tolist()))
     for place_NL in places:
         index = place_NL.flatten().to(padded[0].device)
         taken = (tensor.index_select(0, index).view(*place_NL.shape, *tensor.shape[1:]) for tensor in padded)
@@ -147,21 +164,30 @@ def _short_convolution(module: Any, hidden_states: Tensor, *, seq_idx: Tensor, *
     """
     _refuse_unknown(module, others)
     gate_in, gate_out, values = module.in_proj(hidden_states).chunk(3, dim=-1)
-    output_1TD: Tensor = module.out_proj(gate_out * _convolve(gate_in * values, module.conv, seq_idx))
+    convolved_1TD = _convolve(gate_in * values, module.conv.weight, module.conv.bias, seq_idx, False)
+    output_1TD: Tensor = module.out_proj(gate_out * convolved_1TD)
     return output_1TD
 
 
-def _convolve(values_1TD: Tensor, convolution: nn.Conv1d, seq_idx: Tensor) -> Tensor:
-    """A causal convolution of each channel, [1, T, D], that sees nothing of earlier documents; summed in float32."""
-    weight_DK = convolution.weight.squeeze(1).float()
+@fused
+def _convolve(
+    values_1TD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, seq_idx: Tensor, activated: bool
+) -> Tensor:
+    """A causal convolution of each channel, [1, T, D], that sees nothing of earlier documents; summed in float32.
+
+    Args:
+        activated: Whether SiLU follows.
+    """
+    weight_DK = weight_D1K.squeeze(1).float()
     summed_1TD = values_1TD.float() * weight_DK[:, -1]
     for back in range(1, min(weight_DK.shape[1], values_1TD.shape[1])):
         is_same_1T1 = (seq_idx[:, back:] == seq_idx[:, :-back]).unsqueeze(-1)
         earlier_1TD = values_1TD[:, :-back] * is_same_1T1 * weight_DK[:, -1 - back]
         summed_1TD = summed_1TD + functional.pad(earlier_1TD, (0, 0, back, 0))
-    if convolution.bias is not None:
-        summed_1TD = summed_1TD + convolution.bias
-    return summed_1TD.to(values_1TD.dtype)
+    if bias_D is not None:
+        summed_1TD = summed_1TD + bias_D
+    result_1TD = summed_1TD.to(values_1TD.dtype)
+    return functional.silu(result_1TD) if activated else result_1TD
 
 
 def _refuse_unknown(module: nn.Module, others: Mapping[str, Any]) -> None:
