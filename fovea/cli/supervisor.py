@@ -66,6 +66,11 @@ class UpOptions:
         """Whether rank 0 of the trainer, which sends, shares its device with the sampler: NCCL cannot send over one."""
         return bool(set(self.trainer_gpus[:1]) & set(self.sampler_gpus))
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether any rank of the trainer shares its device with the sampler."""
+        return bool(set(self.trainer_gpus) & set(self.sampler_gpus))
+
 
 class Supervisor:
     """Starts the services, waits for health, keeps them up, and stops them in order."""
@@ -74,6 +79,7 @@ class Supervisor:
         self._options = options
         self._console = console
         self._stop = asyncio.Event()
+        self._trainer_is_up = asyncio.Event()
         self._ready_s: float | None = None
         self._specs = service_specs(options)
         self._services = {spec.name: Service(spec, self._print) for spec in self._specs}
@@ -91,9 +97,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop.set)
-        running = [
-            asyncio.create_task(service.run(self._note_exit, self._note_start)) for service in self._services.values()
-        ]
+        running = [asyncio.create_task(self._run(service)) for service in self._services.values()]
         failed = asyncio.ensure_future(asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION))
         stopped = asyncio.create_task(self._stop.wait())
         ready = asyncio.create_task(self._wait_ready(start))
@@ -112,6 +116,13 @@ class Supervisor:
         self._print("fovea", "all services have stopped")
         return 0
 
+    async def _run(self, service: Service) -> None:
+        if service.spec.name == "sampler" and self._options.shares_memory:
+            # vLLM measures how much of the device is left for its cache, and takes for its own what another process
+            # allocates meanwhile: beside a trainer that was loading it found nothing left, and ended.
+            await self._trainer_is_up.wait()
+        await service.run(self._note_exit, self._note_start)
+
     async def _wait_ready(self, start: float) -> None:
         deadline = start + self._options.ready_timeout_s
         await asyncio.gather(*(self._wait_serving(spec, start, deadline) for spec in self._specs))
@@ -126,6 +137,8 @@ class Supervisor:
                     raise ServiceFailed(f"{spec.name} was not ready within {self._options.ready_timeout_s:.0f} s")
                 await asyncio.sleep(0.1)
         self._print("fovea", f"{spec.name} is {what} after {time.monotonic() - start:.1f} s")
+        if spec.name == "trainer":
+            self._trainer_is_up.set()
 
     async def _note_exit(self, name: str, how: str, pause_s: float) -> None:
         if self._ready_s is None:

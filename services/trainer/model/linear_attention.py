@@ -12,12 +12,15 @@ Shapes: T tokens of all documents, D channels, K taps of a convolution, H heads,
 import logging
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from inspect import unwrap
 from itertools import pairwise
 from types import MethodType
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
@@ -35,7 +38,14 @@ logger = logging.getLogger(__name__)
 _CHUNK = 64
 """Tokens that the delta rule takes in one go; what it pads documents to."""
 
-_HAS_KERNELS = is_flash_linear_attention_available()
+_SOUND_TRITON = Version("3.7.1")
+"""The first since 3.4 that compiles the delta rule's backward pass rightly for Hopper (flash-linear-attention #640)."""
+
+_HAS_KERNELS = (
+    is_flash_linear_attention_available()
+    and find_spec("triton") is not None
+    and Version(version("triton")) >= _SOUND_TRITON
+)
 
 
 def pack(decoder: nn.Module) -> None:
@@ -45,7 +55,7 @@ def pack(decoder: nn.Module) -> None:
         and not _HAS_KERNELS
         and any(_FORWARDS.get(type(part)) is _gated_delta_net for part in decoder.modules())
     ):
-        logger.warning("gated delta nets are slow without the package flash-linear-attention")
+        logger.warning("gated delta nets are slow without flash-linear-attention and Triton %s or newer", _SOUND_TRITON)
     for module in decoder.modules():
         if type(module) in _FORWARDS:
             module.forward = MethodType(_FORWARDS[type(module)], module)  # type: ignore[method-assign]
@@ -84,9 +94,10 @@ def _gated_delta_net(
     """
     _refuse_unknown(module, others)
     mixed_1TD = _convolve(module.in_proj_qkv(hidden_states), module.conv1d.weight, module.conv1d.bias, seq_idx, True)
-    query_1TD, key_1TD, value_1TD = mixed_1TD.split([module.key_dim, module.key_dim, module.value_dim], dim=2)
-    query_1THD, key_1THD = (each.unflatten(2, (-1, module.head_k_dim)) for each in (query_1TD, key_1TD))
-    value_1THD = value_1TD.unflatten(2, (-1, module.head_v_dim))
+    query_1TD, key_1TD, value_1TD = torch.split(mixed_1TD, [module.key_dim, module.key_dim, module.value_dim], dim=2)
+    rows_1T = mixed_1TD.shape[:2]
+    query_1THD, key_1THD = (each.reshape(*rows_1T, -1, module.head_k_dim) for each in (query_1TD, key_1TD))
+    value_1THD = value_1TD.reshape(*rows_1T, -1, module.head_v_dim)
     beta_1TH = module.in_proj_b(hidden_states).sigmoid()
     decay_1TH = _decay(module.in_proj_a(hidden_states), module.A_log, module.dt_bias)
     packed = (query_1THD, key_1THD, value_1THD, decay_1TH, beta_1TH)
@@ -106,13 +117,14 @@ def _decay(steps_1TH: Tensor, log_rate_H: Tensor, bias_H: Tensor) -> Tensor:
 
 def _delta_rule_kernel(packed: tuple[Tensor, ...], bounds: Tensor) -> Tensor:
     """As `_delta_rule`, by flash-linear-attention. It remembers what it made of `bounds` from layer to layer."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
 
-    query, key, value, decay, beta = (tensor.contiguous() for tensor in packed)
+    query, key, value, decay, beta = packed
     output_1THD, _ = chunk_gated_delta_rule(
         query, key, value, decay, beta, cu_seqlens=bounds, use_qk_l2norm_in_kernel=True
     )
-    return output_1THD.squeeze(0)
+    output_THD: Tensor = output_1THD.squeeze(0)
+    return output_THD
 
 
 def _delta_rule(packed: tuple[Tensor, ...], bounds: Tensor) -> Tensor:
