@@ -17,10 +17,10 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from services.sampler.vllm_patches import (
+    adapted_modules,
     experts_cpu,
     image_attention_cpu,
     kernels_cpu,
-    lm_head_adapters,
     lora_slots,
     parameter_names,
     prompt_scorer,
@@ -33,7 +33,7 @@ from services.sampler.vllm_patches import (
 )
 
 PATCHES = (
-    lm_head_adapters,  # before_model
+    adapted_modules,  # before_model
     parameter_names,  # before_model
     image_attention_cpu,  # before_model, on CPU; by vllm_launch and after_model too
     punica_cpu,  # before_model, on CPU
@@ -51,7 +51,7 @@ PATCHES = (
 
 def before_model() -> None:
     """To be called in every process that loads a model, before it does; twice is no error."""
-    lm_head_adapters.apply()
+    adapted_modules.apply()
     parameter_names.apply()
     routed_experts.apply()
     if current_platform.is_cpu():

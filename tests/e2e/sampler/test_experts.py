@@ -21,7 +21,8 @@ from tests.e2e.sampler.sender import Sender
 from tests.e2e.sampler.test_weights import trained
 from tinyvlm.families import ensure_family
 
-TOLERANCE = 1e-4
+TOLERANCE = {"qwen3_moe": 1e-4, "qwen3_vl_moe": 1e-4, "qwen3_5_moe": 1e-3}
+"""In nats. Delta nets enlarge the noise of float32, the more so where a prompt comes in other parts."""
 PROMPTS = [np.random.default_rng(seed).integers(0, 400, 30 + 9 * seed).astype(np.int32) for seed in range(4)]
 
 
@@ -30,6 +31,7 @@ class Served:
     """A model behind a sampler, and the same in transformers."""
 
     model: Path
+    tolerance: float
     client: SamplerClient
     sender: Sender
 
@@ -51,16 +53,26 @@ def _gap(answer: Answer, expected: Reference, tokens: npt.NDArray[np.int32]) -> 
 
 
 SPLIT = ["--tensor-parallel", "2"]
-LAYOUTS = {"one worker": [], "a part of every expert": SPLIT, "whole experts": [*SPLIT, "--expert-parallel"]}
+LAYOUTS = {
+    "qwen3_moe": [],
+    "qwen3_moe, a part of every expert": SPLIT,
+    "qwen3_moe, whole experts": [*SPLIT, "--expert-parallel"],
+    "qwen3_vl_moe": [],
+    "qwen3_5_moe": [],
+}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
-    """The text model, with three slots, in one worker or split between two."""
-    model = ensure_family("qwen3_moe")
+    """A model with three slots, in one worker or split between two.
+
+    Files have the experts of Qwen3 one by one, those of Qwen3-VL transposed.
+    """
+    name = request.param.partition(",")[0]
+    model = ensure_family(name)
     with running_sampler(model, "--max-loras", "3", "--max-adapters", "8", *LAYOUTS[request.param]) as sampler:
         async with SamplerClient(sampler.address) as client:
-            yield Served(model, client, await Sender(client).join())
+            yield Served(model, TOLERANCE[name], client, await Sender(client).join())
 
 
 async def test_base_and_adapters_in_one_batch(served: Served) -> None:
@@ -77,12 +89,12 @@ async def test_base_and_adapters_in_one_batch(served: Served) -> None:
     for name, (adapter, rank) in adapters.items():
         await served.sender.push(name, adapter, rank)
         expected[name] = Reference(served.model).merge(adapter, rank)
-        assert await served.gap(expected[name], name) < TOLERANCE, name
+        assert await served.gap(expected[name], name) < served.tolerance, name
     assert _gap(await served.scored(PROMPTS[0], "experts@1"), base, PROMPTS[0]) > 0.1, "experts are not adapted"
     asked = [(name, tokens) for tokens in PROMPTS for name in expected]
     answers = await asyncio.gather(*(served.scored(tokens, name) for name, tokens in asked))
     for answer, (name, tokens) in zip(answers, asked, strict=True):
-        assert _gap(answer, expected[name], tokens) < TOLERANCE, name
+        assert _gap(answer, expected[name], tokens) < served.tolerance, name
 
 
 async def test_full_weights_twice(served: Served) -> None:
@@ -93,15 +105,15 @@ async def test_full_weights_twice(served: Served) -> None:
     for number in range(2):
         state, name = trained(base, number), f"full@{number}"
         await served.sender.push(name, as_in_files(state, served.model))
-        assert await served.gap(Reference(served.model, state), name) < TOLERANCE
+        assert await served.gap(Reference(served.model, state), name) < served.tolerance
     await served.sender.push("", as_in_files(base.parameters(), served.model))
-    assert await served.gap(base) < TOLERANCE
-    assert await served.gap(Reference(served.model).merge(adapter, 4), "before@1") < TOLERANCE
+    assert await served.gap(base) < served.tolerance
+    assert await served.gap(Reference(served.model).merge(adapter, 4), "before@1") < served.tolerance
 
 
 async def test_adapters_that_do_not_fit_are_refused_by_name(served: Served) -> None:
     adapter = random_adapter(Reference(served.model), 4, seed=1)
-    first = "base_model.model.model.layers.0.mlp.experts"
+    first = min(name for name in adapter if ".experts." in name).rpartition(".w1.")[0]
     for_each = adapter[f"{first}.w1.lora_A.weight"].expand(8, -1, -1)
     lacking = {name: tensor for name, tensor in adapter.items() if ".w3." not in name}
     for wrong, problem in (
@@ -110,8 +122,8 @@ async def test_adapters_that_do_not_fit_are_refused_by_name(served: Served) -> N
             r"w1.lora_A.weight has shape \[8, 4, 128\], must be \[1, 4",
         ),
         (lacking, r"layers.\d.mlp.experts lacks w3"),
-        (adapter | {f"{first}.0.gate_proj.lora_A.weight": for_each[0]}, "cannot adapt .*experts.0.gate_proj"),
+        (adapter | {f"{first}.0.gate_proj.lora_A.weight": for_each[0]}, r"experts.0.gate_proj$"),
     ):
         with pytest.raises(InvalidInput, match=problem):
             await served.sender.push("wrong@1", wrong, 4)
-    assert await served.gap(Reference(served.model)) < TOLERANCE
+    assert await served.gap(Reference(served.model)) < served.tolerance

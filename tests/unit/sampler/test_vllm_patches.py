@@ -27,6 +27,7 @@ from vllm.lora.ops.torch_ops import bgmv_shrink
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unquantized_moe_backend
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
@@ -47,7 +48,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from fovea.runtime.hosts import interface_of
 from services.sampler import vllm_patches
-from services.sampler.vllm_patches import kernels_cpu, lm_head_adapters, parameter_names, tied_head
+from services.sampler.vllm_patches import adapted_modules, kernels_cpu, parameter_names, tied_head
 
 WRITTEN_AGAINST = {
     "vllm.lora.layers.fused_moe:FusedMoEWithLoRA.set_lora": "414a3ed95b69dbc3",
@@ -115,7 +116,7 @@ def test_every_patch_is_listed() -> None:
     assert lying - listed == {f"{vllm_patches.__name__}.prompt_scores"}
 
 
-def test_vllm_still_needs_lm_head_adapters() -> None:
+def test_vllm_still_needs_adapted_modules() -> None:
     for model in (Qwen2ForCausalLM, Qwen2_5_VLForConditionalGeneration):
         assert "lm_head" not in (getattr(model, "embedding_modules", None) or {})
     beside = {Idefics3ForConditionalGeneration: "lm_head", Glm4vForConditionalGeneration: "language_model.lm_head"}
@@ -123,6 +124,17 @@ def test_vllm_still_needs_lm_head_adapters() -> None:
         assert not [part for part in model.get_mm_mapping(torch.nn.Module()).language_model if name.startswith(part)]
     unchanged("vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper")
     unchanged("vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.create_lora_weights")
+    assert "remove_duplicate" not in source("vllm.lora.utils:get_supported_lora_modules")
+    assert '"qkv": ["qkv"]' not in source("vllm.model_executor.models.qwen3_vl_moe:Qwen3VLMoeForConditionalGeneration")
+
+
+def test_a_module_with_two_names_is_adapted_by_both(one_worker: VllmConfig) -> None:
+    model = torch.nn.Module()
+    model.shared_expert_gate = ReplicatedLinear(4, 1)
+    model.shared_expert = torch.nn.Module()
+    model.shared_expert.expert_gate = model.shared_expert_gate
+    adapted_modules.apply()
+    assert model_manager.get_supported_lora_modules(model) == ["expert_gate", "lm_head", "shared_expert_gate"]
 
 
 def test_a_head_beside_the_decoder_is_adapted_with_it() -> None:
@@ -130,7 +142,7 @@ def test_a_head_beside_the_decoder_is_adapted_with_it() -> None:
     manager.supports_mm, manager.supported_modules_to_save = True, []
     manager.mm_mapping = MultiModelKeys.from_string_field(language_model="language_model.model", tower_model="visual.")
     manager.punica_wrapper_mapping = {"language_model.model": "of the decoder", "visual.": "of the tower"}
-    lm_head_adapters.apply()
+    adapted_modules.apply()
     assert manager._get_punica_wrapper("language_model.lm_head") == "of the decoder"
     assert manager._get_punica_wrapper("visual.merger.proj") == "of the tower"
     assert manager._get_punica_wrapper("something.else") is None
@@ -142,7 +154,7 @@ def test_a_head_of_any_vocabulary_takes_adapters(token_count: int) -> None:
     torch.nn.Module.__init__(layer)
     layer.base_layer, layer.hidden_size, layer.device = SimpleNamespace(vocab_size=token_count), 8, torch.device("cpu")
     layer.sharded_to_full_mapping = None
-    lm_head_adapters.apply()
+    adapted_modules.apply()
     layer.create_lora_weights(2, SimpleNamespace(max_lora_rank=4, lora_dtype=torch.float32), None)
     assert layer.lora_a_stacked.shape == (2, 1, 4, 8)
     assert layer.lora_b_stacked.shape == (2, 1, token_count, 4)

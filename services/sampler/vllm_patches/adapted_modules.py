@@ -1,15 +1,20 @@
-"""Adapters of `lm_head` for every model.
+"""Which modules take adapters: `lm_head` of every model, gates of shared experts, the tower of Qwen3-VL with experts.
 
-Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManager._get_punica_wrapper` there, and
-    `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.create_lora_weights`.
+Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManager._get_punica_wrapper` there,
+    `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.create_lora_weights`, and `packed_modules_mapping` of
+    `Qwen3VLMoeForConditionalGeneration`.
 Why: a model says in `embedding_modules` which of its embeddings take LoRA. Qwen3 names `lm_head`; Qwen2, and with it
     Qwen2.5-VL, does not, though the layers that apply such an adapter are the same. Our trainer adapts it everywhere.
     Of a vision model vLLM adapts what lies within its parts alone, and the `lm_head` of Idefics 3 and GLM-4.1V stands
     beside them. It refuses vocabularies beyond 258,048, a bound of earlier kernels: Gemma's has 262,208.
-Upstream: vllm-project/vllm issue 21500, closed without a change.
+    A module that another one holds by a second name is adapted by its first alone if no module has the second for its
+    first: the gate of Qwen3.5's shared experts took an adapter and computed without it (1.3 nat).
+    Qwen3-VL's classes say that `qkv` of a tower comes packed, but that of the models with experts.
+Upstream: vllm-project/vllm issue 21500, closed without a change; of the others none known.
 Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `lm_head` in their `embedding_modules`,
     `Idefics3ForConditionalGeneration` and `Glm4vForConditionalGeneration` have it among the parts of `get_mm_mapping`,
-    and `create_lora_weights` takes any vocabulary.
+    `create_lora_weights` takes any vocabulary, `get_supported_lora_modules` has `expert_gate` of Qwen3.5 with experts,
+    and `Qwen3VLMoeForConditionalGeneration` has `qkv` in its mapping.
 """
 
 from typing import Any
@@ -17,6 +22,8 @@ from typing import Any
 import torch
 from vllm.lora import model_manager
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 
 _NAME = "lm_head"
 _MOST_TOKENS = 258_048
@@ -24,7 +31,8 @@ _MOST_TOKENS = 258_048
 
 
 def apply() -> None:
-    """Adds `lm_head` to what any model says; twice is no error."""
+    """Adds them to what models say; twice is no error."""
+    Qwen3VLMoeForConditionalGeneration.packed_modules_mapping |= {"qkv": ["qkv"]}
     ask_model: Any = model_manager.get_supported_lora_modules
     if ask_model.__module__ == __name__:
         return
@@ -32,7 +40,9 @@ def apply() -> None:
     ask_manager = manager._get_punica_wrapper
 
     def supported(model: torch.nn.Module) -> list[str]:
-        return sorted({*ask_model(model), _NAME})
+        modules = model.named_modules(remove_duplicate=False)
+        second = {name.rpartition(".")[2] for name, module in modules if isinstance(module, LinearBase)}
+        return sorted({*ask_model(model), *second, _NAME})
 
     def wrapper_of(self: Any, module_name: str) -> Any:
         found = ask_manager(self, module_name)
