@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.sampler.engine.vllm_launch import (
-    check_model,
-    measure_adapter_capacity,
-    missing_entries,
-)
+from services.sampler.engine.vllm_launch import check_model, measure_adapter_capacity, missing_entries
 from services.sampler.settings import SamplerSettings
 
 
