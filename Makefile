@@ -57,7 +57,7 @@ conformance: setup ## All checks of the Tinker API against a fresh Fovea; writes
 	$(BIN)/python -m conformance.fresh --cookbook --json docs/conformance.json --html .fovea/conformance.html
 	$(BIN)/python -m conformance.matrix
 
-models: setup ## Which model families work, each on a tiny checkpoint; writes docs/models.md, an hour and a half
+models: setup ## Which model families work, each on a tiny checkpoint; writes docs/models.md, half an hour to an hour
 	$(BIN)/python -m parity.page
 
 clients: setup ## gRPC clients in other languages: built by their own tool chains, compared with what Python samples
