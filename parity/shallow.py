@@ -49,12 +49,23 @@ def cut(directory: Path, into: Path) -> int:
         )
     else:
         model = auto.from_config(config, dtype=torch.float32)
-    model.save_pretrained(into)
+    _save(model, into)
     for path in directory.iterdir():
         is_of_text = path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json")
         if is_of_text and not (into / path.name).exists():
             shutil.copy(path, into)
     return count
+
+
+def _save(model: Any, into: Path) -> None:
+    # transformers 5 would write Qwen3-VL's experts as its modules have them; vLLM knows them transposed, as published.
+    if model.config.model_type != "qwen3_vl_moe":
+        model.save_pretrained(into)
+        return
+    state = model.state_dict()
+    experts = [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    state |= {name: state[name].mT.contiguous() for name in experts}
+    model.save_pretrained(into, state_dict=state, save_original_format=False)
 
 
 def _without_lost_layers(config: Any, count: int) -> Any:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from parity.documents import Maker
@@ -41,6 +43,14 @@ def test_a_checkpoint_whose_layers_differ_is_cut(tmp_path: Path) -> None:
     text = AutoConfig.from_pretrained(tmp_path / "cut").get_text_config()
     sizes = [text.per_layer_config[index].head_dim for index in range(3)]
     assert sizes[0] == sizes[1] < sizes[2]
+
+
+def test_a_checkpoint_with_experts_is_cut_in_the_layout_that_was_published(tmp_path: Path) -> None:
+    assert cut(ensure_family("qwen3_vl_moe"), tmp_path / "cut") == 2
+    source, found = (load_file(one / "model.safetensors") for one in (ensure_family("qwen3_vl_moe"), tmp_path / "cut"))
+    names = [name for name in found if ".experts." in name]
+    assert len(names) == 2 * 2
+    assert all(torch.equal(found[name], source[name]) for name in names)
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
