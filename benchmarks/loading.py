@@ -51,6 +51,31 @@ def _status(entry: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{entry}:")) * 1024
 
 
+def make_experts(directory: Path, layers: int) -> None:
+    """Writes so many layers of Qwen3-30B-A3B's sizes, random weights in bfloat16, a matrix for each expert."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02)
+    model.save_pretrained(directory, max_shard_size="1GB")
+
+
 def load(directory: Path, way: str, dtype: str, device: str, rank: int, ranks: int, meeting: str) -> None:
     """One rank: prints what it took as JSON."""
     import torch
@@ -130,6 +155,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--make-experts", type=int, help="so many layers of Qwen3-30B-A3B are written there first")
     for name in ("--way", "--meeting"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -138,6 +164,8 @@ def main() -> None:
         (ranks,) = options.ranks
         load(options.model, options.way, options.dtype, options.device, options.rank, ranks, options.meeting)
         return
+    if options.make_experts:
+        make_experts(options.model, options.make_experts)
     for ranks in options.ranks:
         measure(options, ranks)
 

@@ -7,6 +7,8 @@ Shapes: T packed tokens, K targets a position, D hidden size, M placeholder toke
 
 import json
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
@@ -30,6 +32,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
 
 from fovea import vision
 from fovea.runtime.model_files import read_added_tokens
@@ -259,7 +262,14 @@ def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
             # Pages of mapped files would count as this process's memory until all is read.
             file = files.enter_context(safe_open(path, "pt", backend="pread"))
             tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-        found, _ = convert_and_load_state_dict_in_model(model, tensors, config)
+        transformers_logging.disable_progress_bar()  # one per layer
+        loaded = [convert_and_load_state_dict_in_model(model, layer, config)[0] for layer in _layers(tensors)]
+    found = loaded[0]
+    for other in loaded[1:]:
+        found.missing_keys &= other.missing_keys
+        found.unexpected_keys |= other.unexpected_keys
+        found.mismatched_keys |= other.mismatched_keys
+        found.conversion_errors |= other.conversion_errors
     errors = [f"{name}: {error}" for name, error in found.conversion_errors.items()]
     errors += [f"{name} has shape {list(there)} for {list(own)}" for name, there, own in found.mismatched_keys]
     converters = [one for one in model._weight_conversions if isinstance(one, WeightConverter)]
@@ -275,6 +285,18 @@ def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
         ]
     if errors:
         raise ValueError(f"the weights in {model_dir} are not those of its config.json: {errors[0]}")
+
+
+def _layers(tensors: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A checkpoint's tensors layer by layer, experts included; those of no layer together.
+
+    Transformers' readers run ahead of what stacks experts: given all at once, they would hold the model twice.
+    """
+    layers: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        found = re.match(r"\D*\d+\.", name)
+        layers[found.group() if found else ""][name] = tensor
+    yield from layers.values()
 
 
 def _weight_files(model_dir: Path) -> list[Path]:

@@ -23,3 +23,15 @@ def test_wrong_nodes_are_refused_by_name(arguments: str, said: str) -> None:
 def test_one_node_is_the_default() -> None:
     settings = TrainerSettings.from_command_line("trainer", ["--model", "m"])
     assert (settings.nodes, settings.node_rank, settings.master_addr) == (1, 0, "")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "most", "senders"),
+    [(1, 1, 4, [0]), (2, 1, 4, [0, 1]), (8, 1, 4, [0, 2, 4, 6]), (8, 2, 2, [0, 8]), (3, 1, 2, [0, 1]), (8, 1, 1, [0])],
+)
+def test_senders_are_spread_over_the_nodes(ranks: int, nodes: int, most: int, senders: list[int]) -> None:
+    arguments = f"--model m --ranks {ranks} --nodes {nodes} --master-addr 127.0.0.1 --transfer-senders {most}"
+    settings = TrainerSettings.from_command_line("trainer", arguments.split())
+    numbers = {rank: settings.sender_of(rank) for rank in range(ranks * nodes)}
+    assert [rank for rank, number in numbers.items() if number is not None] == senders
+    assert [numbers[rank] for rank in senders] == list(range(settings.sender_count))
