@@ -68,8 +68,8 @@ class SamplerSettings(ServiceSettings):
     max_adapter_mib: int | None = Field(
         None,
         ge=1,
-        description="The most memory of all held adapters, in MiB; none is room for max-adapters of the largest rank, "
-        "and at most a quarter of the host's memory.",
+        description="The most memory of all adapters that each worker holds, in MiB; none is room for max-adapters of "
+        "the largest rank, and at most a quarter of the host's memory for all workers.",
     )
     feature_cache_mib: int = Field(1024, ge=0, description="Vision tensors kept for further requests, in MiB.")
     max_images: int = Field(32, ge=1, description="The most images of one prompt.")

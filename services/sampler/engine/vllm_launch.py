@@ -117,7 +117,7 @@ def measure_adapter_capacity(settings: SamplerSettings) -> AdapterCapacity:
         shapes = checkpoint_shapes(checkpoint_directory(settings.model))
     except OSError:  # a hub name whose weights are still to be downloaded
         shapes = {}
-    host_bytes = host_memory_bytes()
+    host_bytes = host_memory_bytes() // settings.tensor_parallel  # each worker holds every adapter whole
     if runs_on_cpu(settings):
         return capacity_for(settings, shapes, 4, host_bytes, host_bytes)
     device_bytes = int(_device_bytes() * settings.gpu_memory_fraction)

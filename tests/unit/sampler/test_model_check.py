@@ -34,6 +34,13 @@ def test_a_family_without_lora_in_vllm_gets_no_room_for_adapters(tmp_path: Path)
     assert str(capacity) == "adapters: none, vLLM has no LoRA for this model"
 
 
+def test_workers_share_the_hosts_memory_for_adapters(tmp_path: Path) -> None:
+    """Each holds all of them: two may hold half as much."""
+    settings = SamplerSettings(model=_write(tmp_path, model_type="llama"), device="cpu")
+    one = measure_adapter_capacity(settings).held_bytes
+    assert measure_adapter_capacity(settings.model_copy(update={"tensor_parallel": 2})).held_bytes == one // 2
+
+
 def test_entries_that_transformers_does_not_write_are_named() -> None:
     text = {"model_type": "lfm2", "hidden_size": 64}
     both = {"block_dim": 64, "conv_dim": 64}
