@@ -57,6 +57,7 @@ WRITTEN_AGAINST = {
     "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec": "b615d66aa36074b4",
     "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "b3273d9fb8465a00",
     "vllm.lora.model_manager:LoRAModelManager._add_adapter": "6a8993c934882a65",
+    "vllm.lora.model_manager:LoRAModelManager._slice_moe_lora_ep": "8639fb4bea3acb63",
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": "fa48015699b08b1c",
     "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "8aac6e6c6c9fc452",
     "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_logits": "09ad711cba536905",
@@ -289,6 +290,7 @@ def test_vllm_still_needs_lora_slots() -> None:
     assert not [field for field in LoRARequest.__struct_fields__ if "tensor" in field], "requests carry tensors now"
     unchanged("vllm.lora.model_manager:LoRAModelManager.activate_adapter")
     unchanged("vllm.lora.model_manager:LoRAModelManager._add_adapter")
+    unchanged("vllm.lora.model_manager:LoRAModelManager._slice_moe_lora_ep")
     unchanged("vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter")
     unchanged("vllm.lora.worker_manager:WorkerLoRAManager._load_adapter")
 
