@@ -2,7 +2,7 @@
 
 Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManager._get_punica_wrapper` there,
     `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.create_lora_weights`, and `packed_modules_mapping` of
-    `Qwen3VLMoeForConditionalGeneration`.
+    `Qwen3VLMoeForConditionalGeneration`, and `can_replace_layer` of `vllm.lora.layers.FusedMoEWithLoRA`.
 Why: a model says in `embedding_modules` which of its embeddings take LoRA. Qwen3 names `lm_head`; Qwen2, and with it
     Qwen2.5-VL, does not, though the layers that apply such an adapter are the same. Our trainer adapts it everywhere.
     Of a vision model vLLM adapts what lies within its parts alone, and the `lm_head` of Idefics 3 and GLM-4.1V stands
@@ -10,18 +10,22 @@ Why: a model says in `embedding_modules` which of its embeddings take LoRA. Qwen
     A module that another one holds by a second name is adapted by its first alone if no module has the second for its
     first: the gate of Qwen3.5's shared experts took an adapter and computed without it (1.3 nat).
     Qwen3-VL's classes say that `qkv` of a tower comes packed, but that of the models with experts.
+    Experts whose kernel takes no adapters end the engine at its start; here they are left as they are, and adapters of
+    them are refused by name.
 Upstream: vllm-project/vllm issue 21500, closed without a change; of the others none known.
 Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `lm_head` in their `embedding_modules`,
     `Idefics3ForConditionalGeneration` and `Glm4vForConditionalGeneration` have it among the parts of `get_mm_mapping`,
     `create_lora_weights` takes any vocabulary, `get_supported_lora_modules` has `expert_gate` of Qwen3.5 with experts,
-    and `Qwen3VLMoeForConditionalGeneration` has `qkv` in its mapping.
+    `Qwen3VLMoeForConditionalGeneration` has `qkv` in its mapping, and `can_replace_layer` asks the kernel.
 """
 
 from typing import Any
 
 import torch
 from vllm.lora import model_manager
+from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
+from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 
@@ -50,10 +54,26 @@ def apply() -> None:
             return self.punica_wrapper_mapping[self.mm_mapping.language_model[0]]
         return found
 
+    _ask_kernels(FusedMoEWithLoRA)
+    _ask_kernels(FusedMoE3DWithLoRA)
     model_manager.get_supported_lora_modules = supported
     manager._get_punica_wrapper = wrapper_of
     make_room = LogitsProcessorWithLoRA.create_lora_weights
     LogitsProcessorWithLoRA.create_lora_weights = lambda *arguments: _make_room(make_room, *arguments)
+
+
+def _ask_kernels(wrapper: Any) -> None:
+    """Has a wrapper of experts leave those alone whose kernel takes no adapters."""
+    fits = wrapper.can_replace_layer
+
+    def can_replace_layer(source_layer: Any, **how: Any) -> bool:
+        if isinstance(source_layer, MoERunner):
+            method = source_layer._quant_method
+            if method.is_monolithic or method.moe_kernel is None or not method.moe_kernel.supports_lora():
+                return False
+        return bool(fits(source_layer=source_layer, **how))
+
+    wrapper.can_replace_layer = can_replace_layer
 
 
 def _make_room(make_room: Any, layer: Any, max_loras: int, *arguments: Any) -> None:

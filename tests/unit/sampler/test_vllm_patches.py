@@ -22,9 +22,11 @@ from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.lora import model_manager
+from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.lora.ops.torch_ops import bgmv_shrink
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unquantized_moe_backend
 from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -136,6 +138,21 @@ def test_a_module_with_two_names_is_adapted_by_both(one_worker: VllmConfig) -> N
     model.shared_expert.expert_gate = model.shared_expert_gate
     adapted_modules.apply()
     assert model_manager.get_supported_lora_modules(model) == ["expert_gate", "lm_head", "shared_expert_gate"]
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_experts_whose_kernel_takes_no_adapters_are_left_alone(takes: bool) -> None:
+    assert "supports_lora" not in source("vllm.lora.layers.fused_moe:FusedMoEWithLoRA.can_replace_layer")
+    runner = MoERunner.__new__(MoERunner)
+    torch.nn.Module.__init__(runner)
+    runner.routed_experts = torch.nn.Module()
+    kernel = SimpleNamespace(supports_lora=lambda: takes)
+    runner.routed_experts.quant_method = SimpleNamespace(is_monolithic=False, moe_kernel=kernel)
+    adapted_modules.apply()
+    for wrapper, parts in ((FusedMoEWithLoRA, ["w1", "w3"]), (FusedMoE3DWithLoRA, ["w13"])):
+        asked: Any = {"lora_config": None, "packed_modules_list": parts, "model_config": None}
+        assert wrapper.can_replace_layer(source_layer=runner, **asked) is takes
+        assert not wrapper.can_replace_layer(source_layer=torch.nn.Linear(1, 1), **asked)
 
 
 def test_a_head_beside_the_decoder_is_adapted_with_it() -> None:
