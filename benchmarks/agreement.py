@@ -7,16 +7,21 @@ d = trainer - sampler, Schulman 2020), and the largest difference at any token, 
 with an image, before and after training steps. `--wave 256` also measures how many tokens per second so many samples at
 once get.
 
+With `--replay`, for mixtures of experts, each line comes twice: `replay=False` as always, and `replay=True` with the
+trainer taking the experts that the sampler took for each token; `agreement.experts` is the size of these.
+
 With `--float32 DIRECTORY` the base model in float32, on a GPU, scores text too: how far sampler and trainer are from it
 is what bfloat16 costs each, and how large a difference between them is no fault of either.
 """
 
 import argparse
+import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import numpy as np
 import numpy.typing as npt
 import tinker
@@ -25,6 +30,7 @@ from tinker import SamplingParams
 from benchmarks.client import Bench, datum, scored_part, take_step
 from benchmarks.figure import emit
 
+API_KEY = "tml-local"
 _NEW_TOKENS = 128
 Logprobs = npt.NDArray[np.float64]
 
@@ -51,6 +57,7 @@ class Drawn:
     tokens: list[int]
     logprobs: Logprobs
     temperature: float
+    sequence: str = ""
 
 
 def kl(differences: Logprobs) -> float:
@@ -70,23 +77,42 @@ def draw(
     def wait() -> list[Drawn]:
         sequences = [future.result(600).sequences[0] for future in futures]
         return [
-            Drawn(prompt, list(one.tokens), np.asarray(one.logprobs, np.float64), temperature)
+            Drawn(prompt, list(one.tokens), np.asarray(one.logprobs, np.float64), temperature, one.sequence_id)
             for prompt, one in zip(prompts, sequences, strict=True)
         ]
 
     return wait
 
 
-def score(training: tinker.TrainingClient, drawn: list[Drawn]) -> list[Comparison]:
-    """The trainer's log-probabilities of what was drawn, at its temperature, both ways."""
+def score(
+    training: tinker.TrainingClient, drawn: list[Drawn], experts: Sequence[tinker.TensorData] = ()
+) -> list[Comparison]:
+    """The trainer's log-probabilities of what was drawn, at its temperature, both ways; with `experts`, taking them."""
     sampled = np.concatenate([one.logprobs for one in drawn])
     data, config = [datum(one.prompt, one.tokens) for one in drawn], {"temperature": drawn[0].temperature}
+    for one, taken in zip(data, experts, strict=False):
+        one.loss_fn_inputs["routed_experts"] = taken
     found = []
     for way, calls in (("packed", [data]), ("alone", [[one] for one in data])):
         pending = [training.forward(call, "cross_entropy", config) for call in calls]
         outputs = [output for future in pending for output in future.result(600).loss_fn_outputs]
         trained = [scored_part(output, len(one.tokens)) for output, one in zip(outputs, drawn, strict=True)]
         found.append(Comparison(way, sampled, np.concatenate(trained)))
+    return found
+
+
+def experts_of(base_url: str, api_key: str, drawn: list[Drawn]) -> list[tinker.TensorData]:
+    """The experts of each sequence's tokens: rows of bytes, filled up to words; an eighth of int64 indices."""
+    found = []
+    for one in drawn:
+        answer = httpx.get(
+            f"{base_url}/api/v1/routed_experts/{one.sequence}", headers={"X-API-Key": api_key}, timeout=60
+        )
+        answer.raise_for_status()
+        rows = np.load(io.BytesIO(answer.content))
+        rows = rows.reshape(len(rows), -1)
+        padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 8)))
+        found.append(tinker.TensorData.from_numpy(np.ascontiguousarray(padded).view(np.int64)))
     return found
 
 
@@ -161,7 +187,13 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
                     wait = draw(bench, sampler, options.prompts, side, temperature, seed)
                     submitted.append((wait, kind, {"seed": seed, "note": options.note, **sizes}))
         for wait, kind, sizes in submitted:
-            _report(score(training, wait()), kind, when, **sizes)
+            drawn = wait()
+            if options.replay:
+                experts = experts_of(options.base_url, API_KEY, drawn)
+                emit("agreement.experts", [8 * experts[0].to_numpy().shape[1]], "B/token", **sizes)
+                _report(score(training, drawn, experts), kind, when, replay=True, **sizes)
+                sizes["replay"] = False
+            _report(score(training, drawn), kind, when, **sizes)
         if when == "before":
             if options.float32:
                 drawn = draw(bench, sampler, options.prompts, 0, 1.0, seed=options.seeds[0])()
@@ -181,11 +213,13 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.5, 1.3])
     parser.add_argument("--wave", type=int, default=0, help="samples at once, to measure speed; 0 does not")
     parser.add_argument("--note", default="", help="to be written into each line: the type of the heads, for example")
+    parser.add_argument("--replay", action="store_true", help="with the sampler's experts, and without")
     parser.add_argument("--image-side", type=int, default=448)
     parser.add_argument("--float32", help="the base model's checkpoint, to be run in float32 as the measure of both")
     parser.add_argument("--device", default="cuda:1", help="of the float32 model")
     options = parser.parse_args()
-    with Bench.open(options.base_url) as bench:
+    headers = {"X-Fovea-Routed-Experts": "1"} if options.replay else {}
+    with Bench.open(options.base_url, API_KEY, headers) as bench:
         measure(bench, options)
 
 

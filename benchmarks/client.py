@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,12 @@ class Bench:
     _image_tokens: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, base_url: str, api_key: str = "tml-local") -> "Bench":
-        """Connects to a running Fovea."""
+    def open(cls, base_url: str, api_key: str = "tml-local", headers: Mapping[str, str] | None = None) -> "Bench":
+        """Connects to a running Fovea; `headers` go with each request."""
         os.environ["TINKER_TELEMETRY"] = "0"
-        service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
+        service = tinker.ServiceClient(
+            base_url=base_url, api_key=api_key, default_headers_overrides=dict(headers or {})
+        )
         rest = tinker.RestClient(base_url=base_url, api_key=api_key)
         name = rest.get_server_capabilities().result(60).supported_models[0].model_name
         assert name is not None

@@ -1,11 +1,15 @@
 """Other families at published sizes, random weights: `python -m benchmarks.family_shapes gemma3-4b DIRECTORY`.
 
 Tokens and processors are those of the family in `tinyvlm.families`, at published image sizes; weights are drawn as
-transformers initializes them, in bfloat16. Sizes: Gemma 3 4B, InternVL 3.5 8B and Qwen3.5 9B as their configurations on
-the hub have them.
+transformers initializes them, in bfloat16. Sizes: Gemma 3 4B, InternVL 3.5 8B, Qwen3.5 9B and Qwen3-VL 30B-A3B as their
+configurations on the hub have them. `qwen3_vl-30b-a3b-12l` (8.7B) and `-4l` (3.7B) are the last one with fewer layers,
+`-2l` has an eighth of the experts too, a small vocabulary and two blocks in its tower (0.3B): for a CPU.
+
+`--seed 0` writes no bytes, and has trainer and sampler draw the weights (`benchmarks/random_checkpoint.py`): for models
+that the disk does not hold. `--zeros` writes no bytes either, which read as zeros.
 """
 
-import sys
+import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +29,9 @@ from transformers import (
     ProcessorMixin,
 )
 
+from benchmarks import random_checkpoint
 from benchmarks.flops import IMAGE_SIDE, FamilySize
+from services.trainer.model.experts import is_experts
 from tinyvlm.families.registry import FAMILIES
 from tinyvlm.families.vocabulary import family_tokenizer
 
@@ -63,7 +69,45 @@ def _internvl_processor(tokenizer: PreTrainedTokenizerBase) -> InternVLProcessor
     return InternVLProcessor(image, tokenizer, video, image_seq_length=256, chat_template=tokenizer.chat_template)
 
 
+def _qwen3_vl_moe(
+    layers: int,
+    experts: int = 128,
+    vocabulary: int = 151936,
+    blocks: int = 27,
+    deepstack: tuple[int, ...] = (8, 16, 24),
+) -> Shape:
+    return Shape(
+        "qwen3_vl_moe",
+        text={
+            "vocab_size": vocabulary,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_local_experts": experts,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "mrope_section": [24, 20, 20],
+                "mrope_interleaved": True,
+            },
+        },
+        vision={"depth": blocks, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+        | {"out_hidden_size": 2048, "num_position_embeddings": 2304, "deepstack_visual_indexes": list(deepstack)},
+        whole={},
+        patches=(IMAGE_SIDE // 16) ** 2,
+    )
+
+
 SHAPES = {
+    "qwen3_vl-30b-a3b": _qwen3_vl_moe(48),
+    "qwen3_vl-30b-a3b-12l": _qwen3_vl_moe(12),
+    "qwen3_vl-30b-a3b-4l": _qwen3_vl_moe(4),
+    "qwen3_vl-30b-a3b-2l": _qwen3_vl_moe(2, experts=16, vocabulary=2048, blocks=2, deepstack=(0, 1)),
     "gemma3-4b": Shape(
         "gemma3",
         text={
@@ -133,14 +177,25 @@ SHAPES = {
 }
 
 
-def build(name: str, directory: Path, device: str) -> None:
-    """Writes model, tokenizer and processor files in bfloat16."""
+def build(name: str, directory: Path, device: str, without_bytes: bool = False, seed: int | None = None) -> None:
+    """Writes model, tokenizer and processor files in bfloat16; of the weights, if asked to, nothing but the header."""
     shape = SHAPES[name]
-    tokenizer = family_tokenizer(FAMILIES[shape.family])
-    model = _model(shape, tokenizer, device)
+    family = FAMILIES[shape.family]
+    tokenizer = family_tokenizer(family)
+    model = _model(shape, tokenizer, "meta" if without_bytes else device)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     directory.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(directory)
+    if without_bytes:
+        random_checkpoint.write(directory, random_checkpoint.published_tensors(model, family.experts), seed)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(directory)
+        model.generation_config.save_pretrained(directory)
+    elif family.experts == "one by one":
+        model.save_pretrained(directory)
+    else:
+        published = random_checkpoint.published_tensors(model, family.experts)
+        whole = {name: tensor.contiguous() for name, tensor in published.items()}
+        model.save_pretrained(directory, state_dict=whole, save_original_format=False)
     make = shape.processor or FAMILIES[shape.family].processor
     assert make is not None
     make(tokenizer).save_pretrained(directory)
@@ -152,16 +207,36 @@ def size_of(name: str) -> FamilySize:
     model = _model(shape, family_tokenizer(FAMILIES[shape.family]), "meta")
     text, vision = model.config.get_text_config(), model.config.vision_config
     heads = text.num_attention_heads * text.head_dim
+    layers = model.get_decoder().layers
     windows = {"full_attention": None, "sliding_attention": getattr(text, "sliding_window", None)}
+    kinds = getattr(text, "layer_types", None) or text.num_hidden_layers * ["full_attention"]
     tower = getattr(model.model, "visual", None) or model.model.vision_tower
     return FamilySize(
-        language_parameters=_matrices(model.get_decoder().layers) + text.vocab_size * text.hidden_size,
-        attention=tuple((heads, windows[kind]) for kind in text.layer_types if kind in windows),
+        language_parameters=_active(layers, text) + text.vocab_size * text.hidden_size,
+        attention=tuple((heads, windows[kind]) for kind in kinds if kind in windows),
         vision_parameters=_matrices(tower),
         vision_layers=getattr(vision, "depth", None) or vision.num_hidden_layers,
         vision_hidden=vision.hidden_size,
         patches=shape.patches,
+        adapter_width=_adapter_width(layers, text) + text.vocab_size + text.hidden_size,
     )
+
+
+def _active(layers: nn.Module, text: Any) -> int:
+    """Elements of the matrices that a token meets: of experts, those that it takes."""
+    every = sum(_matrices(module) for module in layers.modules() if is_experts(module))
+    if not every:
+        return _matrices(layers)
+    return int(_matrices(layers) - every + every * text.num_experts_per_tok // text.num_experts)
+
+
+def _adapter_width(layers: nn.Module, text: Any) -> int:
+    """Numbers of an adapter of rank 1 that a token meets; experts share their outer factors."""
+    linears = [module for module in layers.modules() if isinstance(module, nn.Linear)]
+    width = sum(module.in_features + module.out_features for module in linears)
+    experts = sum(is_experts(module) for module in layers.modules())
+    taken = getattr(text, "num_experts_per_tok", 0) * getattr(text, "moe_intermediate_size", 0)
+    return int(width + experts * 3 * (text.hidden_size + taken))
 
 
 def _model(shape: Shape, tokenizer: PreTrainedTokenizerBase, device: str) -> Any:
@@ -188,5 +263,19 @@ def _matrices(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() > 1)
 
 
+def main() -> None:
+    """Writes one shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("directory", type=Path)
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--seed", type=int, help="of weights that trainer and sampler draw")
+    ways.add_argument("--zeros", action="store_true", help="weights that are a hole in the file")
+    options = parser.parse_args()
+    without_bytes = options.zeros or options.seed is not None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    build(options.shape, options.directory, device, without_bytes, options.seed)
+
+
 if __name__ == "__main__":
-    build(sys.argv[1], Path(sys.argv[2]), "cuda" if torch.cuda.is_available() else "cpu")
+    main()

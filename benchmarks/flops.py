@@ -1,10 +1,15 @@
 """How many floating-point operations a training step takes.
 
 FLOPs a token, by weights touched (Kaplan et al. 2020): forward 2 N; backward 2 N for activations and, where weights are
-trained, 2 N more. So 6 N for all parameters, 4 N with adapters (whose own FLOPs are not counted). N is the language
-model without its embedding table, the unembedding included. Attention adds, a layer, 4 H S^2 / 2 (causal) forward and
-twice that backward for a sequence of S. A frozen vision tower adds 2 N_v a patch, a trained one 6 N_v, with its own
-attention 4 H S^2 over S patches of an image, not causal.
+trained, 2 N more. So 6 N for all parameters, 4 N with adapters. N is the language model without its embedding table,
+the unembedding included; of a mixture what is active for a token: routers, shared parts, and k of each layer's experts.
+
+Published figures leave out the adapters' own FLOPs. Where a rank r is given they are added, 6 r W, W being the inputs
+and outputs of all adapted layers; of experts with three matrices between D and I channels 3 (D + k I), since of each
+pair of factors the one on the side of the D channels is shared, and computed once a token.
+
+Attention adds, a layer, 4 H S^2 / 2 (causal) forward and twice that backward for a sequence of S. A frozen vision tower
+adds 2 N_v a patch, a trained one 6 N_v, with its own attention 4 H S^2 over S patches of an image, not causal.
 """
 
 from dataclasses import dataclass
@@ -27,6 +32,7 @@ class FamilySize:
             linear attention add nothing here: their state costs less than a hundredth of their matrices.
         vision_parameters: Of the tower's matrices.
         patches: That the tower sees at once.
+        adapter_width: Numbers of an adapter of rank 1 that a token meets.
     """
 
     language_parameters: float
@@ -35,10 +41,12 @@ class FamilySize:
     vision_layers: int
     vision_hidden: int
     patches: int
+    adapter_width: float = 0
 
-    def flops(self, lengths: list[int], image_count: int, trains_all: bool) -> float:
-        """Of one forward_backward on datums of these lengths."""
+    def flops(self, lengths: list[int], image_count: int, trains_all: bool, rank: int = 0) -> float:
+        """Of one forward_backward on datums of these lengths, the adapter's own for a rank above 0."""
         matrices = (6 if trains_all else 4) * self.language_parameters * sum(lengths)
+        matrices += 6 * rank * self.adapter_width * sum(lengths)
         seen = {window: sum(_pairs(length, window) for length in lengths) for _, window in self.attention}
         attention = sum(3 * 4 * channels * seen[window] for channels, window in self.attention)
         passes = 3 if trains_all else 1

@@ -3,7 +3,8 @@
 Datums have log-normal lengths, 64 to 4,096 tokens, half of them with one 448 x 448 image. The figures are tokens/s and
 the model FLOPs utilisation of forward_backward and optim_step through the SDK: one step at a time, both calls submitted
 together and awaited, and with the next step submitted before the last one is awaited, as a training loop would. FLOPs
-are counted by benchmarks/flops.py. With `--plain-gpu 0` the references are the loops of benchmarks/plain_trainer.py,
+are counted by benchmarks/flops.py: of mixtures of experts those of active parameters (4 N a token with adapters), and
+once more with the adapter's own. With `--plain-gpu 0` the references are the loops of benchmarks/plain_trainer.py,
 packed and padded, on the same lengths; they run on that GPU while Fovea rests, with micro-batches of `--plain-tokens`:
 those of Fovea's own size do not fit their memory, which keeps more of a token and all logits at once.
 """
@@ -25,7 +26,7 @@ from tinker import AdamParams, ForwardBackwardOutput, OptimStepResponse
 from benchmarks.client import Bench, datum
 from benchmarks.family_shapes import SHAPES, size_of
 from benchmarks.figure import emit
-from benchmarks.flops import H200_BF16_FLOPS, IMAGE_SIDE, SIZES
+from benchmarks.flops import H200_BF16_FLOPS, IMAGE_SIDE, SIZES, FamilySize
 from benchmarks.running import Running
 
 _ADAM = AdamParams(learning_rate=1e-5)
@@ -129,6 +130,10 @@ def measure(options: argparse.Namespace, fovea: Running, rank: int) -> None:
     shares = [done / took / peak for done, took in zip(flops, seconds, strict=True)]
     emit("trainer.tokens", rates, "token/s", **sizes)
     emit("trainer.mfu", shares, "of 989 TFLOP/s a GPU", **sizes)
+    if rank and isinstance(size, FamilySize):
+        counted = [size.flops(step.lengths, step.image_count, False, rank) for step in steps]
+        whole = [done / took / peak for done, took in zip(counted, seconds, strict=True)]
+        emit("trainer.mfu.with_adapter", whole, "of 989 TFLOP/s a GPU", **sizes)
     emit("trainer.tokens.ahead", [sum(tokens_ahead[1:]) / ahead], "token/s", **sizes)
     emit("trainer.mfu.ahead", [sum(flops_ahead[1:]) / ahead / peak], "of 989 TFLOP/s a GPU", **sizes)
     emit("trainer.memory", [fovea.total("trainer", "fovea_trainer_gpu_peak_bytes") / 2**30], "GiB", **sizes)

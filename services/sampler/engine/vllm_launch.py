@@ -214,7 +214,8 @@ def launch(config: "VllmConfig") -> "AsyncLLM":
 def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
-    from services.sampler.engine.weight_loading import BACKEND
+    from fovea.runtime.random_weights import is_random
+    from services.sampler.engine.weight_loading import BACKEND, RANDOM_FORMAT
 
     arguments: dict[str, Any] = {
         "model": settings.model,
@@ -249,6 +250,8 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
             "max_loras": capacity.batched,
             "max_cpu_loras": max(capacity.batched, settings.max_cpu_loras or 4 * capacity.batched),
         }
+    if is_random(Path(settings.model)):
+        arguments["load_format"] = RANDOM_FORMAT
     if "vision_config" in read_config(settings.model):
         arguments["limit_mm_per_prompt"] = {"image": settings.max_images, "video": 0}
     return arguments

@@ -1,10 +1,12 @@
 """Loads a full snapshot that has arrived, through vLLM's own weight-transfer lifecycle."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -14,11 +16,16 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from fovea.runtime.random_weights import random_slices
 from services.sampler.engine.snapshot_receiver import Arrival
 from services.sampler.vllm_patches import tied_head
 
 BACKEND = "fovea"
+RANDOM_FORMAT = "fovea_random"
+"""vLLM's `load_format` of a checkpoint without bytes, see `fovea.runtime.random_weights`."""
 _PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU)
 """Whose kernels read experts' weights as vLLM loads them; on CPU that is our own."""
 
@@ -84,6 +91,18 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
         """Has nothing to release."""
 
 
+class RandomModelLoader(DefaultModelLoader):  # type: ignore[misc]
+    """Draws the weights of a checkpoint without bytes on the model's device."""
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors by their names in the files."""
+        device = next(model.parameters()).device
+        for path in sorted(Path(model_config.model).glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name, tensor in random_slices(file, device).items():
+                    yield name, tensor[...]
+
+
 def problem(model: torch.nn.Module) -> str:
     """Why no full weights can be loaded into a model, or the empty string."""
     for method in _repacked(model):
@@ -103,6 +122,7 @@ def _repacked(model: torch.nn.Module) -> list[Any]:
 
 
 def register() -> None:
-    """Makes `WeightTransferConfig(backend="fovea")` known to vLLM in this process; twice is no error."""
+    """Makes our weight-transfer engine and model loader known to vLLM in this process; twice is no error."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ArrivalWeightTransferEngine)
+        register_model_loader(RANDOM_FORMAT)(RandomModelLoader)

@@ -36,6 +36,7 @@ from transformers.utils import logging as transformers_logging
 
 from fovea import vision
 from fovea.runtime.model_files import read_added_tokens
+from fovea.runtime.random_weights import random_slices
 from fovea.vision.vision_family import VisionFamily
 from services.trainer.batches.micro_batch import Batch, TowerInput
 from services.trainer.batches.vision_cache import VisionOutput, split_output
@@ -261,7 +262,8 @@ def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
         for path in _weight_files(model_dir):
             # Pages of mapped files would count as this process's memory until all is read.
             file = files.enter_context(safe_open(path, "pt", backend="pread"))
-            tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            tensors |= random_slices(file, device) or stored
         transformers_logging.disable_progress_bar()  # one per layer
         loaded = [convert_and_load_state_dict_in_model(model, layer, config)[0] for layer in _layers(tensors)]
     found = loaded[0]

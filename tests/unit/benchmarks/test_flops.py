@@ -59,3 +59,14 @@ def test_a_window_bounds_what_attention_costs() -> None:
     assert whole.flops([1000], 0, False) == 3 * 4 * 1000**2 / 2
     assert windowed.flops([1000], 0, False) == 3 * 4 * (100**2 / 2 + 900 * 100)
     assert windowed.flops([80], 0, False) == whole.flops([80], 0, False)
+
+
+def test_of_a_mixture_the_active_parameters_count() -> None:
+    """Qwen3-VL-30B-A3B: attention, router and 8 of 128 experts in each of 48 layers, and the head."""
+    size = size_of("qwen3_vl-30b-a3b")
+    layer = 2048 * 128 * (2 * 32 + 2 * 4) + 2048 * 128 + 8 * 3 * 2048 * 768
+    assert size.language_parameters == 48 * layer + 151936 * 2048
+    attention = 2 * (2048 + 32 * 128) + 2 * (2048 + 4 * 128)
+    assert size.adapter_width == 48 * (attention + 3 * (2048 + 8 * 768)) + 2048 + 151936
+    own = size.flops([10], 0, False, 32) - size.flops([10], 0, False)
+    assert own == 6 * 32 * size.adapter_width * 10

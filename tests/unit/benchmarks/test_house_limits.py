@@ -4,10 +4,10 @@ import pytest
 
 from benchmarks.house import Figure, House, figures
 
-MOST = {"core_files": 235, "shared_names": 12.0, "circles": 0, "gateway_floors": 9, "foreign_attributes": 0}
+MOST = {"core_files": 236, "shared_names": 12.0, "circles": 0, "gateway_floors": 9, "foreign_attributes": 0}
 """A figure that has become better may be written down here. Of the files, four came with models of any family, one with
 vLLM's own engine arguments, two with router replay, one on each side, and two with experts, in the trainer and in the
-sampler on CPU."""
+sampler on CPU, and one with weights that both draw alike, of models that no disk of a benchmark holds."""
 
 
 @pytest.fixture(scope="module")

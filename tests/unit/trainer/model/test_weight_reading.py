@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +25,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tinyvlm
+from benchmarks import random_checkpoint
+from fovea.runtime.random_weights import random_slices
 from services.trainer.model.packed_model import build_model, file_names, load_model, read_weights
 from services.trainer.model.sharding import ShardedModel
 from services.trainer.settings import TrainerSettings
@@ -148,3 +151,23 @@ def test_files_of_another_model(change: Callable[[dict[str, Tensor]], None], sai
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(ValueError, match=rf"{tmp_path} are not those of its config.json: {said}"):
         load_model(TrainerSettings(model=str(tmp_path)), tmp_path, CPU)
+
+
+def test_weights_of_a_checkpoint_without_bytes(tmp_path: Path) -> None:
+    base = ensure_families(["qwen3_vl_moe"])["qwen3_vl_moe"]
+    models = []
+    for name, seed in (("one", 3), ("same", 3), ("other", 4)):
+        random_checkpoint.copy(base, tmp_path / name, seed)
+        _, _, module = load_model(TrainerSettings(model=str(tmp_path / name)), tmp_path / name, CPU)
+        models.append(dict(module.hf.named_parameters()))
+    first, same, other = models
+    for name, tensor in first.items():
+        assert torch.equal(tensor, same[name])
+        if tensor.dim() > 1:
+            assert not torch.equal(tensor, other[name])
+            assert tensor.std().item() == pytest.approx(0.02, rel=0.15), name
+    (path,) = (tmp_path / "one").glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        slices = random_slices(file, CPU)
+    slice_ = slices["model.language_model.layers.0.mlp.experts.down_proj"]
+    assert torch.equal(slice_[2:4], slice_[...][2:4])

@@ -1,0 +1,75 @@
+"""Writes checkpoints whose safetensors file is a header and a hole: as large as a model, and no room on the disk.
+
+With a seed trainer and sampler draw its weights (`fovea.runtime.random_weights`); without one they read zeros, as from
+files in the page cache, which is for `benchmarks.loading`. Run as a program it makes one of another checkpoint, with
+its shapes, configuration and tokenizer: `python -m benchmarks.random_checkpoint CHECKPOINT DIRECTORY --seed 0`.
+"""
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from fovea.runtime.random_weights import SEED_ENTRY
+
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def write(directory: Path, tensors: Mapping[str, Tensor], seed: int | None) -> None:
+    """`model.safetensors` with tensors of these names, shapes and types; they may be on the meta device."""
+    metadata = {"format": "pt"} | ({} if seed is None else {SEED_ENTRY: str(seed)})
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + math.prod(tensor.shape) * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    said = json.dumps(header).encode()
+    said += b" " * (-len(said) % 8)
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(said).to_bytes(8, "little") + said)
+        file.truncate(8 + len(said) + end)
+
+
+def published_tensors(model: Any, experts: str) -> dict[str, Tensor]:
+    """The tensors of a model on the meta device as the hub has them; `experts` as in `tinyvlm.families`."""
+    if experts == "one by one":
+        return dict(revert_weight_conversion(model, _state(model)))
+    turned = (".experts.gate_up_proj", ".experts.down_proj") if experts == "together, transposed" else ()
+    return {name: tensor.mT if name.endswith(turned) else tensor for name, tensor in _state(model).items()}
+
+
+def _state(model: Any) -> dict[str, Tensor]:
+    tied = model.all_tied_weights_keys
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def copy(checkpoint: Path, directory: Path, seed: int | None) -> None:
+    """The same model without its bytes; `directory` must not exist."""
+    shutil.copytree(checkpoint, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors |= {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118 - no mapping
+    write(directory, tensors, seed)
+
+
+def main() -> None:
+    """Writes one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, help="without one the weights are zeros")
+    options = parser.parse_args()
+    copy(options.checkpoint, options.directory, options.seed)
+
+
+if __name__ == "__main__":
+    main()
