@@ -28,10 +28,11 @@ from fovea.runtime.model_files import STATE_LAYERS, check_variant, read_image_pr
 from services.trainer.batches.micro_batch import Documents
 from services.trainer.batches.vision_cache import VisionOutput
 from services.trainer.model import linear_attention, router_replay
+from services.trainer.model.document_masks import Packing
 from services.trainer.model.experts import factor_shapes, is_experts, use_experts
 from services.trainer.model.fused_layers import LLAMA_LIKE, fuse_language, fuse_qwen_tower
 from services.trainer.model.lora_linear import embedding
-from services.trainer.model.packed_attention import PACKED_ATTENTION, Packing
+from services.trainer.model.packed_attention import PACKED_ATTENTION
 
 
 class Role(StrEnum):

@@ -14,16 +14,18 @@ vision towers then hand over the packed tensors whole with `cu_seq_lens_q`, inst
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, cached_property, lru_cache
+from functools import cache
 from inspect import signature
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn import functional
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
+
+from services.trainer.model.document_masks import Packing, take
 
 PACKED_ATTENTION = "fovea_packed_flash"
 
@@ -60,82 +62,6 @@ class Kernel(StrEnum):
     FLEX = "flex"
 
 
-class Packing:
-    """The documents of one micro-batch and its images that see themselves whole; masks are made once, for all layers.
-
-    Args:
-        bounds: int32 [documents + 1].
-        token_count: T.
-        blocks_T: int64, the block of each token, whose members see also those after them; -1 for a token of none. None
-            if there are no blocks.
-        only_windows: Whether they do so only in layers with a window (Gemma 4).
-    """
-
-    def __init__(
-        self, bounds: Tensor, token_count: int, blocks_T: Tensor | None = None, only_windows: bool = False
-    ) -> None:
-        self.bounds = bounds
-        self.token_count = token_count
-        self.blocks_T = blocks_T
-        self._only_windows = only_windows
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
-        self._block_masks: dict[tuple[bool, int | None], BlockMask] = {}
-
-    @cached_property
-    def grouping(self) -> "Grouping":
-        """The documents by length. Has the host wait for the GPU."""
-        return group_by_length(tuple(self.bounds.tolist()))
-
-    def has_blocks(self, window: int | None) -> bool:
-        """Whether blocks count in layers of this window."""
-        return self.blocks_T is not None and not (self._only_windows and window is None)
-
-    def mask(self, group: "LengthGroup", window: int | None) -> Tensor | None:
-        """bool [N, 1, L, L] or [L, L], what causal documents of one length see; None for all that is causal."""
-        key = (group.length, window)
-        if key not in self._masks:
-            self._masks[key] = self._mask(group, window)
-        return self._masks[key]
-
-    def _mask(self, group: "LengthGroup", window: int | None) -> Tensor | None:
-        length = group.length
-        is_cut = window is not None and length > window
-        blocks_NL = None
-        if self.blocks_T is not None and self.has_blocks(window):
-            found_NL = _take(self.blocks_T[None, None, :, None], group)[:, 0, :, 0]
-            blocks_NL = found_NL if bool((found_NL >= 0).any()) else None
-        if blocks_NL is None and not is_cut:
-            return None
-        seen = torch.ones(length, length, dtype=torch.bool, device=self.bounds.device).tril()
-        if blocks_NL is not None:
-            is_same_NLL = (blocks_NL[:, :, None] == blocks_NL[:, None, :]) & (blocks_NL[:, :, None] >= 0)
-            seen = (seen | is_same_NLL)[:, None]
-        return seen if window is None else seen.triu(1 - window)
-
-    def block_mask(self, causal: bool, window: int | None) -> BlockMask:
-        """The same of all documents, for flex attention."""
-        key = (causal, window)
-        if key not in self._block_masks:
-            self._block_masks[key] = self._block_mask(causal, window)
-        return self._block_masks[key]
-
-    def _block_mask(self, causal: bool, window: int | None) -> BlockMask:
-        blocks_T, count = self.blocks_T if self.has_blocks(window) else None, self.token_count
-        documents_T = torch.searchsorted(self.bounds[1:], torch.arange(count, device=self.bounds.device), right=True)
-
-        def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            seen = (query >= key) if causal else (query == query)
-            if blocks_T is not None:
-                seen = seen | ((blocks_T[query] == blocks_T[key]) & (blocks_T[query] >= 0))
-            if window is not None:
-                seen = seen & (query - key < window)
-            return seen & (documents_T[query] == documents_T[key])
-
-        device = self.bounds.device
-        # Compiled it never holds T x T.
-        return create_block_mask(sees, None, None, count, count, device=device, _compile=device.type == "cuda")
-
-
 @dataclass(frozen=True)
 class Scores:
     """How the scores of a layer come to be, besides q k'.
@@ -153,51 +79,6 @@ class Scores:
     window: int | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LengthGroup:
-    """All documents of one length.
-
-    Args:
-        length: Tokens of each.
-        start: First token if the documents stand side by side, else None.
-        count: How many.
-        index: int64 [count * length], positions of their tokens; None if they stand side by side.
-    """
-
-    length: int
-    start: int | None
-    count: int
-    index: Tensor | None
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """Documents by length. `restore` is int64 [T], where each token's output stands, or None if in order already."""
-
-    groups: tuple[LengthGroup, ...]
-    restore: Tensor | None
-
-
-@lru_cache(maxsize=256)
-def group_by_length(bounds: tuple[int, ...]) -> Grouping:
-    """Groups the documents that `bounds` (0, end of first, ..., T) delimits."""
-    starts: dict[int, list[int]] = {}
-    for start, end in pairwise(bounds):
-        if end > start:
-            starts.setdefault(end - start, []).append(start)
-    groups, order = [], []
-    for length, members in starts.items():
-        index = (torch.tensor(members)[:, None] + torch.arange(length)).flatten()
-        side_by_side = members == list(range(members[0], members[0] + length * len(members), length))
-        groups.append(
-            LengthGroup(length, members[0] if side_by_side else None, len(members), None if side_by_side else index)
-        )
-        order.append(index)
-    permutation = torch.cat(order)
-    in_order = bool((permutation[1:] > permutation[:-1]).all())
-    return Grouping(tuple(groups), None if in_order else torch.argsort(permutation))
 
 
 def packed_attention(
@@ -270,7 +151,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing:
     grouping = packing.grouping
     outputs = []
     for group in grouping.groups:
-        q_NHLD, k_NHLD, v_NHLD = (_take(tensor, group) for tensor in (query, key, value))
+        q_NHLD, k_NHLD, v_NHLD = (take(tensor, group) for tensor in (query, key, value))
         mask = packing.mask(group, scores.window) if scores.causal else None
         out_NHLD = _attend(q_NHLD, k_NHLD, v_NHLD, scores, mask)
         outputs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
@@ -284,7 +165,7 @@ def _attend(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, scores: Scores, mask
     """[N, H, L, D] of documents of one length, each by itself, with a mask as `Packing.mask` makes it."""
     if scores.softcap is None and scores.sinks_H is None:
         is_causal = scores.causal and mask is None
-        return nn.functional.scaled_dot_product_attention(
+        return functional.scaled_dot_product_attention(
             q_NHLD, k_NHLD, v_NHLD, mask, is_causal=is_causal, scale=scores.scaling
         )
     if mask is None:
@@ -308,16 +189,6 @@ def _attend_by_steps(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, seen: Tenso
     if scores.sinks_H is not None:
         total_NHL1 = torch.logaddexp(total_NHL1, scores.sinks_H.float()[:, None, None])
     return torch.exp(found_NHLL - total_NHL1).to(v_NHLD.dtype) @ v_NHLD
-
-
-def _take(packed_1HTD: Tensor, group: LengthGroup) -> Tensor:
-    heads_HTD = packed_1HTD.squeeze(0)
-    if group.index is None:
-        assert group.start is not None
-        picked = heads_HTD.narrow(1, group.start, group.count * group.length)
-    else:
-        picked = heads_HTD.index_select(1, group.index.to(heads_HTD.device))
-    return picked.reshape(picked.shape[0], group.count, group.length, -1).transpose(0, 1)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: Tensor, longest: int) -> Tensor:

@@ -1,13 +1,16 @@
 """Packed attention against a dense mask over everything."""
 
+import random
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 
-from services.trainer.model.packed_attention import Packing, Scores, flex, group_by_length, packed_attention
+from services.trainer.model.document_masks import Packing, group_by_length
+from services.trainer.model.packed_attention import Scores, flex, packed_attention
 
 CASES = [[5], [3, 3, 3], [1, 4, 2], [4, 2, 4, 2, 4], [7, 1, 1, 7, 3], [2, 5, 2]]
 
@@ -143,6 +146,33 @@ def test_flex_attention_is_the_same(kind: str) -> None:
         nn.Module(), q, k, v, None, 0.3, bounds, 7, scores.causal, 0.0, window, softcap, sinks, packing
     )
     torch.testing.assert_close(flex(q, k, v, scores, packing), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_block_masks_are_those_that_torch_makes_of_the_whole(seed: int) -> None:
+    """Ours are made without looking at each pair of tokens, and of tensors alone: one kernel serves all."""
+    rng = random.Random(seed)
+    lengths = [rng.choice([1, 2, 100, 127, 128, 129, 300, 500]) for _ in range(rng.randint(1, 5))]
+    count, causal, window = sum(lengths), seed % 4 > 0, rng.choice([None, 1, 64, 128, 200]) if seed % 4 else None
+    blocks = torch.full((count,), -1)
+    for block, start in enumerate(range(rng.randint(0, 40), count, 150)):
+        blocks[start : start + rng.randint(1, 149)] = block
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    packing = Packing(bounds, count, blocks if causal else None)
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    places = torch.arange(count)
+    seen = (places[:, None] >= places) | ((blocks[:, None] == blocks) & (blocks >= 0))
+    if window is not None:
+        seen &= places[:, None] - places < window
+    seen = (seen | (not causal)) & (documents[:, None] == documents)
+    found = packing.block_mask(causal, window)
+    expected = create_block_mask(lambda b, h, query, key: seen[query, key], None, None, count, count, device="cpu")
+    assert torch.equal(found.mask_mod(places, places, places[:, None], places), seen)
+    for marked in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = getattr(found, f"{marked}_num_blocks"), getattr(found, f"{marked}_indices")
+        assert torch.equal(counts, getattr(expected, f"{marked}_num_blocks"))
+        for row, number in enumerate(counts[0, 0].tolist()):
+            assert torch.equal(indices[0, 0, row, :number], getattr(expected, f"{marked}_indices")[0, 0, row, :number])
 
 
 @pytest.mark.parametrize(
