@@ -5,7 +5,6 @@ The full trainer takes a realistic shape to mean something: `FOVEA_GPU_SHAPE=4b`
 
 import json
 import os
-import pathlib
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -53,8 +52,10 @@ _ADAM = tinker.AdamParams(learning_rate=1e-5)
 
 
 @pytest.fixture(scope="module")
-def shared_gpu(model: pathlib.Path) -> Iterator[Stack]:
+def shared_gpu(request: pytest.FixtureRequest) -> Iterator[Stack]:
     """A Fovea on one GPU, of which the sampler takes a fifth, for adapters of rank 128."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU, this machine has none")
     settings = {
         "FOVEA_TRAINER_MAX_LORA_RANK": "128",
         "FOVEA_SAMPLER_MAX_LORA_RANK": "128",
@@ -62,6 +63,7 @@ def shared_gpu(model: pathlib.Path) -> Iterator[Stack]:
         "FOVEA_SAMPLER_EAGER": "true",
     }
     one_gpu = ("--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", FIRST)
+    model = request.getfixturevalue("model")
     with mock.patch.dict(os.environ, settings), running_stack(model, *one_gpu) as stack:
         yield stack
 
