@@ -3,10 +3,13 @@
 From the call of save_weights_and_get_sampling_client to the first token made with the new weights, after an optimizer
 step each time; rank 0 means all parameters. Meanwhile another tenant asks for one token of the base model again and
 again (not for rank 0, which replaces the base): its slowest answer is what a push costs others. With
-`--broadcast-gpus 0 1` the reference is a bare NCCL broadcast of as many bytes in the same run.
+`--broadcast-gpus 0 1` the reference is a bare NCCL broadcast of as many bytes in the same run. `--base` has the trainer
+send the base's own weights: a full push of a model whose parameters it cannot train, for want of memory.
 """
 
 import argparse
+import asyncio
+import os
 import pathlib
 import threading
 import time
@@ -20,6 +23,8 @@ from benchmarks.broadcast import broadcast_seconds
 from benchmarks.client import Bench, datum, take_step
 from benchmarks.figure import emit
 from benchmarks.running import Running
+from fovea.client.trainer import TrainerClient
+from fovea.runtime import secret
 
 PAUSE = "fovea_sampler_pause_seconds_sum"
 ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -89,11 +94,25 @@ def measure(bench: Bench, fovea: Running, rank: int, repeats: int, gpus: list[in
         emit("push.neighbour_slowest", [max(meanwhile.latencies)], "s", [max(alone.latencies)], **sizes)
 
 
+async def push_base(fovea: Running, repeats: int) -> None:
+    """Prints how long the base's own weights take into the sampler, the first time apart, when they are digested."""
+    os.environ[secret.VARIABLE] = fovea.service_secret
+    async with TrainerClient(fovea.addresses["trainer"]) as trainer:
+        pushes = [
+            await trainer.push_snapshot("", [fovea.addresses["sampler"]], timeout_s=300) for _ in range(repeats + 1)
+        ]
+    sizes: dict[str, Any] = {"model": fovea.model_name, "bytes": pushes[0].snapshot.size_bytes}
+    emit("push.base.first", [pushes[0].total_s], "s", **sizes)
+    emit("push.base", [push.total_s for push in pushes[1:]], "s", **sizes)
+    emit("push.base.pause", [push.results[0].pause_s for push in pushes[1:]], "s", **sizes)
+
+
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--up", type=pathlib.Path, default=pathlib.Path(".fovea/up.json"), help="what fovea up wrote")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 32])
+    parser.add_argument("--base", action="store_true", help="push the base's own weights too")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--broadcast-gpus", type=int, nargs=2, default=[], help="for the bare NCCL broadcast")
     options = parser.parse_args()
@@ -101,6 +120,8 @@ def main() -> None:
     for rank in options.ranks:
         with Bench.open(fovea.base_url) as bench:
             measure(bench, fovea, rank, options.repeats, options.broadcast_gpus)
+    if options.base:
+        asyncio.run(push_base(fovea, options.repeats))
 
 
 if __name__ == "__main__":
