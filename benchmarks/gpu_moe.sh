@@ -49,4 +49,4 @@ case $part in
 esac
 export FIGURES FOVEA_SAMPLER_GPU_MEMORY_FRACTION="${FOVEA_SAMPLER_GPU_MEMORY_FRACTION:-$fraction}"
 # shellcheck disable=SC2086 -- options, one by one
-exec sh benchmarks/gpu.sh "$shape" "$out" --ranks 1 $place
+sh benchmarks/gpu.sh "$shape" "$out" --ranks 1 $place | grep --line-buffered -v -e agreement.mean -e way=alone
