@@ -163,7 +163,7 @@ class LossComputer:
             model.save_gradients(self._memory.device_for)
         if not alone:
             for step in schedule.steps:
-                self._memory.check_fits(self._tokens_of(command, step), budgets)
+                self._memory.check_fits(self._tokens_of(command, step, self._control.rank), budgets)
         loss = loss_of(trainer_pb2.ForwardBackwardHeader.FromString(command.header), self._sandbox)
         datums = {index: self._datum(command, index, loss) for index in schedule.datums_of(self._control.rank)}
         cached = None
@@ -173,8 +173,13 @@ class LossComputer:
         images = self._features.tensors_of(command.model_id, list(datums.values()), cached or {})
         return PreparedCall(command, model, alone, loss, datums, images, cached)
 
-    def _tokens_of(self, command: ForwardBackward, step: Step) -> int:
-        return sum(command.sizes[index].token_count for index in step.datums[self._control.rank])
+    def _tokens_of(self, command: ForwardBackward, step: Step, rank: int) -> int:
+        return sum(command.sizes[index].token_count for index in step.datums[rank])
+
+    def _most_tokens(self, call: PreparedCall, step: Step) -> int:
+        """Of the ranks that make the passes of a step together: what recomputes, communicates twice."""
+        ranks = [self._control.rank] if call.alone else range(len(step.datums))
+        return max(self._tokens_of(call.command, step, rank) for rank in ranks)
 
     def _datum(self, command: ForwardBackward, index: int, loss: Loss) -> Datum:
         if command.decoded is not None:
@@ -201,11 +206,10 @@ class LossComputer:
 
         def compute(step: Step, run_tower: bool) -> None:
             own = [call.datums[index] for index in step.datums[self._control.rank]]
+            recompute = self._most_tokens(call, step) > recompute_above
             batch = self._layout.pack(own, call.images, run_tower, call.cached)
             with torch.set_grad_enabled(call.command.backward):
-                logprobs_TK = self._module(
-                    batch, call.model.unembedding, call.cached, recompute_above, call.loss.temperature
-                )
+                logprobs_TK = self._module(batch, call.model.unembedding, call.cached, recompute, call.loss.temperature)
                 if own:  # a rank without a datum computes a filler
                     result.count_experts(self._module.expert_loads.counts())
                 total, found = _losses_of(batch, logprobs_TK, call.loss, result)

@@ -18,6 +18,12 @@ class TrainerSettings(ServiceSettings):
     model: str = Field(description="Directory or hub name of the base model.")
     renderer: str = Field("", description="host:port of a renderer, for images that name no source of their tensors.")
     ranks: int = Field(2, ge=1, le=64, description="Processes of each node, one per device.")
+    expert_parallel: int = Field(
+        1,
+        ge=1,
+        description="Ranks of a node over which the experts of a mixture are spread: a divisor of --ranks and of their "
+        "number. With 1 every rank computes all of them.",
+    )
     nodes: int = Field(1, ge=1, description="Machines, or pods, that train together; each runs this command.")
     node_rank: int = Field(0, ge=0, description="Which of the nodes this is; node 0 serves, all compute.")
     master_addr: str = Field(
@@ -118,6 +124,13 @@ class TrainerSettings(ServiceSettings):
         if self.nodes > 1 and not is_loopback(self.master_addr):
             return f"--master-addr {self.master_addr}"
         return super()._reached_at()
+
+    @field_validator("expert_parallel")
+    @classmethod
+    def _check_expert_parallel(cls, value: int, info: ValidationInfo) -> int:
+        if (ranks := info.data.get("ranks", value)) % value:
+            raise ValueError(f"{value} does not divide --ranks, {ranks}")
+        return value
 
     @field_validator("node_rank")
     @classmethod

@@ -22,6 +22,7 @@ from services.trainer.batches.vision_cache import TensorFetcher, VisionOutputCac
 from services.trainer.forward_backward import LossComputer
 from services.trainer.loss_results import ForwardBackwardResult
 from services.trainer.losses import Sandbox
+from services.trainer.model.expert_parallel import expert_mesh
 from services.trainer.model.lora import LoraInjector, LoraSettings
 from services.trainer.model.memory_budget import DeviceMemory, MemoryBudget
 from services.trainer.model.packed_model import build_model, read_weights
@@ -91,7 +92,11 @@ class TrainingEngine:
             settings.keep_gathered == "auto" and size_bytes <= _keep_gathered_bytes(self._device)
         )
         mesh = init_device_mesh(self._device.type, (self._control.world_size,))
-        self._sharded = ShardedModel(module, mesh, keep)
+        experts = expert_shape(module.hf)
+        spread = expert_mesh(
+            self._device.type, self._control.world_size, settings.expert_parallel, experts.count if experts else 0
+        )
+        self._sharded = ShardedModel(module, mesh, keep, spread)
         read_weights(module.hf, model_dir, self._device)
         text = config.get_text_config()
         context = context_length(config.to_dict()) or text.max_position_embeddings
@@ -99,7 +104,7 @@ class TrainingEngine:
             text.vocab_size,
             min(settings.max_context_length or context, context),
             module.vision,
-            expert_shape(module.hf),
+            experts,
         )
         layout = BatchLayout(module.vision, self._device)
         features = TensorFetcher(
@@ -130,7 +135,7 @@ class TrainingEngine:
     def warm_up(self) -> None:
         """Passes of a scratch adapter, vision included. Collective."""
         settings = LoraSettings(1, 1.0, 0, True, True, True, self.limits.vision is not None)
-        scratch = AdapterModel("", settings, self._targets, self._injector, self._device, self.dtype)
+        scratch = self._adapter("", settings)
         self._warm_up(scratch)
         scratch.reduce_gradients()
         self._injector.activate(None)
@@ -223,11 +228,13 @@ class TrainingEngine:
         return model.trainable_parameter_count, _adapter_specs(model)
 
     def _new_adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
-        size_bytes = AdapterModel.size_bytes(settings, self._targets, self.dtype)
+        size_bytes = AdapterModel.size_bytes(settings, self._targets, self.dtype, self._settings.expert_parallel)
         self._memory_budget.admit(size_bytes, settings.train_vision, f"an adapter of rank {settings.rank}")
-        return self._control.agree(
-            lambda: AdapterModel(model_id, settings, self._targets, self._injector, self._device, self.dtype)
-        )
+        return self._control.agree(lambda: self._adapter(model_id, settings))
+
+    def _adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
+        device, experts = self._device, self._sharded.experts
+        return AdapterModel(model_id, settings, self._targets, self._injector, device, self.dtype, experts)
 
     def _new_full(self, model_id: str) -> FullModel:
         self._memory_budget.admit(FullModel.size_bytes(self._sharded), True, "training all parameters")
@@ -322,7 +329,10 @@ class TrainingEngine:
 
 
 def _adapter_specs(model: TrainedModel) -> list[weights_pb2.TensorSpec]:
-    return specs_of(dict(model.weights.named(model.weights.flat))) if isinstance(model, AdapterModel) else []
+    if not isinstance(model, AdapterModel):
+        return []
+    weights = model.weights
+    return specs_of(dict(weights.named(torch.empty(weights.whole_size, device="meta"))))
 
 
 def _keep_gathered_bytes(device: torch.device) -> int:

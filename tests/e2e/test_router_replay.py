@@ -8,7 +8,6 @@ those bits: what it computes of the same experts is the same, of its own choice 
 import asyncio
 import io
 import json
-import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -239,9 +238,9 @@ def test_a_vision_model_follows_what_documents_with_images_were_given() -> None:
     for layer in model.hf.get_decoder().layers:
         layer.mlp.gate.register_forward_hook(lambda _, inputs, outputs: taken.append(outputs[2]))
 
-    def run(some: list[Datum], recompute_above: float = math.inf) -> torch.Tensor:
+    def run(some: list[Datum], recompute: bool = False) -> torch.Tensor:
         taken.clear()
-        return model(BatchLayout(maker.family, CPU).pack(some, images, True, None), None, None, recompute_above)
+        return model(BatchLayout(maker.family, CPU).pack(some, images, True, None), None, None, recompute)
 
     free = run(datums).detach()
     bounds = np.cumsum([0, *(len(datum.tokens) for datum in datums)])

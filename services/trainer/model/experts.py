@@ -18,9 +18,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from services.trainer.model.expert_parallel import Exchange, laid_out_as, own_part
 from services.trainer.model.fused_layers import weighted_swiglu
 from services.trainer.model.lora_linear import add_product, gradient_of
 
@@ -155,11 +157,25 @@ def experts_forward(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK
         experts: transformers' module; its `trained` says what is trained of it, as a LoraInjector has it.
         index_TK: The experts of each token.
         weight_TK: Their weights, of the type of the model.
+
+    Collective where experts are spread over ranks, backward passes too: to the rank that has a token's expert the copy
+    for it is a token of one expert.
     """
+    if not isinstance(experts.gate_up_proj, DTensor):
+        return _computed(experts, hidden_TD, index_TK, weight_TK)
+    routing = Routing.of(index_TK, experts.num_experts)
+    exchange = Exchange.of(routing.ends_E, experts.gate_up_proj.device_mesh)
+    weight_S1 = weight_TK.flatten().gather(0, routing.order_S).unsqueeze(-1)
+    own = [exchange.send(rows) for rows in (routing.copies(hidden_TD), weight_S1)]
+    return routing.sums(exchange.send_back(_computed(experts, own[0], exchange.index_C1, own[1])))
+
+
+def _computed(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """The same, of the experts that this rank has."""
     trained: ExpertAdapter | ExpertMasters | None = experts.trained()
     adapter = trained if isinstance(trained, ExpertAdapter) else None
     totals = trained.gradients() if isinstance(trained, ExpertMasters) else (None, None)
-    routing = Routing.of(index_TK, experts.num_experts)
+    routing = Routing.of(index_TK, len(own_part(experts.gate_up_proj)))
     weight_S1 = weight_TK.flatten().gather(0, routing.order_S).unsqueeze(-1)
     inner_SG = _product(routing.copies(hidden_TD), experts.gate_up_proj, routing.ends_E, totals[0])
     if adapter is not None:
@@ -258,11 +274,12 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x if total is not None or ctx.needs_input_grad[1] else None, weight, ends_E)
         ctx.total = total
-        return _times(x, weight.mT, ends_E)
+        return _times(x, own_part(weight).mT, ends_E)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, ends_E = ctx.saved_tensors
+        x, parameter, ends_E = ctx.saved_tensors
+        weight = own_part(parameter)
         d_x = _times(grads[0], weight, ends_E) if ctx.needs_input_grad[0] else None
         d_weight = None
         if ctx.total is not None:
@@ -270,6 +287,7 @@ class _Product(torch.autograd.Function):
         elif ctx.needs_input_grad[1]:
             d_weight = torch.zeros(weight.shape, device=weight.device)
             _add_outer(d_weight, grads[0], x, ends_E)
+            d_weight = laid_out_as(parameter, d_weight)
         return d_x, d_weight, None, None, None
 
 

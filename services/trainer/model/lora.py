@@ -12,10 +12,13 @@ from hashlib import sha256
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
+from services.trainer.model.expert_parallel import DATA, EXPERTS, parts_of_all
 from services.trainer.model.experts import ExpertAdapter, ExpertMasters, Factor
 from services.trainer.model.lora_linear import LoraPair, Trained, shared_products
 from services.trainer.model.model_family import LoraTarget, Role
@@ -87,13 +90,13 @@ class LoraSettings:
             Role.UNEMBEDDING: self.train_unembedding,
         }[target.role]
 
-    def shapes(self, targets: Iterable[LoraTarget]) -> dict[str, tuple[int, ...]]:
-        """Of all trained tensors, by name."""
+    def shapes(self, targets: Iterable[LoraTarget], spread: int = 1) -> dict[str, tuple[int, ...]]:
+        """Of all trained tensors, by name, on one of the ranks over which experts are spread."""
         found: dict[str, tuple[int, ...]] = {}
         for target in targets:
             if self.adapts(target):
                 found |= target.shapes(self.rank)
-        return found
+        return {name: (shape[0] // spread, *shape[1:]) if _is_spread(shape) else shape for name, shape in found.items()}
 
 
 class LoraWeights:
@@ -104,17 +107,30 @@ class LoraWeights:
         targets: All modules that could be.
         device: Where the tensors live.
         dtype: The type of the model that it is computed with.
+        mesh: Over which experts are spread: the flat buffers hold the factors of this rank's experts after all else.
 
     A is uniform within 1/sqrt(in), as kaiming_uniform_(a=sqrt(5)), from the seed and the module's name alone, so that
     neither the number of ranks nor the other modules change it. B is zero.
     """
 
     def __init__(
-        self, settings: LoraSettings, targets: Iterable[LoraTarget], device: torch.device, dtype: torch.dtype
+        self,
+        settings: LoraSettings,
+        targets: Iterable[LoraTarget],
+        device: torch.device,
+        dtype: torch.dtype,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.settings = settings
+        self._mesh = mesh
         adapted = [target for target in targets if settings.adapts(target)]
-        shapes = settings.shapes(adapted)
+        self._whole_shapes = settings.shapes(adapted)
+        spread, place = (mesh[EXPERTS].size(), mesh.get_local_rank(EXPERTS)) if mesh else (1, 0)
+        shapes = settings.shapes(adapted, spread)
+        if spread > 1:
+            shapes = dict(sorted(shapes.items(), key=lambda item: _is_spread(self._whole_shapes[item[0]])))
+        own = sum(math.prod(shape) for name, shape in shapes.items() if shape != self._whole_shapes[name])
+        self._shared_size = sum(map(math.prod, shapes.values())) - own
         self.flat = torch.zeros(sum(map(math.prod, shapes.values())), device=device)
         self.flat_grad = torch.zeros_like(self.flat)
         self._cast = self.flat if dtype == self.flat.dtype else torch.zeros_like(self.flat, dtype=dtype)
@@ -125,7 +141,8 @@ class LoraWeights:
             views[name] = [flat.narrow(0, offset, math.prod(shape)).view(shape) for flat in flats]
             leaf = self._tensors[name] = views[name][0]
             if name.endswith("lora_A"):
-                leaf.copy_(_initial_a(name, shape, settings.seed))
+                first = place * shape[0] if shape != self._whole_shapes[name] else 0
+                leaf.copy_(_initial_a(name, self._whole_shapes[name], settings.seed)[first : first + shape[0]])
             leaf.requires_grad_()
         self.experts: dict[str, ExpertAdapter] = {}
         self.pairs: dict[str, LoraPair] = {}
@@ -140,13 +157,64 @@ class LoraWeights:
         if self._cast is not self.flat:
             self._cast.copy_(self.flat)
 
+    @property
+    def whole_size(self) -> int:
+        """Numbers of the adapter, the factors of other ranks' experts included."""
+        return sum(map(math.prod, self._whole_shapes.values()))
+
     def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The parts of a buffer laid out as this adapter, under PEFT's names, in order."""
-        offset = 0
-        for name, tensor in self._tensors.items():
-            part = flat.narrow(0, offset, tensor.numel()).view(tensor.shape)
-            yield f"{PEFT_PREFIX}{name}.weight", part
-            offset += tensor.numel()
+        """The parts of a buffer that `whole` made, or laid out as it does, under PEFT's names, in order."""
+        for (name, shape), offset in zip(
+            self._whole_shapes.items(), _offsets(self._whole_shapes.values()), strict=True
+        ):
+            yield f"{PEFT_PREFIX}{name}.weight", flat.narrow(0, offset, math.prod(shape)).view(shape)
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """The buffer of the whole adapter of which each rank has one laid out as `flat`; that very one if it is whole.
+
+        Collective.
+        """
+        if self._mesh is None:
+            return flat
+        found = flat.new_empty(self.whole_size)
+        own = [dict(self._own(part)) for part in parts_of_all(flat, self._mesh)]
+        for name, target in self.named(found):
+            parts = [part[name] for part in own]
+            target.copy_(parts[0] if parts[0].shape == target.shape else torch.cat(parts))
+        return found
+
+    def part(self, whole: Tensor) -> Tensor:
+        """The way back from `whole`: what of it this rank holds. Not collective."""
+        if self._mesh is None:
+            return whole
+        found, wholes = torch.empty_like(self.flat), dict(self.named(whole))
+        for name, target in self._own(found):
+            rows = wholes[name].chunk(len(wholes[name]) // len(target))
+            target.copy_(rows[self._mesh.get_local_rank(EXPERTS)] if len(rows) > 1 else rows[0])
+        return found
+
+    def sum_over_ranks(self, flat: Tensor) -> Tensor:
+        """Sums a buffer laid out as `flat`, in place; the squared norm of the whole, float32 scalar. Collective."""
+        shared, own = flat.tensor_split([self._shared_size])
+        dist.all_reduce(shared)
+        squares: Tensor = torch.linalg.vector_norm(shared).square()
+        if self._mesh is None:
+            return squares
+        dist.all_reduce(own, group=self._mesh.get_group(DATA))
+        own_squares = torch.linalg.vector_norm(own).square()
+        dist.all_reduce(own_squares, group=self._mesh.get_group(EXPERTS))
+        return squares + own_squares
+
+    def _own(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for (name, tensor), offset in zip(
+            self._tensors.items(), _offsets(tensor.shape for tensor in self._tensors.values()), strict=True
+        ):
+            yield f"{PEFT_PREFIX}{name}.weight", flat.narrow(0, offset, tensor.numel()).view(tensor.shape)
+
+
+def _is_spread(shape: tuple[int, ...]) -> bool:
+    """Whether a factor is one for each expert."""
+    return len(shape) == 3 and shape[0] > 1
 
 
 def _pair(views: Mapping[str, list[Tensor]], module: str, scale: float) -> LoraPair:

@@ -6,7 +6,6 @@ Shapes: T packed tokens, K targets a position, D hidden size, M placeholder toke
 # ruff: noqa: N806 -- the suffix of a tensor's name is its shape
 
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -99,7 +98,7 @@ class PackedModel(nn.Module):
         batch: Batch,
         unembedding: LoraPair | Tensor | None,
         cached: dict[str, VisionOutput] | None,
-        recompute_above: float = math.inf,
+        recompute: bool = False,
         temperature: float = 1.0,
     ) -> Tensor:
         """Log-probabilities of the targets, float32 [T, K], with gradients.
@@ -107,11 +106,11 @@ class PackedModel(nn.Module):
         Args:
             unembedding: What is trained of it, as `target_logprobs` takes it.
             cached: What a frozen tower made of images so far, by digest; new ones are added. None if it is trained.
-            recompute_above: Tokens above which a micro-batch keeps no activations but each block's input.
+            recompute: Whether no activations are kept but each block's input. The same on ranks that pass together.
             temperature: By which logits are divided.
         """
         for block in self._blocks:
-            block.gradient_checkpointing = len(batch.tokens_T) > recompute_above  # type: ignore[assignment]
+            block.gradient_checkpointing = recompute  # type: ignore[assignment]
         hidden_TD = self._hidden(batch, cached)
         head = self.hf.get_output_embeddings().weight
         softcap = getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None)

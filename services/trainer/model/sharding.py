@@ -10,6 +10,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from services.trainer.model.expert_parallel import DATA, EXPERTS, spread_parameters
+from services.trainer.model.experts import is_experts
 from services.trainer.model.packed_model import HF_PREFIX, PackedModel, constants
 
 
@@ -19,19 +21,27 @@ class ShardedModel:
     Args:
         module: The model, on the meta device: each rank then reads its part, see `read_weights`.
         mesh: One dimension over all ranks.
+        experts: Over which experts are spread, as `expert_mesh` makes it; None where every rank computes all of them.
         keep_gathered: Leave parameters gathered between micro-batches and calls: no communication at all while they
             are frozen. For models that fit into each rank's memory.
 
     Methods that gather are collective: all ranks must call them, in the same order.
     """
 
-    def __init__(self, module: PackedModel, mesh: DeviceMesh, keep_gathered: bool) -> None:
+    def __init__(
+        self, module: PackedModel, mesh: DeviceMesh, keep_gathered: bool, experts: DeviceMesh | None = None
+    ) -> None:
         module.requires_grad_(False)
+        if experts is not None:
+            for part in filter(is_experts, module.modules()):
+                spread_parameters(part, experts[EXPERTS])
+                fully_shard(part, mesh=experts[DATA], reshard_after_forward=not keep_gathered)
         for block in module.family.blocks(module.hf):
             fully_shard(block, mesh=mesh, reshard_after_forward=not keep_gathered)
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
         self.module = module
         self.mesh = mesh
+        self.experts = experts
         self._keeps_gathered = keep_gathered
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         for part in self._parts:
@@ -47,7 +57,7 @@ class ShardedModel:
 
     def computes_alone(self, trains_base: bool) -> bool:
         """Whether a rank's passes need no other rank, once `gather` has been called."""
-        return self.mesh.size() == 1 or (self._keeps_gathered and not trains_base)
+        return self.mesh.size() == 1 or (self._keeps_gathered and not trains_base and self.experts is None)
 
     def gather(self) -> None:
         """Gathers from other ranks what stays gathered, if it is not. Collective.

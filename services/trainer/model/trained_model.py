@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fovea.wire.errors import FailedPrecondition, FoveaError
 from services.trainer.model.lora import UNEMBEDDING, LoraInjector, LoraSettings, LoraWeights
@@ -132,7 +133,11 @@ class TrainedModel(ABC):
 
 
 class AdapterModel(TrainedModel):
-    """A LoRA adapter. Gradients stay on the rank that made them until the step."""
+    """A LoRA adapter. Gradients stay on the rank that made them until the step.
+
+    Args:
+        experts: The mesh over which experts are spread, as `expert_mesh` makes it.
+    """
 
     def __init__(
         self,
@@ -142,20 +147,25 @@ class AdapterModel(TrainedModel):
         injector: LoraInjector,
         device: torch.device,
         dtype: torch.dtype,
+        experts: DeviceMesh | None,
     ) -> None:
         super().__init__(model_id)
         self.settings = settings
-        self.weights = LoraWeights(settings, targets, device, dtype)
+        self.weights = LoraWeights(settings, targets, device, dtype, experts)
         self.optimizer = AdamW([self.weights.flat])
         self.trains_vision = settings.train_vision
         self.unembedding = self.weights.pairs.get(UNEMBEDDING)
-        self.trainable_parameter_count = self.weights.flat.numel()
+        self.trainable_parameter_count = self.weights.whole_size
         self._injector = injector
 
     @staticmethod
-    def size_bytes(settings: LoraSettings, targets: Sequence[LoraTarget], dtype: torch.dtype) -> int:
-        """What an adapter takes on each rank, its gradients and moments included: 18 bytes a parameter in bfloat16."""
-        count = sum(math.prod(shape) for shape in settings.shapes(targets).values())
+    def size_bytes(settings: LoraSettings, targets: Sequence[LoraTarget], dtype: torch.dtype, spread: int) -> int:
+        """What an adapter takes on each rank, its gradients and moments included: 18 bytes a parameter in bfloat16.
+
+        Args:
+            spread: Ranks over which experts are spread.
+        """
+        count = sum(math.prod(shape) for shape in settings.shapes(targets, spread).values())
         cast = 0 if dtype == torch.float32 else dtype.itemsize
         return count * ((2 + len(MOMENTS)) * torch.float32.itemsize + cast)
 
@@ -169,10 +179,8 @@ class AdapterModel(TrainedModel):
         return [self.weights.flat_grad]
 
     def reduce_gradients(self) -> Tensor:
-        dist.all_reduce(self.weights.flat_grad)
         self.weights.flat.grad = self.weights.flat_grad
-        norm: Tensor = torch.linalg.vector_norm(self.weights.flat_grad)
-        return norm.square()
+        return self.weights.sum_over_ranks(self.weights.flat_grad)
 
     def save_gradients(self, device_for: Callable[[int], torch.device]) -> None:
         gradients = self.weights.flat_grad

@@ -71,7 +71,8 @@ class SnapshotTaker:
         """Freezes a model, in storage too if asked. Raises AlreadyExists for a name that other weights have."""
         identity = weights_pb2.Snapshot(snapshot_id=command.snapshot_id, model_id=command.model_id, step=model.step)
         if isinstance(model, AdapterModel):
-            return self._control.on_rank_0(lambda: self._take_adapter(identity, model, command))
+            live = model.weights.whole(model.weights.flat.detach())
+            return self._control.on_rank_0(lambda: self._take_adapter(identity, model, live, command))
         assert isinstance(model, FullModel)
         return self._take_full(identity, model, command.uri)
 
@@ -134,9 +135,8 @@ class SnapshotTaker:
         return {name: local_of(shard) for name, shard in self._sharded.named_shards()}
 
     def _take_adapter(
-        self, identity: weights_pb2.Snapshot, model: AdapterModel, command: TakeSnapshot
+        self, identity: weights_pb2.Snapshot, model: AdapterModel, live: Tensor, command: TakeSnapshot
     ) -> weights_pb2.Snapshot:
-        live = model.weights.flat.detach()
         if model.weights not in self._packings:
             self._packings[model.weights] = _Layout.of(dict(model.weights.named(live)))
         layout = self._packings[model.weights]

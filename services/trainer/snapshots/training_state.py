@@ -85,7 +85,9 @@ class StateStore:
     def save(self, model: TrainedModel, uri: str) -> int:
         """Replaces the folder at `uri`; returns its size in bytes."""
         if isinstance(model, AdapterModel):
-            return self._control.on_rank_0(lambda: write_folder(uri, self._adapter_files(model)))
+            weights = model.weights.whole(model.weights.flat)
+            moments = {key: model.weights.whole(flat) for key, flat in model.optimizer.moments()[0].items()}
+            return self._control.on_rank_0(lambda: write_folder(uri, self._adapter_files(model, weights, moments)))
         assert isinstance(model, FullModel)
         return self._save_full(model, uri)
 
@@ -105,16 +107,15 @@ class StateStore:
         model.resume_at(step)
         return step
 
-    def _adapter_files(self, model: AdapterModel) -> dict[str, bytes]:
+    def _adapter_files(self, model: AdapterModel, flat: Tensor, flat_moments: dict[str, Tensor]) -> dict[str, bytes]:
         settings = model.settings
-        weights = model.weights.named(model.weights.flat)
         moments = {
             f"{moment}.{name}": part.cpu().contiguous()
-            for moment, flat in model.optimizer.moments()[0].items()
-            for name, part in model.weights.named(flat)
+            for moment, flat_moment in flat_moments.items()
+            for name, part in model.weights.named(flat_moment)
         }
         return {
-            **weight_files.peft_files(weights, settings.rank, settings.alpha, self._base_model),
+            **weight_files.peft_files(model.weights.named(flat), settings.rank, settings.alpha, self._base_model),
             OPTIMIZER: save_safetensors(moments, metadata={"format": "pt"}),
             STATE: _state_json("adapter", model.step),
         }
@@ -123,8 +124,8 @@ class StateStore:
         names = [weight_files.ADAPTER_CONFIG, weight_files.ADAPTER_WEIGHTS, *([OPTIMIZER] if optimizer else [])]
         files = self._control.on_rank_0(lambda: {name: Folder.at(uri).read(name) for name in names})
         flat, moments = self._control.agree(lambda: _parse_adapter(model, files, uri))
-        model.weights.flat.copy_(flat)
-        model.optimizer.load([moments], step)
+        model.weights.flat.copy_(model.weights.part(flat))
+        model.optimizer.load([{key: model.weights.part(moment) for key, moment in moments.items()}], step)
 
     def _save_full(self, model: FullModel, uri: str) -> int:
         target, staging = stage_together(self._control, uri)
@@ -157,14 +158,14 @@ class StateStore:
 
 
 def _parse_adapter(model: AdapterModel, files: dict[str, bytes], uri: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights and moments in new flat buffers; moments are zero if no optimizer file is given."""
+    """Weights and moments in new whole buffers; moments are zero if no optimizer file is given."""
     settings = model.settings
     config = json.loads(files[weight_files.ADAPTER_CONFIG])
     if (found := (config["r"], config["lora_alpha"])) != (settings.rank, settings.alpha):
         raise InvalidInput(
             f"{uri} has rank and alpha {found}, the model has {(settings.rank, settings.alpha)}", field="uri"
         )
-    flat = torch.empty_like(model.weights.flat)
+    flat = model.weights.flat.new_empty(model.weights.whole_size)
     tensors = weight_files.read_tensors(files[weight_files.ADAPTER_WEIGHTS], uri)
     weight_files.copy_into(model.weights.named(flat), tensors, uri)
     moments = {key: torch.zeros_like(flat) for key in MOMENTS}

@@ -104,8 +104,8 @@ def _whole(model: TrainedModel, tensors: list[Tensor]) -> Iterator[tuple[str, Te
     else:
         (flat,) = (tensor.detach().clone() for tensor in tensors)
         if flat.data_ptr() and tensors[0] is model.weights.flat_grad:  # type: ignore[attr-defined]
-            dist.all_reduce(flat)
-        yield from model.weights.named(flat)  # type: ignore[attr-defined]
+            model.weights.sum_over_ranks(flat)  # type: ignore[attr-defined]
+        yield from model.weights.named(model.weights.whole(flat))  # type: ignore[attr-defined]
 
 
 def main() -> None:

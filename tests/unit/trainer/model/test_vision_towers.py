@@ -3,7 +3,6 @@
 Images are random numbers shaped as the family's processor shapes them, of several sizes where the family takes such.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -406,8 +405,8 @@ def test_layers_that_share_keys_and_values_are_computed_again() -> None:
     module.requires_grad_(True)
     batch = BatchLayout(None, CPU).pack(datums, tensors, True, None)
     found = []
-    for recompute_above in (math.inf, 0):
-        logprobs = module(batch, None, None, recompute_above)[:, 0]
+    for recompute in (False, True):
+        logprobs = module(batch, None, None, recompute)[:, 0]
         torch.autograd.backward((logprobs * _direction(len(logprobs))).sum())
         found.append({key: parameter.grad for key, parameter in module.named_parameters()})
         module.zero_grad()
