@@ -1,4 +1,7 @@
-"""A mixture of experts on two ranks: states, snapshots and exports hold its experts in the form that each is for."""
+"""A mixture of experts on two ranks: states, snapshots and exports hold its experts in the form that each is for.
+
+Whether both ranks compute all of them or each half of them: it shows in no file, and a state is loaded by either.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,9 +25,16 @@ LORA = weights_pb2.LoraConfig(rank=4, train_attention=True, train_mlp=True)
 
 
 @pytest.fixture(scope="module")
-async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+def uninterrupted() -> dict[str, tuple[str, dict[str, Tensor]]]:
+    """Of models trained by the first of the benches: the folder of a state, and weights some steps later."""
+    return {}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["whole", "spread"])
+async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     scratch, directory = tmp_path_factory.mktemp("experts"), ensure_family("qwen3_moe")
-    process = TrainerProcess(directory, scratch / "trainer.log", "--keep-gathered", "never", "--token-budget", "48")
+    arguments = ["--keep-gathered", "never", "--token-budget", "48", "--expert-parallel", str(request.param)]
+    process = TrainerProcess(directory, scratch / "trainer.log", *arguments)
     nothing: Any = None
     running = Bench("qwen3_moe", directory, await process.ready(), process, nothing, None, scratch)
     yield running
@@ -53,8 +63,11 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("lora", [LORA, None], ids=["adapter", "full"])
-async def test_training_goes_on_from_a_state(bench: Bench, lora: weights_pb2.LoraConfig | None) -> None:
-    folder = str(bench.scratch / f"state-{lora is None}")
+async def test_training_goes_on_from_a_state(
+    bench: Bench, lora: weights_pb2.LoraConfig | None, uninterrupted: dict[str, tuple[str, dict[str, Tensor]]]
+) -> None:
+    kind = "full" if lora is None else "adapter"
+    folder = str(bench.scratch / kind)
     model_id = await bench.create(lora)
     metrics = await _train(bench, model_id, 2)
     loads = [metrics[f"expert_load/layer_{layer:02}:mean"] for layer in range(3)]
@@ -62,14 +75,26 @@ async def test_training_goes_on_from_a_state(bench: Bench, lora: weights_pb2.Lor
     assert metrics["expert_load:max"] == max(loads)
     await bench.client.save_state(model_id, folder)
     await _train(bench, model_id, 2)
-    uninterrupted = await bench.weights(model_id)
+    own = await bench.weights(model_id)
+    first_folder, expected = uninterrupted.setdefault(kind, (folder, own))
     await bench.clean()
     resumed = await bench.create(lora)
     assert await bench.client.load_state(resumed, folder, optimizer=True) == 2
     await _train(bench, resumed, 2)
-    for name, tensor in (await bench.weights(resumed)).items():
-        torch.testing.assert_close(tensor, uninterrupted[name], rtol=1e-5, atol=1e-6)
+    _equal(await bench.weights(resumed), own)
     await bench.clean()
+    if first_folder != folder:
+        elsewhere = await bench.create(lora)
+        assert await bench.client.load_state(elsewhere, first_folder, optimizer=True) == 2
+        await _train(bench, elsewhere, 2)
+        _equal(await bench.weights(elsewhere), expected)
+        await bench.clean()
+
+
+def _equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("lora", [LORA, None], ids=["adapter", "full"])

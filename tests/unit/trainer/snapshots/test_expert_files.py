@@ -1,4 +1,4 @@
-"""Full parameters of mixtures of experts as files: those of the base come back tensor by tensor, on two ranks too."""
+"""Full parameters of mixtures of experts as files: the base's come back tensor by tensor, on several ranks too."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import multiprocessing as processes
 from torch.distributed.device_mesh import init_device_mesh
 
+from services.trainer.model.expert_parallel import expert_mesh
 from services.trainer.model.packed_model import build_model, read_weights
 from services.trainer.model.sharding import ShardedModel, local_of
 from services.trainer.ranks.control_group import ControlGroup
@@ -21,12 +22,12 @@ NAMES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
 CPU = torch.device("cpu")
 
 
-def _rank(rank: int, size: int, folder: str, directories: dict[str, Path]) -> None:
+def _rank(rank: int, size: int, spread: int, folder: str, directories: dict[str, Path]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     for name, directory in directories.items():
         _, _, module = build_model(TrainerSettings(model=str(directory), dtype="float32"), directory, CPU)
-        sharded = ShardedModel(module, init_device_mesh("cpu", (size,)), False)
+        sharded = ShardedModel(module, init_device_mesh("cpu", (size,)), False, expert_mesh("cpu", size, spread, 8))
         read_weights(module.hf, directory, CPU)
         like = dict(sharded.named_shards())
         locals_ = {key: local_of(shard).clone() for key, shard in like.items()}
@@ -44,6 +45,6 @@ def _rank(rank: int, size: int, folder: str, directories: dict[str, Path]) -> No
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_files_are_laid_out_as_the_base_s(ranks: int, tmp_path: Path) -> None:
-    processes.spawn(_rank, (ranks, str(tmp_path), ensure_families(NAMES)), ranks)  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize(("ranks", "spread"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_files_are_laid_out_as_the_base_s(ranks: int, spread: int, tmp_path: Path) -> None:
+    processes.spawn(_rank, (ranks, spread, str(tmp_path), ensure_families(NAMES)), ranks)  # type: ignore[no-untyped-call]
