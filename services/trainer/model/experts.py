@@ -320,8 +320,10 @@ def _times(x: Tensor, weight_ENO: Tensor, ends_E: Tensor | None) -> Tensor:
     if ends_E is None:
         return x @ weight_ENO[0]
     found = functional.grouped_mm(_padded(x, 1), _padded(weight_ENO, 2), offs=ends_E)
-    # A view could not be added to in place.
-    return found if found.shape[1] == weight_ENO.shape[2] else found[:, : weight_ENO.shape[2]].contiguous()
+    if found.shape[1] == weight_ENO.shape[2]:
+        return found
+    # A view could not be added to in place, and without rows that is what `contiguous` would give.
+    return found[:, : weight_ENO.shape[2]].clone(memory_format=torch.contiguous_format)
 
 
 def _add_outer(total_EON: Tensor, grad: Tensor, x: Tensor, ends_E: Tensor | None, scale: float = 1.0) -> None:

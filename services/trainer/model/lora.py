@@ -201,7 +201,7 @@ class LoraWeights:
         if self._mesh is None:
             return squares
         dist.all_reduce(own, group=self._mesh.get_group(DATA))
-        own_squares = torch.linalg.vector_norm(own).square()
+        own_squares: Tensor = torch.linalg.vector_norm(own).square()
         dist.all_reduce(own_squares, group=self._mesh.get_group(EXPERTS))
         return squares + own_squares
 

@@ -68,7 +68,7 @@ def run_ranks(
 
 
 def train(engine: TrainingEngine, call: Call) -> dict[str, Any]:
-    """The gradients of the first step, the metrics of each, and the float32 weights after the last."""
+    """The gradients of the first step, losses and metrics of each, and the float32 weights after the last."""
     engine.execute(CreateModel(MODEL, call.lora))
     model = engine.model(MODEL)
     header = trainer_pb2.ForwardBackwardHeader(
@@ -85,13 +85,13 @@ def train(engine: TrainingEngine, call: Call) -> dict[str, Any]:
         sizes=sizes,
     )
     gradients: dict[str, Tensor] = {}
-    metrics = []
+    metrics, losses = [], []
     for _ in range(call.steps):
-        engine.execute(command)
+        losses.append(engine.execute(command).metrics.get("loss:sum"))
         gradients = gradients or dict(_whole(model, model.gradients()))
         metrics.append(engine.execute(OptimStep(MODEL, call.adam))[0])
     optimized = list(model.masters.values()) if isinstance(model, FullModel) else [model.weights.flat]  # type: ignore[attr-defined]
-    found = {"gradients": gradients, "metrics": metrics, "weights": dict(_whole(model, optimized))}
+    found = {"gradients": gradients, "losses": losses, "metrics": metrics, "weights": dict(_whole(model, optimized))}
     engine.execute(DeleteModel(MODEL))
     return found
 
