@@ -1,8 +1,8 @@
 """Families whose layers differ, with images, on two ranks: sharded, recomputed, and gradients as on one.
 
-Qwen3.5 mixes layers with attention and with a state, Qwen3-VL's mixture shards its experts, or spreads them. Gemma 4 (`gemma4_e2b`:
-windows, shared keys, embeddings of each layer, constants that nobody trains) was run the same way, and takes another
-minute.
+Qwen3.5 mixes layers with attention and with a state, Qwen3-VL's mixture shards its experts, or spreads them over ranks.
+Gemma 4 (`gemma4_e2b`: windows, shared keys, embeddings of each layer, constants that nobody trains) was run the same
+way, and takes another minute.
 """
 
 import hashlib
