@@ -250,13 +250,13 @@ def test_a_vision_model_follows_what_documents_with_images_were_given() -> None:
     assert torch.equal(run(own).detach(), free)
     others = [replace(datum, experts=np.sort((datum.experts + 1) % 8, -1)) for datum in own]
     # The second document alone is given other experts: the first and the third stay as they were.
-    mixed = run([own[0], others[1], datums[2]], 0)
+    mixed = run([own[0], others[1], datums[2]], recompute=True)
     changed = (mixed.detach() - free).abs().amax(-1) > 1e-3
     assert changed[slice(*spans[1])].any()
     assert not changed[slice(*spans[0])].any()
     assert not changed[slice(*spans[2])].any()
     model.hf.get_decoder().layers[0].mlp.gate.weight.requires_grad_(True)
-    again = run([own[0], others[1], datums[2]], 0)
+    again = run([own[0], others[1], datums[2]], recompute=True)
     first = [one.clone() for one in taken]
     again.sum().backward()
     assert len(taken) == 2 * len(first)
