@@ -44,7 +44,8 @@ case $part in
     loading) zeros=/tmp/shapes/$shape-zeros
         [ -f "$zeros/config.json" ] || python3 -m benchmarks.family_shapes "$shape" "$zeros" --zeros
         device=cuda; if [ "$where" = cpu ]; then device=cpu; fi
-        exec timeout "$DEADLINE_S" python3 -m benchmarks.loading "$zeros" --repeats 1 --device $device --ranks 1 2 | tee -a "$out/figures.jsonl" ;;
+        timeout "$DEADLINE_S" python3 -m benchmarks.loading "$zeros" --repeats 1 --device $device --ranks 1 2 | tee -a "$out/figures.jsonl"
+        exit ;;
     *) echo "train, sampler, full or loading, not $part"; exit 2 ;;
 esac
 export FIGURES FOVEA_SAMPLER_GPU_MEMORY_FRACTION="${FOVEA_SAMPLER_GPU_MEMORY_FRACTION:-$fraction}"
