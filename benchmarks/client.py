@@ -46,7 +46,8 @@ class Bench:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.service.close("errored" if kind else "success")
+        # Awaited: a process that ends before it is sent leaves its model behind, and the next one may need the trainer.
+        self.service.close("errored" if kind else "success").result(60)
 
     def training(self, rank: int) -> tinker.TrainingClient:
         """A fresh model; rank 0 trains all parameters."""
