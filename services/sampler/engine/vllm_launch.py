@@ -214,7 +214,7 @@ def launch(config: "VllmConfig") -> "AsyncLLM":
 def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
-    from fovea.runtime.random_weights import is_random
+    from fovea.random_weights import is_random
     from services.sampler.engine.weight_loading import BACKEND, RANDOM_FORMAT
 
     arguments: dict[str, Any] = {

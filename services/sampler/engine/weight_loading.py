@@ -19,13 +19,13 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from fovea.runtime.random_weights import random_slices
+from fovea.random_weights import random_slices
 from services.sampler.engine.snapshot_receiver import Arrival
 from services.sampler.vllm_patches import tied_head
 
 BACKEND = "fovea"
 RANDOM_FORMAT = "fovea_random"
-"""vLLM's `load_format` of a checkpoint without bytes, see `fovea.runtime.random_weights`."""
+"""vLLM's `load_format` of a checkpoint without bytes, see `fovea.random_weights`."""
 _PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU)
 """Whose kernels read experts' weights as vLLM loads them; on CPU that is our own."""
 

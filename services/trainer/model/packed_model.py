@@ -34,8 +34,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from fovea import vision
+from fovea.random_weights import random_slices
 from fovea.runtime.model_files import read_added_tokens
-from fovea.runtime.random_weights import random_slices
 from fovea.vision.vision_family import VisionFamily
 from services.trainer.batches.micro_batch import Batch, TowerInput
 from services.trainer.batches.vision_cache import VisionOutput, split_output

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tinyvlm
 from benchmarks import random_checkpoint
-from fovea.runtime.random_weights import random_slices
+from fovea.random_weights import random_slices
 from services.trainer.model.packed_model import build_model, file_names, load_model, read_weights
 from services.trainer.model.sharding import ShardedModel
 from services.trainer.settings import TrainerSettings
