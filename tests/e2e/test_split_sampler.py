@@ -1,4 +1,7 @@
-"""A Fovea whose sampler is two workers: what a trainer pushes reaches both, and the numbers are the trainer's."""
+"""A Fovea whose sampler is two workers: what a trainer pushes reaches both, and the numbers are the trainer's.
+
+Dense models over two workers are in tests/e2e/sampler/test_tensor_parallel.py.
+"""
 
 import os
 from collections.abc import Iterator
@@ -12,18 +15,14 @@ from tests.e2e.stack import Stack, running_stack
 from tests.e2e.test_agreement import check_model
 from tinyvlm.families import ensure_family
 
-_SPLITS = {"qwen3_vl": "", "qwen3_vl_moe": "true"}
-"""Families, and whether whole experts are what is spread."""
+_VARIABLES = {"FOVEA_SAMPLER_TENSOR_PARALLEL": "2", "FOVEA_SAMPLER_EXPERT_PARALLEL": "true"}
 
 
-@pytest.fixture(scope="module", params=_SPLITS)
-def split(request: pytest.FixtureRequest) -> Iterator[Stack]:
-    """Fovea with one trainer rank and a sampler of two workers."""
-    variables = {
-        "FOVEA_SAMPLER_TENSOR_PARALLEL": "2",
-        "FOVEA_SAMPLER_EXPERT_PARALLEL": _SPLITS[request.param] or "false",
-    }
-    with mock.patch.dict(os.environ, variables), running_stack(ensure_family(request.param), "--ranks", "1") as stack:
+@pytest.fixture(scope="module")
+def split() -> Iterator[Stack]:
+    """Fovea with one trainer rank and a sampler of two workers, each with half of the experts whole."""
+    model = ensure_family("qwen3_vl_moe")
+    with mock.patch.dict(os.environ, _VARIABLES), running_stack(model, "--ranks", "1") as stack:
         yield stack
 
 

@@ -24,15 +24,14 @@ async def test_an_argument_reaches_the_engine(model: Path, monkeypatch: pytest.M
         assert 'num_gpu_blocks="345"' in sampler.metrics_page()
 
 
-@pytest.mark.parametrize(("dtype", "largest_kl"), [("fp8", 1e-2), ("fp8_e5m2", 3e-2)])
 async def test_a_cache_of_bytes_holds_more_and_rounds(
-    client: SamplerClient, sampler: SamplerProcess, model: Path, dtype: str, largest_kl: float
+    client: SamplerClient, sampler: SamplerProcess, model: Path
 ) -> None:
     """Four times the tokens of a float32 cache; what a draw is told is what its own sampler scores again."""
     ids = np.random.default_rng(0).integers(100, 1000, 200).tolist()
     scored = request_for(rendered([ids]), prompt_logprobs=True, max_tokens=1)
     through = sampler_pb2.StopCondition(ignore_eos=True)
-    with running_sampler(model, "--kv-cache-dtype", dtype) as small:
+    with running_sampler(model, "--kv-cache-dtype", "fp8") as small:
         async with SamplerClient(small.address) as other:
             exact, rounded = (await ask(client, scored)).prompt_logprobs, (await ask(other, scored)).prompt_logprobs
             (drawn,) = (await ask(other, request_for(rendered([ids]), max_tokens=40, stop=through))).sequences
@@ -43,7 +42,7 @@ async def test_a_cache_of_bytes_holds_more_and_rounds(
     assert rounded is not None
     assert again is not None
     difference = (rounded - exact)[1:].astype(np.float64)
-    assert 1e-4 < np.mean(np.exp(difference) - 1 - difference) < largest_kl
+    assert 1e-4 < np.mean(np.exp(difference) - 1 - difference) < 1e-2
     np.testing.assert_allclose(drawn.logprobs, again[-40:], atol=1e-3)
 
 

@@ -195,8 +195,10 @@ async def test_full_parameters_want_the_trainer_alone(qwen3: Bench) -> None:
 async def test_creation_is_repeatable_but_not_with_other_settings(qwen3: Bench) -> None:
     lora = weights_pb2.LoraConfig(rank=2, train_mlp=True)
     model_id = await qwen3.create(lora)
-    first = await qwen3.client.create_model(model_id, lora)
-    assert first > 0
+    again = await qwen3.client.create_model(model_id, lora)
+    assert again is not None
+    assert again.tensors
+    assert again == await qwen3.client.create_model(model_id, lora)
     with pytest.raises(AlreadyExists):
         await qwen3.client.create_model(model_id, weights_pb2.LoraConfig(rank=3, train_mlp=True))
 

@@ -1,6 +1,5 @@
 """The size of a micro-batch."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -74,7 +73,7 @@ def _kept_bytes(module: PackedModel, own: set[int], length: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        module(BatchLayout(None, CPU).pack([datum], {}, False, None), None, None, math.inf)
+        module(BatchLayout(None, CPU).pack([datum], {}, False, None), None, None)
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
 
 
