@@ -83,6 +83,7 @@ class Packing:
         self.token_count = token_count
         self.blocks_T = blocks_T
         self._only_windows = only_windows
+        self._seen: dict[tuple[bool, int | None], tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
         self._block_masks: dict[tuple[bool, int | None], BlockMask] = {}
 
@@ -93,7 +94,10 @@ class Packing:
 
     def has_blocks(self, window: int | None) -> bool:
         """Whether blocks count in layers of this window."""
-        return self.blocks_T is not None and not (self._only_windows and window is None)
+        return self._blocks(window) is not None
+
+    def _blocks(self, window: int | None) -> Tensor | None:
+        return None if self._only_windows and window is None else self.blocks_T
 
     def mask(self, group: LengthGroup, window: int | None) -> Tensor | None:
         """bool [N, 1, L, L], or one for all N; what causal documents of one length see. None for all that is causal."""
@@ -104,7 +108,7 @@ class Packing:
 
     def _mask(self, group: LengthGroup, window: int | None) -> Tensor | None:
         is_cut = window is not None and group.length > window
-        blocks_T = self.blocks_T if self.has_blocks(window) else None
+        blocks_T = self._blocks(window)
         has_blocks = blocks_T is not None and bool((_take_rows(blocks_T, group) >= 0).any())
         if not has_blocks and not is_cut:
             return None
@@ -112,7 +116,7 @@ class Packing:
         # Without blocks all documents of a length see the same.
         count = group.count if has_blocks else 1
         first_NL, last_NL, index_NL = (
-            _take_rows(bound_T, group)[:count] for bound_T in (*self._seen(True, window), index_T)
+            _take_rows(bound_T, group)[:count] for bound_T in (*self._bounds_of(True, window), index_T)
         )
         keys_N1L = index_NL[:, None]
         return ((keys_N1L >= first_NL[..., None]) & (keys_N1L <= last_NL[..., None]))[:, None]
@@ -121,19 +125,25 @@ class Packing:
         """The same of all documents, for flex attention."""
         key = (causal, window)
         if key not in self._block_masks:
-            self._block_masks[key] = _block_mask(*self._seen(causal, window))
+            self._block_masks[key] = _block_mask(*self._bounds_of(causal, window))
         return self._block_masks[key]
 
-    def _seen(self, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+    def _bounds_of(self, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
         """The first and the last token that each token sees, int64 [T] both: it sees all between them."""
+        key = (causal, window)
+        if key not in self._seen:
+            self._seen[key] = self._find_bounds(causal, window)
+        return self._seen[key]
+
+    def _find_bounds(self, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
         index_T = torch.arange(self.token_count, device=self.bounds.device)
         documents_T = torch.searchsorted(self.bounds[1:], index_T, right=True)
         first_T, ends_T = self.bounds[documents_T].long(), self.bounds[documents_T + 1].long() - 1
         last_T = index_T if causal else ends_T
-        if self.blocks_T is not None and self.has_blocks(window):
-            is_last_T = (index_T == ends_T) | (self.blocks_T != self.blocks_T.roll(-1))
+        if (blocks_T := self._blocks(window)) is not None:
+            is_last_T = (index_T == ends_T) | (blocks_T != blocks_T.roll(-1))
             block_ends_T = torch.where(is_last_T, index_T, self.token_count).flip(0).cummin(0).values.flip(0)
-            last_T = torch.where(self.blocks_T >= 0, block_ends_T, last_T)
+            last_T = torch.where(blocks_T >= 0, block_ends_T, last_T)
         if window is not None:
             first_T = torch.maximum(first_T, index_T - window + 1)
         return first_T, last_T
