@@ -36,5 +36,8 @@ MAX_IMAGE_BYTES = 32 * 2**20
 MAX_IMAGE_PIXELS = 64 * 10**6
 """The most pixels an image may declare; read from its header, before anything is decoded."""
 
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+"""Of sampling above 0, and of a loss. vLLM silently raises a smaller one to 0.01, and refuses one above 2."""
+
 MAX_IMAGE_ASPECT_RATIO = 200
 """The largest ratio of the longer to the shorter side; the Qwen-VL processors refuse more."""

@@ -8,7 +8,7 @@ import numpy as np
 from fovea.api.v1 import sampler_pb2
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire import rendered_input, tensors
-from fovea.wire.conventions import MESSAGE_BYTES
+from fovea.wire.conventions import LEAST_TEMPERATURE, MESSAGE_BYTES, MOST_TEMPERATURE
 from fovea.wire.errors import ContextOverflow, InvalidInput
 from services.sampler.engine_api import Limits, SampleSpec, TargetRows
 
@@ -22,8 +22,11 @@ class _Option(NamedTuple):
 
 
 _OPTIONS = {
-    # vLLM silently raises a smaller temperature to 0.01, and refuses one above 2.
-    "temperature": _Option(1.0, lambda value: value == 0 or 0.01 <= round(value, 9) <= 2, "0 or between 0.01 and 2"),
+    "temperature": _Option(
+        1.0,
+        lambda value: value == 0 or LEAST_TEMPERATURE <= round(value, 9) <= MOST_TEMPERATURE,
+        f"0 or between {LEAST_TEMPERATURE:g} and {MOST_TEMPERATURE:g}",
+    ),
     "top_p": _Option(1.0, lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "top_k": _Option(-1, lambda value: value == -1 or value >= 1, "-1 for all or at least 1"),
 }

@@ -14,13 +14,13 @@ from typing import ClassVar
 import numpy.typing as npt
 from torch import Tensor
 
+from fovea.wire.conventions import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from fovea.wire.errors import InvalidInput
 
 TARGETS = "target_tokens"
 
 TEMPERATURE = "temperature"
 """A setting T of every loss: log-probabilities are those of log softmax(z / T), as a sampler's are at temperature T."""
-_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0  # the sampler's own bounds: vLLM's
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class Loss(ABC):
                     f"loss_config.{key} is unknown for {self.name}; known: {known}", field=f"loss_config.{key}"
                 )
         self.config |= given
-        if not _LEAST_TEMPERATURE <= round(self.temperature, 9) <= _MOST_TEMPERATURE:
+        if not LEAST_TEMPERATURE <= round(self.temperature, 9) <= MOST_TEMPERATURE:
             raise InvalidInput(
                 f"loss_config.{TEMPERATURE} is {self.temperature:g}, "
-                f"needs {_LEAST_TEMPERATURE:g} to {_MOST_TEMPERATURE:g}",
+                f"needs {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}",
                 field=f"loss_config.{TEMPERATURE}",
             )
         self._seconds_left: float | None = None
