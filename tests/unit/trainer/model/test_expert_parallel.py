@@ -10,16 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch import multiprocessing as processes
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from services.trainer.model.expert_parallel import EXPERTS, expert_mesh
 from services.trainer.model.experts import experts_forward
 from services.trainer.model.lora import LoraSettings, LoraWeights
 from services.trainer.model.model_family import LoraTarget, Role
+from tests.unit.trainer.model.random_experts import COUNT, HIDDEN, random_experts
 
 CPU = torch.device("cpu")
-COUNT, HIDDEN, INNER = 6, 24, 10
 SETTINGS = LoraSettings(3, 6.0, 5, True, True, False, False)
 ROUTES = {
     "all experts": (list(range(COUNT)), list(range(COUNT))),
@@ -28,16 +26,6 @@ ROUTES = {
 }
 TOKENS = (37, 3)
 """Of each rank."""
-
-
-def _experts(dtype: torch.dtype) -> Any:
-    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": COUNT}
-    experts = Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in experts.parameters():
-            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
-    return experts.to(dtype)
 
 
 def _batches(routes: tuple[list[int], list[int]], dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
@@ -99,7 +87,7 @@ def _spread(whole: Any, mesh: Any, trainable: bool) -> Any:
 
 
 def _adapters(rank: int, mesh: Any, routes: Any, dtype: torch.dtype) -> None:
-    whole, batches = _experts(dtype).requires_grad_(False), _batches(routes, dtype)
+    whole, batches = random_experts(dtype).requires_grad_(False), _batches(routes, dtype)
     own = _spread(whole, mesh, False)
     found = []
     for experts, some, over in ((whole, batches, None), (own, [batches[rank]], mesh)):
@@ -122,7 +110,7 @@ def _adapters(rank: int, mesh: Any, routes: Any, dtype: torch.dtype) -> None:
 
 
 def _all_parameters(rank: int, mesh: Any, routes: Any, dtype: torch.dtype) -> None:
-    whole, batches = _experts(dtype), _batches(routes, dtype)
+    whole, batches = random_experts(dtype), _batches(routes, dtype)
     own = _spread(whole, mesh, True)
     whole.trained = lambda: None
     for parameter in whole.parameters():
@@ -139,7 +127,7 @@ def _all_parameters(rank: int, mesh: Any, routes: Any, dtype: torch.dtype) -> No
 
 def _same_weights(mesh: Any) -> None:
     """Whatever the ranks, an adapter begins with the same numbers, and its parts make the whole."""
-    experts = _experts(torch.float32)
+    experts = random_experts(torch.float32)
     targets = [LoraTarget("experts", experts, Role.MLP, False)]
     one, own = (LoraWeights(SETTINGS, targets, CPU, torch.float32, over) for over in (None, mesh))
     assert torch.equal(own.whole(own.flat), one.flat)

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from services.trainer.model.experts import experts_forward
 from services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
@@ -22,25 +20,16 @@ from services.trainer.snapshots.weight_files import (
     peft_files,
     read_tensors,
 )
+from tests.unit.trainer.model.random_experts import COUNT, HIDDEN, INNER, random_experts
 
 CPU = torch.device("cpu")
-EXPERTS, HIDDEN, INNER, TOKENS = 6, 24, 10, 37
-
-
-def _experts(dtype: torch.dtype) -> Any:
-    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS}
-    experts = Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in experts.parameters():
-            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
-    return experts.to(dtype)
+TOKENS = 37
 
 
 def _routed() -> tuple[Tensor, Tensor, Tensor]:
     """Rows, experts of each and their weights; nobody takes the last expert."""
     generator = torch.Generator().manual_seed(3)
-    chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:2] for _ in range(TOKENS)])
+    chosen = torch.stack([torch.randperm(COUNT - 1, generator=generator)[:2] for _ in range(TOKENS)])
     weights = torch.rand(TOKENS, 2, generator=generator)
     return torch.randn(TOKENS, HIDDEN, generator=generator), chosen, weights
 
@@ -65,7 +54,7 @@ def _near(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_parameters_and_what_comes_before(dtype: torch.dtype) -> None:
-    experts, reference = _experts(dtype), _experts(torch.float32)
+    experts, reference = random_experts(dtype), random_experts(torch.float32)
     target = LoraTarget("experts", experts, Role.MLP, False)
     injector = LoraInjector([target])
     masters = {f"experts.{name}": one.detach().float() for name, one in experts.named_parameters()}
@@ -88,17 +77,17 @@ def test_all_parameters_and_what_comes_before(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_of_odd_rank(dtype: torch.dtype) -> None:
-    experts, reference = _experts(dtype), _experts(torch.float32)
+    experts, reference = random_experts(dtype), random_experts(torch.float32)
     target = LoraTarget("experts", experts.requires_grad_(False), Role.MLP, False)
     injector = LoraInjector([target])
     weights = LoraWeights(LoraSettings(3, 6.0, 0, False, True, False, False), [target], CPU, dtype)
     assert {name: tuple(one.shape) for name, one in weights.named(weights.flat)} == {
         "base_model.model.experts.w1.lora_A.weight": (1, 3, HIDDEN),
-        "base_model.model.experts.w1.lora_B.weight": (EXPERTS, INNER, 3),
-        "base_model.model.experts.w2.lora_A.weight": (EXPERTS, 3, INNER),
+        "base_model.model.experts.w1.lora_B.weight": (COUNT, INNER, 3),
+        "base_model.model.experts.w2.lora_A.weight": (COUNT, 3, INNER),
         "base_model.model.experts.w2.lora_B.weight": (1, HIDDEN, 3),
         "base_model.model.experts.w3.lora_A.weight": (1, 3, HIDDEN),
-        "base_model.model.experts.w3.lora_B.weight": (EXPERTS, INNER, 3),
+        "base_model.model.experts.w3.lora_B.weight": (COUNT, INNER, 3),
     }
     factors = weights.experts["experts"].factors
     assert not any(factor.value.any() for name, factor in factors.items() if name.endswith("B"))
@@ -124,7 +113,7 @@ def test_adapters_of_odd_rank(dtype: torch.dtype) -> None:
 
 
 def test_adapter_files_come_back_and_an_export_is_one_by_one() -> None:
-    target = LoraTarget("experts", _experts(torch.float32), Role.MLP, False)
+    target = LoraTarget("experts", random_experts(torch.float32), Role.MLP, False)
     weights = LoraWeights(LoraSettings(3, 6.0, 0, False, True, False, False), [target], CPU, torch.float32)
     with torch.no_grad():
         weights.flat.normal_(generator=torch.Generator().manual_seed(6))
@@ -135,8 +124,8 @@ def test_adapter_files_come_back_and_an_export_is_one_by_one() -> None:
     assert torch.equal(flat, weights.flat)
     factors = weights.experts["experts"].factors
     exported = dict(one_by_one(dict(weights.named(weights.flat))))
-    assert len(exported) == EXPERTS * 3 * 2
-    for index in range(EXPERTS):
+    assert len(exported) == COUNT * 3 * 2
+    for index in range(COUNT):
         for part, projection in {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.items():
             for half in ("lora_A", "lora_B"):
                 own = factors[f"{part}.{half}"].value
