@@ -23,6 +23,7 @@ from tests.e2e.trainer.examples import datum, header, logprobs_of, text
 from tests.e2e.trainer.image_service import ImageService
 from tests.e2e.trainer.trainer_process import TrainerProcess
 from tests.processes import survivors
+from tests.waiting import eventually
 
 SECONDS = 10.0
 
@@ -33,7 +34,9 @@ class Victim:
     def __init__(self, folder: Path) -> None:
         model_dir = tinyvlm.ensure("qwen3")
         self.images = ImageService(model_dir, None)
-        self.process = TrainerProcess(model_dir, folder / "trainer.log", "--heartbeat-s", "1", "--metrics-port", "0")
+        self.process = TrainerProcess(
+            model_dir, folder / "trainer.log", "--heartbeat-s", "1", "--metrics-port", "0", "--drain-s", "120"
+        )
         self.client: TrainerClient
 
     async def start(self) -> None:
@@ -95,16 +98,20 @@ async def test_rank_killed_while_idle(victim: Victim) -> None:
 
 async def test_sigterm_ends_what_runs_first(victim: Victim) -> None:
     """Health, info, reflection and metrics answer while a command runs; a stop waits for it."""
-    running = asyncio.create_task(victim.client.forward_backward(header("m", 128), victim.work(128)))
+    held = psutil.Process(victim.process.rank_pids()[1])
+    held.suspend()  # the command ends when we want, on every machine
+    running = asyncio.create_task(victim.client.forward_backward(header("m", 16), victim.work(16)))
     await asyncio.sleep(0.2)
     assert (await victim.client.info(timeout_s=SECONDS)).world_size == 2
     assert await victim.client.is_serving("fovea.api.v1.TrainerService", SECONDS)
     assert {"fovea.api.v1.TrainerService", "grpc.health.v1.Health"} <= await _reflected(victim.process.address)
     page = await asyncio.to_thread(_metrics, victim.process.log)
     assert 'fovea_trainer_commands_total{command="CreateModel",outcome="OK"} 1.0' in page
-    assert not running.done()
     victim.process.process.terminate()
-    assert len((await running).outputs) == 128
+    await eventually(lambda: "stopping: up to 120 s" in victim.process.log.read_text(), SECONDS)
+    assert not running.done()
+    held.resume()
+    assert len((await running).outputs) == 16
     assert await asyncio.to_thread(victim.process.process.wait, 40) == 0
     assert not survivors(victim.processes, SECONDS)
 

@@ -18,6 +18,7 @@ from fovea.wire import loss_operations
 from fovea.wire.errors import InvalidInput
 from services.trainer.losses import Loss, LossValue, Sandbox, loss_of
 from services.trainer.losses.frames import Answer, Failure, FrameError, Request, read_answer
+from tests.processes import is_gone
 from tests.unit.trainer.losses.traced import graph, node, ref, square_loss
 
 X = ref("logprobs")
@@ -54,10 +55,14 @@ def assert_it_goes_on(sandbox: Sandbox) -> None:
 
 
 def worker_of(sandbox: Sandbox) -> psutil.Process:
-    """The process that a graph runs in."""
-    children = psutil.Process().children(recursive=True)
-    mine = [one for one in children if str(sandbox.memory_mib) in one.cmdline()]
-    (found,) = [one for one in mine if not one.children()]
+    """The process that a graph runs in: the only child of the one that forks it, which is told its limits last."""
+    commands = {one: one.cmdline() for one in psutil.Process().children() if not is_gone(one)}
+    (parent,) = [
+        one
+        for one, command in commands.items()
+        if "services.trainer.losses.loss_worker" in command and command[-2] == str(sandbox.memory_mib)
+    ]
+    (found,) = parent.children()
     return found
 
 
@@ -138,13 +143,14 @@ def test_a_worker_holds_nothing_of_ours(sandbox: Sandbox, monkeypatch: pytest.Mo
 
 def test_it_ends_with_its_rank() -> None:
     program = (
-        "import sys; from tests.unit.trainer import test_sandbox as t\n"
+        "import sys; from tests.unit.trainer.losses import test_sandbox as t\n"
         "box = t.Sandbox(5, 64); t.assert_it_goes_on(box); worker = t.worker_of(box)\n"
         "print(worker.pid, worker.ppid(), flush=True); sys.stdin.read()"
     )
     rank = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
     processes = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
+    assert len(processes) == 2
     rank.kill()
     rank.communicate()
     _, alive = psutil.wait_procs(processes, timeout=30)
