@@ -42,6 +42,29 @@ class TrainerClient(ServiceClient):
         response: trainer_pb2.CreateModelResponse = await self._unary(self._stub.CreateModel, request, timeout_s)
         return response.adapter if response.HasField("adapter") else None
 
+    async def restore_model(
+        self, model_id: str, lora: weights_pb2.LoraConfig | None, timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> trainer_pb2.RestoreModelResponse:
+        """Makes a model as it was at its newest durable point; one that exists is left alone.
+
+        Args:
+            model_id: Which.
+            lora: As it was created with; None if all parameters are trained.
+            timeout_s: Deadline.
+
+        Raises NotFound if nothing is kept of it.
+        """
+        full = trainer_pb2.FullParameterConfig() if lora is None else None
+        request = trainer_pb2.RestoreModelRequest(model_id=model_id, lora=lora, full=full)
+        response: trainer_pb2.RestoreModelResponse = await self._unary(self._stub.RestoreModel, request, timeout_s)
+        return response
+
+    async def park_model(self, model_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> trainer_pb2.ParkModelResponse:
+        """Makes the newest weights and snapshots of a model durable, then frees it."""
+        request = trainer_pb2.ParkModelRequest(model_id=model_id)
+        response: trainer_pb2.ParkModelResponse = await self._unary(self._stub.ParkModel, request, timeout_s)
+        return response
+
     async def delete_model(self, model_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         """Frees a model."""
         await self._unary(self._stub.DeleteModel, trainer_pb2.DeleteModelRequest(model_id=model_id), timeout_s)

@@ -70,6 +70,16 @@ class ReplyCache:
         answer: Answer = await asyncio.shield(entry.work)
         return answer
 
+    async def last(self, model_id: str) -> int:
+        """The number of the last command that was done to a model; waits for one that runs. 0 if there is none."""
+        entry = self._entries.get(model_id)
+        while entry is not None and isinstance(entry.work, asyncio.Task) and not entry.work.done():
+            await asyncio.wait([entry.work])
+            entry = self._entries.get(model_id)
+        if entry is None:
+            return 0
+        return entry.seq_id if entry.work is not None else entry.seq_id - 1
+
     def forget(self, model_id: str) -> None:
         """Drops what is known of a model that is gone."""
         self._entries.pop(model_id, None)

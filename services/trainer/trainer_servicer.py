@@ -12,7 +12,7 @@ import grpc
 import fovea
 from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.wire import tensors
-from fovea.wire.errors import InvalidInput
+from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
 from services.trainer import command_queue, trainer_metrics
 from services.trainer.batches.datum_decoding import check_digests, decode_datum
 from services.trainer.command_queue import CommandQueue
@@ -88,6 +88,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 bucket_bytes=self._settings.transfer_bucket_mib * 2**20,
             )
         return trainer_pb2.CreateModelResponse(trainable_parameter_count=count, adapter=adapter)
+
+    async def RestoreModel(
+        self, request: trainer_pb2.RestoreModelRequest, context: Context
+    ) -> trainer_pb2.RestoreModelResponse:
+        _require(request.model_id, "model_id")
+        if request.model_id not in self._engine().models:
+            raise NotFound(f"no durable point of model {request.model_id!r} is kept", field="model_id")
+        seq_id = await self._replies.last(request.model_id)
+        return trainer_pb2.RestoreModelResponse(seq_id=seq_id, step=self._engine().model(request.model_id).step)
+
+    async def ParkModel(self, request: trainer_pb2.ParkModelRequest, context: Context) -> trainer_pb2.ParkModelResponse:
+        _require(request.model_id, "model_id")
+        raise FailedPrecondition("this trainer keeps no recovery", field="model_id")
 
     async def DeleteModel(
         self, request: trainer_pb2.DeleteModelRequest, context: Context

@@ -14,7 +14,7 @@ class GetTrainerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files")
+    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids")
     class ModelFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,13 @@ class GetTrainerInfoResponse(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class DurableSeqIdsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +41,8 @@ class GetTrainerInfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_VISION_LORA_FIELD_NUMBER: _ClassVar[int]
     MODEL_FILES_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_RECOVERY_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     model: str
     family: str
     instance_id: str
@@ -46,7 +55,9 @@ class GetTrainerInfoResponse(_message.Message):
     version: str
     supports_vision_lora: bool
     model_files: _containers.ScalarMap[str, str]
-    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    keeps_recovery: bool
+    durable_seq_ids: _containers.ScalarMap[str, int]
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class FullParameterConfig(_message.Message):
     __slots__ = ()
@@ -69,6 +80,38 @@ class CreateModelResponse(_message.Message):
     trainable_parameter_count: int
     adapter: _weights_pb2.SnapshotManifest
     def __init__(self, trainable_parameter_count: _Optional[int] = ..., adapter: _Optional[_Union[_weights_pb2.SnapshotManifest, _Mapping]] = ...) -> None: ...
+
+class RestoreModelRequest(_message.Message):
+    __slots__ = ("model_id", "lora", "full")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    lora: _weights_pb2.LoraConfig
+    full: FullParameterConfig
+    def __init__(self, model_id: _Optional[str] = ..., lora: _Optional[_Union[_weights_pb2.LoraConfig, _Mapping]] = ..., full: _Optional[_Union[FullParameterConfig, _Mapping]] = ...) -> None: ...
+
+class RestoreModelResponse(_message.Message):
+    __slots__ = ("seq_id", "step")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    step: int
+    def __init__(self, seq_id: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class ParkModelRequest(_message.Message):
+    __slots__ = ("model_id",)
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    def __init__(self, model_id: _Optional[str] = ...) -> None: ...
+
+class ParkModelResponse(_message.Message):
+    __slots__ = ("seq_id", "size_bytes")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    size_bytes: int
+    def __init__(self, seq_id: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class DeleteModelRequest(_message.Message):
     __slots__ = ("model_id",)
@@ -221,12 +264,14 @@ class OptimStepRequest(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., adam: _Optional[_Union[AdamParams, _Mapping]] = ..., seq_id: _Optional[int] = ...) -> None: ...
 
 class OptimStepResponse(_message.Message):
-    __slots__ = ("metrics", "step")
+    __slots__ = ("metrics", "step", "durable_seq_id")
     METRICS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     metrics: Metrics
     step: int
-    def __init__(self, metrics: _Optional[_Union[Metrics, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
+    durable_seq_id: int
+    def __init__(self, metrics: _Optional[_Union[Metrics, _Mapping]] = ..., step: _Optional[int] = ..., durable_seq_id: _Optional[int] = ...) -> None: ...
 
 class SaveStateRequest(_message.Message):
     __slots__ = ("model_id", "uri")

@@ -32,6 +32,10 @@ class TrainerServiceStub(object):
     Commands that change a model may carry a `seq_id`, which rises from one to the next. Such a command runs once, and to
     its end even if its caller leaves: a repeat of the last one waits for it and is given the same answer, an older one is
     refused. A caller whose call broke off, or who was started again, thus asks once more and knows.
+
+    A trainer that keeps recovery writes what each change of weights left to storage, in the background: a durable point.
+    One that is started again on the same storage restores a model from its newest point; what came after that the caller
+    asks for again, in order, and is given the same answers.
     """
 
     def __init__(self, channel):
@@ -49,6 +53,16 @@ class TrainerServiceStub(object):
                 '/fovea.api.v1.TrainerService/CreateModel',
                 request_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.CreateModelRequest.SerializeToString,
                 response_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.CreateModelResponse.FromString,
+                _registered_method=True)
+        self.RestoreModel = channel.unary_unary(
+                '/fovea.api.v1.TrainerService/RestoreModel',
+                request_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.RestoreModelRequest.SerializeToString,
+                response_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.RestoreModelResponse.FromString,
+                _registered_method=True)
+        self.ParkModel = channel.unary_unary(
+                '/fovea.api.v1.TrainerService/ParkModel',
+                request_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.ParkModelRequest.SerializeToString,
+                response_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.ParkModelResponse.FromString,
                 _registered_method=True)
         self.DeleteModel = channel.unary_unary(
                 '/fovea.api.v1.TrainerService/DeleteModel',
@@ -104,6 +118,10 @@ class TrainerServiceServicer(object):
     Commands that change a model may carry a `seq_id`, which rises from one to the next. Such a command runs once, and to
     its end even if its caller leaves: a repeat of the last one waits for it and is given the same answer, an older one is
     refused. A caller whose call broke off, or who was started again, thus asks once more and knows.
+
+    A trainer that keeps recovery writes what each change of weights left to storage, in the background: a durable point.
+    One that is started again on the same storage restores a model from its newest point; what came after that the caller
+    asks for again, in order, and is given the same answers.
     """
 
     def GetTrainerInfo(self, request, context):
@@ -120,8 +138,25 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RestoreModel(self, request, context):
+        """Makes a model as it was at its newest durable point. NOT_FOUND if there is none: the caller makes the model anew and
+        repeats all its commands. A model that exists is left alone, and what is asked for already is waited for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ParkModel(self, request, context):
+        """Makes the newest weights and snapshots of a model durable, then frees it; RestoreModel brings it back. Gradients are
+        not kept. FAILED_PRECONDITION of a trainer that keeps no recovery, UNAVAILABLE if storage fails: the model is then
+        still there. A model that is not here is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteModel(self, request, context):
-        """Frees a model. Unknown models are no error.
+        """Frees a model, and removes what was kept for its recovery. Unknown models are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,7 +217,7 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForgetSnapshot(self, request, context):
-        """Forgets a snapshot held in memory. Unknown snapshots are no error.
+        """Forgets a snapshot held in memory or kept for recovery. Unknown snapshots are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,6 +235,16 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.CreateModel,
                     request_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.CreateModelRequest.FromString,
                     response_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.CreateModelResponse.SerializeToString,
+            ),
+            'RestoreModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreModel,
+                    request_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.RestoreModelRequest.FromString,
+                    response_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.RestoreModelResponse.SerializeToString,
+            ),
+            'ParkModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.ParkModel,
+                    request_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.ParkModelRequest.FromString,
+                    response_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.ParkModelResponse.SerializeToString,
             ),
             'DeleteModel': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteModel,
@@ -261,6 +306,10 @@ class TrainerService(object):
     Commands that change a model may carry a `seq_id`, which rises from one to the next. Such a command runs once, and to
     its end even if its caller leaves: a repeat of the last one waits for it and is given the same answer, an older one is
     refused. A caller whose call broke off, or who was started again, thus asks once more and knows.
+
+    A trainer that keeps recovery writes what each change of weights left to storage, in the background: a durable point.
+    One that is started again on the same storage restores a model from its newest point; what came after that the caller
+    asks for again, in order, and is given the same answers.
     """
 
     @staticmethod
@@ -307,6 +356,60 @@ class TrainerService(object):
             '/fovea.api.v1.TrainerService/CreateModel',
             fovea_dot_api_dot_v1_dot_trainer__pb2.CreateModelRequest.SerializeToString,
             fovea_dot_api_dot_v1_dot_trainer__pb2.CreateModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fovea.api.v1.TrainerService/RestoreModel',
+            fovea_dot_api_dot_v1_dot_trainer__pb2.RestoreModelRequest.SerializeToString,
+            fovea_dot_api_dot_v1_dot_trainer__pb2.RestoreModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ParkModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fovea.api.v1.TrainerService/ParkModel',
+            fovea_dot_api_dot_v1_dot_trainer__pb2.ParkModelRequest.SerializeToString,
+            fovea_dot_api_dot_v1_dot_trainer__pb2.ParkModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -85,3 +85,24 @@ async def test_of_large_answers_the_latest_are_kept() -> None:
     assert await journal.once("c", 2, lambda: answer(101), size_of) == 101
     with pytest.raises(Expired):
         await journal.once("c", 2, lambda: answer(1), size_of)
+
+
+async def test_the_last_command_is_known_once_it_is_done() -> None:
+    journal, work = ReplyCache(), Work()
+    assert await journal.last("m") == 0
+    running = asyncio.create_task(journal.once("m", 3, work.run))
+    await asyncio.sleep(0)
+    asked = asyncio.create_task(journal.last("m"))
+    await asyncio.sleep(0)
+    assert not asked.done()
+    work.gate.set()
+    assert await asked == 3
+    await running
+    work.failure = InvalidInput("the loss is nan")
+    with pytest.raises(InvalidInput):
+        await journal.once("m", 4, work.run)
+    assert await journal.last("m") == 4, "a failure is an outcome"
+    work.failure = FeatureEvicted("render again")
+    with pytest.raises(FeatureEvicted):
+        await journal.once("m", 5, work.run)
+    assert await journal.last("m") == 4, "nothing was done"
