@@ -103,12 +103,18 @@ def status(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:
     """Show what `fovea up` runs here and whether it is healthy."""
     state = _state(state_dir)
     healthy = _all_healthy(state)
-    table = Table(title=f"Fovea at {state['base_url']}, model {state['model_name']}", title_justify="left")
-    for column in ("service", "gRPC", "metrics", "health"):
-        table.add_column(column)
+    title = f"Fovea at {state['base_url']}, model {state['model_name']}"
+    table = Table(
+        "service", "gRPC", "metrics", "pid", "up for", "restarts", "health", title=title, title_justify="left"
+    )
     for name, item in state["services"].items():
-        table.add_row(name, item["address"], item["metrics"], "serving" if healthy[name] else "not serving")
+        up_for = f"{time.time() - item['started_at']:.0f} s" if item["pid"] else "-"
+        counts = (str(item["pid"] or "-"), up_for, str(item["restarts"]))
+        table.add_row(name, item["address"], item["metrics"], *counts, _health_words(item, healthy[name]))
     Console().print(table)
+    for name, item in state["services"].items():
+        if item["last_end"]:
+            typer.echo(f"{name} last ended by {item['last_end']}")
     raise typer.Exit(0 if all(healthy.values()) else 1)
 
 
@@ -216,10 +222,22 @@ def _may_have_keys(state_dir: pathlib.Path) -> bool:
 
 def _state(state_dir: pathlib.Path) -> dict[str, Any]:
     state_file = state_dir / "up.json"
+    pid = StateFolder(state_dir).holder()
+    if pid is None:
+        raise typer.Exit(_complain(f"no Fovea is up in {state_dir}"))
     if not state_file.exists():
-        raise typer.Exit(_complain(f"no Fovea is up in {state_dir} ({state_file} does not exist)"))
+        raise typer.Exit(_complain(f"the Fovea of process {pid} in {state_dir} is not ready yet; its log says why"))
     state: dict[str, Any] = json.loads(state_file.read_text())
     return state
+
+
+def _health_words(item: dict[str, Any], is_healthy: bool) -> str:
+    """Whether a part serves, and if not, what it waits for."""
+    if is_healthy:
+        return "serving"
+    if item["pid"]:
+        return "not serving: it loads, or waits for another part"
+    return f"down, starts again in {max(item['starts_again_at'] - time.time(), 0.0):.0f} s"
 
 
 def _all_healthy(state: dict[str, Any]) -> dict[str, bool]:

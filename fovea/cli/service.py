@@ -2,21 +2,33 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from fovea.runtime.children import die_with_parent
 from fovea.runtime.tasks import Backoff
 
-STEADY_S = 120.0
-"""A process that lived this long starts again at once when it dies; the pause doubles for one that did not."""
+STEADY_S = 60.0
+"""A process that served this long starts again at once when it dies; the pause doubles for one that did not."""
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
+_JITTER = 0.2
+
+_LAST_LINES = 20  # of what a process prints: where its cause of death is looked for
+_LONGEST_LINE = 2**20
+_LONGEST_CAUSE = 200
+_ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal)\b|^[\w.]*(Error|Exception|Taken|Failed): |: error: |^python\S* -m ")
+_TIME_AND_LEVEL = re.compile(r"^[\d:.]+ (ERROR|CRITICAL) +")
+_SILENT_ENDS = (signal.SIGKILL, signal.SIGTERM)
+"""Sent from outside: nothing that the process has printed says why."""
 
 
 @dataclass(frozen=True)
@@ -56,33 +68,53 @@ class Service:
         self.spec = spec
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None]
+        self._reader: asyncio.Task[None] | None = None
         self._stopping = False
-        self._restarts = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
+        self._pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, jitter=_JITTER)
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._started_at = self._starts_again_at = 0.0  # by the wall clock, which `fovea status` has too
+        self._serves_since: float | None = None
+        self._restarts, self._last_end = 0, ""
 
     @property
     def pid(self) -> int | None:
         """Process id, None while it is down."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
-    async def run(self, on_exit: Callable[[str, str, float], Awaitable[None]], on_start: Callable[[], None]) -> None:
+    @property
+    def state(self) -> dict[str, Any]:
+        """What `fovea status` shows: pid, times in seconds since the epoch, restarts, how it ended the last time."""
+        return {
+            "pid": self.pid,
+            "started_at": self._started_at,
+            "restarts": self._restarts,
+            "last_end": self._last_end,
+            "starts_again_at": self._starts_again_at if self.pid is None else None,
+        }
+
+    async def run(self, on_end: Callable[[str, str, float], None], on_start: Callable[[], None]) -> None:
         """Keeps the process running until `stop`, however often it dies: others hold what would be lost with them.
 
         Args:
-            on_exit: Called with the service's name, how it ended, and the seconds until it is started again.
+            on_end: Called with the service's name, how it ended, and the seconds until it is started again. What it
+                raises ends the run.
         """
         while not self._stopping:
-            await self._start()
-            on_start()
-            started = time.monotonic()
-            code = await self._follow()
+            how = await self._run_once(on_start)
             if self._stopping:
                 return
-            if time.monotonic() - started >= STEADY_S:
-                self._restarts.reset()
-            how = signal.Signals(-code).name if code < 0 else f"code {code}"
-            await on_exit(self.spec.name, how, self._restarts.next_s)
-            await self._restarts.pause()
+            if self._serves_since is not None and time.monotonic() - self._serves_since >= STEADY_S:
+                self._pauses.reset()
+            self._serves_since = None
+            self._last_end = how
+            self._starts_again_at = time.time() + self._pauses.next_s
+            on_end(self.spec.name, how, self._pauses.next_s)
+            await self._pauses.pause()
+            self._restarts += 1
+
+    def note_serving(self) -> None:
+        """It answers its health check: from now on it counts as well."""
+        self._serves_since = time.monotonic()
 
     async def stop(self, timeout_s: float) -> None:
         """Asks the process to end, and after `timeout_s` kills it with everything it started."""
@@ -98,7 +130,32 @@ class Service:
         self._kill_group(process.pid)
         await process.wait()
 
-    async def _start(self) -> None:
+    async def _run_once(self, on_start: Callable[[], None]) -> str:
+        """One life of the process; returns how it ended, and of what."""
+        self._last_lines.clear()
+        try:
+            process = await self._start()
+        except OSError as error:  # no memory, processes or files left on this machine: that passes
+            return f"a failed start ({error})"
+        if self._stopping:  # told so between the decision and the start
+            await self.stop(0.0)
+        on_start()
+        code = await process.wait()
+        # Children that outlive their parent would hold its ports.
+        self._kill_group(process.pid)
+        assert self._reader is not None
+        await self._reader
+        how = signal.Signals(-code).name if code < 0 else f"code {code}"
+        return f"{how} ({cause})" if -code not in _SILENT_ENDS and (cause := self._cause()) else how
+
+    def _cause(self) -> str:
+        """The last line that speaks of an error, or else the last line; empty if there is none."""
+        lines = [line for line in self._last_lines if line.strip()]
+        of_errors = [line for line in lines if _ERROR.search(line)]
+        found = (of_errors or lines or [""])[-1]
+        return _TIME_AND_LEVEL.sub("", found).strip()[:_LONGEST_CAUSE]
+
+    async def _start(self) -> asyncio.subprocess.Process:
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOVEA_SUPERVISED": "1"} | self.spec.environment
         # Without bytecode every process would compile torch and vllm anew: 20 s instead of 8.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -116,25 +173,35 @@ class Service:
                 start_new_session=True,
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
+        except BaseException:
+            os.close(reading)
+            raise
         finally:
             os.close(writing)
+        self._started_at = time.time()
         self._reader = asyncio.create_task(self._read(reading))
-
-    async def _follow(self) -> int:
-        assert self._process is not None
-        code = await self._process.wait()
-        # Children that outlive their parent would hold its ports.
-        self._kill_group(self._process.pid)
-        await self._reader
-        return code
+        return self._process
 
     async def _read(self, descriptor: int) -> None:
-        stream = asyncio.StreamReader(limit=2**20)
+        stream = asyncio.StreamReader(limit=_LONGEST_LINE)
         with os.fdopen(descriptor, "rb") as pipe:
             protocol = asyncio.StreamReaderProtocol(stream)
             await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
-            while line := await stream.readline():
-                self._on_line(self.spec.name, line.decode(errors="replace").rstrip())
+            rest = b""
+            # Not readline, which fails at a line above its limit: a pipe that nobody reads stops who writes into it.
+            while piece := await stream.read(2**16):
+                *lines, rest = (rest + piece).split(b"\n")
+                if len(rest) > _LONGEST_LINE:
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    self._note_line(line)
+            if rest:
+                self._note_line(rest)
+
+    def _note_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        self._last_lines.append(text)
+        self._on_line(self.spec.name, text)
 
     @staticmethod
     def _kill_group(pid: int) -> None:

@@ -9,6 +9,7 @@ import pathlib
 import secrets
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,8 +96,9 @@ class Supervisor:
             return 1
         start = time.monotonic()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop.set)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
+                loop.add_signal_handler(number, self._stop.set)
         running = [asyncio.create_task(self._run(service)) for service in self._services.values()]
         failed = asyncio.ensure_future(asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION))
         stopped = asyncio.create_task(self._stop.wait())
@@ -121,13 +123,13 @@ class Supervisor:
             # vLLM measures how much of the device is left for its cache, and takes for its own what another process
             # allocates meanwhile: beside a trainer that was loading it found nothing left, and ended.
             await self._trainer_is_up.wait()
-        await service.run(self._note_exit, self._note_start)
+        await service.run(self._note_end, self._note_change)
 
     async def _wait_ready(self, start: float) -> None:
         deadline = start + self._options.ready_timeout_s
         await asyncio.gather(*(self._wait_serving(spec, start, deadline) for spec in self._specs))
         self._ready_s = time.monotonic() - start
-        self._write_state(self._ready_s)
+        self._note_change()
         self._show_table(self._ready_s)
 
     async def _wait_serving(self, spec: ServiceSpec, start: float, deadline: float, what: str = "ready") -> None:
@@ -136,21 +138,27 @@ class Supervisor:
                 if time.monotonic() > deadline:
                     raise ServiceFailed(f"{spec.name} was not ready within {self._options.ready_timeout_s:.0f} s")
                 await asyncio.sleep(0.1)
+        self._services[spec.name].note_serving()
         self._print("fovea", f"{spec.name} is {what} after {time.monotonic() - start:.1f} s")
         if spec.name == "trainer":
             self._trainer_is_up.set()
 
-    async def _note_exit(self, name: str, how: str, pause_s: float) -> None:
+    def _note_end(self, name: str, how: str, pause_s: float) -> None:
         if self._ready_s is None:
-            raise ServiceFailed(f"{name} ended by {how} before Fovea was ready; its last lines above say why")
-        self._print("fovea", f"{name} ended by {how}; starting it again in {pause_s:g} s, the others go on")
+            raise ServiceFailed(f"{name} ended by {how} before Fovea was ready; its last lines are above")
+        self._print("fovea", f"{name} ended by {how}; starting it again in {pause_s:.2g} s, the others go on")
         if name not in self._returning or self._returning[name].done():
             wait = self._wait_serving(self._services[name].spec, time.monotonic(), math.inf, "back")
             self._returning[name] = asyncio.create_task(wait)
+        self._note_change()
 
-    def _note_start(self) -> None:
-        if self._ready_s is not None:
+    def _note_change(self) -> None:
+        if self._ready_s is None:
+            return
+        try:
             self._write_state(self._ready_s)
+        except OSError as error:  # a full disk is no reason to end what runs
+            self._print("fovea", f"`fovea status` shows what was before: {error}")
 
     async def _stop_all(self) -> None:
         self._print("fovea", f"stopping; requests in flight have {self._options.drain_s:.0f} s")
@@ -170,7 +178,7 @@ class Supervisor:
                 spec.name: {
                     "address": spec.address,
                     "metrics": f"http://127.0.0.1:{spec.metrics_port}/metrics",
-                    "pid": self._services[spec.name].pid,
+                    **self._services[spec.name].state,
                 }
                 for spec in self._specs
             },
@@ -192,7 +200,9 @@ class Supervisor:
         )
 
     def _print(self, service: str, line: str) -> None:
-        self._console.print(Text.assemble((f"{service:>8} ", COLORS[service]), "│ ", line), soft_wrap=True)
+        # Who read the log may have gone, at which rich would exit, or its disk be full: what runs goes on.
+        with suppress(OSError, SystemExit):
+            self._console.print(Text.assemble((f"{service:>8} ", COLORS[service]), "│ ", line), soft_wrap=True)
 
 
 def base_url(options: UpOptions) -> str:

@@ -7,6 +7,7 @@ one waiter cancel what others wait for; these helpers do none of it. It has no l
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable
 from contextlib import asynccontextmanager
@@ -204,13 +205,17 @@ class Backoff:
         deadline_s: Seconds from now until `is_over`.
         first_s: Length of the first pause.
         longest_s: Length that pauses do not pass.
+        jitter: The share of a pause, 0 to 1, that chance may take off, so that many do not try at the same moment.
     """
 
-    def __init__(self, deadline_s: float = math.inf, first_s: float = 0.1, longest_s: float = 2.0) -> None:
+    def __init__(
+        self, deadline_s: float = math.inf, first_s: float = 0.1, longest_s: float = 2.0, jitter: float = 0.0
+    ) -> None:
         self._ends_at = time.monotonic() + deadline_s
-        self._first_s, self._longest_s = first_s, longest_s
-        self.next_s = first_s
+        self._first_s, self._longest_s, self._jitter = first_s, longest_s, jitter
+        self.next_s = 0.0
         """Length of the next pause, if the deadline does not cut it short."""
+        self.reset()
 
     @property
     def left_s(self) -> float:
@@ -224,9 +229,13 @@ class Backoff:
 
     def reset(self) -> None:
         """Begins anew with a short pause, after an attempt that went well. The deadline stays."""
-        self.next_s = self._first_s
+        self._set(self._first_s)
 
     async def pause(self) -> None:
         """Waits before the next attempt, not beyond the deadline."""
         await asyncio.sleep(min(self.next_s, self.left_s))
-        self.next_s = min(2 * self.next_s, self._longest_s)
+        self._set(min(2 * self._whole_s, self._longest_s))
+
+    def _set(self, whole_s: float) -> None:
+        self._whole_s = whole_s
+        self.next_s = whole_s * (1.0 - self._jitter * random.random())

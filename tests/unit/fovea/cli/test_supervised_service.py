@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 
 import psutil
 import pytest
@@ -34,7 +35,7 @@ async def wait_for(lines: list[str], count: int) -> None:
 async def test_a_dead_process_is_started_again_without_its_orphans() -> None:
     service, lines, exits = make(FOREVER)
 
-    async def note(name: str, how: str, pause_s: float) -> None:
+    def note(name: str, how: str, pause_s: float) -> None:
         exits.append(f"{name} ended by {how}")
 
     pids: list[int | None] = []
@@ -54,27 +55,90 @@ async def test_a_dead_process_is_started_again_without_its_orphans() -> None:
     assert survivors([child], 5.0) == []
 
 
-async def test_a_process_that_keeps_dying_is_started_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def ends(program: str, count: int, serves: bool = False) -> tuple[list[str], list[float], list[str]]:
+    """How a process ended `count` times, the pauses that followed, and its lines."""
+    service, lines, hows = make(program)
+    pauses: list[float] = []
+    over = asyncio.Event()
+
+    def note(name: str, how: str, pause_s: float) -> None:
+        hows.append(how)
+        pauses.append(pause_s)
+        if len(pauses) == count:
+            over.set()
+
+    running = asyncio.create_task(service.run(note, service.note_serving if serves else ignore))
+    async with asyncio.timeout(30):
+        await over.wait()
+    assert service.state["restarts"] == count - 1
+    assert service.state["last_end"] == hows[-1]
+    assert service.state["starts_again_at"] > service.state["started_at"]
+    await service.stop(1.0)
+    running.cancel()
+    return hows, pauses, lines
+
+
+async def test_a_process_that_keeps_dying_is_started_without_end_with_growing_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(service_module, "LONGEST_PAUSE_S", 0.04)
     monkeypatch.setattr(service_module, "FIRST_PAUSE_S", 0.01)
-    service, lines, _ = make("import os; print(os.environ['MARK']); raise SystemExit(3)")
-    pauses: list[float] = []
-
-    async def note(name: str, how: str, pause_s: float) -> None:
-        assert (name, how) == ("worker", "code 3")
-        pauses.append(pause_s)
-        if len(pauses) == 8:
-            await service.stop(1.0)
-
-    await service.run(note, ignore)
+    hows, pauses, lines = await ends("import os; print(os.environ['MARK']); raise SystemExit(3)", 8)
+    assert hows == ["code 3 (yes)"] * 8
     assert lines == ["yes"] * 8
-    assert pauses == [0.01, 0.02] + [0.04] * 6
+    for pause, most in zip(pauses, [0.01, 0.02] + [0.04] * 6, strict=True):
+        assert 0.8 * most <= pause <= most
+    assert len(set(pauses)) == 8, "chance keeps many from starting at the same moment"
+
+
+async def test_one_that_served_for_long_starts_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "STEADY_S", 0.02)
+    monkeypatch.setattr(service_module, "FIRST_PAUSE_S", 0.01)
+    program = "import time; time.sleep(0.05); raise SystemExit(3)"
+    _, pauses, _ = await ends(program, 3, serves=True)
+    assert max(pauses) <= 0.01
+    _, pauses, _ = await ends(program, 3)
+    assert pauses[2] > 0.03, "it lived as long, and never served"
+
+
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [
+        ("raise ValueError('no such folder')", "code 1 (ValueError: no such folder)"),
+        (
+            "import logging, sys\nfrom fovea.runtime.logs import configure\nconfigure('x')\n"
+            "logging.getLogger('loader').error('the file is short')\nprint('bye')\nsys.exit(4)",
+            "code 4 (loader: the file is short)",
+        ),
+        ("print(); print('the end'); raise SystemExit(5)", "code 5 (the end)"),
+        ("raise SystemExit(6)", "code 6"),
+        ("import os; print('ERROR of before', flush=True); os.kill(os.getpid(), 9)", "SIGKILL"),
+        ("import os; os.abort()", "SIGABRT"),
+    ],
+)
+async def test_the_cause_is_the_last_line_of_an_error(program: str, how: str) -> None:
+    os.environ["FOVEA_SUPERVISED"] = "1"
+    hows, _, _ = await ends(program, 1)
+    assert hows == [how]
+
+
+async def test_a_line_without_end_stops_nobody() -> None:
+    _, _, lines = await ends("import sys; sys.stdout.write('x' * 3_000_000 + '\\nlast'); raise SystemExit(3)", 1)
+    assert sum(map(len, lines)) == 3_000_004
+    assert lines[-1] == "last"
+
+
+async def test_one_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    hows, _, _ = await ends("", 2)
+    assert all(how.startswith("a failed start ([Errno 2] No such file or directory") for how in hows)
 
 
 async def test_a_process_that_ignores_the_stop_is_killed() -> None:
     service, lines, _ = make("import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(600)")
 
-    async def note(name: str, how: str, pause_s: float) -> None:
+    def note(name: str, how: str, pause_s: float) -> None:
         raise AssertionError(how)
 
     running = asyncio.create_task(service.run(note, ignore))

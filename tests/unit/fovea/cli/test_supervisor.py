@@ -5,8 +5,11 @@ import io
 import json
 import os
 import pathlib
+import re
 import signal
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -126,12 +129,63 @@ async def test_a_part_that_keeps_dying_ends_nobody_else(
             assert not running.done(), shown.getvalue()
             await asyncio.sleep(0.05)
     lines = shown.getvalue()
-    assert lines.count("gateway ended by code 3; starting it again in 0.04 s, the others go on") >= 6
+    ends = re.findall(r"gateway ended by code 3 \(count \d\); starting it again in (\S+) s, the others go on", lines)
+    assert len(ends) == 8, "of its first life the last lines are gRPC's"
+    assert all(0.03 < float(pause) <= 0.04 for pause in ends[1:])
     assert "trainer ended" not in lines
     assert lines.count("trainer is ready") == lines.count("gateway is ready") == lines.count("gateway is back") == 1
-    assert json.loads((tmp_path / "up.json").read_text())["services"]["gateway"]["pid"]
+    shown_by_status = await asyncio.to_thread(status, tmp_path)
+    assert re.search(r"trainer │ .* │ 0 +│ serving", shown_by_status)
+    assert re.search(r"gateway │ .* │ 9 +│ serving", shown_by_status)
+    assert "gateway last ended by code 3 (count 9)\n" in shown_by_status
     os.kill(os.getpid(), signal.SIGTERM)
     assert await running == 0
+
+
+async def test_what_cannot_start_ends_all_at_once_with_its_cause(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (port,) = free_ports(1)
+    program = "raise OSError('port 1 is taken')"
+    specs = [
+        ServiceSpec("trainer", ("-c", SERVING, str(port)), f"127.0.0.1:{port}", "fovea.Part", 0, {VARIABLE: 32 * "s"}),
+        ServiceSpec("gateway", ("-c", program), "127.0.0.1:1", "fovea.Part", 0, {}),
+    ]
+    shown = io.StringIO()
+    monkeypatch.setattr(supervisor_module, "service_specs", lambda options: specs)
+    monkeypatch.setattr(supervisor_module, "STOP_ORDER", ("gateway", "trainer"))
+    supervisor = Supervisor(replace(OPTIONS, state_dir=tmp_path), Console(file=shown, width=300))
+    async with asyncio.timeout(30):
+        assert await supervisor.run() == 1
+    (line,) = [line for line in shown.getvalue().splitlines() if "ended by" in line]
+    assert "gateway ended by code 1 (OSError: port 1 is taken) before Fovea was ready" in line
+
+
+PRINTING = """
+import pathlib, sys
+from rich.console import Console
+from fovea.cli.supervisor import Supervisor, UpOptions
+options = UpOptions("m", "name", "127.0.0.1", 1, 2, 1, pathlib.Path(sys.argv[1]))
+supervisor = Supervisor(options, Console())
+for _ in range(3):
+    supervisor._print("fovea", "x" * 100_000)
+sys.exit(7)
+"""
+
+
+def test_a_log_that_nobody_reads_ends_nobody(tmp_path: pathlib.Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run([sys.executable, "-c", PRINTING, str(tmp_path)], stdout=writing, check=False)
+    os.close(writing)
+    assert result.returncode == 7
+
+
+def status(folder: pathlib.Path) -> str:
+    """What `fovea status` prints; it must find all serving."""
+    command = [sys.executable, "-m", "fovea.cli.main", "status", "--state-dir", str(folder)]
+    wide = os.environ | {"COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=wide).stdout
 
 
 SERVING = """
@@ -158,6 +212,7 @@ import pathlib, sys
 count = pathlib.Path(sys.argv[2])
 starts = int(count.read_text()) + 1
 count.write_text(str(starts))
+print("count", starts)
 if 1 < starts < 10:
     sys.exit(3)
 DIES = starts == 1

@@ -189,6 +189,13 @@ async def test_pauses_double_up_to_the_longest() -> None:
     assert backoff.next_s == 0.001
 
 
+def test_chance_shortens_pauses_by_no_more_than_its_share() -> None:
+    pauses = {Backoff(first_s=1.0, jitter=0.25).next_s for _ in range(200)}
+    assert len(pauses) > 100
+    assert 0.75 <= min(pauses) < 0.85
+    assert 0.9 < max(pauses) <= 1.0
+
+
 async def test_no_pause_goes_beyond_the_deadline() -> None:
     backoff = Backoff(deadline_s=0.01, first_s=3600.0, longest_s=3600.0)
     await backoff.pause()
