@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl up test lint check conformance cookbook models clients k8s images format e2e gpu bench protos chart lock clean
+.PHONY: help setup demo rl up test lint check chaos conformance cookbook models clients k8s images format e2e gpu bench protos chart lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -56,6 +56,10 @@ cookbook: setup ## The real tinker-cookbook's recipes against Fovea, in client e
 conformance: setup ## All checks of the Tinker API against a fresh Fovea; writes docs/conformance.json and the matrix
 	$(BIN)/python -m conformance.fresh --cookbook --json docs/conformance.json --html .fovea/conformance.html
 	$(BIN)/python -m conformance.matrix
+
+# SEED=7 for other faults, REPLAY=.../faults.jsonl for those of a run before, FAULTS=20 for fewer.
+chaos: setup ## 200 faults in an hour while clients train and sample, and every promise checked (SEED=7, REPLAY=log)
+	$(BIN)/python -m chaos --seed $(or $(SEED),1) --faults $(or $(FAULTS),200) $(if $(REPLAY),--replay $(REPLAY))
 
 models: setup ## Which model families work, each on a tiny checkpoint; writes docs/models.md, half an hour to an hour
 	$(BIN)/python -m parity.page

@@ -74,15 +74,19 @@ class UpOptions:
 
 
 class Supervisor:
-    """Starts the services, waits for health, keeps them up, and stops them in order."""
+    """Starts the services, waits for health, keeps them up, and stops them in order.
 
-    def __init__(self, options: UpOptions, console: Console) -> None:
+    Args:
+        specs: What to run; `service_specs(options)` by default.
+    """
+
+    def __init__(self, options: UpOptions, console: Console, specs: list[ServiceSpec] | None = None) -> None:
         self._options = options
         self._console = console
         self._stop = asyncio.Event()
         self._trainer_is_up = asyncio.Event()
         self._ready_s: float | None = None
-        self._specs = service_specs(options)
+        self._specs = service_specs(options) if specs is None else specs
         self._services = {spec.name: Service(spec, self._print) for spec in self._specs}
         self._folder = StateFolder(options.state_dir)
         self._returning: dict[str, asyncio.Task[None]] = {}

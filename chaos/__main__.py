@@ -1,0 +1,60 @@
+"""Disturbs a Fovea of its own and checks what clients see: `python -m chaos [--seed 7] [--replay LOG]`."""
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+
+import tinyvlm
+from chaos import disk
+from chaos.faults import deck, plan, read_log
+from chaos.inventory import left_after_stop
+from chaos.run import client_names, recoveries, run
+from chaos.stack import running
+
+
+def main() -> int:
+    """Exit code 0 if no promise was broken."""
+    parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="All faults follow from it.")
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--gap-s", type=float, default=16.0, help="Mean seconds from one fault to the next.")
+    parser.add_argument("--replay", type=Path, help="Make the faults of this faults.jsonl again, whatever --seed says.")
+    parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--pause-s", type=float, default=1.0, help="Between rounds of a client while it is disturbed.")
+    parser.add_argument("--without", action="append", default=[], help="Leave out faults of this kind or target.")
+    parser.add_argument("--folder", type=Path, help="For histories and logs; by default one in the temporary folder.")
+    given = parser.parse_args()
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="fovea-chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    cards = [card for card in deck(disk=disk.is_possible(), machine=True) if not set(card) & set(given.without)]
+    faults = read_log(given.replay) if given.replay else plan(given.seed, given.faults, cards, given.gap_s)
+    for line in limits():
+        print(line)
+    print(f"seed {given.seed}, {len(faults)} faults, {given.clients} clients; logs in {folder}", flush=True)
+
+    async def whole() -> int:
+        async with running(folder, tinyvlm.ensure()) as stack:
+            clients = client_names(given.seed, given.clients)
+            result = await run(stack, folder, clients, faults, given.pause_s)
+            await stack.stop()
+            left = left_after_stop(stack)
+        print(result.summary())
+        print(f"seconds until all serve again: {recoveries(result.happened)}")
+        broken = [*map(str, result.violations), *(f"nothing left: {what} after the stop" for what in left)]
+        print("\n".join(broken) or "every promise was kept")
+        return 1 if broken else 0
+
+    return asyncio.run(whole())
+
+
+def limits() -> list[str]:
+    """What cannot be done on this machine, or is done in another way."""
+    lines = ["partitions and delays are made by proxies between the parts: all parts listen on 127.0.0.1"]
+    if not disk.is_possible():
+        lines.append("no full disks: this user may not mount a file system (unshare --mount, unshare --user --mount)")
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

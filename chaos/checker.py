@@ -1,0 +1,161 @@
+"""Every promise, checked against what clients saw: each function returns what breaks one, in words; nothing if none."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from chaos.history import Command, History
+from chaos.inventory import Finish, Inventory
+
+SAMPLE_TOLERANCE = 2e-5
+"""Between log-probabilities of a sampler that batches with others and one that does not; see docs/robustness.md."""
+ANSWERED_WITHIN_S = 120.0
+TRAINING = ("create_model", "forward_backward", "optim_step", "load_state", "save_state", "snapshot")
+"""What takes a seq_id of its model, and is answered in order."""
+_EXACT = ("forward_backward", "optim_step")
+_SAMPLED = ("sample", "score")
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A promise that was not kept, and what shows it."""
+
+    promise: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.promise}: {self.what}"
+
+
+def answered_once(history: History) -> list[Violation]:
+    """Each command has one answer, which is no error and not before it was sent."""
+    found = [f"{name} was answered and never asked" for name in history.unasked]
+    for one in history.commands.values():
+        if len(one.answers) != 1:
+            found.append(f"{one.name} was answered {len(one.answers)} times")
+        found += [f"{one.name} failed: {answer.error}" for answer in one.answers if answer.error]
+        found += [f"{one.name} was answered before it was sent" for a in one.answers if a.at_s < one.invoked_s]
+    return _violations("answered once", found)
+
+
+def in_order(history: History, ledger: Iterable[Finish]) -> list[Violation]:
+    """The gateway took each training command of a client once, and ended them in the order of their numbers."""
+    found = []
+    by_scope: dict[str, list[Finish]] = {}
+    for finish in ledger:
+        by_scope.setdefault(finish.scope, []).append(finish)
+    for client in history.clients:
+        commands = [one for one in history.of(client) if one.operation in TRAINING]
+        model = _model(commands)
+        finishes = sorted(by_scope.get(model, []), key=lambda one: one.seq_id)
+        if len(finishes) != len(commands):
+            found.append(f"{client} sent {len(commands)} commands, the gateway has {len(finishes)} of {model}")
+        if repeated := [seq for seq, count in Counter(one.seq_id for one in finishes).items() if count > 1]:
+            found.append(f"{client}: {model} has seq_id {repeated} twice")
+        for before, after in pairwise(finishes):
+            if before.number is None or after.number is None or before.number > after.number:
+                found.append(
+                    f"{client}: {model} ended {after.seq_id} {after.kind} before {before.seq_id} {before.kind}"
+                )
+    return _violations("in order", found)
+
+
+def same_results(history: History, undisturbed: History) -> list[Violation]:
+    """Losses, log-probabilities and gradient norms of training are the undisturbed run's to the bit."""
+    found: list[str] = []
+    for one, other in _pairs(history, undisturbed, found):
+        if one.operation in _EXACT and _value(one) != _value(other):
+            found.append(f"{one.name} answered {_value(one)}, undisturbed {_value(other)}")
+    return _violations("same results", found)
+
+
+def same_weights(saved: dict[str, dict[str, str]], undisturbed: dict[str, dict[str, str]]) -> list[Violation]:
+    """What was saved is the undisturbed run's to the bit: digests of tensors, by the name of what was saved."""
+    found = []
+    for name in sorted(saved.keys() | undisturbed.keys()):
+        ours, theirs = saved.get(name, {}), undisturbed.get(name, {})
+        differing = [tensor for tensor in sorted(ours.keys() | theirs.keys()) if ours.get(tensor) != theirs.get(tensor)]
+        if differing or not ours:
+            found.append(f"{name}: {len(differing)} of {len(theirs)} tensors differ, {differing[:2]}")
+    return _violations("same weights", found)
+
+
+def named_snapshot(history: History, undisturbed: History) -> list[Violation]:
+    """Samples have the undisturbed run's tokens and log-probabilities; and no two snapshots could be taken for another.
+
+    Each client scores the same prompt with each of its snapshots: if two of those agreed within the tolerance, a
+    sample from the wrong one would go unnoticed.
+    """
+    found: list[str] = []
+    for one, other in _pairs(history, undisturbed, found):
+        if one.operation not in _SAMPLED or not one.answers or not other.answers:
+            continue
+        ours, theirs = _value(one), _value(other)
+        where = f"{one.name} of snapshot {one.arguments.get('snapshot')}"
+        if ours.get("tokens") != theirs.get("tokens"):
+            found.append(f"{where} has tokens {ours.get('tokens')}, undisturbed {theirs.get('tokens')}")
+        elif (difference := _difference(ours["logprobs"], theirs["logprobs"])) > SAMPLE_TOLERANCE:
+            found.append(f"{where} has other log-probabilities, by {difference:.1e}")
+    for client in undisturbed.clients:
+        scores = [one for one in undisturbed.of(client) if one.operation == "score" and one.answers]
+        for before, after in pairwise(scores):
+            difference = _difference(_value(before)["logprobs"], _value(after)["logprobs"])
+            if difference < 10 * SAMPLE_TOLERANCE:
+                found.append(f"snapshots before {before.name} and {after.name} cannot be told apart: {difference:.1e}")
+    return _violations("named snapshot", found)
+
+
+def in_time(history: History, last_fault_s: float, within_s: float = ANSWERED_WITHIN_S) -> list[Violation]:
+    """After the last fault nothing takes longer than a bound, whatever was in flight."""
+    found = []
+    for one in history.commands.values():
+        for answer in one.answers:
+            took = answer.at_s - max(last_fault_s, one.invoked_s)
+            if took > within_s:
+                found.append(f"{one.name} took {took:.0f} s after the last fault; {within_s:.0f} s is the bound")
+    return _violations("in time", found)
+
+
+def nothing_left(growth: Inventory, undisturbed: Inventory, stopped: Sequence[str] = ()) -> list[Violation]:
+    """The run has left as much as an undisturbed one, and nothing is there when everything has been stopped."""
+    found = [
+        f"{name}: {growth[name]:+d}, undisturbed {undisturbed[name]:+d}"
+        for name in sorted(growth.keys() | undisturbed.keys())
+        if growth[name] != undisturbed[name]
+    ]
+    return _violations("nothing left", [*found, *(f"{what} after the stop" for what in stopped)])
+
+
+def _violations(promise: str, found: Iterable[str]) -> list[Violation]:
+    return [Violation(promise, what) for what in found]
+
+
+def _pairs(history: History, undisturbed: History, found: list[str]) -> list[tuple[Command, Command]]:
+    """Each command beside the same one of the undisturbed run; notes those that have none."""
+    pairs = []
+    for key in sorted(history.commands.keys() | undisturbed.commands.keys()):
+        one, other = history.commands.get(key), undisturbed.commands.get(key)
+        if one is None or other is None or (one.operation, one.arguments) != (other.operation, other.arguments):
+            found.append(f"{key[0]} #{key[1]} is {one and one.name}, undisturbed {other and other.name}")
+        else:
+            pairs.append((one, other))
+    return pairs
+
+
+def _model(commands: Sequence[Command]) -> str:
+    return next(
+        (str(_value(one)["model_id"]) for one in commands if one.operation == "create_model" and one.answers), ""
+    )
+
+
+def _value(command: Command) -> dict[str, object]:
+    return command.answers[0].value if command.answers else {}
+
+
+def _difference(ours: object, theirs: object) -> float:
+    assert isinstance(ours, list)
+    assert isinstance(theirs, list)
+    if len(ours) != len(theirs):
+        return float("inf")
+    return max((abs(a - b) for a, b in zip(ours, theirs, strict=True)), default=0.0)

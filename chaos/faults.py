@@ -1,0 +1,118 @@
+"""What goes wrong and when: a plan that follows from a seed, and the log of what was done, which is a plan again."""
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from chaos.links import Trouble
+from chaos.stack import LINKS
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        at_s: Seconds from the beginning of the run.
+        kind: kill, terminate, stop, full-disk, or a Trouble of links.
+        target: One of TARGETS or LINKS; the disk.
+        for_s: How long it lasts; 0 for a process that ends.
+        delay_s: By how much a slow link delays each piece.
+    """
+
+    at_s: float
+    kind: str
+    target: str
+    for_s: float = 0.0
+    delay_s: float = 0.0
+
+    def __str__(self) -> str:
+        lasting = f" for {self.for_s:.1f} s" if self.for_s else ""
+        return f"{self.at_s:7.1f} s  {self.kind} {self.target}{lasting}"
+
+
+@dataclass(frozen=True)
+class Happened:
+    """A fault that was made. Times are of `time.monotonic`.
+
+    Attributes:
+        begun_s, healed_s: When it was made, and when nothing of it was left to be undone.
+        back_s: When all services served again; None if that was not waited for.
+        note: What could not be done.
+    """
+
+    fault: Fault
+    begun_s: float
+    healed_s: float
+    back_s: float | None = None
+    note: str = ""
+
+
+KILLED_OFTEN = ("gateway", "renderer", "renderer.worker")
+KILLED = ("sampler", "sampler.engine", "trainer", "trainer.rank0", "trainer.rank1")
+STOPPED = ("gateway", "renderer", "renderer.worker", "sampler", "sampler.engine", "trainer", "trainer.rank0",
+           "trainer.rank1")  # fmt: skip
+PAIRS = 0.25
+"""Share of faults that the next one joins at once."""
+
+
+def deck(*, disk: bool, machine: bool) -> list[tuple[str, str]]:
+    """(kind, target) of each fault that is made before one is made again; the shorter a recovery, the more often."""
+    cards = [("kill", target) for target in (*KILLED, *KILLED_OFTEN, *KILLED_OFTEN)]
+    cards += [("terminate", target) for target in ("gateway", "renderer", "sampler", "trainer")]
+    cards += [("stop", target) for target in STOPPED]
+    cards += [(trouble, link) for trouble in (Trouble.CUT, Trouble.HANG, Trouble.SLOW) for link in LINKS]
+    cards += [("full-disk", "disk")] * (2 if disk else 0)
+    cards += [("kill", "everything")] * (1 if machine else 0)
+    return cards
+
+
+def brief_deck(*, disk: bool) -> list[tuple[str, str]]:
+    """Twenty for a run of a minute: each kind, each part, each link at least once, few that take long to recover."""
+    return [
+        *(("kill", target) for target in ("gateway", "gateway", "renderer", "sampler.engine", "trainer.rank1")),
+        *(("terminate", target) for target in ("gateway", "renderer.worker")),
+        *(("stop", target) for target in ("gateway", "sampler", "trainer.rank0", "renderer")),
+        *((Trouble.CUT, link) for link in ("client-gateway", "gateway-trainer", "sampler-renderer")),
+        *((Trouble.HANG, link) for link in ("gateway-sampler", "gateway-renderer")),
+        *((Trouble.SLOW, link) for link in ("client-gateway", "trainer-renderer", "gateway-trainer")),
+        *([("full-disk", "disk")] if disk else [("stop", "trainer")]),
+    ]
+
+
+def plan(seed: int, count: int, cards: list[tuple[str, str]], mean_gap_s: float) -> list[Fault]:
+    """`count` faults, the cards shuffled again and again; some in pairs, the others apart by random times."""
+    chance = random.Random(seed)
+    faults: list[Fault] = []
+    at_s = 0.0
+    waiting: list[tuple[str, str]] = []
+    while len(faults) < count:
+        waiting = waiting or chance.sample(cards, len(cards))
+        kind, target = waiting.pop()
+        is_second = bool(faults) and chance.random() < PAIRS
+        at_s += chance.uniform(0.0, 0.3) if is_second else chance.expovariate(1 / mean_gap_s)
+        lasting = {"kill": 0.0, "terminate": 0.0}.get(kind, chance.uniform(0.5, 4.0))
+        delay_s = chance.uniform(0.01, 0.15) if kind == Trouble.SLOW else 0.0
+        faults.append(Fault(round(at_s, 2), kind, target, round(lasting, 2), round(delay_s, 3)))
+    return faults
+
+
+def write_log(path: Path, happened: Iterable[Happened], start_s: float) -> None:
+    """One line each, with the times at which they were really made."""
+    with path.open("w") as file:
+        for one in happened:
+            fault = asdict(one.fault) | {"at_s": round(one.begun_s - start_s, 2)}
+            times = {"healed_s": one.healed_s, "back_s": one.back_s, "note": one.note}
+            file.write(json.dumps({"fault": fault, **times}) + "\n")
+
+
+def read_log(path: Path) -> list[Fault]:
+    """The plan that makes the faults of a log again."""
+    return list(_faults(path.read_text().splitlines()))
+
+
+def _faults(lines: Iterable[str]) -> Iterator[Fault]:
+    for line in lines:
+        yield Fault(**json.loads(line)["fault"])

@@ -1,0 +1,121 @@
+"""What a Fovea has: rows, files, processes, listening ports. Runs that nobody disturbed say how much of it is right."""
+
+import hashlib
+import re
+import shutil
+import sqlite3
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from safetensors import safe_open
+
+from chaos.stack import Stack
+
+_NUMBERS = re.compile(r"[0-9a-f]{8,}|\d+")
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What the gateway's database says of one command: `number` rises from each that ended to the next."""
+
+    scope: str
+    seq_id: int
+    kind: str
+    state: str
+    number: int | None
+
+
+Inventory = Counter[str]
+"""How many there are of each kind of thing, such as `rows of futures`."""
+
+
+def take(stack: Stack) -> Inventory:
+    """What there is now."""
+    found: Inventory = Counter()
+    with _database(stack) as database:
+        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        for table in tables:
+            (count,) = database.execute(f'SELECT count(*) FROM "{table}"').fetchone()
+            found[f"rows of {table}"] = count
+    for root in _roots(stack):
+        for path in _files(root):
+            found[f"files {root.name}/{_NUMBERS.sub('#', str(path.relative_to(root)))}"] += 1
+    for process in stack.marked():
+        with suppress(psutil.Error):
+            found[f"processes {_role(process)}"] += 1
+            listening = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            found[f"ports of {_role(process)}"] += len(listening)
+    return found
+
+
+def growth(before: Inventory, after: Inventory) -> Inventory:
+    """What has become more, and less, with a sign."""
+    return Counter(
+        {name: after[name] - before[name] for name in before.keys() | after.keys() if after[name] != before[name]}
+    )
+
+
+def left_after_stop(stack: Stack) -> list[str]:
+    """What is there still when everything has been stopped."""
+    left = [f"process {process.pid} {_role(process)}" for process in stack.marked()]
+    left += [f"port {port}" for port in stack.ports if _is_taken(port)]
+    return left + [f"file {path}" for root in _roots(stack)[1:] for path in _files(root)]
+
+
+def ledger(stack: Stack, scopes: Iterable[str]) -> list[Finish]:
+    """The commands of these models."""
+    query = "SELECT scope, seq_id, kind, state, finish_number FROM futures WHERE scope = ? ORDER BY seq_id"
+    with _database(stack) as database:
+        return [Finish(*row) for scope in scopes for row in database.execute(query, (scope,))]
+
+
+def saved_tensors(stack: Stack, path: str) -> dict[str, str]:
+    """Digest of each tensor of a saved state, tinker://..., by file and name."""
+    with _database(stack) as database:
+        (uri,) = database.execute("SELECT uri FROM checkpoints WHERE path = ?", (path,)).fetchone()
+    folder, digests = stack.local(uri), {}
+    for file in sorted(folder.rglob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                tensor = tensors.get_tensor(name).contiguous()
+                data = tensor.view(-1).numpy().tobytes() if tensor.numel() else b""
+                digests[f"{file.relative_to(folder)}:{name}"] = hashlib.sha256(data).hexdigest()[:16]
+    return digests
+
+
+@contextmanager
+def _database(stack: Stack) -> Iterator[sqlite3.Connection]:
+    """A copy of it: SQLite itself would look for what /proc/PID/root links to, which is another place here."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("gateway.db", "gateway.db-wal"):
+            shutil.copy(stack.folder / name, folder)
+        with closing(sqlite3.connect(Path(folder) / "gateway.db")) as database:
+            yield database
+
+
+def _roots(stack: Stack) -> list[Path]:
+    """Where it has files: of the state first, which stays; then temporary ones."""
+    return [stack.folder, stack.temporary, *([stack.disk.shared_memory] if stack.disk else [])]
+
+
+def _files(root: Path) -> list[Path]:
+    """Those that are there when looked for: a file may go meanwhile."""
+    return [path for path in root.rglob("*") if path.is_file()] if root.exists() else []
+
+
+def _role(process: psutil.Process) -> str:
+    words = process.cmdline()
+    if "-m" in words:
+        module = words[words.index("-m") + 1]
+        rank = process.environ().get("RANK") if module == "services.trainer" else None
+        return f"{module} rank {rank}" if rank else module
+    return _NUMBERS.sub("#", " ".join(words)[:60])
+
+
+def _is_taken(port: int) -> bool:
+    return any(one.laddr[1:2] == (port,) and one.status == psutil.CONN_LISTEN for one in psutil.net_connections("tcp"))

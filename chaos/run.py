@@ -1,0 +1,199 @@
+"""One run: clients while the nemesis disturbs them, the same clients undisturbed, and every promise checked."""
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos import checker
+from chaos.checker import Violation
+from chaos.faults import Fault, Happened, write_log
+from chaos.history import History
+from chaos.inventory import Finish, Inventory, growth, ledger, saved_tensors, take
+from chaos.nemesis import Nemesis
+from chaos.stack import MODEL_NAME, Stack
+
+_LEAVES_WITHIN_S = 60.0
+"""Sessions that their clients ended are gone after some seconds, and with them what was theirs."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run of all clients has shown.
+
+    Attributes:
+        saved: Digests of the tensors of each saved state, by client and name.
+        grown: What it has left.
+        exits: Exit code of each client.
+    """
+
+    history: History
+    ledger: list[Finish]
+    saved: dict[str, dict[str, str]]
+    grown: Inventory
+    exits: dict[str, int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a whole run."""
+
+    happened: list[Happened]
+    disturbed: Seen
+    undisturbed: Seen
+    violations: list[Violation]
+
+    def summary(self) -> str:
+        """Some lines for a terminal."""
+        commands = self.disturbed.history.commands.values()
+        counts = {kind: sum(one.fault.kind == kind for one in self.happened) for kind in _kinds(self.happened)}
+        back = [one.back_s - one.healed_s for one in self.happened if one.back_s is not None]
+        lines = [
+            f"{len(self.happened)} faults in {self.disturbed.seconds:.0f} s: "
+            + ", ".join(f"{count} {kind}" for kind, count in counts.items()),
+            f"{len(commands)} commands of {len(self.disturbed.history.clients)} clients; undisturbed they take "
+            f"{self.undisturbed.seconds:.0f} s",
+            f"all parts serve again after a fault: median {statistics.median(back):.1f} s, at most {max(back):.1f} s"
+            if back
+            else "no fault",
+        ]
+        return "\n".join([*lines, *(f"not made: {one.fault} ({one.note})" for one in self.happened if one.note)])
+
+
+async def run(
+    stack: Stack, folder: Path, clients: Sequence[str], plan: Sequence[Fault], pause_s: float = 0.0
+) -> Result:
+    """Histories, the nemesis' log and what was violated go to `folder`.
+
+    Args:
+        clients: Names; all that a client does follows from its name.
+        plan: The faults.
+        pause_s: Between rounds of a client while it is disturbed.
+    """
+    stop = _folder(folder) / "stop"
+    # What stays open from the first command on, such as the group in which weights are sent, is no leftover.
+    await _clients(stack, folder / "before", ["samples-before"], stop, rounds={"samples-before": 2})
+    at_first = await _settled(stack, Counter())
+    start = time.monotonic()
+    disturbed = asyncio.create_task(_clients(stack, folder / "disturbed", clients, stop, pause_s=pause_s))
+    happened = await Nemesis(stack, lambda fault: print(fault, flush=True)).run(plan)
+    write_log(folder / "faults.jsonl", happened, start)
+    stop.touch()
+    exits = await disturbed
+    seconds = time.monotonic() - start
+    history = _history(folder / "disturbed")
+    rounds = {client: history.rounds(client) for client in clients}
+    # What the run leaves is looked at when the undisturbed one has left as much, or has had the time for it.
+    seen_first = await _settled(stack, at_first)
+    first = _seen(stack, history, seen_first, at_first, exits, seconds)
+    begun = time.monotonic()
+    exits = await _clients(stack, folder / "undisturbed", clients, stop, rounds=rounds)
+    seconds = time.monotonic() - begun
+    seen_second = await _settled(stack, seen_first)
+    second = _seen(stack, _history(folder / "undisturbed"), seen_second, seen_first, exits, seconds)
+    violations = _check(happened, first, second)
+    (folder / "violations.txt").write_text("".join(f"{one}\n" for one in violations))
+    return Result(happened, first, second, violations)
+
+
+def _check(happened: Sequence[Happened], disturbed: Seen, undisturbed: Seen) -> list[Violation]:
+    last_fault_s = max((one.back_s or one.healed_s for one in happened), default=0.0)
+    failed = [f"client {name} ended with code {code}" for name, code in disturbed.exits.items() if code]
+    failed += [f"undisturbed client {name} ended with code {code}" for name, code in undisturbed.exits.items() if code]
+    return [
+        *(Violation("answered once", what) for what in failed),
+        *checker.answered_once(disturbed.history),
+        *checker.in_order(disturbed.history, disturbed.ledger),
+        *checker.same_results(disturbed.history, undisturbed.history),
+        *checker.same_weights(disturbed.saved, undisturbed.saved),
+        *checker.named_snapshot(disturbed.history, undisturbed.history),
+        *checker.in_time(disturbed.history, last_fault_s),
+        *checker.nothing_left(disturbed.grown, undisturbed.grown),
+    ]
+
+
+async def _clients(
+    stack: Stack, folder: Path, names: Sequence[str], stop: Path, *, rounds: dict[str, int] | None = None,
+    pause_s: float = 0.0,
+) -> dict[str, int]:  # fmt: skip
+    """Runs all clients to their ends, each a process of its own; their exit codes."""
+    processes = {}
+    _folder(folder)
+    for name in names:
+        command = [
+            *(
+                sys.executable,
+                "-m",
+                "chaos.client",
+                "--base-url",
+                stack.base_url,
+                "--model",
+                MODEL_NAME,
+                "--name",
+                name,
+            ),
+            *("--history", str(folder / f"{name}.jsonl"), "--stop", str(stop), "--pause-s", str(pause_s)),
+            *(("--rounds", str(rounds[name])) if rounds else ()),
+        ]
+        with (folder / f"{name}.log").open("w") as log:
+            environment = os.environ | {"TINKER_TELEMETRY": "0"}
+            processes[name] = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, env=environment)
+    return {name: await process.wait() for name, process in processes.items()}
+
+
+async def _settled(stack: Stack, before: Inventory) -> Inventory:
+    """What there is when it stays the same for some seconds, or when the time is over."""
+    deadline, found, same = time.monotonic() + _LEAVES_WITHIN_S, before, 0
+    while same < 5 and time.monotonic() < deadline:
+        await asyncio.sleep(1.0)
+        now = take(stack)
+        same = same + 1 if now == found else 0
+        found = now
+    return found
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _history(folder: Path) -> History:
+    return History.read(sorted(folder.glob("*.jsonl")))
+
+
+def _seen(
+    stack: Stack, history: History, now: Inventory, before: Inventory, exits: dict[str, int], seconds: float
+) -> Seen:
+    made = [one for one in history.commands.values() if one.operation == "create_model" and one.answers]
+    saved = {}
+    for one in history.commands.values():
+        if one.operation == "save_state" and one.answers and not one.answers[0].error:
+            name = f"{one.client} {one.arguments['name']}"
+            saved[name] = saved_tensors(stack, one.answers[0].value["path"])
+    scopes = [one.answers[0].value["model_id"] for one in made if not one.answers[0].error]
+    return Seen(history, ledger(stack, scopes), saved, growth(before, now), exits, seconds)
+
+
+def _kinds(happened: Sequence[Happened]) -> list[str]:
+    return sorted({one.fault.kind for one in happened})
+
+
+def recoveries(happened: Sequence[Happened]) -> str:
+    """Seconds until all served again, by what was killed: JSON, for the record."""
+    by_target: dict[str, list[float]] = {}
+    for one in happened:
+        if one.fault.kind in ("kill", "terminate") and one.back_s is not None:
+            by_target.setdefault(f"{one.fault.kind} {one.fault.target}", []).append(round(one.back_s - one.healed_s, 1))
+    return json.dumps({name: sorted(values) for name, values in sorted(by_target.items())})
+
+
+def client_names(seed: int, count: int) -> list[str]:
+    """Every second one samples too."""
+    return [f"{('samples', 'trains')[number % 2]}-{seed}-{number}" for number in range(count)]

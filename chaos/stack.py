@@ -1,0 +1,249 @@
+"""The Fovea that is disturbed: a supervisor of its own as `fovea up` has it, a link between any two parts, and where
+the machine allows it a disk of its own, which can be full."""
+
+import asyncio
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from chaos import disk
+from chaos.links import Link, Trouble
+from fovea.cli.service import ServiceSpec
+from fovea.cli.supervisor import Supervisor, UpOptions, service_specs
+from fovea.client.channel import ServiceClient
+from fovea.runtime.hosts import free_ports
+
+MODEL_NAME = "tiny"
+MARK = "FOVEA_CHAOS"
+"""In the environment of everything that such a Fovea starts."""
+READY_S = 300.0
+SERVICES = ("gateway", "renderer", "sampler", "trainer")
+TARGETS = (*SERVICES, "renderer.worker", "sampler.engine", "trainer.rank0", "trainer.rank1", "everything")
+"""What may be killed or stopped; a service alone is its own process, without what that has started."""
+LINKS = (
+    "client-gateway", "gateway-renderer", "gateway-sampler", "gateway-trainer", "sampler-renderer", "trainer-renderer",
+)  # fmt: skip
+
+
+class NotReady(Exception):
+    """It did not come up; the message names its log."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the supervisor's process is told."""
+
+    options: dict[str, Any]
+    specs: list[dict[str, Any]]
+
+
+class Stack:
+    """Starts, finds and stops the parts. Its ports stay the same when everything is started again.
+
+    Args:
+        folder: Of logs; also the disk, where the machine allows no disk of its own.
+        model: The checkpoint's directory.
+        environment: Added to that of all parts.
+    """
+
+    def __init__(self, folder: pathlib.Path, model: pathlib.Path, environment: dict[str, str] | None = None) -> None:
+        self.log = folder / "up.log"
+        self.model = model
+        self._folder = folder
+        self._place = folder / "disk"
+        for made in (self._place, folder / "tmp"):
+            made.mkdir()
+        self.disk = disk.Disk(self._place) if disk.is_possible() else None
+        self._environment = {MARK: str(folder), "TMPDIR": str(folder / "tmp")} | (environment or {})
+        self._process: subprocess.Popen[bytes] | None = None
+        rest, gateway = free_ports(2)
+        self._options = UpOptions(
+            model=str(model), model_name=MODEL_NAME, host="127.0.0.1", port=rest, grpc_port=gateway, ranks=2,
+            state_dir=self._place / "state",
+        )  # fmt: skip
+        self.specs = {spec.name: spec for spec in service_specs(self._options)}
+        self.links = {name: Link(name, self._upstream(name)) for name in LINKS}
+
+    @property
+    def base_url(self) -> str:
+        """Where clients go: over the link before the gateway."""
+        return f"http://127.0.0.1:{self.links['client-gateway'].port}"
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's process."""
+        assert self._process
+        return self._process.pid
+
+    @property
+    def ports(self) -> set[int]:
+        """Where its services are told to listen."""
+        grpc = {int(spec.address.rpartition(":")[2]) for spec in self.specs.values()}
+        return grpc | {spec.metrics_port for spec in self.specs.values()} | {self._options.port}
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """Of its database, checkpoints and `up.json`."""
+        return (self.disk.path if self.disk else self._place) / "state"
+
+    @property
+    def temporary(self) -> pathlib.Path:
+        """Of its temporary files."""
+        return self._folder / "tmp"
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Its `up.json`."""
+        state: dict[str, Any] = json.loads((self.folder / "up.json").read_text())
+        return state
+
+    def local(self, path: str) -> pathlib.Path:
+        """A path that one of its processes names, as it is seen from here."""
+        return self.folder / pathlib.Path(path.removeprefix("file://")).relative_to(self._place / "state")
+
+    async def start(self) -> None:
+        """Starts everything, and returns once it is ready. Raises NotReady."""
+        for link in self.links.values():
+            if not link.port:
+                await link.open()
+        parts = self._folder / "parts.json"
+        specs = [asdict(self._linked(spec)) for spec in self.specs.values()]
+        parts.write_text(json.dumps(asdict(_Parts(asdict(self._options), specs)), default=str))
+        entering = self.disk.entering if self.disk else []
+        command = [*entering, sys.executable, "-m", "chaos.stack", str(parts)]
+        with self.log.open("a") as log:
+            self._process = subprocess.Popen(  # noqa: ASYNC220 (returns at once)
+                command, stdout=log, stderr=log, env=os.environ | self._environment, start_new_session=True
+            )
+        await self.wait_ready()
+
+    async def wait_ready(self) -> None:
+        """Returns once all services serve, and `up.json` says so."""
+        assert self._process
+        deadline = time.monotonic() + READY_S
+        while not await self.is_serving():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise NotReady(f"it is not up after {READY_S:.0f} s, or has ended: see {self.log}")
+            await asyncio.sleep(0.2)
+
+    async def is_serving(self, *names: str) -> bool:
+        """Whether these services serve; by default all."""
+        if not (self.folder / "up.json").exists():
+            return False
+        for spec in self.specs.values():
+            async with ServiceClient(spec.address) as client:
+                if (not names or spec.name in names) and not await client.is_serving(spec.health_name):
+                    return False
+        return True
+
+    def find(self, target: str) -> list[psutil.Process]:
+        """The processes of a target of TARGETS that run now: at most one, but for everything."""
+        name, _, part = target.partition(".")
+        with suppress(psutil.NoSuchProcess):
+            supervisor = psutil.Process(self.pid)
+            if name == "everything":
+                return [supervisor, *supervisor.children(recursive=True)]
+            for child in supervisor.children():
+                if f"services.{name}" in child.cmdline() or name in child.cmdline():
+                    found = child.children(recursive=True) if part else [child]
+                    return [one for one in found if not part or _is_part(one, part)][:1]
+        return []
+
+    def marked(self) -> list[psutil.Process]:
+        """Every process of this Fovea, whoever is its parent by now."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(self._folder):
+                    found.append(process)
+        return found
+
+    async def kill(self) -> None:
+        """Power loss without the loss of what was written: all processes at once. `start` begins again."""
+        for process in self.find("everything"):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        assert self._process
+        await asyncio.to_thread(self._process.wait, 60.0)
+
+    async def stop(self) -> None:
+        """As Ctrl-C does."""
+        for link in self.links.values():
+            link.disturb(Trouble.NONE)
+        if self._process and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                await asyncio.to_thread(self._process.wait, 120.0)
+            except subprocess.TimeoutExpired:
+                await self.kill()
+        for link in self.links.values():
+            await link.close()
+
+    def _upstream(self, link: str) -> int:
+        service = link.partition("-")[2]
+        if link == "client-gateway":
+            return self._options.port
+        return int(self.specs[service].address.rpartition(":")[2])
+
+    def _linked(self, spec: ServiceSpec) -> ServiceSpec:
+        """A service that reaches others over links."""
+        arguments = list(spec.arguments)
+        for name, link in self.links.items():
+            source, _, service = name.partition("-")
+            if source == spec.name:
+                arguments[arguments.index(f"--{service}") + 1] = f"127.0.0.1:{link.port}"
+        return replace(spec, arguments=tuple(arguments))
+
+
+def _is_part(process: psutil.Process, part: str) -> bool:
+    with suppress(psutil.Error):
+        if part.startswith("rank"):
+            is_rank = "services.trainer" in process.cmdline()
+            return is_rank and process.environ().get("RANK") == part.removeprefix("rank")
+        known = {"worker": "services.renderer.image_worker", "engine": "VLLM::EngineCore"}
+        return any(known[part] in word for word in process.cmdline())
+    return False
+
+
+@asynccontextmanager
+async def running(
+    folder: pathlib.Path, model: pathlib.Path, environment: dict[str, str] | None = None
+) -> AsyncIterator[Stack]:
+    """One that runs while inside."""
+    stack = Stack(folder, model, environment)
+    try:
+        await stack.start()
+        yield stack
+    finally:
+        await stack.stop()
+        if stack.disk:
+            stack.disk.close()
+
+
+def main(parts: pathlib.Path) -> int:
+    """The supervisor's process."""
+    told = json.loads(parts.read_text())
+    paths = {"state_dir": pathlib.Path(told["options"].pop("state_dir"))}
+    options = UpOptions(**told["options"] | paths)
+    options.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    specs = [ServiceSpec(**spec | {"arguments": tuple(spec["arguments"])}) for spec in told["specs"]]
+
+    async def run() -> int:
+        return await Supervisor(options, Console(), specs).run()
+
+    return asyncio.run(run())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(pathlib.Path(sys.argv[1])))
