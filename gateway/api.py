@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fovea.wire.errors import NotFound
+from gateway.admin_routes import AdminRoutes
 from gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes
 from gateway.futures.future_routes import FutureRoutes
 from gateway.health import Health
@@ -26,6 +27,7 @@ from gateway.http.request_body import read
 from gateway.parts import Parts
 from gateway.sampling import sample_wire
 from gateway.sampling.sample_routes import SamplingRoutes, asks_for_experts
+from gateway.scopes import Scope
 from gateway.sessions.session_routes import SessionRoutes
 from gateway.settings import GatewaySettings
 from gateway.training import training_routes
@@ -78,6 +80,7 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
         TrainingRunRoutes(parts.training_runs, parts.copies),
         CheckpointRoutes(parts.checkpoints),
         ExportRoutes(parts.exports, base_path),
+        AdminRoutes(parts.keys),
     ]
     return Starlette(
         routes=[route for group in groups for route in group.routes(endpoints)],
@@ -99,11 +102,11 @@ class ServerRoutes:
     def routes(self, endpoints: Endpoints) -> list[Route]:
         return [
             endpoints.open_route("healthz", {"status": "ok"}),
-            endpoints.route("POST", "client/config", self.client_config),
-            endpoints.route("POST", "client/dynamic_config", self.dynamic_config),
-            endpoints.route("GET", "get_server_capabilities", self.get_capabilities),
-            endpoints.route("POST", "telemetry", self.telemetry),
-            endpoints.route("GET", "auth/apikey/me", self.describe_key),
+            endpoints.route("POST", "client/config", self.client_config, Scope.READ),
+            endpoints.route("POST", "client/dynamic_config", self.dynamic_config, Scope.READ),
+            endpoints.route("GET", "get_server_capabilities", self.get_capabilities, Scope.READ),
+            endpoints.route("POST", "telemetry", self.telemetry, Scope.READ),
+            endpoints.route("GET", "auth/apikey/me", self.describe_key, Scope.READ),
             *(_refusal(endpoints, method, path, what) for (method, path), what in _HOSTED_ONLY.items()),
         ]
 
@@ -149,7 +152,7 @@ def _refusal(endpoints: Endpoints, method: str, path: str, what: str) -> Route:
     async def refuse(request: Request, owner: str) -> Response:
         raise NotFound(f"Fovea has no {path}: it does not offer {what}")
 
-    return endpoints.route(method, path, refuse)
+    return endpoints.route(method, path, refuse, Scope.READ)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -12,12 +12,13 @@ from functools import partial
 
 import uvicorn
 
-from fovea.api.v1 import gateway_pb2_grpc
+from fovea.api.v1 import admin_pb2_grpc, gateway_pb2_grpc
 from fovea.runtime.server import ServiceServer, open_files
 from fovea.runtime.tasks import BackgroundTasks, repeat
-from fovea.wire.conventions import GATEWAY_SERVICE
+from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE
 from fovea.wire.errors import SessionEnded
 from gateway.api import build_api
+from gateway.grpc_front.admin_servicer import AdminServicer
 from gateway.grpc_front.auth_interceptor import AuthInterceptor
 from gateway.grpc_front.field_names import named
 from gateway.grpc_front.gateway_servicer import GatewayServicer, channel_limits
@@ -46,12 +47,13 @@ class Gateway:
         self._stopping = asyncio.Event()
         self._background = BackgroundTasks()
         self.grpc = ServiceServer(
-            settings.model_copy(update={"port": settings.grpc_port}), [GATEWAY_SERVICE], begins_traces=True,
-            as_told=named, options=channel_limits(settings),
+            settings.model_copy(update={"port": settings.grpc_port}), [ADMIN_SERVICE, GATEWAY_SERVICE],
+            begins_traces=True, as_told=named, options=channel_limits(settings),
         )  # fmt: skip
-        auth = AuthInterceptor(GATEWAY_SERVICE, self.parts.keys, self._ready)
+        auth = AuthInterceptor(self.parts.keys, self._ready)
         self.grpc.grpc.add_generic_rpc_handlers((auth,))
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.parts, settings), self.grpc.grpc)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.parts), self.grpc.grpc)
         self._rest = _RestServer(self._rest_config())
         self._rest_task: asyncio.Task[None] | None = None
 

@@ -1,5 +1,6 @@
 """What every process must take alike: names of gRPC services and of checkpoint files, and bounds of what travels."""
 
+ADMIN_SERVICE = "fovea.api.v1.AdminService"
 GATEWAY_SERVICE = "fovea.api.v1.GatewayService"
 RENDERER_SERVICE = "fovea.api.v1.RendererService"
 SAMPLER_SERVICE = "fovea.api.v1.SamplerService"

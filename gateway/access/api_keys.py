@@ -8,6 +8,7 @@ import enum
 import hashlib
 import logging
 import re
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from fovea.runtime.hosts import is_loopback
-from fovea.wire.errors import InvalidInput, Unauthenticated
+from fovea.wire.errors import InvalidInput, NotFound, Unauthenticated
 from gateway.database.database import Database
 from gateway.database.schema import keys
 from gateway.database.sql_engine import insert_new
+from gateway.scopes import CALLER, Caller, Scope
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ PUBLISHED = "tml-local"
 """In every copy of the documentation, so good for programs of this machine only."""
 
 _LOOK_S = 1.0
+_KEY_BYTES = 32
 _ID_LENGTH = 12
 _KEY = re.compile(r"tml-[!-~]{1,500}")
 _OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-+@]{0,99}")
@@ -66,6 +69,14 @@ def parse_given(text: str) -> GivenKey:
     return GivenKey(check_owner(owner) if owner else "", key)
 
 
+def parse_scope(text: str) -> Scope:
+    """Reads a scope; an empty text means train. Raises InvalidInput."""
+    try:
+        return Scope(text or Scope.TRAIN)
+    except ValueError:
+        raise InvalidInput(f"scope is {text[:40]!r}; it is one of {', '.join(Scope)}", field="scope") from None
+
+
 class Source(enum.StrEnum):
     """Where a key comes from."""
 
@@ -86,6 +97,7 @@ class Key:
         key_hash: SHA-256 of the key, in hex.
         owner: Whose it is: all data belongs to an owner.
         name: What it is for.
+        scope: What it allows.
         expires_at: Seconds since the epoch; None for never.
     """
 
@@ -94,9 +106,30 @@ class Key:
     owner: str
     name: str = ""
     source: Source = Source.CREATED
+    scope: Scope = Scope.TRAIN
     created_at: float = field(default_factory=time.time)
     expires_at: float | None = None
     revoked_at: float | None = None
+
+    @property
+    def caller(self) -> Caller:
+        """Whoever shows it."""
+        return Caller(self.owner, self.key_id, self.scope)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What administrators are told of it; absent times are 0."""
+        return {
+            "key_id": self.key_id,
+            "owner": self.owner,
+            "name": self.name,
+            "scope": self.scope.value,
+            "source": self.source.value,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at or 0.0,
+            "revoked_at": self.revoked_at or 0.0,
+            "problem": self.problem(time.time()),
+        }
 
     def problem(self, now: float) -> str:
         """Why it is not valid, in words that end a sentence; empty if it is."""
@@ -114,6 +147,12 @@ def nameless(key_hash: str) -> str:
 
 def new_key(key_hash: str, owner: str, **more: Any) -> Key:
     return Key(key_hash[:_ID_LENGTH], key_hash, owner or nameless(key_hash), **more)
+
+
+def random_key(owner: str, **more: Any) -> tuple[str, Key]:
+    """A key that nobody guesses, 256 bits, and its record: only that is kept."""
+    text = PREFIX + secrets.token_hex(_KEY_BYTES)
+    return text, new_key(hash_key(text), owner, **more)
 
 
 class KeyRing:
@@ -157,8 +196,8 @@ class KeyRing:
             except Exception:
                 logger.exception("the API keys could not be read; those of before stay")
 
-    def identify(self, key: str | None) -> str:
-        """Who has this key. Raises Unauthenticated."""
+    def identify(self, key: str | None) -> Caller:
+        """Who has this key: the caller of this task from now on. Raises Unauthenticated."""
         if not key:
             raise Unauthenticated("no API key: send it as X-API-Key (the SDK reads TINKER_API_KEY)")
         known = self._keys.get(hash_key(key))
@@ -166,11 +205,44 @@ class KeyRing:
             raise Unauthenticated("this API key is not known here")
         if problem := known.problem(time.time()):
             raise Unauthenticated(f"this API key {problem}")
-        return known.owner
+        CALLER.set(known.caller)
+        return known.caller
 
-    def identify_call(self, metadata: Any) -> str:
+    def identify_call(self, metadata: Any) -> Caller:
         """Who sent a gRPC call with this metadata, pairs of name and value. Raises Unauthenticated."""
         return self.identify(dict(metadata or ()).get("x-api-key"))
+
+    async def create(self, owner: str, name: str, scope: Scope, expires_at: float | None) -> tuple[str, Key]:
+        """Makes a key, which is valid at once; returns its text, told this once, and its record.
+
+        Raises InvalidInput for a name that no owner can have.
+        """
+        try:
+            text, key = random_key(check_owner(owner), name=name, scope=scope, expires_at=expires_at)
+        except ValueError as error:
+            raise InvalidInput(str(error), field="owner") from None
+        await self._database.write(lambda connection: insert_key(connection, key))
+        await self._read()
+        return text, key
+
+    def listed(self) -> list[Key]:
+        """All keys, valid or not, oldest first."""
+        return list(self._keys.values())
+
+    async def revoke(self, key_id: str) -> Key:
+        """Ends a key for good, at once. Raises NotFound."""
+        return await self._changed(key_id, revoked_at=time.time())
+
+    async def expire(self, key_id: str, expires_at: float | None) -> Key:
+        """Has a key end at a time, seconds since the epoch, or not at all by itself. Raises NotFound."""
+        return await self._changed(key_id, expires_at=expires_at)
+
+    async def _changed(self, key_id: str, **values: float | None) -> Key:
+        key = await self._database.write(lambda connection: change_key(connection, key_id, **values))
+        if key is None:
+            raise NotFound(f"there is no key {key_id!r}", field="key_id")
+        await self._read()
+        return key
 
     async def _read(self) -> None:
         self._keys = {key.key_hash: key for key in await self._database.read(all_keys)}
@@ -187,10 +259,13 @@ def insert_key(connection: sa.Connection, key: Key) -> bool:
     return insert_new(connection, keys, vars(key))
 
 
-def revoke_key(connection: sa.Connection, key_id: str, now: float) -> Key | None:
-    """Ends a key for good, also one that the settings go on to name; returns it, or None for an unknown id."""
+def change_key(connection: sa.Connection, key_id: str, **values: float | None) -> Key | None:
+    """Writes columns of a key that is not revoked, which is for good; returns it, or None for an unknown id.
+
+    It holds for one too that the settings go on to name.
+    """
     where = keys.c.key_id == key_id
-    connection.execute(sa.update(keys).where(where, keys.c.revoked_at.is_(None)).values(revoked_at=now))
+    connection.execute(sa.update(keys).where(where, keys.c.revoked_at.is_(None)).values(**values))
     row = connection.execute(sa.select(keys).where(where)).mappings().first()
     return _key(row) if row else None
 
@@ -219,4 +294,4 @@ def configure_keys(connection: sa.Connection, given: Mapping[str, Key]) -> None:
 
 
 def _key(row: Any) -> Key:
-    return Key(**{**row, "source": Source(row["source"])})
+    return Key(**{**row, "source": Source(row["source"]), "scope": Scope(row["scope"])})

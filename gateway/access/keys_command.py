@@ -1,11 +1,10 @@
-"""`fovea keys create | list | revoke`: the API keys in a gateway's database.
+"""`fovea keys create | list | revoke | expire`: the API keys in a gateway's database.
 
 It writes the database itself: the gateway may run or not, and follows within seconds.
 """
 
 import argparse
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -14,14 +13,14 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
-from gateway.access.api_keys import PREFIX, all_keys, check_owner, hash_key, insert_key, new_key, revoke_key
+from gateway.access.api_keys import Key, all_keys, change_key, check_owner, insert_key, random_key
 from gateway.database.migrations import find_revision
 from gateway.database.schema import REVISION, keys
 from gateway.database.sql_engine import describe, make_engine, parse_url
 from gateway.database.writer import Job, Result
+from gateway.scopes import Scope
 
 _DAY_S = 24 * 3600
-_BYTES = 32
 _URL = "FOVEA_GATEWAY_DATABASE_URL"
 
 
@@ -35,30 +34,41 @@ def main() -> None:
 
 
 def _create(arguments: argparse.Namespace) -> None:
-    text = PREFIX + secrets.token_hex(_BYTES)
     expires_at = time.time() + arguments.days * _DAY_S if arguments.days else None
-    key = new_key(hash_key(text), arguments.owner, name=arguments.name, expires_at=expires_at)
+    scope = Scope(arguments.scope)
+    text, key = random_key(arguments.owner, name=arguments.name, scope=scope, expires_at=expires_at)
     _run(arguments, lambda connection: insert_key(connection, key))
-    print(f"key {key.key_id} of {key.owner}; it is shown this once:", file=sys.stderr)
+    print(f"key {key.key_id} of {key.owner}, scope {scope}; it is shown this once:", file=sys.stderr)
     print(text)
 
 
 def _list(arguments: argparse.Namespace) -> None:
     now = time.time()
-    lines = [("KEY ID", "OWNER", "NAME", "CREATED", "VALID")]
+    lines = [("KEY ID", "OWNER", "NAME", "SCOPE", "CREATED", "VALID")]
     for key in _run(arguments, all_keys):
         until = "until " + _day(key.expires_at) if key.expires_at else "yes"
-        lines.append((key.key_id, key.owner, key.name, _day(key.created_at), key.problem(now) or until))
+        lines.append((key.key_id, key.owner, key.name, key.scope, _day(key.created_at), key.problem(now) or until))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _revoke(arguments: argparse.Namespace) -> None:
-    key = _run(arguments, lambda connection: revoke_key(connection, arguments.key_id, time.time()))
+    key = _change(arguments, revoked_at=time.time())
+    print(f"key {key.key_id} of {key.owner} is revoked; a running gateway refuses it within a second", file=sys.stderr)
+
+
+def _expire(arguments: argparse.Namespace) -> None:
+    key = _change(arguments, expires_at=time.time() + arguments.days * _DAY_S if arguments.days else None)
+    until = f"until {_day(key.expires_at)}" if key.expires_at else "until it is revoked"
+    print(f"key {key.key_id} of {key.owner} is valid {until}", file=sys.stderr)
+
+
+def _change(arguments: argparse.Namespace, **values: float | None) -> Key:
+    key = _run(arguments, lambda connection: change_key(connection, arguments.key_id, **values))
     if key is None:
         raise NotFound(f"there is no key {arguments.key_id!r}; `fovea keys list` shows them", field="KEY_ID")
-    print(f"key {key.key_id} of {key.owner} is revoked; a running gateway refuses it within seconds", file=sys.stderr)
+    return key
 
 
 def _run(arguments: argparse.Namespace, job: Job[Result]) -> Result:
@@ -93,8 +103,17 @@ def _parse() -> argparse.Namespace:
     create.add_argument("--owner", type=_owner, required=True, help="whose it is; all keys of an owner see the same")
     create.add_argument("--name", default="", help="what it is for")
     create.add_argument("--days", type=_days, help="after which it is no longer valid; default: it stays valid")
+    create.add_argument(
+        "--scope",
+        choices=list(Scope),
+        default=Scope.TRAIN,
+        help="what it allows: to read; to sample too; to train too; to administer all owners too. Default: train",
+    )
     command("list", _list, "Show all keys.")
     command("revoke", _revoke, "End a key for good.").add_argument("key_id", metavar="KEY_ID")
+    expire = command("expire", _expire, "Set the end of a key that is valid, or let it stay valid.")
+    expire.add_argument("key_id", metavar="KEY_ID")
+    expire.add_argument("--days", type=_days, help="from now on, after which it is no longer valid; default: none")
     return parser.parse_args()
 
 

@@ -15,6 +15,7 @@ from gateway.checkpoints.checkpoint_registry import Checkpoints
 from gateway.checkpoints.exports import Exports, Link
 from gateway.http.endpoint import Endpoints, Json, check_query, paging
 from gateway.http.request_body import Body, parse_json, read
+from gateway.scopes import Scope
 
 _TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 _MOST = 1000
@@ -44,16 +45,16 @@ class CheckpointRoutes:
         run = "training_runs/{run}"
         checkpoint = f"{run}/checkpoints/{{segment}}/{{name}}"
         return [
-            endpoints.route("POST", "weights_info", self.weights_info),
-            endpoints.route("DELETE", checkpoint, self.delete),
-            endpoints.route("PUT", f"{checkpoint}/ttl", self.set_ttl),
-            endpoints.route("POST", f"{checkpoint}/publish", self.publish),
-            endpoints.route("DELETE", f"{checkpoint}/publish", self.unpublish),
+            endpoints.route("POST", "weights_info", self.weights_info, Scope.READ),
+            endpoints.route("DELETE", checkpoint, self.delete, Scope.TRAIN),
+            endpoints.route("PUT", f"{checkpoint}/ttl", self.set_ttl, Scope.TRAIN),
+            endpoints.route("POST", f"{checkpoint}/publish", self.publish, Scope.TRAIN),
+            endpoints.route("DELETE", f"{checkpoint}/publish", self.unpublish, Scope.TRAIN),
             *(
-                endpoints.route(method, f"{run}/checkpoints/{{name}}{action}", self.untyped)
+                endpoints.route(method, f"{run}/checkpoints/{{name}}{action}", self.untyped, Scope.TRAIN)
                 for method, action in (("DELETE", ""), ("PUT", "/ttl"), ("POST", "/publish"))
             ),
-            endpoints.route("GET", "checkpoints", self.page),
+            endpoints.route("GET", "checkpoints", self.page, Scope.READ),
         ]
 
     async def weights_info(self, request: Request, owner: str) -> Response:
@@ -126,7 +127,7 @@ class ExportRoutes:
         # Of all segments only this one: for the others the path below does not exist.
         links = f"training_runs/{{run}}/checkpoints/{EXTERNAL}/{{name}}/external_weights_urls"
         return [
-            endpoints.route("GET", links, self.links),
+            endpoints.route("GET", links, self.links, Scope.READ),
             endpoints.keyless_route("GET", "exports/{run}/{name}/{file:path}", self.file),
         ]
 

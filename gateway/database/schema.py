@@ -7,7 +7,7 @@ revision is refused at start.
 
 import sqlalchemy as sa
 
-REVISION = "4"
+REVISION = "5"
 """The last one in `versions`."""
 
 metadata = sa.MetaData()
@@ -34,6 +34,7 @@ keys = sa.Table(
     sa.Column("owner", sa.Text, nullable=False),
     sa.Column("name", sa.Text, nullable=False),
     sa.Column("source", sa.Text, nullable=False),
+    sa.Column("scope", sa.Text, nullable=False, server_default="train"),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("expires_at", sa.Float),
     sa.Column("revoked_at", sa.Float),
@@ -172,6 +173,8 @@ futures = sa.Table(
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("finished_at", sa.Float, index=True),
     sa.Column("finish_number", sa.BigInteger),
+    sa.Column("key_id", sa.Text, nullable=False, server_default=""),
+    sa.Column("token_count", sa.BigInteger, nullable=False, server_default="0"),
     sa.Index("futures_by_finish", "scope", "finish_number"),
 )
 

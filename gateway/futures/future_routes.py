@@ -14,6 +14,7 @@ from gateway.futures.future import Kind, Outcome, Pending, ResultEncoder
 from gateway.futures.futures import Futures
 from gateway.http.endpoint import BurstLimiter, Endpoints, Json, compress
 from gateway.http.request_body import Body, parse_json, read
+from gateway.scopes import Scope
 
 T = TypeVar("T")
 
@@ -66,8 +67,8 @@ class FutureRoutes:
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         return [
-            endpoints.route("POST", "retrieve_future", self.retrieve),
-            endpoints.route("POST", "cancel_future", self.cancel),
+            endpoints.route("POST", "retrieve_future", self.retrieve, Scope.READ),
+            endpoints.route("POST", "cancel_future", self.cancel, Scope.SAMPLE),
         ]
 
     async def retrieve(self, request: Request, owner: str) -> Response:

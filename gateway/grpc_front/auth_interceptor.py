@@ -1,38 +1,64 @@
-"""Who may begin a gRPC call, decided before anything of it is waited for."""
+"""Who may begin a gRPC call, decided before anything of it is waited for; and which scope each method needs."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
 import grpc
 
-from fovea.wire.errors import FoveaError, Unauthenticated
+from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE
+from fovea.wire.errors import FoveaError
 from gateway.access.api_keys import KeyRing
 from gateway.http.endpoint import not_ready
+from gateway.scopes import Scope
+
+_METHODS: Mapping[str, Mapping[Scope, tuple[str, ...]]] = {
+    GATEWAY_SERVICE: {
+        Scope.READ: ("GetCapabilities", "CreateSession", "Heartbeat", "FinishSession", "GetModel", "WaitFuture"),
+        Scope.SAMPLE: ("UploadImage", "CreateSamplingSession", "SampleTokens"),
+        Scope.TRAIN: (
+            "SubmitCreateModel", "SubmitForwardBackward", "CreateCustomLoss", "SubmitOptimStep", "SubmitSaveState",
+            "SubmitLoadState", "SubmitSaveForSampler", "SubmitSaveExternal",
+        ),
+    },
+    ADMIN_SERVICE: {Scope.ADMIN: ("CreateKey", "ListKeys", "RevokeKey", "ExpireKey")},
+}  # fmt: skip
+SCOPES: Mapping[str, Scope] = {
+    f"/{service}/{name}": scope
+    for service, methods in _METHODS.items()
+    for scope, names in methods.items()
+    for name in names
+}
+"""The scope that each method needs. One that is not here needs the highest."""
+
+_PREFIXES = tuple(f"/{service}/" for service in _METHODS)
 
 
 class AuthInterceptor(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Refuses calls without a good key, and all calls, with what clients repeat, until the gateway is ready.
 
+    Add this to the server before its services.
+
     Args:
-        service: Full name of the gRPC service; add this to the server before the service itself.
         keys: Who is let in.
         ready: Set once the gateway has the state for itself.
     """
 
-    def __init__(self, service: str, keys: KeyRing, ready: asyncio.Event) -> None:
-        self._prefix, self._keys, self._ready = f"/{service}/", keys, ready
+    def __init__(self, keys: KeyRing, ready: asyncio.Event) -> None:
+        self._keys, self._ready = keys, ready
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """What refuses a call; None lets it through."""
-        if not handler_call_details.method.startswith(self._prefix):
+        method = handler_call_details.method
+        if not method.startswith(_PREFIXES):
             return None
         if not self._ready.is_set():
             return grpc.stream_stream_rpc_method_handler(partial(_refuse, not_ready()))
         try:
-            self._keys.identify_call(handler_call_details.invocation_metadata)
-        except Unauthenticated as error:
+            caller = self._keys.identify_call(handler_call_details.invocation_metadata)
+            caller.require(SCOPES.get(method, Scope.ADMIN), method.rpartition("/")[2])
+        except FoveaError as error:
             return grpc.stream_stream_rpc_method_handler(partial(_refuse, error))
         return None
 

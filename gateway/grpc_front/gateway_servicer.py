@@ -207,4 +207,4 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         model_input.CopyFrom(self._images.inline(owner, model_input, field, weight.add))
 
     def _owner(self, context: Context) -> str:
-        return self._parts.keys.identify_call(context.invocation_metadata())
+        return self._parts.keys.identify_call(context.invocation_metadata()).owner

@@ -18,13 +18,15 @@ import zstandard
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as Connection
 
 from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, Unavailable, Unimplemented
 from gateway import gateway_metrics as metrics
 from gateway.http.request_body import INT64_MAX, Incoming
 from gateway.quotas import Quota
+from gateway.scopes import Caller, Scope
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class ReadyMiddleware:
     def __init__(self, app: ASGIApp, ready: asyncio.Event) -> None:
         self._app, self._ready = app, ready
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         if self._ready.is_set() or scope["type"] != "http" or scope["path"].endswith(_ALIVE):
             await self._app(scope, receive, send)
         else:
@@ -125,7 +127,7 @@ class BurstMiddleware:
     def __init__(self, app: ASGIApp, limiter: BurstLimiter) -> None:
         self._app, self._limiter = app, limiter
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].endswith(_BULK):
             await self._limiter.enter()
         await self._app(scope, receive, send)
@@ -141,25 +143,26 @@ class Endpoints:
     """Makes routes out of handlers.
 
     Args:
-        identify: The owner of an API key. Raises Unauthenticated.
+        identify: Who shows an API key. Raises Unauthenticated.
         prefix: In front of every path.
         memory: Bytes for what bodies bring, while their requests are answered.
         patience_s: Seconds that a body may take to begin.
     """
 
-    def __init__(self, identify: Callable[[str | None], str], prefix: str, memory: Quota, patience_s: float) -> None:
+    def __init__(self, identify: Callable[[str | None], Caller], prefix: str, memory: Quota, patience_s: float) -> None:
         self._identify, self._prefix = identify, prefix
         self._memory, self._patience_s = memory, patience_s
 
-    def route(self, method: str, path: str, handler: Handler) -> Route:
-        """A route whose caller must have a key."""
+    def route(self, method: str, path: str, handler: Handler, scope: Scope) -> Route:
+        """A route whose caller must have a key of this scope."""
 
         async def handle(request: Request) -> Response:
             # Before the first byte of the body is read.
-            owner = self._identify(request.headers.get("x-api-key"))
-            with self._memory.holding(owner) as memory:
+            caller = self._identify(request.headers.get("x-api-key"))
+            caller.require(scope, f"{method} {path}")
+            with self._memory.holding(caller.owner) as memory:
                 request.state.incoming = Incoming(memory, self._patience_s)
-                return await handler(request, owner)
+                return await handler(request, caller.owner)
 
         return self.keyless_route(method, path, handle)
 

@@ -21,6 +21,7 @@ from gateway.http.model_inputs import ModelInput, input_from_json
 from gateway.http.request_body import INT64_MAX, Body, Number, parse_json, parse_loosely, read
 from gateway.sampling.sample_wire import TensorData, experts_of_sequence, table_from_json
 from gateway.sampling.sampling_sessions import Sampling
+from gateway.scopes import Scope
 
 _INT32_MAX = 2**31 - 1
 _ELEMENTS_PER_POSITION = 4
@@ -124,12 +125,12 @@ class SamplingRoutes:
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         return [
-            endpoints.route("POST", "retrieve_futures", self.retrieve_many),
-            endpoints.route("POST", "create_sampling_session", self.open),
-            endpoints.route("POST", "join_sampling_session", self.join),
-            endpoints.route("GET", "samplers/{sampling_session_id}", self.get),
-            endpoints.route("POST", "asample", self.sample),
-            endpoints.route("GET", "routed_experts/{sequence_id}", self.get_experts),
+            endpoints.route("POST", "retrieve_futures", self.retrieve_many, Scope.SAMPLE),
+            endpoints.route("POST", "create_sampling_session", self.open, Scope.SAMPLE),
+            endpoints.route("POST", "join_sampling_session", self.join, Scope.SAMPLE),
+            endpoints.route("GET", "samplers/{sampling_session_id}", self.get, Scope.READ),
+            endpoints.route("POST", "asample", self.sample, Scope.SAMPLE),
+            endpoints.route("GET", "routed_experts/{sequence_id}", self.get_experts, Scope.READ),
         ]
 
     async def open(self, request: Request, owner: str) -> Response:

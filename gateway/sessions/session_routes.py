@@ -10,6 +10,7 @@ from starlette.routing import Route
 from fovea.wire.errors import Unimplemented
 from gateway.http.endpoint import Endpoints, Json, paging
 from gateway.http.request_body import Body, parse_json, read
+from gateway.scopes import Scope
 from gateway.sessions.sessions import Sessions
 
 _MOST_SESSIONS = 200
@@ -55,11 +56,11 @@ class SessionRoutes:
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         return [
-            endpoints.route("POST", "create_session", self.create),
-            endpoints.route("POST", "session_heartbeat", self.heartbeat),
-            endpoints.route("POST", "sessions/{session_id}/finish", self.finish),
-            endpoints.route("GET", "sessions", self.page),
-            endpoints.route("GET", "sessions/{session_id}", self.get),
+            endpoints.route("POST", "create_session", self.create, Scope.READ),
+            endpoints.route("POST", "session_heartbeat", self.heartbeat, Scope.READ),
+            endpoints.route("POST", "sessions/{session_id}/finish", self.finish, Scope.READ),
+            endpoints.route("GET", "sessions", self.page, Scope.READ),
+            endpoints.route("GET", "sessions/{session_id}", self.get, Scope.READ),
         ]
 
     async def create(self, request: Request, owner: str) -> Response:

@@ -19,6 +19,7 @@ from gateway.database.database import Database
 from gateway.database.schema import models, sampling_sessions, sessions
 from gateway.database.sql_engine import insert_new
 from gateway.quotas import Quota
+from gateway.scopes import CALLER, Scope
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +123,13 @@ class Sessions:
         return session
 
     async def finish(self, owner: str, session_id: str, reason: str, detail: str | None) -> None:
-        """Ends a session. The first reason stays."""
-        await self._end(await self.get(owner, session_id), reason, detail)
+        """Ends a session. The first reason stays. Raises PermissionDenied for what the key could not make."""
+        session = await self.get(owner, session_id)
+        model_ids, sampling_ids = await self.contents(session)
+        if model_ids or sampling_ids:
+            needed = Scope.TRAIN if model_ids else Scope.SAMPLE
+            CALLER.get().require(needed, f"ending a session with {'models' if model_ids else 'samples'}")
+        await self._end(session, reason, detail)
 
     async def page(self, owner: str, limit: int, offset: int) -> list[str]:
         """Ids of the caller's sessions, newest first."""

@@ -27,6 +27,7 @@ from gateway.http.request_body import (
     read,
 )
 from gateway.sampling.sampling_sessions import Sampling
+from gateway.scopes import Scope
 from gateway.settings import GatewaySettings
 from gateway.training import training_wire as wire
 from gateway.training.batches import BATCH_KINDS
@@ -59,7 +60,6 @@ class TrainingRoutes:
     def routes(self, endpoints: Endpoints) -> list[Route]:
         handlers = {
             "create_model": self.create_model,
-            "get_info": self.get_info,
             "forward_backward": self.forward_backward,
             "optim_step": self.optim_step,
             "save_weights": self.save_weights,
@@ -68,7 +68,10 @@ class TrainingRoutes:
             "save_weights_external": self.save_weights_external,
             "create_custom_loss": self.create_custom_loss,
         }
-        return [endpoints.route("POST", path, handler) for path, handler in handlers.items()]
+        return [
+            endpoints.route("POST", "get_info", self.get_info, Scope.READ),
+            *(endpoints.route("POST", path, handler, Scope.TRAIN) for path, handler in handlers.items()),
+        ]
 
     async def create_model(self, request: Request, owner: str) -> Response:
         """Submits a fresh model."""

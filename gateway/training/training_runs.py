@@ -13,6 +13,7 @@ from gateway.checkpoints.checkpoint_routes import checkpoint_json, iso_time
 from gateway.database.database import Database
 from gateway.http.endpoint import Endpoints, Json, check_query, paging
 from gateway.http.request_body import Body, ModelNumber, parse_json, read
+from gateway.scopes import Scope
 from gateway.training.copies import Copies
 from gateway.training.models import Model, ModelState, get_row, rows_of_owner
 
@@ -73,10 +74,10 @@ class TrainingRunRoutes:
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         return [
-            endpoints.route("GET", "training_runs", self.page),
-            endpoints.route("GET", "training_runs/{run}", self.get),
-            endpoints.route("GET", "training_runs/{run}/checkpoints", self.checkpoints),
-            endpoints.route("POST", "copy_weights", self.copy),
+            endpoints.route("GET", "training_runs", self.page, Scope.READ),
+            endpoints.route("GET", "training_runs/{run}", self.get, Scope.READ),
+            endpoints.route("GET", "training_runs/{run}/checkpoints", self.checkpoints, Scope.READ),
+            endpoints.route("POST", "copy_weights", self.copy, Scope.TRAIN),
         ]
 
     async def page(self, request: Request, owner: str) -> Response:

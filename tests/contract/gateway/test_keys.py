@@ -8,10 +8,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+import tinker
 
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
 from gateway.database.database import Database
 from tests.contract.gateway.conftest import KEY, Stand, running
+from tests.contract.gateway.fakes import MODEL
 from tests.waiting import eventually
 
 OTHER_KEY = "tml-other"
@@ -165,3 +167,50 @@ def _make(database: Path) -> None:
         await opened.close()
 
     asyncio.run(make())
+
+
+async def test_an_administrator_makes_expires_and_revokes_keys_over_rest(stand: Stand) -> None:
+    admin = (await command(stand, "create", "--owner", "root", "--scope", "admin")).strip()
+
+    async def is_let_in() -> bool:
+        return isinstance(await sessions(stand, admin), list)
+
+    await eventually(is_let_in)
+    async with stand.http(admin) as http:
+        made = (await http.post("keys", json={"owner": "alice", "scope": "read", "name": "board"})).json()
+        key_id = made["key"]["key_id"]
+        assert await sessions(stand, made["text"]) == [], "valid at once"
+        await http.put(f"keys/{key_id}/expiry", json={"expires_at": 1.0})
+        assert await sessions(stand, made["text"]) == "this API key has expired"
+        await http.put(f"keys/{key_id}/expiry", json={"expires_at": None})
+        assert await sessions(stand, made["text"]) == []
+        assert (await http.delete(f"keys/{key_id}")).json()["key"]["problem"] == "has been revoked"
+        assert await sessions(stand, made["text"]) == "this API key has been revoked"
+        listed = (await http.get("keys")).json()["keys"]
+        assert [key["owner"] for key in listed if key["problem"] == ""] == [listed[0]["owner"], "root"]
+        assert not any(made["text"] in str(key) for key in listed)
+        for body, field in (({"owner": "a b"}, "owner"), ({"owner": "a", "scope": "all"}, "scope")):
+            refused = await http.post("keys", json=body)
+            assert (refused.status_code, refused.json()["field"]) == (400, field)
+        assert (await http.delete("keys/none")).status_code == 404
+
+
+async def test_a_key_of_a_narrow_scope_is_refused_in_words_that_the_sdk_prints(stand: Stand) -> None:
+    key = (await command(stand, "create", "--owner", "alice", "--scope", "read")).strip()
+
+    async def is_let_in() -> bool:
+        return isinstance(await sessions(stand, key), list)
+
+    await eventually(is_let_in)
+
+    def use(client: tinker.ServiceClient) -> None:
+        client.create_lora_training_client(base_model=MODEL, rank=8).result()
+
+    with pytest.raises(tinker.PermissionDeniedError, match="has scope read, and POST create_model needs train"):
+        await stand.sdk(use, key)
+    await command(stand, "expire", (await rows(stand))["alice"][0], "--days", "1e-6")
+
+    async def is_expired() -> bool:
+        return await sessions(stand, key) == "this API key has expired"
+
+    await eventually(is_expired)

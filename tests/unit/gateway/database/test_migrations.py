@@ -16,7 +16,12 @@ from gateway.database.database import Database
 from gateway.database.sql_engine import make_engine, parse_url
 
 _BACK = {
-    4: ["DROP TABLE alembic_version"],
+    4: [
+        "DROP TABLE alembic_version",
+        "ALTER TABLE keys DROP COLUMN scope",
+        "ALTER TABLE futures DROP COLUMN key_id",
+        "ALTER TABLE futures DROP COLUMN token_count",
+    ],
     3: ["ALTER TABLE models DROP COLUMN is_accumulating"],
     2: [
         "DROP TABLE keys",
