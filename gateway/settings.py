@@ -65,7 +65,7 @@ class GatewaySettings(ServiceSettings):
         16_384,
         gt=0,
         description="REST connections at once, and at most half of the files that the process may open: above that, a"
-        " new one takes the place of the one that has been idle for longest. Also gRPC connections at once, at most a"
+        " new one takes the place of one of the address that has most. Also gRPC connections at once, at most a"
         " quarter of those files: above that, new ones are closed.",
     )
     poll_hold_s: float = Field(

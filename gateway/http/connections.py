@@ -5,8 +5,10 @@ are let in by their key before a byte of their body is read, so whoever is not i
 """
 
 import asyncio
+import ipaddress
 import logging
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -49,11 +51,24 @@ logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
 
+@dataclass
+class Client:
+    """The connections of one address, those that have been in their state for longest first."""
+
+    idle: dict["Connection", None] = field(default_factory=dict)
+    busy: dict["Connection", None] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.idle) + len(self.busy)
+
+
 class Connections:
     """All connections of one server.
 
-    Above `most`, each new one takes the place of the one that has been idle for longest; if none is idle, it may only
-    ask for our health.
+    Above `most`, each new one takes the place of an idle one: the one that has been so for longest, of the client that
+    has most, or else of anybody. If none is idle, the client that has most gives up the oldest request for a client
+    that has less than half as many (requests may be repeated, and are); if there is no such client, the new one may
+    only ask for our health.
 
     Args:
         most: How many may be open at once.
@@ -62,25 +77,67 @@ class Connections:
 
     def __init__(self, most: int, timeout_s: float) -> None:
         self.most, self.timeout_s = most, timeout_s
-        self.open: set[Connection] = set()
-        self.idle: OrderedDict[Connection, None] = OrderedDict()
+        self._count = 0
+        self._clients: dict[str, Client] = {}
 
     def admit(self, connection: "Connection") -> bool:
         """Counts a new connection, and makes room for it; returns whether it is in the reserve."""
-        self.open.add(connection)
-        if len(self.open) > self.most and self.idle:
-            oldest, _ = self.idle.popitem(last=False)
-            oldest.drop(f"{self.most} connections are open")
-        is_in_reserve = len(self.open) > self.most
-        if len(self.open) > self.most + RESERVE:
+        own = self._clients.setdefault(connection.client_address, Client())
+        own.idle[connection] = None
+        self._count += 1
+        if self._count <= self.most:
+            return False
+        if victim := self._victim(connection, own):
+            victim.drop(f"{self.most} connections are open, most of them of {victim.client_address}")
+        is_in_reserve = self._count > self.most
+        if self._count > self.most + RESERVE:
             connection.drop(f"{self.most} connections are at work")
-        else:
-            self.idle[connection] = None
         return is_in_reserve
 
     def leave(self, connection: "Connection") -> None:
-        self.open.discard(connection)
-        self.idle.pop(connection, None)
+        client = self._clients.get(connection.client_address)
+        if client is None or (connection not in client.idle and connection not in client.busy):
+            return
+        client.idle.pop(connection, None)
+        client.busy.pop(connection, None)
+        self._count -= 1
+        if not len(client):
+            del self._clients[connection.client_address]
+
+    def set_busy(self, connection: "Connection", busy: bool) -> None:
+        """Notes that a request begins, or has been answered."""
+        client = self._clients.get(connection.client_address)
+        if client is None:
+            return
+        before, after = (client.idle, client.busy) if busy else (client.busy, client.idle)
+        if connection in before:
+            del before[connection]
+            after[connection] = None
+
+    def is_idle(self, connection: "Connection") -> bool:
+        """Whether it is open and has no request in progress."""
+        client = self._clients.get(connection.client_address)
+        return client is not None and connection in client.idle
+
+    def _victim(self, new: "Connection", own: Client) -> "Connection | None":
+        """Who makes room; None if nobody does."""
+        with_idle = (client for client in self._clients.values() if len(client.idle) > (new in client.idle))
+        if client := max(with_idle, key=len, default=None):
+            return next(connection for connection in client.idle if connection is not new)
+        most = max(self._clients.values(), key=len)
+        return next(iter(most.busy), None) if len(most) > 2 * len(own) else None
+
+
+def client_of(peer: tuple[str, int] | None) -> str:
+    """Whose connection it is: an address, or the /64 of IPv6, which one machine may have for itself."""
+    if peer is None:
+        return ""
+    address = ipaddress.ip_address(peer[0].partition("%")[0])
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 class Connection(HttpToolsProtocol):
@@ -90,6 +147,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **keywords)
         self.logger = logger  # uvicorn's own says each bad request
         self._all = connections
+        self.client_address = ""
         self._unread_bytes = 0  # since something of a body came, which the application bounds
         self._timer: asyncio.TimerHandle | None = None
         self._is_whole = True
@@ -98,6 +156,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins to wait for the first request."""
         super().connection_made(transport)
+        self.client_address = client_of(self.client)
         self._wait("no request came")
         self._is_in_reserve = self._all.admit(self)
 
@@ -114,7 +173,7 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if self._unread_bytes > MAX_HEAD_BYTES:
             self.drop(f"a head had more than {MAX_HEAD_BYTES} bytes")
-        elif self in self._all.idle and self._timer is None:
+        elif self._timer is None and self._all.is_idle(self):
             self._wait("the head of a request did not come")
 
     def on_message_begin(self) -> None:
@@ -135,7 +194,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError("too many requests at once")
         self._stop_waiting()
         self._unread_bytes = 0
-        self._all.idle.pop(self, None)
+        self._all.set_busy(self, True)
         is_refused = self._is_in_reserve and not self.url.partition(b"?")[0].endswith(_ALIVE)
         self.app = service_unavailable if is_refused else self.config.loaded_app
         super().on_headers_complete()
@@ -157,7 +216,7 @@ class Connection(HttpToolsProtocol):
         """Waits for the next request, or for the rest of a body that was refused."""
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            self._all.idle[self] = None
+            self._all.set_busy(self, False)
             if not self._is_whole:
                 self._wait("the rest of a refused body did not come")
 

@@ -10,6 +10,7 @@ from gateway.http.connections import MAX_HEAD_BYTES, MAX_HEADERS, Seldom
 from tests.contract.gateway.conftest import Stand
 
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+CAPABILITIES = b"GET /api/v1/get_server_capabilities HTTP/1.1\r\nHost: a\r\nX-Api-Key: tml-local\r\n\r\n"
 HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
@@ -118,3 +119,60 @@ async def test_health_is_answered_while_idle_connections_take_all_places(stand: 
         assert await ending(pair) == b"", "those that came first made room"
     for _, other in (*idle, (reader, writer)):
         other.close()
+
+
+WORKING = b"POST /api/v1/create_session HTTP/1.1\r\nHost: a\r\nX-Api-Key: tml-local\r\nContent-Length: 900\r\n\r\n"
+"""A request in progress: the rest of its body is to come."""
+
+
+async def connect_from(stand: Stand, address: str, data: bytes) -> Pair:
+    """The same from another address of this machine."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stand.port, local_addr=(address, 0))
+    writer.write(data)
+    return reader, writer
+
+
+async def test_one_address_with_slow_bodies_in_all_places_leaves_room_for_others(stand: Stand) -> None:
+    await stand.stop()
+    await stand.start(max_connections=20)
+    slow = [await connect(stand, WORKING) for _ in range(60)]
+    await asyncio.sleep(0.3)
+    own = await connect(stand, CAPABILITIES)
+    assert b"503 " in await asyncio.wait_for(own[0].readline(), 20), "its own further ones are told to wait"
+    served = [await connect_from(stand, "127.0.0.2", CAPABILITIES) for _ in range(5)]
+    for reader, _ in served:
+        assert b"200 OK" in await asyncio.wait_for(reader.readline(), 20)
+    for _, writer in (*slow, *served, own):
+        writer.close()
+
+
+async def test_who_has_most_idle_connections_makes_room_first(stand: Stand) -> None:
+    await stand.stop()
+    await stand.start(max_connections=20)
+    early = [await connect_from(stand, "127.0.0.2", CAPABILITIES) for _ in range(3)]
+    for reader, _ in early:
+        assert b"200 OK" in await asyncio.wait_for(reader.readline(), 20)
+    idle = [await connect(stand) for _ in range(60)]
+    for pair in idle[:40]:
+        assert await ending(pair) == b""
+    for _, writer in early:
+        assert not writer.transport.is_closing()
+        writer.write(CAPABILITIES)
+    for reader, _ in early:
+        assert await asyncio.wait_for(reader.readuntil(b"200 OK"), 20)
+    for _, other in (*early, *idle):
+        other.close()
+
+
+@pytest.mark.parametrize(
+    ("peer", "client"),
+    [
+        (("10.1.2.3", 5), "10.1.2.3"),
+        (("::ffff:10.1.2.3", 5), "10.1.2.3"),
+        (("2001:db8:1:2:3:4:5:6", 5), "2001:db8:1:2::/64"),
+        (("fe80::1%eth0", 5), "fe80::/64"),
+        (None, ""),
+    ],
+)
+def test_whose_connection_it_is(peer: tuple[str, int] | None, client: str) -> None:
+    assert connections.client_of(peer) == client
