@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
@@ -94,7 +94,7 @@ class Client:
         self.sampling_id = (await connection.ok("create_sampling_session", body))["sampling_session_id"]
         return session_id
 
-    async def submit(self, first: int) -> None:
+    async def submit(self, first: int, connections: int = _SUBMITTERS) -> None:
         """Submits all samples."""
         numbers = iter(range(first, first + self.count))
 
@@ -108,7 +108,7 @@ class Client:
                 }
                 self.pending.append((await connection.ok("asample", body))["request_id"])
 
-        await asyncio.gather(*(work(self.connect()) for _ in range(_SUBMITTERS)))
+        await asyncio.gather(*(work(self.connect()) for _ in range(connections)))
 
     async def fetch(self, connection: Connection, request_id: str) -> None:
         """Polls one future to its end."""
@@ -221,9 +221,14 @@ async def _serve_fakes(pipe: Pipe) -> None:
 
 
 @asynccontextmanager
-async def gateway(pipe: Pipe, profile: str) -> AsyncIterator[tuple[int, psutil.Process]]:
-    """A gateway process and its port."""
-    renderer, sampler, trainer = await asyncio.to_thread(pipe.recv)
+async def gateway(fakes: Sequence[str], command: Sequence[str]) -> AsyncIterator[tuple[int, psutil.Process]]:
+    """A gateway process and its port.
+
+    Args:
+        fakes: Addresses of renderer, sampler and trainer.
+        command: What Python is to run, such as `-m gateway`.
+    """
+    renderer, sampler, trainer = fakes
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -233,8 +238,7 @@ async def gateway(pipe: Pipe, profile: str) -> AsyncIterator[tuple[int, psutil.P
             "trainer": trainer, "port": port, "state-dir": folder, "log-level": "WARNING",
         }  # fmt: skip
         arguments = [f"--{name}={value}" for name, value in flags.items()]
-        profiler = ["-m", "cProfile", "-o", profile] if profile else []
-        process = await asyncio.create_subprocess_exec(sys.executable, *profiler, "-m", "gateway", *arguments)
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, *arguments)
         try:
             await _until_up(port)
             yield port, psutil.Process(process.pid)
@@ -289,7 +293,9 @@ def _cpu_s(process: psutil.Process) -> float:
 
 async def run(options: argparse.Namespace, fakes: Pipe, probing: Pipe) -> None:
     """Measures and prints."""
-    async with gateway(fakes, options.profile) as (port, process):
+    profiler = ["-m", "cProfile", "-o", options.profile] if options.profile else []
+    addresses = await asyncio.to_thread(fakes.recv)
+    async with gateway(addresses, [*profiler, "-m", "gateway"]) as (port, process):
         for together in (False, True):
             found = [
                 await measure(port, process, fakes, probing, options.polls, options.window, together)

@@ -27,8 +27,12 @@ def sync_folder(files: Any, path: str) -> None:
 
 def sync_place(files: Any, path: str) -> None:
     """Has the disk keep the name of a file or folder, and that of every folder above."""
-    if not isinstance(files, LocalFileSystem):
-        return
+    if isinstance(files, LocalFileSystem):
+        sync_name(path)
+
+
+def sync_name(path: str) -> None:
+    """The same for an absolute path on this machine."""
     while not os.path.ismount(path):
         path = os.path.dirname(path)
         _sync_names(path)

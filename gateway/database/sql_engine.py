@@ -9,6 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from fovea.runtime.durable import sync_name
 from fovea.wire.errors import InvalidInput, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ def _make_private(file: Path) -> None:
     for each in (file, *(Path(f"{file}-{suffix}") for suffix in ("wal", "shm"))):
         with suppress(FileNotFoundError, PermissionError):
             each.chmod(0o600)
+    sync_name(str(file.absolute()))  # SQLite syncs the folder that its files are in, none above
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:

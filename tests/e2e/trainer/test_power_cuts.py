@@ -1,0 +1,279 @@
+"""A power cut at any moment: whatever a client was told is there afterwards, and every named checkpoint is whole.
+
+A real gateway and a real trainer work for a client while all that they do to the disk is recorded. Then the disk is
+made as it may be after a cut, 200 times, and looked at.
+"""
+
+import random
+import re
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyrage  # type: ignore[import-untyped]
+import pytest
+
+import tinyvlm
+from fovea.wire.conventions import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
+from tests.contract.gateway.conftest import Stand
+from tests.contract.gateway.requests import Rest
+from tests.contract.gateway.test_process import Process
+from tests.e2e.trainer.trainer_process import TrainerProcess
+from tests.power.recording import Disk, Event, Kind, Recording, build, write_files
+
+CUTS = 200
+_CHECKPOINT = re.compile(r"state/checkpoints/[^/]+/[^/]+/[^/]+")
+_UNFINISHED = re.compile(re.escape(STAGING_SUFFIX) + "|" + re.escape(REPLACED_SUFFIX) + "|" + re.escape(PLAIN_SUFFIX))
+_DATABASE = "state/gateway.db"
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the recorder needs a C compiler")
+
+
+class Told:
+    """A client that notes in the record what it is told, when it is told."""
+
+    def __init__(self, rest: Rest, recording: Recording) -> None:
+        self._rest, self._recording, self._seq_id = rest, recording, 0
+        self.model_id = ""
+
+    async def create(self, number: int, lora: dict[str, object]) -> None:
+        """A model, whose commands come next."""
+        self._seq_id = 0
+        body = {"session_id": self._rest.session_id, "model_seq_id": number, "base_model": "fovea/fake-vl"}
+        self.model_id = str(
+            (await self._wait(await self._rest.ok("create_model", **body, lora_config=lora)))["model_id"]
+        )
+
+    async def run(self, route: str, **body: object) -> dict[str, object]:
+        """A command's result."""
+        self._seq_id += 1
+        return await self._wait(await self._rest.ok(route, model_id=self.model_id, seq_id=self._seq_id, **body))
+
+    async def train(self) -> None:
+        """A loss and a step."""
+        self._seq_id += 1
+        await self._wait((await self._rest.forward_backward(self.model_id, self._seq_id)).json())
+        await self.run("optim_step", adam_params={"learning_rate": 1e-3})
+
+    async def copy(self, path: object, number: int) -> None:
+        """A copy of a checkpoint."""
+        body = {"source_path": path, "session_id": self._rest.session_id, "model_seq_id": number}
+        copied = await self._rest.ok("copy_weights", **body)
+        self._recording.mark(named=copied["tinker_path"])
+
+    async def delete(self, path: str) -> None:
+        """Deletes a checkpoint."""
+        self._recording.mark(given_up=path)
+        run, _, rest = path.removeprefix("tinker://").partition("/")
+        (await self._rest.http.delete(f"training_runs/{run}/checkpoints/{rest}")).raise_for_status()
+
+    async def _wait(self, accepted: dict[str, object]) -> dict[str, object]:
+        request_id = str(accepted["request_id"])
+        self._recording.mark(accepted=request_id)
+        answer = await self._rest.result(request_id)
+        assert "error" not in answer, answer
+        self._recording.mark(answered=request_id)
+        if "path" in answer:
+            self._recording.mark(named=answer["path"])
+        return answer
+
+
+async def work(told: Told) -> None:
+    """Everything that is kept: states, weights to sample from, exports, copies; saved over, deleted, loaded."""
+    await told.create(0, {"rank": 4})
+    await told.train()
+    first = await told.run("save_weights", path="a")
+    await told.run("save_weights_for_sampler", path="s")
+    await told.train()
+    await told.run("save_weights", path="a", overwrite=True)
+    await told.copy(first["path"], 1)
+    await told.run("save_weights_external", path="plain")
+    recipient = str(pyrage.x25519.Identity.generate().to_public())
+    await told.run("save_weights_external", path="secret", age_encryption_recipients=[recipient])
+    await told.delete(f"tinker://{told.model_id}/sampler_weights/s")
+    await told.run("load_weights", path=first["path"], optimizer=True)
+
+
+async def work_on_all(told: Told) -> None:
+    """The same for all parameters, which ranks write together."""
+    await told.create(0, {"rank": 0})
+    await told.train()
+    saved = await told.run("save_weights", path="full")
+    await told.run("save_weights_for_sampler", path="full")
+    await told.run("load_weights", path=saved["path"], optimizer=True)
+
+
+@dataclass
+class Recorded:
+    """What happened, and the inode of the folder in which it did."""
+
+    events: list[Event]
+    root: Path
+
+    def disk(self) -> Disk:
+        """Before anything happened."""
+        disk = Disk()
+        disk.sees_root(self.root.stat().st_ino)
+        return disk
+
+
+@pytest.fixture(scope="module")
+async def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """One recording for all tests here."""
+    folder = tmp_path_factory.mktemp("power")
+    root = folder / "disk"
+    root.mkdir()
+    (folder / "logs").mkdir()
+    recording = Recording(build(folder), root, folder / "record")
+    stand = Stand(root / "state")
+    await stand.start_fakes()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in recording.environment.items():
+            patch.setenv(name, value)
+        trainer = TrainerProcess(tinyvlm.ensure("qwen3"), folder / "logs" / "trainer.log")
+        gateway = Process(stand)
+        async with await trainer.ready():
+            process = await gateway.start(trainer=trainer.address)
+    try:
+        async with gateway.http() as http:
+            for each in (work, work_on_all):
+                rest = Rest(http)
+                await rest.open_session()
+                await each(Told(rest, recording))
+                await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
+    finally:
+        process.terminate()
+        await process.wait()
+        ended = trainer.stop()
+        await stand.stop_fakes()
+    assert (process.returncode, ended) == (0, 0)
+    return Recorded(recording.events(), root)
+
+
+def test_the_record_has_all_that_was_done(recorded: Recorded) -> None:
+    disk = recorded.disk()
+    for event in recorded.events:
+        disk.do(event)
+    there = {str(path.relative_to(recorded.root)): path for path in recorded.root.rglob("*") if path.is_file()}
+    found = disk.files()
+    assert sorted(found) == sorted(there)
+    # SQLite maps its index of the log into memory, and makes it anew after a crash.
+    assert [name for name in found if found[name] != there[name].read_bytes() and not name.endswith("-shm")] == []
+
+
+def test_after_200_cuts_every_named_checkpoint_is_whole_and_every_answer_is_there(
+    recorded: Recorded, tmp_path: Path
+) -> None:
+    assert list(problems(recorded, tmp_path)) == []
+
+
+@pytest.mark.parametrize(("unsynced", "lost"), [("state/checkpoints/", "is not whole"), (_DATABASE, "database|gone")])
+def test_without_syncs_the_same_look_finds_what_is_lost(
+    recorded: Recorded, tmp_path: Path, unsynced: str, lost: str
+) -> None:
+    assert re.search(lost, next(problems(recorded, tmp_path, unsynced), ""))
+
+
+def problems(recorded: Recorded, scratch: Path, unsynced: str = "-") -> Iterator[str]:
+    """What is wrong after cuts at random moments.
+
+    Args:
+        unsynced: What the paths begin with whose syncs are taken for none.
+    """
+    ignored = {event.inode for event in recorded.events if event.path.startswith(unsynced)}
+    chance = random.Random(16)
+    moments = sorted(chance.randrange(len(recorded.events)) for _ in range(CUTS))
+    whole = whole_checkpoints(recorded)
+    answers = last_answers(recorded.root)
+    disk, promises, done = recorded.disk(), Promises(), 0
+    for number, moment in enumerate(moments):
+        for event in recorded.events[done:moment]:
+            disk.do(event, does_sync=event.inode not in ignored)
+            promises.note(event)
+        done = moment
+        folder = scratch / str(number)
+        files = disk.cut(random.Random(number))
+        write_files(files, folder, _DATABASE)
+        for problem in promises.broken(folder / _DATABASE, files, whole, answers, str(recorded.root)):
+            yield f"cut {number} before event {moment}: {problem}"
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def whole_checkpoints(recorded: Recorded) -> dict[str, dict[str, bytes]]:
+    """The files of each checkpoint's folder, as they were when it was put in place, or at the end."""
+    disk, found = recorded.disk(), dict[str, dict[str, bytes]]()
+    for event in recorded.events:
+        disk.do(event)
+        place = event.data.decode() if event.kind is Kind.RENAME else ""
+        if _CHECKPOINT.fullmatch(place) and not _UNFINISHED.search(place):
+            found[place] = below(disk.files(), place)
+    final = disk.files()
+    for path in final:
+        if place := _CHECKPOINT.match(path):
+            found[place[0]] = below(final, place[0])
+    return found
+
+
+def below(files: dict[str, bytes], folder: str) -> dict[str, bytes]:
+    """The files of a folder."""
+    return {path: data for path, data in files.items() if path.startswith(f"{folder}/")}
+
+
+def last_answers(root: Path) -> dict[str, bytes]:
+    """The results of all futures, as they were kept."""
+    with sqlite3.connect(root / _DATABASE) as connection:
+        return dict(connection.execute("SELECT future_id, result FROM future_results"))
+
+
+class Promises:
+    """What clients have been told so far."""
+
+    def __init__(self) -> None:
+        self._accepted: set[str] = set()
+        self._answered: set[str] = set()
+        self._named: set[str] = set()
+
+    def note(self, event: Event) -> None:
+        """Takes up what a mark says."""
+        if event.kind is Kind.MARK:
+            told = event.told()
+            self._accepted |= {told[name] for name in ("accepted",) if name in told}
+            self._answered |= {told[name] for name in ("answered",) if name in told}
+            self._named |= {told[name] for name in ("named",) if name in told}
+            self._named -= {told.get("given_up", "")}
+
+    def broken(
+        self, database: Path, files: dict[str, bytes], whole: dict[str, dict[str, bytes]], answers: dict[str, bytes],
+        root: str,
+    ) -> Iterator[str]:  # fmt: skip
+        """Which of them a disk does not keep."""
+        if not database.exists():
+            if self._accepted:
+                yield "the database is gone"
+            return
+        connection = sqlite3.connect(database)
+        try:
+            damage = connection.execute("PRAGMA integrity_check").fetchone()[0]
+            if damage != "ok":
+                yield f"the database is damaged: {damage}"
+            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
+                if self._accepted:
+                    yield "the tables are gone"
+                return
+            futures = {row[0] for row in connection.execute("SELECT future_id FROM futures")}
+            yield from (f"{one} was accepted and is gone" for one in self._accepted - futures)
+            kept = dict(connection.execute("SELECT future_id, result FROM future_results"))
+            yield from (f"the answer to {one} is gone" for one in self._answered if kept.get(one) != answers[one])
+            checkpoints = dict(connection.execute("SELECT path, uri FROM checkpoints"))
+        except sqlite3.DatabaseError as error:
+            yield f"the database cannot be read: {error}"
+            return
+        finally:
+            connection.close()
+        yield from (f"{path} was saved and is gone" for path in self._named - set(checkpoints))
+        for path, uri in checkpoints.items():
+            place = uri.removeprefix("file://").removeprefix(f"{root}/")
+            if not whole.get(place) or below(files, place) != whole[place]:
+                yield f"{path} is not whole"
