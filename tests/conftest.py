@@ -41,6 +41,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 
 
+gc.disable()  # a third of the collection of tests went into collections of garbage, of which it makes none
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected, of what tests make alone."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     """What a test draws is the same in every run, whichever tests run before it."""

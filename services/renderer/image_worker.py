@@ -13,16 +13,18 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
-from PIL import Image
+from fovea.runtime.children import importing, leave
 
-from fovea.runtime.children import leave
-from fovea.wire.features import tensors_sha256
-from services.renderer import pixels
-from services.renderer.chunk_errors import InvalidChunk
-from services.renderer.image_header import ImageHeader
-from services.renderer.image_processor import ImageProcessor, open_processor
-from services.renderer.worker_protocol import Done, Failed, Invalid, Job, Ready, SharedMemory, send
+with importing():
+    import torch
+    from PIL import Image
+
+    from fovea.wire.features import tensors_sha256
+    from services.renderer import pixels
+    from services.renderer.chunk_errors import InvalidChunk
+    from services.renderer.image_header import ImageHeader
+    from services.renderer.image_processor import ImageProcessor, open_processor
+    from services.renderer.worker_protocol import Done, Failed, Invalid, Job, Ready, SharedMemory, send
 
 WARM_UP_SIZE = (320, 240)
 

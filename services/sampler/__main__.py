@@ -10,7 +10,7 @@ def main() -> None:
     from services.sampler.settings import SamplerSettings
 
     settings = SamplerSettings.from_command_line("services.sampler")
-    from fovea.runtime.children import leave
+    from fovea.runtime.children import importing, leave
     from fovea.runtime.logs import configure
 
     configure("sampler", settings.log_level)
@@ -21,8 +21,9 @@ def main() -> None:
     try:
         vllm_launch.check_model(settings.model)
         vllm_launch.context(settings)
-        capacity = vllm_launch.measure_adapter_capacity(settings)
-        config = vllm_launch.engine_config(settings, capacity)
+        with importing():
+            capacity = vllm_launch.measure_adapter_capacity(settings)
+            config = vllm_launch.engine_config(settings, capacity)
     except (OSError, ValueError) as error:
         raise SystemExit(f"services.sampler: {error}") from None
     llm = vllm_launch.launch(config)

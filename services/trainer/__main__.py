@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 
-from fovea.runtime.children import die_with_parent
+from fovea.runtime.children import die_with_parent, importing
 from services.trainer.ranks.rank_launcher import RankEnvironment, check_checkpoint, launch
 from services.trainer.settings import TrainerSettings
 
@@ -24,7 +24,8 @@ def main() -> None:
     logs.configure("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)
     logging.getLogger("torch").setLevel("WARNING")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from services.trainer.trainer_process import follower_process, leader_process
+    with importing():
+        from services.trainer.trainer_process import follower_process, leader_process
 
     leader_process(settings, rank_env) if rank_env.rank == 0 else follower_process(settings, rank_env)
 

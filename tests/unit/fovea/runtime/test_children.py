@@ -1,8 +1,12 @@
-"""A child that was told to ends with its parent, however that ends."""
+"""A child that was told to ends with its parent, however that ends; what it imports is not collected."""
 
+import gc
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+
+from fovea.runtime.children import importing
 
 _CHILD = """
 import os, time
@@ -30,3 +34,13 @@ def test_a_child_whose_parent_has_died_already_ends_at_once() -> None:
     code = "from fovea.runtime.children import die_with_parent; die_with_parent(1 << 22); print('lives')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_nothing_is_collected_while_importing() -> None:
+    """Nor is what was imported looked at later."""
+    before = gc.get_freeze_count()
+    with suppress(ImportError), importing():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > before
