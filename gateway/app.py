@@ -20,8 +20,9 @@ from fovea.wire.errors import SessionEnded
 from gateway.api import build_api
 from gateway.grpc_front.admin_servicer import AdminServicer
 from gateway.grpc_front.auth_interceptor import AuthInterceptor
+from gateway.grpc_front.call_bounds import BoundedMessages, channel_limits
 from gateway.grpc_front.field_names import named
-from gateway.grpc_front.gateway_servicer import GatewayServicer, channel_limits
+from gateway.grpc_front.gateway_servicer import GatewayServicer
 from gateway.http.connections import Connection, Connections
 from gateway.parts import Parts
 from gateway.sessions.sessions import Session
@@ -48,7 +49,7 @@ class Gateway:
         self._background = BackgroundTasks()
         self.grpc = ServiceServer(
             settings.model_copy(update={"port": settings.grpc_port}), [ADMIN_SERVICE, GATEWAY_SERVICE],
-            begins_traces=True, as_told=named, options=channel_limits(settings),
+            begins_traces=True, as_told=named, options=channel_limits(settings), bounds=[BoundedMessages()],
         )  # fmt: skip
         auth = AuthInterceptor(self.parts.keys, self._ready)
         self.grpc.grpc.add_generic_rpc_handlers((auth,))

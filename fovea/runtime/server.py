@@ -49,6 +49,7 @@ class ServiceServer:
         begins_traces: Whether calls that bring no trace begin one: at the door of the platform, nowhere behind it.
         as_told: Makes of each error what the caller is told.
         options: Of gRPC's core, over `SERVER_OPTIONS`.
+        bounds: Interceptors between ours and the servicers: FoveaErrors of theirs become statuses.
 
     Add servicers to `grpc` before `start`. Health is NOT_SERVING until `set_serving(True)`.
     """
@@ -60,13 +61,14 @@ class ServiceServer:
         begins_traces: bool = False,
         as_told: Callable[[FoveaError], FoveaError] = lambda error: error,
         options: Mapping[str, int] = MappingProxyType({}),
+        bounds: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self._settings = settings
         self._names = ["", *service_names]
         self._stop = asyncio.Event()
         self._serving = False
         self._metrics_port: int | None = None
-        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(begins_traces, as_told)]
+        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(begins_traces, as_told), *bounds]
         if settings.internal and (secret := service_secret()):
             interceptors.insert(0, SecretInterceptor(secret))
         self.grpc = grpc.aio.server(

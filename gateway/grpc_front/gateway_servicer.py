@@ -8,57 +8,19 @@ from typing import Any
 import grpc
 
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc, model_input_pb2
-from fovea.runtime.server import open_files
 from fovea.wire.conventions import MAX_IMAGE_BYTES
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
 from gateway.futures.future import Pending, split_messages
+from gateway.grpc_front.call_bounds import CallBudget
 from gateway.grpc_front.field_names import named
 from gateway.grpc_front.uploaded_images import UploadedImages
 from gateway.parts import Parts
-from gateway.quotas import QuotaUse
 from gateway.settings import GatewaySettings
 
 Context = grpc.aio.ServicerContext
 pb = gateway_pb2
 
 _MOST_WAIT_S = 60.0
-_IDLE_MS = 120_000
-_KEEPALIVE_MS = 60_000
-_KEEPALIVE_TIMEOUT_MS = 20_000
-
-
-def channel_limits(settings: GatewaySettings) -> dict[str, int]:
-    """Options of gRPC's core for connections of strangers.
-
-    One without a call is closed after a while: clients of gRPC open another with their next call. One whose machine is
-    gone is found out by pings.
-    """
-    return {
-        "grpc.max_allowed_incoming_connections": min(settings.max_connections, open_files() // 4),
-        "grpc.server_handshake_timeout_ms": int(settings.request_timeout_s * 1000),
-        "grpc.max_connection_idle_ms": _IDLE_MS,
-        "grpc.keepalive_time_ms": _KEEPALIVE_MS,
-        "grpc.keepalive_timeout_ms": _KEEPALIVE_TIMEOUT_MS,
-    }
-
-
-class CallBudget:
-    """How much one call has brought, uploaded images that it names included.
-
-    Args:
-        limit: Bytes that it may bring.
-        memory: What its owner has of the memory for all requests in progress.
-    """
-
-    def __init__(self, limit: int, memory: QuotaUse) -> None:
-        self._limit, self._memory, self._bytes = limit, memory, 0
-
-    def add(self, size_bytes: int) -> None:
-        """Counts more of it. Raises PayloadTooLarge, and ResourceExhausted if others fill the memory."""
-        self._bytes += size_bytes
-        if self._bytes > self._limit:
-            raise PayloadTooLarge(f"the request, its images included, is above {self._limit} bytes in all")
-        self._memory.take(size_bytes)
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
@@ -123,7 +85,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         with self._parts.request_memory.holding(owner) as memory:
             weight = CallBudget(self._settings.max_body_bytes, memory)
             async for record in request_iterator:
-                weight.add(record.ByteSize())
+                weight.add_message(record)
                 if (record.WhichOneof("record") == "header") != (header is None):
                     raise InvalidInput("send one header, first, then the datums", field="record")
                 if header is None:
@@ -186,7 +148,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> AsyncIterator[pb.SampleTokensResponse]:
         owner = self._owner(context)
         with self._parts.request_memory.holding(owner) as memory:
-            self._inline(owner, request.prompt, "prompt", CallBudget(self._settings.max_body_bytes, memory))
+            weight = CallBudget(self._settings.max_body_bytes, memory)
+            weight.add_message(request)
+            self._inline(owner, request.prompt, "prompt", weight)
         async for event in self._parts.sampling.stream(owner, request):
             yield event
 

@@ -31,7 +31,7 @@ PREFIX_BYTES = 4096
 SMALL_BYTES = 256 * 2**10
 """The limit of bodies without prompts, datums or graphs."""
 SMALL_ELEMENTS = 2**14
-_ELEMENT_BYTES = 64
+ELEMENT_BYTES = 64
 _FORWARD_BACKWARD_ELEMENTS = 2**18
 _OFF_LOOP_BYTES = 2**18
 _PIECE_BYTES = 2**20
@@ -123,7 +123,7 @@ async def parse_json(request: Request, kind: type[B], body: bytes, most_elements
     count = check_json_elements(body, most_elements)
     # Text with a wide character has four bytes for each of its characters.
     width = 4 if b"\\u" in body or not body.isascii() else 1
-    request.state.incoming.memory.take(len(body) * width + count * _ELEMENT_BYTES)
+    request.state.incoming.memory.take(len(body) * width + count * ELEMENT_BYTES)
     try:
         decoded: B = await _off_loop(kind.model_validate_json, body)
         return decoded
@@ -164,7 +164,7 @@ async def parse_forward_backward(request: Request, body: bytes) -> tinker_pb2.Fo
     """Decodes a protobuf body. Raises InvalidInput, PayloadTooLarge, ResourceExhausted."""
     kind = tinker_pb2.ForwardBackwardRequest
     count = await _off_loop(check_protobuf_elements, body, kind.DESCRIPTOR, _FORWARD_BACKWARD_ELEMENTS)
-    request.state.incoming.memory.take(len(body) + count * _ELEMENT_BYTES)
+    request.state.incoming.memory.take(len(body) + count * ELEMENT_BYTES)
     try:
         decoded: tinker_pb2.ForwardBackwardRequest = await _off_loop(kind.FromString, body)
         return decoded

@@ -7,12 +7,20 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from fovea.api.v1 import gateway_pb2 as pb
 from fovea.api.v1 import gateway_pb2_grpc, model_input_pb2
 from fovea.wire import tensors
-from fovea.wire.errors import FoveaError, PayloadTooLarge, ResourceExhausted, Unauthenticated, from_rpc_error
+from fovea.wire.errors import (
+    FoveaError,
+    InvalidInput,
+    PayloadTooLarge,
+    ResourceExhausted,
+    Unauthenticated,
+    from_rpc_error,
+)
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.test_connections import Pair, ending
@@ -137,3 +145,60 @@ async def test_an_uploaded_image_counts_wherever_it_is_named(stand: Stand) -> No
         prompt = model_input_pb2.ModelInput(chunks=[image] * 20)
         request = pb.SampleTokensRequest(sampling_session_id=opened.sampling_session_id, prompt=prompt)
         assert isinstance(await raised(stub.SampleTokens(request, metadata=KEYED).read()), PayloadTooLarge)
+
+
+EMPTY_CHUNKS = bytes([0x0A, 0])
+"""An element of ModelInput.chunks: two bytes on the wire, forty in memory."""
+
+
+def delimited(number: int, body: bytes) -> bytes:
+    """A field of bytes."""
+    length, size = bytearray(), len(body)
+    while size >= 0x80:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    return bytes([number << 3 | 2, *length, size]) + body
+
+
+async def test_elements_of_messages_are_counted_before_they_are_built(stand: Stand) -> None:
+    process = psutil.Process()
+    many = EMPTY_CHUNKS * (2**21 - 2048)
+    calls = {
+        "SampleTokens": [delimited(pb.SampleTokensRequest.PROMPT_FIELD_NUMBER, many)],
+        "SubmitForwardBackward": [delimited(2, delimited(1, many))] * 30,
+        "CreateSession": [bytes([pb.CreateSessionRequest.TAGS_FIELD_NUMBER << 3 | 2, 0]) * 2**16],
+        "SubmitOptimStep": [delimited(1, b"a" * 2**19)],
+    }
+    async with limited(stand) as _:
+        assert stand.gateway is not None
+        async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:
+            before = process.memory_info().rss
+            for name, bodies in calls.items():
+                call = channel.stream_unary(f"/fovea.api.v1.GatewayService/{name}")
+                error = await raised(call(iter(bodies), timeout=20, metadata=KEYED))
+                assert isinstance(error, PayloadTooLarge), name
+            assert process.memory_info().rss - before < 64 * _MIB
+
+
+async def test_what_many_small_messages_take_in_memory_is_counted(stand: Stand) -> None:
+    async with limited(stand, max_body_bytes=8 * _MIB) as stub:
+        _, model_id = await create(stub)
+        tiny = [model_input_pb2.Chunk()] * 10_000
+
+        async def records() -> AsyncIterator[pb.SubmitForwardBackwardRequest]:
+            async for record in loss(model_id, 1):
+                yield record
+            for _ in range(200):  # of 20 kB each
+                yield pb.SubmitForwardBackwardRequest(
+                    datum=pb.InputDatum(input=model_input_pb2.ModelInput(chunks=tiny))
+                )
+
+        assert isinstance(await raised(stub.SubmitForwardBackward(records(), metadata=KEYED)), PayloadTooLarge)
+
+
+async def test_a_message_that_is_none_is_refused_by_name(stand: Stand) -> None:
+    assert stand.gateway is not None
+    async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:
+        for body in b"\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xff":
+            call = channel.unary_unary("/fovea.api.v1.GatewayService/CreateSession")
+            assert isinstance(await raised(call(body, timeout=20, metadata=KEYED)), InvalidInput)
