@@ -17,6 +17,7 @@ from fovea.runtime.server import ServiceServer, open_files
 from fovea.runtime.tasks import BackgroundTasks, repeat
 from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE
 from fovea.wire.errors import SessionEnded
+from gateway.access.owners import LOOK_S
 from gateway.api import build_api
 from gateway.grpc_front.admin_servicer import AdminServicer
 from gateway.grpc_front.auth_interceptor import AuthInterceptor
@@ -95,6 +96,7 @@ class Gateway:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         await parts.database.open()
         await parts.keys.load()
+        await parts.owners.read()
         await parts.exports.open()
         await parts.trainer.start()
         await asyncio.gather(parts.renderers.start(), parts.samplers.start())
@@ -103,6 +105,7 @@ class Gateway:
         rounds = itertools.count()
         background.start(self._free_ended(), "free what ended sessions owned")
         background.start(parts.keys.watch(), "keys")
+        background.start(repeat(parts.owners.read, LOOK_S, "reading the owners"), "owners")
         background.start(self._sweep_forever(), "sweep")
         background.start(self._watch_services(), "services")
         background.start(repeat(parts.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")

@@ -4,6 +4,7 @@ key, never by the key.
 The stages of a request:
 
 queue     until its turn comes: earlier commands of its model, or a place in a sampler
+turn      a loss or a step waits until its owner's share lets it to the trainer
 render    images into tokens and tensors; a batch is rendered while it is still in the queue
 weights   a sample waits until its snapshot is in the sampler
 sample    in the sampler
@@ -33,7 +34,7 @@ FUTURE_SECONDS = Histogram(
 )
 STAGE_SECONDS = Histogram(
     "fovea_gateway_stage_seconds",
-    "Seconds of a stage of a request: queue, render, weights, sample, train.",
+    "Seconds of a stage of a request: queue, turn, render, weights, sample, train.",
     ["stage", "kind"],
     buckets=_SECONDS,
 )

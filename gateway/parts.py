@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 from gateway.access.api_keys import KeyRing
+from gateway.access.owners import Owners
 from gateway.checkpoints.checkpoint_registry import Checkpoints
 from gateway.checkpoints.checkpoint_storage import Storage
 from gateway.checkpoints.exports import Exports
 from gateway.database.database import Database
 from gateway.discovery import choose
+from gateway.fair_queue import FairQueue
 from gateway.futures.future import Kind
 from gateway.futures.futures import Futures
 from gateway.health import Health
@@ -46,6 +48,7 @@ class Parts:
         max_sessions = Quota("max_sessions", settings.max_sessions, "open sessions")
         self.database = Database(settings.store_url, on_superseded)
         self.keys = KeyRing(self.database, settings.given_keys, settings.host)
+        self.owners = Owners(self.database)
         self._build_replicas(settings)
 
         self.futures = Futures(self.database, settings.result_ttl_s, max_pending)
@@ -73,9 +76,12 @@ class Parts:
         renderers = choose(kind, "renderer", settings.renderer, namespace)
         samplers = choose(kind, "sampler", settings.sampler, namespace)
         self.trainer = TrainerLink(settings.trainer, settings.trainer_wait_s)
-        self.renderers = Renderers(renderers, settings.renderer_concurrency, settings.retry_deadline_s, self.trainer)
+        weight_of = self.owners.weight
+        self.renderers = Renderers(
+            renderers, settings.renderer_concurrency, settings.retry_deadline_s, self.trainer, weight_of
+        )
         self.snapshots = Snapshots(self.database, self.trainer, settings.push_timeout_s)
-        self.samplers = Samplers(samplers, settings.sampler_concurrency, self.snapshots, self.trainer)
+        self.samplers = Samplers(samplers, settings.sampler_concurrency, self.snapshots, self.trainer, weight_of)
         self.versions = Versions()
 
     def _build_training(self, settings: GatewaySettings) -> None:
@@ -86,7 +92,7 @@ class Parts:
         creating = CreationCommands(
             self.models, self.checkpoints, self.sessions, self.trainer, self.samplers, timeout_s, patience_s
         )
-        stepping = StepCommands(batches, self.trainer)
+        stepping = StepCommands(batches, self.trainer, FairQueue(settings.trainer_concurrency, self.owners.weight))
         saving = SaveCommands(self.checkpoints, self.sampling, self.trainer, timeout_s)
         commands: dict[Kind, Command] = {
             Kind.CREATE_MODEL: creating.create_model,

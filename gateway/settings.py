@@ -92,6 +92,12 @@ class GatewaySettings(ServiceSettings):
     )
     trainer_wait_s: float = Field(5.0, ge=0, description="How long a command waits for an unreachable trainer.")
     sampler_concurrency: int = Field(256, gt=0, description="Requests in one sampler at once; the rest queue here.")
+    trainer_concurrency: int = Field(
+        2,
+        gt=0,
+        description="Losses and steps at the trainer at once: one runs, the next is there when it ends. The rest queue"
+        " here, where owners share the trainer by tokens.",
+    )
     renderer_concurrency: int = Field(
         32, gt=0, description="Render calls in one renderer at once; the rest queue here."
     )

@@ -40,6 +40,18 @@ keys = sa.Table(
     sa.Column("revoked_at", sa.Float),
 )
 
+# Without a record an owner has the defaults.
+owners = sa.Table(
+    "owners",
+    metadata,
+    sa.Column("owner", sa.Text, primary_key=True),
+    sa.Column("weight", sa.Float, nullable=False),
+    sa.Column("max_models", sa.BigInteger, nullable=False),
+    sa.Column("max_stored_bytes", sa.BigInteger, nullable=False),
+    sa.Column("max_tokens_in_flight", sa.BigInteger, nullable=False),
+    sa.Column("max_requests_per_s", sa.Float, nullable=False),
+)
+
 sessions = sa.Table(
     "sessions",
     metadata,

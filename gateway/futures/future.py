@@ -152,9 +152,9 @@ class Progress:
         """Says what the work waits for."""
         self.reason, self.queue_state, self.describe = reason, queue_state, None
 
-    def queue(self, describe: Callable[[], str]) -> None:
+    def queue(self, describe: Callable[[], str], queue_state: QueueState = QueueState.ACTIVE) -> None:
         """Has `describe` asked what the work waits for, until `wait_on` says it."""
-        self.describe = describe
+        self.describe, self.queue_state = describe, queue_state
 
     @property
     def waiting_for(self) -> str:

@@ -13,7 +13,8 @@ from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput, ResourceExhausted, Unavailable
 from gateway import gateway_metrics as metrics
 from gateway.discovery.discovery import Discovery
-from gateway.replicas.replicas import Replica, ReplicaLeft, Replicas
+from gateway.fair_queue import Turn
+from gateway.replicas.replicas import Replica, ReplicaLeft, Replicas, WeightOf
 from gateway.replicas.trainer_link import TrainerLink
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,15 @@ def least_token_count(model_input: model_input_pb2.ModelInput) -> int:
 class Renderer(Replica):
     """One renderer as the gateway knows it."""
 
-    def __init__(self, address: str, concurrency: int, on_change: Callable[[], None], trainer: TrainerLink) -> None:
-        super().__init__("renderer", address, concurrency, on_change)
+    def __init__(
+        self,
+        address: str,
+        concurrency: int,
+        on_change: Callable[[], None],
+        trainer: TrainerLink,
+        weight_of: WeightOf,
+    ) -> None:
+        super().__init__("renderer", address, concurrency, on_change, weight_of)
         self._trainer = trainer
         self._client = RendererClient(address)
         self.info: renderer_pb2.GetRendererInfoResponse | None = None
@@ -63,11 +71,21 @@ class Renderers(Replicas[Renderer]):
         concurrency: Calls inside one renderer at once; the rest wait here.
         retry_deadline_s: How long a render waits for any renderer to answer.
         trainer: Whose model files they must have.
+        weight_of: An owner's share of the calls.
     """
 
-    def __init__(self, discovery: Discovery, concurrency: int, retry_deadline_s: float, trainer: TrainerLink) -> None:
+    def __init__(
+        self,
+        discovery: Discovery,
+        concurrency: int,
+        retry_deadline_s: float,
+        trainer: TrainerLink,
+        weight_of: WeightOf,
+    ) -> None:
         super().__init__(
-            "renderer", discovery, lambda address, on_change: Renderer(address, concurrency, on_change, trainer)
+            "renderer",
+            discovery,
+            lambda address, on_change: Renderer(address, concurrency, on_change, trainer, weight_of),
         )
         self._retry_deadline_s = retry_deadline_s
         self._info: renderer_pb2.GetRendererInfoResponse | None = None
@@ -129,7 +147,7 @@ class Renderers(Replicas[Renderer]):
         while True:
             for renderer in self._by_affinity(model_input):
                 try:
-                    async with renderer.place(owner):
+                    async with renderer.place(Turn(owner, least_token_count(model_input))):
                         if renderer.up or not self.up:  # else it went away while this waited
                             return await renderer.client.render(model_input)
                 except ReplicaLeft:

@@ -1,11 +1,10 @@
-"""Replicas of one service: they join, are asked for their health, fail, come back, drain and leave. Owners take
-the slots of each in turn.
+"""Replicas of one service: they join, are asked for their health, fail, come back, drain and leave. Owners
+share the places of each by their weights.
 """
 
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Generic, TypeVar
@@ -14,9 +13,11 @@ from fovea.client.channel import ServiceClient
 from fovea.wire.errors import DeadlineExceeded, FoveaError
 from gateway import gateway_metrics as metrics
 from gateway.discovery.discovery import Addresses, Discovery
+from gateway.fair_queue import FairQueue, Turn
 
 logger = logging.getLogger(__name__)
 
+WeightOf = Callable[[str], float]
 _POLL_S = 2.0
 _POLL_DOWN_S = 0.3
 _AGAIN_S = 2.0
@@ -90,45 +91,6 @@ class Peer(ABC):
             await asyncio.sleep(_POLL_S if self.answers else _POLL_DOWN_S)
 
 
-class Slots:
-    """A semaphore that is fair among owners. Requests of one owner go in their order.
-
-    Args:
-        count: Places that are free now.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        # Whose turn comes first stands first; whoever was let in goes to the end.
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-
-    async def acquire(self, owner: str) -> None:
-        """Waits for a place and takes it."""
-        if self._free and not self._waiting:
-            self._free -= 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # let in and cancelled in the same moment
-                self.release()
-            raise
-
-    def release(self) -> None:
-        """Gives a place back, or makes one more."""
-        self._free += 1
-        while self._free and self._waiting:
-            owner, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[owner] = turns
-            if not turn.done():
-                turn.set_result(None)
-                self._free -= 1
-
-
 class ReplicaLeft(Exception):
     """A replica leaves before a request was sent to it: the request goes to another, and nothing was lost."""
 
@@ -138,6 +100,7 @@ class Replica(Peer):
 
     Args:
         concurrency: Requests inside at once; the rest wait for a place.
+        weight_of: An owner's share of the places.
 
     Attributes:
         queued: Requests that are bound for it, waiting or inside.
@@ -145,19 +108,20 @@ class Replica(Peer):
         is_leaving: Set for good once discovery no longer names it: what runs ends, nothing new is sent.
     """
 
-    def __init__(self, service: str, address: str, concurrency: int, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, service: str, address: str, concurrency: int, on_change: Callable[[], None], weight_of: WeightOf
+    ) -> None:
         super().__init__(service, address, on_change)
         self.queued = self.waiting = 0
         self.is_leaving = False
-        self._slots = Slots(concurrency)
+        self._places = FairQueue(concurrency, weight_of)
         self._idle = asyncio.Event()
         self._idle.set()
 
     def leave(self) -> None:
         """Notes that discovery no longer names it, and sends those who wait for it elsewhere."""
         self.is_leaving, self.up = True, False
-        for _ in range(self.queued):
-            self._slots.release()
+        self._places.dismiss(ReplicaLeft(self.address))
 
     def check_stays(self) -> None:
         """Raises ReplicaLeft if nothing new is to be sent."""
@@ -170,31 +134,31 @@ class Replica(Peer):
             super().mark_down(reason)
 
     @asynccontextmanager
-    async def place(self, owner: str) -> AsyncIterator[None]:
-        """Waits for a place, owners by turns. It is not let go before all that wait or have one have ended.
+    async def place(self, turn: Turn) -> AsyncIterator[None]:
+        """Waits for a place, in its turn. It is not let go before all that wait or have one have ended.
 
         Raises ReplicaLeft if it leaves.
         """
+        self.check_stays()
         self.queued += 1
+        self.waiting += 1
         self._idle.clear()
+        is_waiting = True
         try:
-            await self._wait(owner)
-            try:
+            async with self._places.place(turn):
+                self.waiting -= 1
+                is_waiting = False
                 self.check_stays()
                 yield
-            finally:
-                self._slots.release()
         finally:
+            self.waiting -= is_waiting
             self.queued -= 1
             if not self.queued:
                 self._idle.set()
 
-    async def _wait(self, owner: str) -> None:
-        self.waiting += 1
-        try:
-            await self._slots.acquire(owner)
-        finally:
-            self.waiting -= 1
+    def describe(self, turn: Turn) -> str:
+        """Where a turn stands that waits for a place here."""
+        return self._places.describe(turn)
 
     async def drained(self) -> None:
         """Returns once no request is bound for it."""

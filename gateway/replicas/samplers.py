@@ -12,7 +12,7 @@ from fovea.api.v1 import model_input_pb2, sampler_pb2
 from fovea.client import SamplerClient
 from fovea.wire.errors import FoveaError, Unavailable
 from gateway.discovery.discovery import Discovery
-from gateway.replicas.replicas import Replica, ReplicaLeft, Replicas
+from gateway.replicas.replicas import Replica, ReplicaLeft, Replicas, WeightOf
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.replicas.weights_lock import WeightsLock
 
@@ -57,8 +57,9 @@ class Sampler(Replica):
         weights: Weights,
         peers: Callable[[], list["Sampler"]],
         trainer: TrainerLink,
+        weight_of: WeightOf,
     ) -> None:
-        super().__init__("sampler", address, concurrency, on_change)
+        super().__init__("sampler", address, concurrency, on_change, weight_of)
         self._client = SamplerClient(address)
         self._weights, self._peers, self._trainer = weights, peers, trainer
         self._behind_since: float | None = None
@@ -178,13 +179,18 @@ class Samplers(Replicas[Sampler]):
         concurrency: Requests inside one sampler at once.
         weights: Brings weights to them.
         trainer: Whose model files they must have.
+        weight_of: An owner's share of the places in each.
     """
 
-    def __init__(self, discovery: Discovery, concurrency: int, weights: Weights, trainer: TrainerLink) -> None:
+    def __init__(
+        self, discovery: Discovery, concurrency: int, weights: Weights, trainer: TrainerLink, weight_of: WeightOf
+    ) -> None:
         super().__init__(
             "sampler",
             discovery,
-            lambda address, on_change: Sampler(address, concurrency, on_change, weights, lambda: self.up, trainer),
+            lambda address, on_change: Sampler(
+                address, concurrency, on_change, weights, lambda: self.up, trainer, weight_of
+            ),
         )
         self._weights = weights
         self._affinity = Affinity()

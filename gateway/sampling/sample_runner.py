@@ -23,6 +23,7 @@ from fovea.wire.errors import (
     Unavailable,
 )
 from gateway import gateway_metrics as metrics
+from gateway.fair_queue import Turn
 from gateway.futures.future import Kind, Pending, QueueState
 from gateway.gateway_metrics import stage
 from gateway.replicas.renderers import Renderers
@@ -148,17 +149,27 @@ class SampleRunner:
                 )
             await self._check(work)
         picked = self._samplers.pick(work.pending.submission.owner, work.sampling.snapshot_id, work.rendered)
-        async with self._place(work, picked) as sampler:
+        turn = Turn(work.pending.submission.owner, self._cost(work.request, len(work.rendered.tokens) // 4))
+        async with self._place(work, picked, turn) as sampler:
             work.pending.progress.wait_on("sampling")
-            async for event in self._sample(sampler, work):
+            async for event in self._sample(sampler, work, turn):
                 yield event
 
+    def _cost(self, request: gateway_pb2.SampleTokensRequest, prompt_tokens: int) -> int:
+        """Tokens that a sample may come to."""
+        info, params = self._samplers.info, request.params
+        most = (info.max_context_length if info is not None else 0) - prompt_tokens
+        most = min(params.max_tokens, most) if params.HasField("max_tokens") else most
+        return prompt_tokens + request.sample_count * max(most, 0)
+
     @asynccontextmanager
-    async def _place(self, work: SampleWork, sampler: Sampler) -> AsyncIterator[Sampler]:
+    async def _place(self, work: SampleWork, sampler: Sampler, turn: Turn) -> AsyncIterator[Sampler]:
         """A place in a sampler that has the weights, until the block ends. Raises ReplicaLeft if the sampler leaves."""
         async with AsyncExitStack() as held:
-            work.pending.progress.wait_on("waiting for a place in a sampler", QueueState.PAUSED)
-            await held.enter_async_context(sampler.place(work.pending.submission.owner))
+            work.pending.progress.queue(
+                lambda: f"waiting for a place in a sampler: {sampler.describe(turn)}", QueueState.PAUSED
+            )
+            await held.enter_async_context(sampler.place(turn))
             work.pending.progress.wait_on("waiting for the weights to be loaded")
             work.pending.begin()
             snapshot_id = work.snapshot_id = work.sampling.snapshot_id
@@ -173,7 +184,7 @@ class SampleRunner:
             sampler.check_stays()
             yield sampler
 
-    async def _sample(self, sampler: Sampler, work: SampleWork) -> Events:
+    async def _sample(self, sampler: Sampler, work: SampleWork, turn: Turn) -> Events:
         request = sampler_pb2.SampleRequest(
             request_id=work.pending.submission.future_id,
             snapshot_id=work.snapshot_id,
@@ -185,14 +196,18 @@ class SampleRunner:
             cache_salt=work.pending.submission.owner,
         )
         self._note_sampling()
+        tokens = len(request.prompt.tokens) // 4
         try:
             running = metrics.SAMPLES_RUNNING.labels(sampler.address).track_inprogress()
             with stage("sample", Kind.SAMPLE.value), running:
                 answer = cast(Events, sampler.client.sample(request, self._timeout_s))
                 async with aclosing(answer) as events:
                     async for event in events:
+                        tokens += len(event.delta.tokens) // 4
                         yield event
+            turn.settle(tokens)
         except SnapshotNotLoaded:
+            turn.settle(0)
             sampler.note_not_loaded(work.snapshot_id)
             raise
         except Unavailable as error:

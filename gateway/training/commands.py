@@ -7,12 +7,14 @@ does it once, and says what came of it however often it is asked.
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from fovea.api.v1 import gateway_pb2, trainer_pb2
 from fovea.client import ForwardBackwardResult
 from fovea.wire.errors import FailedPrecondition, FeatureEvicted, FoveaError, ModelLost, NotFound, Unavailable
-from gateway.futures.future import Done, Kind, Outcome, Pending, State, Submission, run_to_outcome
+from gateway.fair_queue import FairQueue, Turn
+from gateway.futures.future import Done, Kind, Outcome, Pending, QueueState, State, Submission, run_to_outcome
 from gateway.futures.futures import Futures
 from gateway.gateway_metrics import stage
 from gateway.replicas.trainer_link import TrainerLink
@@ -23,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _CHANGING = (Kind.OPTIM_STEP, Kind.LOAD_STATE)
 """Commands after which the weights are others: if what came of one cannot be learned, the model is lost."""
+
+_STEP_TOKENS = 256
+"""What an optim_step costs of an owner's share: about as much time as a small batch's tokens."""
 
 Command = Callable[[Model, Pending, bytes], Awaitable[Done]]
 
@@ -158,10 +163,14 @@ def _begin_afresh(model: Model, submission: Submission) -> None:
 
 
 class StepCommands:
-    """Runs forward, forward_backward and optim_step."""
+    """Runs forward, forward_backward and optim_step, in turns that owners share by tokens.
 
-    def __init__(self, batches: Batches, trainer: TrainerLink) -> None:
-        self._batches, self._trainer = batches, trainer
+    Args:
+        turns: Lets commands to the trainer, as many at once as keep it busy. Nobody who has a turn may wait for one.
+    """
+
+    def __init__(self, batches: Batches, trainer: TrainerLink, turns: FairQueue) -> None:
+        self._batches, self._trainer, self._turns = batches, trainer, turns
 
     async def forward_backward(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Renders the datums and has their loss computed, with gradients or without."""
@@ -188,10 +197,10 @@ class StepCommands:
         return Done([*outputs, gateway_pb2.WaitFutureResponse(metrics=metrics)])
 
     async def _compute(self, model: Model, batch: Batch, pending: Pending) -> ForwardBackwardResult:
-        pending.progress.wait_on("computing, or waiting for the trainer")
         batch.header.seq_id = pending.submission.seq_id
         batch.header.drop_gradients = not model.is_accumulating
-        with stage("train", pending.submission.kind.value):
+        tokens = sum(len(datum.input.tokens) // 4 for datum in batch.datums)
+        async with self._turn(pending, tokens, "computing, or waiting for the trainer"):
             return await self._trainer.settle(
                 model.trainer_instance,
                 lambda: self._trainer.client.forward_backward(batch.header, batch.datums, timeout_s=None),
@@ -213,8 +222,7 @@ class StepCommands:
                 "again, then optim_step"
             )
         request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
-        pending.progress.wait_on("stepping, or waiting for the trainer")
-        with stage("train", pending.submission.kind.value):
+        async with self._turn(pending, _STEP_TOKENS, "stepping, or waiting for the trainer"):
             answer = await trainer.settle(
                 held_by,
                 lambda: trainer.client.optim_step(
@@ -222,6 +230,18 @@ class StepCommands:
                 ),
             )
         return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
+
+    @asynccontextmanager
+    async def _turn(self, pending: Pending, tokens: int, doing: str) -> AsyncIterator[None]:
+        """Waits until the command may go to the trainer, and is one of those there until the block ends."""
+        turn, kind = Turn(pending.submission.owner, tokens), pending.submission.kind.value
+        pending.progress.queue(lambda: f"waiting for the trainer: {self._turns.describe(turn)}", QueueState.PAUSED)
+        async with AsyncExitStack() as held:
+            with stage("turn", kind):
+                await held.enter_async_context(self._turns.place(turn))
+            pending.progress.wait_on(doing)
+            with stage("train", kind):
+                yield
 
 
 def _missing(error: FeatureEvicted, count: int) -> list[int]:

@@ -177,7 +177,57 @@ async def test_owners_are_served_by_turns(stand: Stand, alice: Rest, bob: Rest) 
         await alice.result(request_id)
     await bob.result(last)
     begun = [request.request_id for request in stand.sampler.of("Sample")]
-    assert begun == [ids[0], ids[1], last, *ids[2:]], "who came last waits for one of hers, not for nine"
+    assert begun == [ids[0], last, *ids[1:]], "who came last waits for the one that runs, not for nine"
+
+
+async def test_who_waits_for_a_sampler_is_told_why(stand: Stand, alice: Rest, bob: Rest) -> None:
+    await stand.stop()
+    await stand.start(poll_hold_s=0.01)
+    stand.sampler.open.clear()
+    hers, his = await base_session(alice), await base_session(bob)
+    ids = [(await alice.sample(hers, seq_id)).json()["request_id"] for seq_id in range(3)]
+    await eventually(lambda: stand.sampler.running == 1)
+    last = (await bob.sample(his, 0)).json()["request_id"]
+    assert stand.gateway is not None
+    (sampler,) = stand.gateway.parts.samplers.members
+    await eventually(lambda: sampler.waiting == 3)
+    told = [(await rest.poll(request_id)).json() for rest, request_id in ((alice, ids[2]), (bob, last))]
+    assert [answer["queue_state"] for answer in told] == ["paused_capacity"] * 2
+    words = (
+        "waiting for a place in a sampler: it is number {0} at most of the {0} that this owner has waiting, by turns"
+    )
+    reasons = [answer["queue_state_reason"] for answer in told]
+    assert reasons == [f"{words.format(count)} with 1 other owner" for count in (2, 1)]
+    stand.sampler.open.set()
+
+
+async def test_owners_share_the_trainer_by_tokens_and_are_told_why_they_wait(
+    stand: Stand, alice: Rest, bob: Rest
+) -> None:
+    await stand.stop()
+    await stand.start(poll_hold_s=0.01, max_pending=100)
+    flood = [await alice.create_model(number) for number in range(6)]
+    quiet = await bob.create_model()
+    stand.trainer.open.clear()
+    hers = [(await alice.forward_backward(model_id, 1)).json()["request_id"] for model_id in flood]
+    await eventually(lambda: stand.trainer.waiting == 2)
+    his = (await bob.forward_backward(quiet, 1)).json()["request_id"]
+
+    async def told() -> dict[str, Any]:
+        answer: dict[str, Any] = (await bob.poll(his)).json()
+        return answer
+
+    async def is_told() -> bool:
+        return str((await told())["queue_state_reason"]).startswith("waiting for the trainer: it is number 1")
+
+    await eventually(is_told)
+    assert (await told())["queue_state"] == "paused_capacity"
+    stand.trainer.open.set()
+    for rest, ids in ((alice, hers), (bob, [his])):
+        for request_id in ids:
+            assert "metrics" in await rest.result(request_id)
+    begun = [header.model_id for header, _ in stand.trainer.of("ForwardBackward")]
+    assert begun.index(quiet) == 2, "two of hers were there; his is next, before the four that she had queued"
 
 
 async def test_an_owner_has_a_share_of_the_sessions(stand: Stand, alice: Rest, bob: Rest) -> None:

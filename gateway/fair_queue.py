@@ -1,0 +1,160 @@
+"""A few places that many owners want: start-time fair queueing over tokens (Goyal, Vin and Cheng, "Start-Time Fair
+Queueing", IEEE/ACM Transactions on Networking 5(5), 1997), with several places at once (Jin, Chase and Kaur,
+"Interposed Proportional Sharing for a Storage Service Utility", SIGMETRICS 2004).
+
+A piece of work starts, in virtual time, where its owner's last one finished, or at the time of its arrival if that is
+later; it finishes as many tokens later as it costs, divided by the owner's weight. Whoever starts first is let in
+first, and virtual time is the start of whoever was let in last. So owners who want more than there is get tokens in
+proportion to their weights, whatever number of requests they send of whatever size; an owner who was away neither
+saves up a share nor owes one; and somebody's first request waits for places alone, not for what others have queued.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Turn:
+    """One piece of work, before, in and after its place; for one place only.
+
+    Attributes:
+        cost: Tokens that it is taken to need; `settle` corrects that.
+        seconds: Of the time in which any place was taken, its part: by tokens, among all that were in a place with it.
+            Those of all turns add up to the time in which the queue's places were not all empty.
+    """
+
+    owner: str
+    cost: float = 1.0
+    seconds: float = 0.0
+    used: float | None = None
+    number: int = 0
+    arrived: float = 0.0
+    admitted: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def __post_init__(self) -> None:
+        self.cost = max(self.cost, 1.0)
+
+    def settle(self, tokens: float) -> None:
+        """Says what it really used."""
+        self.used = tokens
+
+
+@dataclass(eq=False)
+class _Flow:
+    """What one owner has: who waits, in order, and where in virtual time the last one who was let in finishes."""
+
+    waiting: deque[Turn] = field(default_factory=deque)
+    finish: float = 0.0
+    inside: int = 0
+
+    def start(self) -> tuple[float, int]:
+        """Where the next one starts; of those that start together, who came first."""
+        return max(self.waiting[0].arrived, self.finish), self.waiting[0].number
+
+    def forget_gone(self) -> None:
+        """Drops those at the head who have given up."""
+        while self.waiting and self.waiting[0].admitted.done():
+            self.waiting.popleft()
+
+
+class FairQueue:
+    """Places, and those who wait for one.
+
+    Args:
+        places: How much work goes on at once.
+        weight_of: An owner's weight, above 0.
+    """
+
+    def __init__(self, places: int, weight_of: Callable[[str], float]) -> None:
+        self._free, self._weight_of = places, weight_of
+        self._flows: dict[str, _Flow] = {}
+        self._now = 0.0  # virtual
+        self._numbers = itertools.count()
+        # Seconds that each token inside has had by now: the integral of 1 / (tokens inside).
+        self._clock = self._clock_at = self._tokens_inside = 0.0
+
+    @asynccontextmanager
+    async def place(self, turn: Turn) -> AsyncIterator[None]:
+        """Waits for a place, and holds it until the block ends. Raises what `dismiss` was given."""
+        await self._wait(turn)
+        self._count_time()
+        self._tokens_inside += turn.cost
+        begun_at = self._clock
+        try:
+            yield
+        finally:
+            self._count_time()
+            self._tokens_inside -= turn.cost
+            turn.seconds += turn.cost * (self._clock - begun_at)
+            self._leave(turn)
+
+    def describe(self, turn: Turn) -> str:
+        """Where a turn stands that waits, for whoever asks why."""
+        flow = self._flows.get(turn.owner)
+        if flow is None or not flow.waiting or turn.admitted.done():
+            return "it is next"
+        others = sum(1 for other in self._flows.values() if other.waiting and other is not flow)
+        position = max(turn.number - flow.waiting[0].number, 0) + 1
+        beside = f", by turns with {others} other owner{'s' if others > 1 else ''}" if others else ""
+        return f"it is number {position} at most of the {len(flow.waiting)} that this owner has waiting{beside}"
+
+    def dismiss(self, error: Exception) -> None:
+        """Sends away all who wait."""
+        for flow in self._flows.values():
+            flow.forget_gone()
+            while flow.waiting:
+                flow.waiting.popleft().admitted.set_exception(error)
+                flow.forget_gone()
+
+    async def _wait(self, turn: Turn) -> None:
+        turn.number, turn.arrived = next(self._numbers), self._now
+        self._flows.setdefault(turn.owner, _Flow()).waiting.append(turn)
+        self._admit()
+        try:
+            await turn.admitted
+        except asyncio.CancelledError:
+            if turn.admitted.done() and not turn.admitted.cancelled() and turn.admitted.exception() is None:
+                turn.settle(0.0)  # let in and cancelled in the same moment
+                self._leave(turn)
+            raise
+
+    def _admit(self) -> None:
+        """Lets in whoever starts first, while there are places."""
+        while self._free:
+            for flow in self._flows.values():
+                flow.forget_gone()
+            starts = [(flow.start(), owner) for owner, flow in self._flows.items() if flow.waiting]
+            if not starts:
+                break
+            (self._now, _), owner = min(starts)
+            flow = self._flows[owner]
+            turn = flow.waiting.popleft()
+            flow.finish = self._now + turn.cost / self._weight_of(owner)
+            flow.inside += 1
+            self._free -= 1
+            turn.admitted.set_result(None)
+
+    def _leave(self, turn: Turn) -> None:
+        flow = self._flows[turn.owner]
+        if turn.used is not None:
+            flow.finish += (turn.used - turn.cost) / self._weight_of(turn.owner)
+        flow.inside -= 1
+        self._free += 1
+        self._admit()
+        if not flow.waiting and not flow.inside and flow.finish <= self._now:
+            del self._flows[turn.owner]
+        if not any(each.waiting or each.inside for each in self._flows.values()):
+            # Nobody is there any more: the past counts for nobody who comes next.
+            self._now = max([self._now, *(each.finish for each in self._flows.values())])
+            self._flows.clear()
+            self._tokens_inside = 0.0
+
+    def _count_time(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._tokens_inside > 0:
+            self._clock += (now - self._clock_at) / self._tokens_inside
+        self._clock_at = now

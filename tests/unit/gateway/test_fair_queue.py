@@ -1,0 +1,141 @@
+"""Owners share places by tokens and weights, whatever each of them queues."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from gateway.fair_queue import FairQueue, Turn
+
+
+class Line:
+    """A queue whose work lasts until it is told to end, and who was let in, in order."""
+
+    def __init__(self, places: int = 1, **weights: float) -> None:
+        self.queue = FairQueue(places, lambda owner: weights.get(owner, 1.0))
+        self.inside: list[tuple[Turn, asyncio.Event]] = []
+        self.begun: list[Turn] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def send(self, owner: str, count: int, cost: float = 1.0, used: float | None = None) -> list[Turn]:
+        turns = [Turn(owner, cost) for _ in range(count)]
+        self.tasks += [asyncio.create_task(self._work(turn, used)) for turn in turns]
+        await asyncio.sleep(0)
+        return turns
+
+    async def _work(self, turn: Turn, used: float | None) -> None:
+        async with self.queue.place(turn):
+            ended = asyncio.Event()
+            self.begun.append(turn)
+            self.inside.append((turn, ended))
+            await ended.wait()
+            if used is not None:
+                turn.settle(used)
+
+    async def end(self, count: int = 1) -> None:
+        """Ends the work that has lasted longest."""
+        for _ in range(count):
+            _, ended = self.inside.pop(0)
+            ended.set()
+            for _ in range(4):
+                await asyncio.sleep(0)
+
+    def owners(self) -> str:
+        return "".join(turn.owner for turn in self.begun)
+
+    def tokens(self, owner: str) -> float:
+        return sum(turn.cost for turn in self.begun if turn.owner == owner)
+
+
+async def test_ten_thousand_of_one_delay_one_of_another_by_a_round() -> None:
+    line = Line(places=4)
+    await line.send("a", 10_000, cost=100)
+    await line.end(10)
+    (turn,) = await line.send("b", 1)
+    assert "number 1 at most of the 1" in line.queue.describe(turn)
+    await line.end()
+    assert line.begun[-1] is turn, "the next place is its own"
+    for task in line.tasks:
+        task.cancel()
+
+
+@pytest.mark.parametrize(("weight", "share"), [(1.0, 0.5), (3.0, 0.75), (0.25, 0.2)])
+async def test_tokens_are_shared_by_weight_whatever_the_requests_cost(weight: float, share: float) -> None:
+    line = Line(places=2, a=weight)
+    await line.send("a", 400, cost=100)
+    await line.send("b", 4000, cost=10)
+    await line.end(600)
+    total = line.tokens("a") + line.tokens("b")
+    assert line.tokens("a") / total == pytest.approx(share, abs=0.03)
+    for task in line.tasks:
+        task.cancel()
+
+
+async def test_what_was_not_used_is_given_back() -> None:
+    line = Line()
+    await line.send("a", 500, cost=1000, used=10)
+    await line.send("b", 500, cost=10, used=10)
+    await line.end(400)
+    assert line.owners().count("a") == pytest.approx(200, abs=2)
+    for task in line.tasks:
+        task.cancel()
+
+
+async def test_who_was_away_neither_saves_up_a_share_nor_owes_one() -> None:
+    line = Line()
+    await line.send("a", 100)
+    await line.end(50)
+    await line.send("b", 100)
+    await line.end(20)
+    assert line.owners()[51:] == "ba" * 10
+    while line.inside:
+        await line.end()
+    await line.send("a", 10)
+    await line.send("b", 10)
+    await line.end(10)
+    assert line.owners()[-11:] in ("ab" * 5 + "a", "a" + "ba" * 5)
+    for task in line.tasks:
+        task.cancel()
+
+
+async def test_requests_of_one_owner_go_in_their_order_and_those_who_give_up_take_no_place_along() -> None:
+    line = Line()
+    first, second, third, fourth = await line.send("a", 4)
+    line.tasks[1].cancel()  # while it waits
+    await asyncio.sleep(0)
+    line.inside[0][1].set()
+    await asyncio.sleep(0)
+    line.tasks[2].cancel()  # in the moment in which it is let in
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [turn for turn in line.begun if turn is not second] == [first, fourth]
+    assert third not in line.begun
+    line.inside[-1][1].set()
+    await asyncio.gather(*line.tasks, return_exceptions=True)
+    await line.send("b", 1)
+    assert line.begun[-1].owner == "b"
+    line.inside[-1][1].set()
+
+
+async def test_waiters_are_sent_away_and_told_why() -> None:
+    line = Line()
+    await line.send("a", 3)
+    line.queue.dismiss(KeyError("gone"))
+    ended = await asyncio.gather(*line.tasks[1:], return_exceptions=True)
+    assert [repr(error) for error in ended] == ["KeyError('gone')"] * 2
+    await line.end()
+    assert line.tasks[0].done()
+
+
+async def test_seconds_are_divided_by_tokens_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, now = asyncio.get_running_loop(), 100.0
+    time: Callable[[], float] = lambda: now  # noqa: E731
+    line = Line(places=2)
+    monkeypatch.setattr(loop, "time", time)
+    (large,) = await line.send("a", 1, cost=30)
+    (small,) = await line.send("b", 1, cost=10)
+    now += 4.0
+    await line.end()
+    now += 1.0
+    await line.end()
+    assert (large.seconds, small.seconds) == pytest.approx((3.0, 2.0))
