@@ -3,10 +3,11 @@
 import argparse
 import asyncio
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import tinyvlm
-from chaos import disk
+from chaos import checker, disk
 from chaos.faults import deck, plan, read_log
 from chaos.inventory import left_after_stop
 from chaos.run import client_names, recoveries, run
@@ -41,9 +42,9 @@ def main() -> int:
             left = left_after_stop(stack)
         print(result.summary())
         print(f"seconds until all serve again: {recoveries(result.happened)}")
-        broken = [*map(str, result.violations), *(f"nothing left: {what} after the stop" for what in left)]
-        print("\n".join(broken) or "every promise was kept")
-        return 1 if broken else 0
+        violations = [*result.violations, *checker.nothing_left(Counter(), Counter(), left)]
+        print(checker.told(violations), flush=True)
+        return 1 if violations else 0
 
     return asyncio.run(whole())
 

@@ -14,6 +14,7 @@ ANSWERED_WITHIN_S = 120.0
 TRAINING = ("create_model", "forward_backward", "optim_step", "load_state", "save_state", "snapshot")
 """What takes a seq_id of its model, and is answered in order."""
 _EXACT = ("forward_backward", "optim_step")
+_LINES, _LONGEST_LINE = 6, 400  # of each promise
 _SAMPLED = ("sample", "score")
 
 
@@ -125,6 +126,15 @@ def nothing_left(growth: Inventory, undisturbed: Inventory, stopped: Sequence[st
         if growth[name] != undisturbed[name]
     ]
     return _violations("nothing left", [*found, *(f"{what} after the stop" for what in stopped)])
+
+
+def told(violations: Sequence[Violation]) -> str:
+    """For a terminal: one that stopped halfway breaks many promises after the first."""
+    lines = []
+    for promise, count in Counter(one.promise for one in violations).items():
+        lines += [str(one)[:_LONGEST_LINE] for one in violations if one.promise == promise][:_LINES]
+        lines += [f"{promise}: {count - _LINES} more in violations.txt"] if count > _LINES else []
+    return "\n".join(lines) or "every promise was kept"
 
 
 def _violations(promise: str, found: Iterable[str]) -> list[Violation]:

@@ -90,12 +90,15 @@ class Renderers(Replicas[Renderer]):
         self._retry_deadline_s = retry_deadline_s
         self._info: renderer_pb2.GetRendererInfoResponse | None = None
 
-    async def info(self) -> renderer_pb2.GetRendererInfoResponse:
-        """What the renderers serve: they are all alike. Raises Unavailable before one has answered."""
-        if self._info is None:
+    async def info(self, within_s: float = 0.0) -> renderer_pb2.GetRendererInfoResponse:
+        """What the renderers serve: they are all alike. Raises Unavailable if none has ever answered by then."""
+        backoff = Backoff(within_s, longest_s=_LONGEST_PAUSE_S)
+        while self._info is None:
             self._info = next((renderer.info for renderer in self.members if renderer.info is not None), None)
-        if self._info is None:
-            raise Unavailable("no renderer has answered yet")
+            if self._info is None:
+                if backoff.is_over:
+                    raise Unavailable("no renderer has answered yet")
+                await backoff.pause()
         return self._info
 
     async def render(
@@ -116,13 +119,13 @@ class Renderers(Replicas[Renderer]):
         if any(chunk.WhichOneof("kind") != "tokens" for chunk in model_input.chunks):
             return None
         tokens = b"".join(chunk.tokens.tokens for chunk in model_input.chunks)
-        reserved = (await self.info()).reserved_token_ids
+        reserved = (await self.info(self._retry_deadline_s)).reserved_token_ids
         if np.isin(tensors.decode_tokens(tokens, field), reserved).any():
             return None
         return model_input_pb2.RenderedInput(tokens=tokens)
 
     async def _check(self, rendered: model_input_pb2.RenderedInput, field: str) -> None:
-        info = await self.info()
+        info = await self.info(self._retry_deadline_s)
         ids = tensors.decode_tokens(rendered.tokens, field)
         if ids.size == 0:
             raise InvalidInput(f"{field} has no tokens; at least one is needed", field=field)

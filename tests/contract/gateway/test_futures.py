@@ -245,3 +245,19 @@ async def test_no_400_is_empty_not_even_for_what_is_not_http(stand: Stand, rest:
     assert b" 400 " in head.splitlines()[0]
     assert body
     writer.close()
+
+
+async def test_a_gateway_that_starts_before_its_renderer_lets_text_wait(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    opened = await rest.ok(
+        "create_sampling_session", session_id=rest.session_id, sampling_session_seq_id=0, base_model=MODEL
+    )
+    await stand.stop()
+    await stand.renderer.stop()
+    await stand.start()
+    batch = (await rest.forward_backward(model_id, 1)).json()["request_id"]
+    sample = (await rest.sample(opened["sampling_session_id"], 0)).json()["request_id"]
+    assert [(await rest.poll(one)).status_code for one in (batch, sample)] == [408, 408]
+    await stand.renderer.start()
+    assert "error" not in await rest.result(batch)
+    assert "sequences" in await rest.result(sample)
