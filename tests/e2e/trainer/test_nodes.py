@@ -30,7 +30,9 @@ async def start(qwen3_vl: Bench, tmp_path: Path) -> AsyncIterator[Callable[[int]
     started = []
 
     def begin(ranks: int) -> TwoNodes:
-        started.append(TwoNodes(qwen3_vl.model_dir, tmp_path, ranks, "--rendezvous-timeout-s", "120"))
+        started.append(
+            TwoNodes(qwen3_vl.model_dir, tmp_path, ranks, "--rendezvous-timeout-s", "120", "--drain-s", "120")
+        )
         return started[-1]
 
     yield begin
