@@ -1,7 +1,10 @@
 """Options of vLLM that a sampler is started with: they arrive, and a wrong one ends the start with its name."""
 
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,29 +18,34 @@ from tests.e2e.sampler.process import SamplerProcess, running_sampler
 _VARIABLE = "FOVEA_SAMPLER_ENGINE_ARGUMENTS"
 
 
-async def test_an_argument_reaches_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_VARIABLE, '{"num_gpu_blocks_override": 345}')
-    with running_sampler(model) as sampler:
-        async with SamplerClient(sampler.address) as client:
-            answer = await ask(client, request_for(rendered([[1, 2, 3]]), max_tokens=4))
-        assert len(answer.sequences[0].tokens) <= 4
-        assert 'num_gpu_blocks="345"' in sampler.metrics_page()
+@pytest.fixture(scope="module")
+def small(model: Path) -> Iterator[SamplerProcess]:
+    """A sampler whose cache has bytes for elements, and blocks by another digest."""
+    with (
+        mock.patch.dict(os.environ, {_VARIABLE: '{"prefix_caching_hash_algo": "sha256_cbor"}'}),
+        running_sampler(model, "--kv-cache-dtype", "fp8") as sampler,
+    ):
+        yield sampler
+
+
+def test_an_argument_reaches_the_engine(small: SamplerProcess, sampler: SamplerProcess) -> None:
+    assert 'prefix_caching_hash_algo="sha256_cbor"' in small.metrics_page()
+    assert 'prefix_caching_hash_algo="sha256"' in sampler.metrics_page()
 
 
 async def test_a_cache_of_bytes_holds_more_and_rounds(
-    client: SamplerClient, sampler: SamplerProcess, model: Path
+    client: SamplerClient, sampler: SamplerProcess, small: SamplerProcess
 ) -> None:
     """Four times the tokens of a float32 cache; what a draw is told is what its own sampler scores again."""
     ids = np.random.default_rng(0).integers(100, 1000, 200).tolist()
     scored = request_for(rendered([ids]), prompt_logprobs=True, max_tokens=1)
     through = sampler_pb2.StopCondition(ignore_eos=True)
-    with running_sampler(model, "--kv-cache-dtype", "fp8") as small:
-        async with SamplerClient(small.address) as other:
-            exact, rounded = (await ask(client, scored)).prompt_logprobs, (await ask(other, scored)).prompt_logprobs
-            (drawn,) = (await ask(other, request_for(rendered([ids]), max_tokens=40, stop=through))).sequences
-            whole = request_for(rendered([ids + drawn.tokens]), prompt_logprobs=True, max_tokens=1)
-            again = (await ask(other, whole)).prompt_logprobs
-        assert tokens_of(small) == pytest.approx(4 * tokens_of(sampler), rel=0.01)
+    async with SamplerClient(small.address) as other:
+        exact, rounded = (await ask(client, scored)).prompt_logprobs, (await ask(other, scored)).prompt_logprobs
+        (drawn,) = (await ask(other, request_for(rendered([ids]), max_tokens=40, stop=through))).sequences
+        whole = request_for(rendered([ids + drawn.tokens]), prompt_logprobs=True, max_tokens=1)
+        again = (await ask(other, whole)).prompt_logprobs
+    assert tokens_of(small) == pytest.approx(4 * tokens_of(sampler), rel=0.01)
     assert exact is not None
     assert rounded is not None
     assert again is not None
@@ -58,6 +66,7 @@ def test_fovea_up_hands_them_on_and_ends_with_what_is_wrong(
 ) -> None:
     monkeypatch.setenv(_VARIABLE, '{"gdn_prefil_backend": "triton"}')
     words = "services.sampler: --engine-arguments: vLLM has no engine argument gdn_prefil_backend; the nearest is gdn_"
-    with pytest.raises(NotReady, match=words), running_fovea(tmp_path, model, "--port", "0", "--grpc-port", "0"):
+    ports = ("--port", "0", "--grpc-port", "0")
+    with pytest.raises(NotReady, match=words), running_fovea(tmp_path, model, "--ranks", "1", *ports):
         pass
     assert "Traceback" not in (tmp_path / "up.log").read_text()

@@ -54,7 +54,6 @@ def _gap(answer: Answer, expected: Reference, tokens: npt.NDArray[np.int32]) -> 
 
 SPLIT = ["--tensor-parallel", "2"]
 LAYOUTS = {
-    "qwen3_moe": [],
     "qwen3_moe, a part of every expert": SPLIT,
     "qwen3_moe, whole experts": [*SPLIT, "--expert-parallel"],
     "qwen3_vl_moe": [],

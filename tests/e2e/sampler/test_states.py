@@ -1,5 +1,13 @@
-"""Gated delta nets: states of a prompt are made in parts, kept for the next prompt, and dropped with the weights."""
+"""A text model of gated delta nets: a prompt's states are made in parts, kept, and dropped with the weights.
 
+At last its engine dies.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +19,24 @@ from transformers import AutoTokenizer, Qwen3_5TextConfig
 import tinyvlm
 from fovea.api.v1 import sampler_pb2
 from fovea.client.sampler import SamplerClient
+from fovea.wire.errors import InvalidInput, Unavailable
 from tests.checkpoints import save_random
 from tests.e2e.sampler.asking import ask, rendered, request_for
-from tests.e2e.sampler.process import running_sampler
+from tests.e2e.sampler.process import SamplerProcess, running_sampler
 from tests.e2e.sampler.reference import Reference, random_adapter
 from tests.e2e.sampler.sender import Sender
 from tests.e2e.sampler.test_weights import trained
 
 TOLERANCE = 1e-3
 LENGTH, NEW = 300, 12
+ENGINE_DIED = 70
 THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 
 
-@pytest.fixture
-def hybrid(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights of a text-only Qwen3.5, beside one of the layers that guess ahead, which nobody here reads."""
-    tokenizer = AutoTokenizer.from_pretrained(tinyvlm.ensure("qwen3"))
+    directory, tokenizer = tmp_path_factory.mktemp("hybrid"), AutoTokenizer.from_pretrained(tinyvlm.ensure("qwen3"))
     config = Qwen3_5TextConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -44,26 +54,32 @@ def hybrid(tmp_path: Path) -> Path:
         max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id,
     )
-    save_random(config, tokenizer, tmp_path)
-    weights = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": torch.ones(128, 256)}
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    return tmp_path
+    save_random(config, tokenizer, directory)
+    weights = load_file(directory / "model.safetensors") | {"mtp.fc.weight": torch.ones(128, 256)}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
 
 
-async def test_states_are_those_of_the_prompt_and_the_weights(hybrid: Path) -> None:
+@pytest.fixture(scope="module")
+def text_sampler(hybrid: Path) -> Iterator[SamplerProcess]:
+    """Takes two blocks of the least size in a step: a prompt is computed in three parts."""
+    with running_sampler(hybrid, "--max-batched-tokens", "128") as sampler:
+        yield sampler
+
+
+async def test_states_are_those_of_the_prompt_and_the_weights(hybrid: Path, text_sampler: SamplerProcess) -> None:
     ids = np.random.default_rng(3).integers(100, 1000, LENGTH, dtype=np.int32)
     base = Reference(hybrid)
     adapter, state = random_adapter(base, 4, seed=1), trained(base)
-    # Two blocks of the least size a step: a prompt is computed in three parts.
-    with running_sampler(hybrid, "--max-batched-tokens", "128") as sampler:
-        async with SamplerClient(sampler.address) as client:
-            sender = await Sender(client).join()
-            await sender.push("text@1", adapter, 4)
-            await check(client, ids, "", base)
-            await check(client, ids, "text@1", Reference(hybrid).merge(adapter, 4))
-            await sender.push("full@1", state)
-            await check(client, ids, "full@1", Reference(hybrid, state))
-        assert sampler.metric("vllm:prefix_cache_hits_total") > 0
+    assert text_sampler.serving()
+    async with SamplerClient(text_sampler.address) as client:
+        sender = await Sender(client).join()
+        await sender.push("text@1", adapter, 4)
+        await check(client, ids, "", base)
+        await check(client, ids, "text@1", Reference(hybrid).merge(adapter, 4))
+        await sender.push("full@1", state)
+        await check(client, ids, "full@1", Reference(hybrid, state))
+    assert text_sampler.metric("vllm:prefix_cache_hits_total") > 0
 
 
 async def check(client: SamplerClient, ids: np.ndarray, snapshot_id: str, expected: Reference) -> None:
@@ -77,3 +93,24 @@ async def check(client: SamplerClient, ids: np.ndarray, snapshot_id: str, expect
         (sequence,) = drawn.sequences
         wanted = expected.prompt_logprobs(np.array([*ids, *sequence.tokens], dtype=np.int32))[LENGTH:]
         assert np.abs(np.array(sequence.logprobs) - wanted).max() < TOLERANCE
+
+
+async def test_images_are_refused(text_sampler: SamplerProcess) -> None:
+    prompt = rendered([[1, 2, 3]])
+    prompt.spans.add(offset=0, length=1)
+    async with SamplerClient(text_sampler.address) as client:
+        with pytest.raises(InvalidInput, match="takes no images"):
+            await ask(client, request_for(prompt, max_tokens=2))
+
+
+async def test_a_dead_engine_ends_the_service(text_sampler: SamplerProcess) -> None:
+    """Requests in flight fail as UNAVAILABLE and the process exits, for its supervisor to start it again."""
+    (engine_pid,) = text_sampler.engine_pids()
+    async with SamplerClient(text_sampler.address) as client:
+        with pytest.raises(Unavailable):  # noqa: PT012 - the engine dies in the middle of the stream
+            async with aclosing(client.sample(request_for(rendered([[1, 2, 3]]), "full@1", stop=THROUGH))) as events:
+                async for event in events:
+                    if event.WhichOneof("event") == "prompt":
+                        os.kill(engine_pid, signal.SIGKILL)
+    assert await asyncio.to_thread(text_sampler.process.wait, 60) == ENGINE_DIED
+    assert any("the engine has died" in line and "CRITICAL" in line for line in text_sampler.log)

@@ -126,9 +126,9 @@ async def test_other_bytes_than_announced_reach_no_worker(
     check_equal(before[1], (await answers(pair, prompt, ""))[1])
 
 
-def test_all_its_processes_end_with_it(model: Path) -> None:
-    with running_sampler(model, "--tensor-parallel", "2") as sampler:
-        children = psutil.Process(sampler.process.pid).children(recursive=True)
-        assert len(children) >= 3  # the engine and two workers
-        sampler.process.kill()
-        assert survivors(children, 20) == []
+def test_all_its_processes_end_with_it(wide: SamplerProcess) -> None:
+    """The last test of this file: nobody has it afterwards."""
+    children = psutil.Process(wide.process.pid).children(recursive=True)
+    assert len(children) >= 3  # the engine and two workers
+    wide.process.kill()
+    assert survivors(children, 20) == []
