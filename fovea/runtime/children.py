@@ -22,12 +22,14 @@ def importing() -> Iterator[None]:
     By default the collector goes through hundreds of thousands of objects, again and again, and finds nothing to free;
     neither do later collections look at them.
     """
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

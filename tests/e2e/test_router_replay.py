@@ -8,11 +8,13 @@ those bits: what it computes of the same experts is the same, of its own choice 
 import asyncio
 import io
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -25,6 +27,7 @@ from tinker import types
 
 from fovea.api.v1 import sampler_pb2
 from fovea.client.sampler import SamplerClient
+from fovea.runtime.secret import VARIABLE
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
 from fovea.wire.features import tensors_sha256
@@ -36,8 +39,7 @@ from services.trainer.model.lora import LoraInjector
 from services.trainer.model.packed_model import PackedModel, load_model
 from services.trainer.settings import TrainerSettings
 from tests.e2e.sampler.asking import rendered, request_for
-from tests.e2e.sampler.process import SamplerProcess, running_sampler
-from tests.e2e.stack import API_KEY, running_stack
+from tests.e2e.stack import API_KEY, Stack, running_stack
 from tinyvlm.families import ensure_family
 
 NEW_TOKENS = 40
@@ -84,10 +86,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def sampler(models: tuple[Path, Path]) -> Iterator[SamplerProcess]:
-    # Prompts in several chunks, and a batch whose requests come and go.
-    with running_sampler(models[0], "--max-batched-tokens", "256", "--max-sequences", "6") as sampler:
-        yield sampler
+def replaying(models: tuple[Path, Path]) -> Iterator[Stack]:
+    """Fovea with the sampler's model: prompts in several chunks, and a batch whose requests come and go."""
+    variables = {"FOVEA_SAMPLER_MAX_BATCHED_TOKENS": "256", "FOVEA_SAMPLER_MAX_SEQUENCES": "6"}
+    with mock.patch.dict(os.environ, variables), running_stack(models[0]) as stack:
+        yield stack
+
+
+@pytest.fixture
+async def client(replaying: Stack) -> AsyncIterator[SamplerClient]:
+    """Of its sampler alone."""
+    with mock.patch.dict(os.environ, {VARIABLE: replaying.secret}):
+        client = SamplerClient(replaying.address("sampler"))
+    async with client:
+        yield client
 
 
 def load(directory: Path) -> PackedModel:
@@ -103,12 +115,11 @@ def trainer(models: tuple[Path, Path]) -> PackedModel:
     return load(models[1])
 
 
-async def draw(sampler: SamplerProcess, count: int) -> list[Sampled]:
+async def draw(client: SamplerClient, count: int) -> list[Sampled]:
     """Sequences of prompts of all lengths, all asked at once; every prompt twice."""
     lengths = np.random.default_rng(0).integers(1, 600, count)
     prompts = [np.random.default_rng(seed // 2).integers(0, 1000, lengths[seed // 2]) for seed in range(count)]
-    async with SamplerClient(sampler.address) as client:
-        return list(await asyncio.gather(*(draw_one(client, prompt) for prompt in prompts)))
+    return list(await asyncio.gather(*(draw_one(client, prompt) for prompt in prompts)))
 
 
 async def draw_one(client: SamplerClient, prompt: npt.NDArray[np.int64]) -> Sampled:
@@ -134,8 +145,8 @@ def gap(trainer: PackedModel, sampled: list[Sampled], replays: bool) -> float:
     )
 
 
-async def test_the_trainer_agrees_if_it_follows(sampler: SamplerProcess, trainer: PackedModel) -> None:
-    sampled = await draw(sampler, 10)
+async def test_the_trainer_agrees_if_it_follows(client: SamplerClient, trainer: PackedModel) -> None:
+    sampled = await draw(client, 10)
     for one in sampled:
         assert one.experts.shape == (len(one.prompt) + NEW_TOKENS - 1, LAYERS, TOP)
         assert (one.experts[..., 0] != one.experts[..., 1]).all()
@@ -146,10 +157,10 @@ async def test_the_trainer_agrees_if_it_follows(sampler: SamplerProcess, trainer
 
 
 async def test_gradients_are_those_of_the_experts_that_are_followed(
-    sampler: SamplerProcess, trainer: PackedModel
+    client: SamplerClient, trainer: PackedModel
 ) -> None:
     """With a router trained: it learns the weights of the experts that it is given."""
-    (one,) = await draw(sampler, 1)
+    (one,) = await draw(client, 1)
     batch = BatchLayout(None, CPU).pack([one.datum(0, True)], {}, False, None)
     gate = trainer.hf.get_decoder().layers[1].mlp.gate.weight
     gate.requires_grad_(True)
@@ -160,26 +171,25 @@ async def test_gradients_are_those_of_the_experts_that_are_followed(
     assert (gate.grad.abs().amax(-1) > 0).numpy()[taken].all()
 
 
-async def test_what_does_not_fit_is_refused_and_the_next_request_works(sampler: SamplerProcess) -> None:
-    async with SamplerClient(sampler.address) as client:
-        request = request_for(rendered([[1, 2, 3]]), max_tokens=2)
-        (plain,) = [event.delta async for event in client.sample(request) if event.WhichOneof("event") == "delta"][-1:]
-        assert not plain.HasField("routed_experts")
-        request.routed_experts = True
-        request.top_sample_logprobs = 64
-        request.params.max_tokens = 8_000
-        with pytest.raises(InvalidInput, match="routed_experts is set, and one message carries the experts of at most"):
-            [event async for event in client.sample(request)]
-        assert len((await draw_one(client, np.array([5, 6]))).experts) == 1 + NEW_TOKENS
+async def test_what_does_not_fit_is_refused_and_the_next_request_works(client: SamplerClient) -> None:
+    request = request_for(rendered([[1, 2, 3]]), max_tokens=2)
+    (plain,) = [event.delta async for event in client.sample(request) if event.WhichOneof("event") == "delta"][-1:]
+    assert not plain.HasField("routed_experts")
+    request.routed_experts = True
+    request.top_sample_logprobs = 64
+    request.params.max_tokens = 8_000
+    with pytest.raises(InvalidInput, match="routed_experts is set, and one message carries the experts of at most"):
+        [event async for event in client.sample(request)]
+    assert len((await draw_one(client, np.array([5, 6]))).experts) == 1 + NEW_TOKENS
 
 
-def test_the_official_sdk_replays(models: tuple[Path, Path]) -> None:
+def test_the_official_sdk_replays(replaying: Stack) -> None:
     """An adapter of experts, trained on two ranks, sampled from, and scored with the experts that its samples had."""
     headers = {"X-Fovea-Routed-Experts": "1"}
-    with running_stack(models[0]) as stack, tinker.ServiceClient(
-        base_url=stack.base_url, api_key=API_KEY, default_headers_overrides=headers
-    ) as service:  # fmt: skip
-        training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
+    with tinker.ServiceClient(
+        base_url=replaying.base_url, api_key=API_KEY, default_headers_overrides=headers
+    ) as service:
+        training = service.create_lora_training_client(base_model=replaying.model_name, rank=8).result()
         text = types.ModelInput.from_ints(list(range(20, 60)))
         targets = {"target_tokens": types.TensorData.from_numpy(np.arange(21, 61))}
         for _ in range(2):
@@ -190,7 +200,7 @@ def test_the_official_sdk_replays(models: tuple[Path, Path]) -> None:
         sequences = sampling.sample(text, 6, params).result().sequences
         data, flipped = [], []
         for sequence in sequences:
-            address = f"{stack.base_url}/api/v1/routed_experts/{sequence.sequence_id}"
+            address = f"{replaying.base_url}/api/v1/routed_experts/{sequence.sequence_id}"
             found = httpx.get(address, headers={"X-API-Key": API_KEY}).content
             experts = np.load(io.BytesIO(found)).astype(np.int64)
             whole = np.array([*range(20, 60), *sequence.tokens])

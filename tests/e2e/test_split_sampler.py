@@ -1,6 +1,7 @@
 """A Fovea whose sampler is two workers: what a trainer pushes reaches both, and the numbers are the trainer's.
 
-Dense models over two workers are in tests/e2e/sampler/test_tensor_parallel.py.
+So are those of the base, though its checkpoint has no bytes: trainer and sampler draw the same weights. Dense models
+over two workers are in tests/e2e/sampler/test_tensor_parallel.py, experts from files in test_experts.py beside it.
 """
 
 import os
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks import random_checkpoint
 from tests.e2e.prompts import Prompt, PromptBuilder
 from tests.e2e.stack import Stack, running_stack
 from tests.e2e.test_agreement import check_model
@@ -19,10 +21,13 @@ _VARIABLES = {"FOVEA_SAMPLER_TENSOR_PARALLEL": "2", "FOVEA_SAMPLER_EXPERT_PARALL
 
 
 @pytest.fixture(scope="module")
-def split() -> Iterator[Stack]:
-    """Fovea with one trainer rank and a sampler of two workers, each with half of the experts whole."""
-    model = ensure_family("qwen3_vl_moe")
-    with mock.patch.dict(os.environ, _VARIABLES), running_stack(model, "--ranks", "1") as stack:
+def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Fovea with two trainer ranks and a sampler of two workers, each with half of the experts whole."""
+    model = tmp_path_factory.mktemp("random") / "model"
+    random_checkpoint.copy(ensure_family("qwen3_vl_moe"), model, seed=7)
+    (file,) = model.glob("*.safetensors")
+    assert file.stat().st_blocks * 512 < file.stat().st_size / 2
+    with mock.patch.dict(os.environ, _VARIABLES), running_stack(model, "--ranks", "2") as stack:
         yield stack
 
 

@@ -13,21 +13,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from fovea.runtime.children import importing
 
-from fovea.api.v1 import trainer_pb2
-from services.trainer.batches.datum_decoding import decode_datum
-from services.trainer.command_queue import CreateModel, DeleteModel, ForwardBackward, OptimStep
-from services.trainer.losses import loss_of
-from services.trainer.model.lora import LoraSettings
-from services.trainer.model.optimizer import Adam
-from services.trainer.model.sharding import full_of
-from services.trainer.model.trained_model import FullModel, TrainedModel
-from services.trainer.ranks.control_group import ControlGroup
-from services.trainer.settings import TrainerSettings
-from services.trainer.training_engine import TrainingEngine
+with importing():
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from fovea.api.v1 import trainer_pb2
+    from services.trainer.batches.datum_decoding import decode_datum
+    from services.trainer.command_queue import CreateModel, DeleteModel, ForwardBackward, OptimStep
+    from services.trainer.losses import loss_of
+    from services.trainer.model.lora import LoraSettings
+    from services.trainer.model.optimizer import Adam
+    from services.trainer.model.sharding import full_of
+    from services.trainer.model.trained_model import FullModel, TrainedModel
+    from services.trainer.ranks.control_group import ControlGroup
+    from services.trainer.settings import TrainerSettings
+    from services.trainer.training_engine import TrainingEngine
 
 MODEL = "m"
 

@@ -1,5 +1,6 @@
 """Full parameters of mixtures of experts as files: the base's come back tensor by tensor, on several ranks too."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,10 @@ NAMES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
 CPU = torch.device("cpu")
 
 
-def _rank(rank: int, size: int, spread: int, folder: str, directories: dict[str, Path]) -> None:
+def _rank(rank: int, size: int, spreads: tuple[int, ...], folder: str, directories: dict[str, Path]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
-    for name, directory in directories.items():
+    for spread, (name, directory) in itertools.product(spreads, directories.items()):
         _, _, module = build_model(TrainerSettings(model=str(directory), dtype="float32"), directory, CPU)
         sharded = ShardedModel(module, init_device_mesh("cpu", (size,)), False, expert_mesh("cpu", size, spread, 8))
         read_weights(module.hf, directory, CPU)
@@ -37,7 +38,7 @@ def _rank(rank: int, size: int, spread: int, folder: str, directories: dict[str,
         published = load_file(directory / "model.safetensors")
         assert set(files) == set(published)
         assert all(torch.equal(one, published[key]) for key, one in zip(files, whole, strict=True))
-        target = Folder.at(f"{folder}/{name}")
+        target = Folder.at(f"{folder}/{name}-{spread}")
         Path(target.path).mkdir(exist_ok=True)
         weight_files.write_checkpoint(zip(files, whole, strict=True), target, directory, ControlGroup())
         back = weight_files.read_shards(target, like, module.expert_layouts)
@@ -45,6 +46,6 @@ def _rank(rank: int, size: int, spread: int, folder: str, directories: dict[str,
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("ranks", "spread"), [(1, 1), (2, 1), (2, 2), (4, 2)])
-def test_files_are_laid_out_as_the_base_s(ranks: int, spread: int, tmp_path: Path) -> None:
-    processes.spawn(_rank, (ranks, spread, str(tmp_path), ensure_families(NAMES)), ranks)  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize(("ranks", "spreads"), [(1, (1,)), (2, (1, 2)), (4, (2,))])
+def test_files_are_laid_out_as_the_base_s(ranks: int, spreads: tuple[int, ...], tmp_path: Path) -> None:
+    processes.spawn(_rank, (ranks, spreads, str(tmp_path), ensure_families(NAMES)), ranks)  # type: ignore[no-untyped-call]
