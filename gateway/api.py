@@ -60,7 +60,9 @@ _HOSTED_ONLY = {
 def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> Starlette:
     """All routes over the use cases. Until `ready` is set, requests are refused with what clients repeat."""
     base_path = settings.base_path.rstrip("/")
-    endpoints = Endpoints(parts.keys.identify, base_path, parts.request_memory, settings.request_timeout_s)
+    endpoints = Endpoints(
+        parts.keys.identify, parts.owners.check_rate, base_path, parts.request_memory, settings.request_timeout_s
+    )
     limiter = BurstLimiter()
     future_routes = FutureRoutes(
         parts.futures,
@@ -80,7 +82,7 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
         TrainingRunRoutes(parts.training_runs, parts.copies),
         CheckpointRoutes(parts.checkpoints),
         ExportRoutes(parts.exports, base_path),
-        AdminRoutes(parts.keys),
+        AdminRoutes(parts.keys, parts.owners, parts.database),
     ]
     return Starlette(
         routes=[route for group in groups for route in group.routes(endpoints)],

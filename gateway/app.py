@@ -52,7 +52,7 @@ class Gateway:
             settings.model_copy(update={"port": settings.grpc_port}), [ADMIN_SERVICE, GATEWAY_SERVICE],
             begins_traces=True, as_told=named, options=channel_limits(settings), bounds=[BoundedMessages()],
         )  # fmt: skip
-        auth = AuthInterceptor(self.parts.keys, self._ready)
+        auth = AuthInterceptor(self.parts.keys, self.parts.owners, self._ready)
         self.grpc.grpc.add_generic_rpc_handlers((auth,))
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.parts, settings), self.grpc.grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.parts), self.grpc.grpc)

@@ -12,7 +12,7 @@ train     in the trainer, its own queue included
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -63,6 +63,28 @@ VERSION_LAG = Gauge(
 )
 TRAINER_RESTARTS = Counter("fovea_gateway_trainer_restarts_total", "Times that another trainer instance answered.")
 STATE_BYTES = Gauge("fovea_gateway_state_volume_bytes", "The volume of the state folder: size and free.", ["kind"])
+
+
+TOKENS = Counter(
+    "fovea_gateway_tokens_total",
+    "Tokens of finished requests by tenant and kind: trained, scored (losses without gradients), prompt, cached (of the"
+    " prompts) and sampled.",
+    ["tenant", "kind"],
+)
+GPU_SECONDS = Counter(
+    "fovea_gateway_gpu_seconds_total",
+    "Seconds of trainer and samplers by tenant and kind of request: its part of the time, by tokens, for each device.",
+    ["tenant", "kind"],
+)
+
+
+def note_usage(tenant: str, kind: str, usage: Mapping[str, float]) -> None:
+    """Counts what a request of this kind has used: tokens as `trained_tokens` and so on, and `gpu_seconds`."""
+    for name, value in usage.items():
+        if value and name.endswith("_tokens"):
+            TOKENS.labels(tenant, name.removesuffix("_tokens")).inc(value)
+    if usage["gpu_seconds"]:
+        GPU_SECONDS.labels(tenant, kind).inc(usage["gpu_seconds"])
 
 
 @contextmanager

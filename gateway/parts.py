@@ -51,10 +51,10 @@ class Parts:
         self.owners = Owners(self.database)
         self._build_replicas(settings)
 
-        self.futures = Futures(self.database, settings.result_ttl_s, max_pending)
+        self.futures = Futures(self.database, settings.result_ttl_s, max_pending, self.owners)
         self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions)
         self.storage = Storage(settings.checkpoint_root)
-        self.checkpoints = Checkpoints(self.database, self.storage)
+        self.checkpoints = Checkpoints(self.database, self.storage, self.owners)
         self.exports = Exports(self.database, self.checkpoints)
         self.health = Health(
             settings.model_name, self.futures, self.renderers, self.samplers, self.trainer, self.versions,
@@ -67,7 +67,7 @@ class Parts:
         )  # fmt: skip
         self.sampling = Sampling(
             self.database, self.futures, self.sessions, self.checkpoints, self.samplers, self.snapshots, sample_runner,
-            settings.model_name, max_pending,
+            settings.model_name,
         )  # fmt: skip
         self._build_training(settings)
 
@@ -85,7 +85,7 @@ class Parts:
         self.versions = Versions()
 
     def _build_training(self, settings: GatewaySettings) -> None:
-        self.models = Models(self.database, settings.max_models_per_owner)
+        self.models = Models(self.database, settings.max_models_per_owner, self.owners)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
         batches = Batches(self.futures, self.renderers, self.custom_losses)
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s

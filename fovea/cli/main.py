@@ -1,4 +1,4 @@
-"""`fovea up | down | demo | status | restart | keys | models | conformance`."""
+"""`fovea up | down | demo | status | restart | keys | owners | usage | models | conformance`."""
 
 import asyncio
 import importlib.util
@@ -163,10 +163,27 @@ def restart(
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def keys(context: typer.Context) -> None:
-    """Create, list and revoke the API keys of a gateway; see `fovea keys --help`."""
+    """Create, list, expire and revoke the API keys of a gateway; see `fovea keys --help`."""
     raise typer.Exit(
         subprocess.run([sys.executable, "-m", "gateway.access.keys_command", *context.args], check=False).returncode
     )
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def owners(context: typer.Context) -> None:
+    """Show and set what each owner may have: shares and limits; see `fovea owners --help`."""
+    raise typer.Exit(_owners_command("owners", context))
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def usage(context: typer.Context) -> None:
+    """Show what owners have used, by key and day; see `fovea usage --help`."""
+    raise typer.Exit(_owners_command("usage", context))
+
+
+def _owners_command(name: str, context: typer.Context) -> int:
+    command = [sys.executable, "-m", "gateway.access.owners_command", name, *context.args]
+    return subprocess.run(command, check=False).returncode
 
 
 @models_app.command(context_settings=PASSED_ON, add_help_option=False)

@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
 from gateway.access.api_keys import Key, all_keys, change_key, check_owner, insert_key, random_key
 from gateway.database.migrations import find_revision
-from gateway.database.schema import REVISION, keys
+from gateway.database.schema import REVISION, checkpoints, keys, owners, usage
 from gateway.database.sql_engine import describe, make_engine, parse_url
 from gateway.database.writer import Job, Result
 from gateway.scopes import Scope
@@ -37,20 +37,19 @@ def _create(arguments: argparse.Namespace) -> None:
     expires_at = time.time() + arguments.days * _DAY_S if arguments.days else None
     scope = Scope(arguments.scope)
     text, key = random_key(arguments.owner, name=arguments.name, scope=scope, expires_at=expires_at)
-    _run(arguments, lambda connection: insert_key(connection, key))
+    run(arguments, lambda connection: insert_key(connection, key))
     print(f"key {key.key_id} of {key.owner}, scope {scope}; it is shown this once:", file=sys.stderr)
     print(text)
 
 
 def _list(arguments: argparse.Namespace) -> None:
     now = time.time()
-    lines = [("KEY ID", "OWNER", "NAME", "SCOPE", "CREATED", "VALID")]
-    for key in _run(arguments, all_keys):
+
+    def row(key: Key) -> tuple[str, ...]:
         until = "until " + _day(key.expires_at) if key.expires_at else "yes"
-        lines.append((key.key_id, key.owner, key.name, key.scope, _day(key.created_at), key.problem(now) or until))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+        return (key.key_id, key.owner, key.name, key.scope, _day(key.created_at), key.problem(now) or until)
+
+    print_table(("KEY ID", "OWNER", "NAME", "SCOPE", "CREATED", "VALID"), map(row, run(arguments, all_keys)))
 
 
 def _revoke(arguments: argparse.Namespace) -> None:
@@ -65,13 +64,13 @@ def _expire(arguments: argparse.Namespace) -> None:
 
 
 def _change(arguments: argparse.Namespace, **values: float | None) -> Key:
-    key = _run(arguments, lambda connection: change_key(connection, arguments.key_id, **values))
+    key = run(arguments, lambda connection: change_key(connection, arguments.key_id, **values))
     if key is None:
         raise NotFound(f"there is no key {arguments.key_id!r}; `fovea keys list` shows them", field="KEY_ID")
     return key
 
 
-def _run(arguments: argparse.Namespace, job: Job[Result]) -> Result:
+def run(arguments: argparse.Namespace, job: Job[Result]) -> Result:
     """The job's result, committed. Raises FailedPrecondition for a database of another version."""
     default = f"sqlite:///{(arguments.state_dir / 'gateway.db').absolute()}"
     engine = make_engine(parse_url(os.environ.get(_URL) or default), 1)
@@ -80,8 +79,23 @@ def _run(arguments: argparse.Namespace, job: Job[Result]) -> Result:
         found = find_revision(connection)
         if found not in (None, REVISION):
             raise FailedPrecondition(f"its schema is {found}, not {REVISION}: start this version's gateway on it first")
-        keys.create(connection, checkfirst=True)
+        for table in (keys, owners, usage, checkpoints):
+            table.create(connection, checkfirst=True)
         return job(connection)
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints rows in columns."""
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+
+
+def add_state_dir(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that says where the database is."""
+    folder = os.environ.get("FOVEA_GATEWAY_STATE_DIR", ".fovea")
+    parser.add_argument("--state-dir", type=Path, default=Path(folder), help=f"of the gateway; default: {folder}")
 
 
 def _parse() -> argparse.Namespace:
@@ -95,8 +109,7 @@ def _parse() -> argparse.Namespace:
     def command(name: str, run: Callable[[argparse.Namespace], None], words: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=words, description=words)
         added.set_defaults(run=run)
-        folder = os.environ.get("FOVEA_GATEWAY_STATE_DIR", ".fovea")
-        added.add_argument("--state-dir", type=Path, default=Path(folder), help=f"of the gateway; default: {folder}")
+        add_state_dir(added)
         return added
 
     create = command("create", _create, "Make a key and print it. Only its hash is kept.")

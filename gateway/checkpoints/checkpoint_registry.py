@@ -11,7 +11,9 @@ import sqlalchemy as sa
 from cachetools import LRUCache
 
 from fovea.api.v1 import weights_pb2
-from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
+from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, ResourceExhausted
+from gateway.access.owners import Owners
+from gateway.access.usage import stored_bytes
 from gateway.checkpoints.checkpoint import (
     EXTERNAL,
     SAMPLER,
@@ -56,8 +58,8 @@ def check_ttl_or_none(ttl_s: int | None) -> float | None:
 class Checkpoints:
     """Checkpoints by `tinker://` path. The owner may do everything, others may read what is published."""
 
-    def __init__(self, database: Database, storage: Storage) -> None:
-        self._database = database
+    def __init__(self, database: Database, storage: Storage, owners: Owners) -> None:
+        self._database, self._owners = database, owners
         self.storage = storage
         self.being_written: set[str] = set()
         self._sampled: LRUCache[str, Checkpoint] = LRUCache(_REMEMBERED)
@@ -74,8 +76,9 @@ class Checkpoints:
     ) -> tuple[Checkpoint, Checkpoint | None]:
         """A checkpoint of a model to be written, in a folder that nothing else uses, and the one that it replaces.
 
-        Raises InvalidInput for a bad name, AlreadyExists for a taken one.
+        Raises InvalidInput for a bad name, AlreadyExists for a taken one, ResourceExhausted if the owner has no room.
         """
+        await self.check_room(owner)
         path = str(CheckpointPath(model_id, segment, check_name(name, "path")))
         old = await self._database.read(lambda connection: get_row(connection, path))
         if old is not None and not overwrite and not _is_expired(old):
@@ -83,6 +86,16 @@ class Checkpoints:
             raise AlreadyExists(f"there is a checkpoint {path} already: {fix}", field="path")
         uri = self.new_folder(model_id, segment, name)
         return Checkpoint(path, model_id, owner, segment, name, uri, base_model, lora), old
+
+    async def check_room(self, owner: str) -> None:
+        """Raises ResourceExhausted if an owner has stored as many bytes as it may."""
+        most = self._owners.of(owner).max_stored_bytes
+        if most and (stored := await self._database.read(lambda connection: stored_bytes(connection, owner))) >= most:
+            raise ResourceExhausted(
+                f"this owner's max_stored_bytes is {most}, and its checkpoints have {stored}: delete some, or let "
+                "them expire",
+                limit="max_stored_bytes",
+            )
 
     def new_folder(self, model_id: str, segment: str, name: str) -> str:
         """A folder below the root that nothing uses."""

@@ -52,6 +52,20 @@ owners = sa.Table(
     sa.Column("max_requests_per_s", sa.Float, nullable=False),
 )
 
+usage = sa.Table(
+    "usage",
+    metadata,
+    sa.Column("owner", sa.Text, primary_key=True),
+    sa.Column("key_id", sa.Text, primary_key=True),
+    sa.Column("day", sa.Text, primary_key=True),
+    sa.Column("trained_tokens", sa.BigInteger, nullable=False),
+    sa.Column("scored_tokens", sa.BigInteger, nullable=False),
+    sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
+    sa.Column("cached_tokens", sa.BigInteger, nullable=False),
+    sa.Column("sampled_tokens", sa.BigInteger, nullable=False),
+    sa.Column("gpu_seconds", sa.Float, nullable=False),
+)
+
 sessions = sa.Table(
     "sessions",
     metadata,

@@ -17,7 +17,9 @@ from google.rpc import status_pb2
 from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, from_status, to_status
 from gateway import gateway_metrics
+from gateway.access.usage import Usage
 from gateway.database.writer import Job
+from gateway.scopes import CALLER
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +120,8 @@ class Submission:
         rejection: Why it will fail when its turn comes.
         known_failure: The failed forward_backward, by seq_id, of which the client had been told before it sent this.
         traceparent: The call that submitted it; empty without tracing and after a restart.
+        token_count: Tokens that it may come to, as far as can be told.
+        key_id: Which of the owner's keys submitted it.
     """
 
     future_id: str
@@ -130,6 +134,8 @@ class Submission:
     known_failure: int | None = None
     created_at: float = field(default_factory=time.time)
     traceparent: str = field(default_factory=tracing.traceparent)
+    token_count: int = 0
+    key_id: str = field(default_factory=lambda: CALLER.get().key_id)
 
 
 @dataclass(eq=False)
@@ -168,6 +174,7 @@ class Pending:
 
     Attributes:
         request: Serialized request, or None if it must be read from the database.
+        usage: What it has used by now.
         work: The task that works on it, if cancelling is possible.
         refusal: Why the submission could not be kept.
         accepted: Set once the submission is kept, or has failed to be.
@@ -179,6 +186,7 @@ class Pending:
     request: bytes | None
     state: State = State.QUEUED
     progress: Progress = field(default_factory=Progress)
+    usage: Usage = field(default_factory=Usage)
     work: asyncio.Task[None] | None = None
     is_finishing: bool = False
     refusal: BaseException | None = None

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.sql.dml import ReturningInsert
 
+from gateway.access.usage import Used, add_usage
 from gateway.database.schema import future_requests, future_results, futures
 from gateway.database.sql_engine import insertion
 from gateway.futures.future import UNFINISHED, Kind, Outcome, Pending, State, Submission, error_from_blob
@@ -41,6 +42,7 @@ class Finished(NamedTuple):
     outcome: Outcome
     finished_at: float
     number: int
+    used: Used | None = None
 
 
 def insert(connection: sa.Connection, accepted: list[Accepted]) -> list[bool]:
@@ -73,6 +75,8 @@ def _row(accepted: Accepted) -> dict[str, Any]:
         "seq_id": submission.seq_id,
         "state": accepted.state.value,
         "created_at": submission.created_at,
+        "key_id": submission.key_id,
+        "token_count": submission.token_count,
     }
 
 
@@ -86,11 +90,12 @@ def finish(connection: sa.Connection, finished: list[Finished]) -> list[None]:
     keeping = insertion(connection.dialect.name, future_results)
     ends = [
         {"key": future_id, "state": outcome.state.value, "finished_at": finished_at, "finish_number": number}
-        for future_id, outcome, finished_at, number in finished
+        for future_id, outcome, finished_at, number, _ in finished
     ]
     connection.execute(_UPDATE, ends)
     connection.execute(keeping, [{"future_id": one.future_id, "result": one.outcome.to_blob()} for one in finished])
     connection.execute(_DROP_REQUEST, [{"key": one.future_id} for one in finished])
+    add_usage(connection, [one.used for one in finished if one.used is not None], finished[-1].finished_at)
     return [None] * len(finished)
 
 
@@ -125,7 +130,8 @@ def unfinished(connection: sa.Connection) -> list[Pending]:
         rejection = error_from_blob(get_request(connection, row.future_id)) if state is State.REJECTED else None
         submission = Submission(
             row.future_id, Kind(row.kind), row.owner, row.session_id, row.scope, row.seq_id,
-            rejection=rejection, created_at=row.created_at, traceparent="",
+            rejection=rejection, created_at=row.created_at, traceparent="", token_count=row.token_count,
+            key_id=row.key_id,
         )  # fmt: skip
         pendings.append(Pending(submission, request=None, state=state))
     return pendings

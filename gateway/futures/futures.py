@@ -6,9 +6,9 @@ A submission is in the database before its id is given out. Waiters are woken in
 import asyncio
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ from cachetools import LRUCache
 
 from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
 from gateway import gateway_metrics as metrics
+from gateway.access.owners import Owners, exceeded
+from gateway.access.usage import Used, add_usage
 from gateway.database.database import Database
 from gateway.database.writer import Batched, Job
 from gateway.futures import future_rows as rows
@@ -37,12 +39,14 @@ class Futures:
         database: Where they are kept.
         result_ttl_s: Seconds for which a result can be fetched again.
         quota: Limits how many an owner may have unfinished.
+        owners: Limits how many tokens these may come to.
     """
 
-    def __init__(self, database: Database, result_ttl_s: float, quota: Quota) -> None:
+    def __init__(self, database: Database, result_ttl_s: float, quota: Quota, owners: Owners) -> None:
         self._database = database
         self._result_ttl_s = result_ttl_s
-        self._quota = quota
+        self._quota, self._owners = quota, owners
+        self._tokens: Counter[str] = Counter()
         self._pending: dict[str, Pending] = {}
         # Owner and outcome by future id.
         self._recent: LRUCache[str, tuple[str, Outcome]] = LRUCache(_RECENT_BYTES, lambda kept: kept[1].held_bytes)
@@ -92,7 +96,7 @@ class Futures:
             return False
         self._database.check_room()
         if not others_wait_for_it:
-            self._quota.check(submission.owner)
+            self._check_share(submission)
         pending = Pending(submission, request)
         self._add(pending)
         # Whoever submits may go away meanwhile: what is in the database must be begun all the same.
@@ -227,13 +231,47 @@ class Futures:
             logger.info("dropped %d results older than %.0f s", dropped, ttl_s)
             self._recent.clear()
 
+    @contextmanager
+    def counting(self, submission: Submission) -> Iterator[None]:
+        """Counts work without a future, a stream, as long as it lasts. Raises ResourceExhausted as `submit` does."""
+        self._check_share(submission)
+        self._take(submission)
+        try:
+            yield
+        finally:
+            self._give(submission)
+
+    async def keep_usage(self, pending: Pending) -> None:
+        """Keeps what work without a future has used."""
+        used = [_used(pending)]
+        metrics.note_usage(pending.submission.owner, pending.submission.kind.value, vars(pending.usage))
+        await self._database.write(lambda connection: add_usage(connection, used, time.time()))
+
+    def _check_share(self, submission: Submission) -> None:
+        owner, tokens = submission.owner, self._tokens[submission.owner]
+        self._quota.check(owner)
+        most = self._owners.of(owner).max_tokens_in_flight
+        # What is above the limit by itself may run alone, or it never could.
+        if most and tokens and tokens + submission.token_count > most:
+            raise exceeded("max_tokens_in_flight", most, f"its unfinished requests have {tokens} tokens")
+
+    def _take(self, submission: Submission) -> None:
+        self._quota.take(submission.owner)
+        self._tokens[submission.owner] += submission.token_count
+
+    def _give(self, submission: Submission) -> None:
+        self._quota.give(submission.owner)
+        self._tokens[submission.owner] -= submission.token_count
+        if not self._tokens[submission.owner]:
+            del self._tokens[submission.owner]
+
     def _add(self, pending: Pending) -> None:
         self._pending[pending.submission.future_id] = pending
-        self._quota.take(pending.submission.owner)
+        self._take(pending.submission)
 
     def _remove(self, pending: Pending) -> None:
         del self._pending[pending.submission.future_id]
-        self._quota.give(pending.submission.owner)
+        self._give(pending.submission)
 
     async def _drop(
         self, drop: Callable[[Any, float, float], tuple[float, int]], since: float, before: float
@@ -273,7 +311,8 @@ class Futures:
         submission, finished_at = pending.submission, time.time()
         # Rises in order of the writes, also after a restart whose predecessor's rows have been dropped.
         number = self._last_number = max(self._last_number + 1, time.time_ns() // 1000)
-        keep = Batched(rows.finish, rows.Finished(submission.future_id, outcome, finished_at, number))
+        ended = rows.Finished(submission.future_id, outcome, finished_at, number, _used(pending))
+        keep = Batched(rows.finish, ended)
 
         def job(connection: Any) -> None:
             for effect in effects:
@@ -301,10 +340,15 @@ class Futures:
         if outcome.held_bytes <= _RECENT_BYTES:
             self._recent[submission.future_id] = submission.owner, outcome
         metrics.FINISHED.labels(submission.kind.value, outcome.error.reason if outcome.error else "OK").inc()
+        metrics.note_usage(submission.owner, submission.kind.value, vars(pending.usage))
         metrics.FUTURE_SECONDS.labels(submission.kind.value).observe(time.time() - submission.created_at)
         metrics.PENDING.set(len(self._pending))
         pending.done.set()
         pending.woken.set()
+
+
+def _used(pending: Pending) -> Used:
+    return Used(pending.submission.owner, pending.submission.key_id, pending.usage)
 
 
 def _call(

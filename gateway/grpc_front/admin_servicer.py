@@ -2,13 +2,18 @@
 
 # ruff: noqa: N802 - gRPC names the methods.
 
+import dataclasses
+
 import grpc
 
 from fovea.api.v1 import admin_pb2 as pb
 from fovea.api.v1 import admin_pb2_grpc
 from gateway.access.api_keys import Key, parse_scope
+from gateway.access.owners import LIMITS, Owner
+from gateway.access.usage import usage_for
 from gateway.parts import Parts
 
+_DAYS = 30
 Context = grpc.aio.ServicerContext
 
 
@@ -16,7 +21,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Every method: one use case, the answer."""
 
     def __init__(self, parts: Parts) -> None:
-        self._keys = parts.keys
+        self._keys, self._owners, self._database = parts.keys, parts.owners, parts.database
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Context) -> pb.CreateKeyResponse:
         """Makes a key."""
@@ -32,6 +37,28 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def ExpireKey(self, request: pb.ExpireKeyRequest, context: Context) -> pb.ExpireKeyResponse:
         return pb.ExpireKeyResponse(key=_key(await self._keys.expire(request.key_id, request.expires_at or None)))
+
+    async def PutOwner(self, request: pb.PutOwnerRequest, context: Context) -> pb.PutOwnerResponse:
+        """Writes an owner's record."""
+        given = request.owner
+        values = {name: getattr(given, name) for name in LIMITS}
+        record = Owner(given.owner, weight=given.weight or 1.0, **values)
+        await self._owners.put(record)
+        return pb.PutOwnerResponse(owner=_owner(record))
+
+    async def ListOwners(self, request: pb.ListOwnersRequest, context: Context) -> pb.ListOwnersResponse:
+        return pb.ListOwnersResponse(owners=map(_owner, self._owners.listed()))
+
+    async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
+        """Usage by owner, key and day."""
+        self._keys.identify_call(context.invocation_metadata())
+        found = await usage_for(self._database, request.owner, max(request.days, 0) or _DAYS)
+        rows = [pb.UsageOfDay(**row) for row in found["usage"]]
+        return pb.GetUsageResponse(usage=rows, stored_bytes=found["stored_bytes"])
+
+
+def _owner(owner: Owner) -> pb.Owner:
+    return pb.Owner(**dataclasses.asdict(owner))
 
 
 def _key(key: Key) -> pb.ApiKey:

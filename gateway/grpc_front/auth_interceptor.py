@@ -10,6 +10,7 @@ import grpc
 from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE
 from fovea.wire.errors import FoveaError
 from gateway.access.api_keys import KeyRing
+from gateway.access.owners import Owners
 from gateway.http.endpoint import not_ready
 from gateway.scopes import Scope
 
@@ -22,7 +23,10 @@ _METHODS: Mapping[str, Mapping[Scope, tuple[str, ...]]] = {
             "SubmitLoadState", "SubmitSaveForSampler", "SubmitSaveExternal",
         ),
     },
-    ADMIN_SERVICE: {Scope.ADMIN: ("CreateKey", "ListKeys", "RevokeKey", "ExpireKey")},
+    ADMIN_SERVICE: {
+        Scope.READ: ("GetUsage",),
+        Scope.ADMIN: ("CreateKey", "ListKeys", "RevokeKey", "ExpireKey", "PutOwner", "ListOwners"),
+    },
 }  # fmt: skip
 SCOPES: Mapping[str, Scope] = {
     f"/{service}/{name}": scope
@@ -32,6 +36,8 @@ SCOPES: Mapping[str, Scope] = {
 }
 """The scope that each method needs. One that is not here needs the highest."""
 
+_UNCOUNTED = ("WaitFuture", "Heartbeat")
+"""What clients repeat by themselves: it counts for no limit of requests."""
 _PREFIXES = tuple(f"/{service}/" for service in _METHODS)
 
 
@@ -42,11 +48,12 @@ class AuthInterceptor(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     Args:
         keys: Who is let in.
+        owners: How much each may send.
         ready: Set once the gateway has the state for itself.
     """
 
-    def __init__(self, keys: KeyRing, ready: asyncio.Event) -> None:
-        self._keys, self._ready = keys, ready
+    def __init__(self, keys: KeyRing, owners: Owners, ready: asyncio.Event) -> None:
+        self._keys, self._owners, self._ready = keys, owners, ready
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """What refuses a call; None lets it through."""
@@ -57,7 +64,10 @@ class AuthInterceptor(grpc.GenericRpcHandler):  # type: ignore[misc]
             return grpc.stream_stream_rpc_method_handler(partial(_refuse, not_ready()))
         try:
             caller = self._keys.identify_call(handler_call_details.invocation_metadata)
-            caller.require(SCOPES.get(method, Scope.ADMIN), method.rpartition("/")[2])
+            name = method.rpartition("/")[2]
+            caller.require(SCOPES.get(method, Scope.ADMIN), name)
+            if name not in _UNCOUNTED:
+                self._owners.check_rate(caller.owner)
         except FoveaError as error:
             return grpc.stream_stream_rpc_method_handler(partial(_refuse, error))
         return None

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Request, str], Awaitable[Response]]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 _UNTIMED = ("retrieve_future", "retrieve_futures")
+_UNCOUNTED = (*_UNTIMED, "session_heartbeat", "telemetry", "client/dynamic_config")
+"""What clients repeat by themselves, and never give up: it counts for no limit of requests."""
 _PROCESS = os.urandom(3).hex()
 _NUMBERS = itertools.count(1)
 _ALIVE = "/healthz"
@@ -144,13 +146,21 @@ class Endpoints:
 
     Args:
         identify: Who shows an API key. Raises Unauthenticated.
+        check_rate: Counts a request of an owner. Raises ResourceExhausted.
         prefix: In front of every path.
         memory: Bytes for what bodies bring, while their requests are answered.
         patience_s: Seconds that a body may take to begin.
     """
 
-    def __init__(self, identify: Callable[[str | None], Caller], prefix: str, memory: Quota, patience_s: float) -> None:
-        self._identify, self._prefix = identify, prefix
+    def __init__(
+        self,
+        identify: Callable[[str | None], Caller],
+        check_rate: Callable[[str], None],
+        prefix: str,
+        memory: Quota,
+        patience_s: float,
+    ) -> None:
+        self._identify, self._check_rate, self._prefix = identify, check_rate, prefix
         self._memory, self._patience_s = memory, patience_s
 
     def route(self, method: str, path: str, handler: Handler, scope: Scope) -> Route:
@@ -160,6 +170,8 @@ class Endpoints:
             # Before the first byte of the body is read.
             caller = self._identify(request.headers.get("x-api-key"))
             caller.require(scope, f"{method} {path}")
+            if path not in _UNCOUNTED:
+                self._check_rate(caller.owner)
             with self._memory.holding(caller.owner) as memory:
                 request.state.incoming = Incoming(memory, self._patience_s)
                 return await handler(request, caller.owner)
@@ -218,10 +230,11 @@ class Endpoints:
 
 def paging(request: Request, limit: int, most: int) -> tuple[int, int]:
     """limit and offset of a query. Raises InvalidInput if they are no counts."""
-    return min(_count(request, "limit", limit), most), _count(request, "offset", 0)
+    return min(count_of(request, "limit", limit), most), count_of(request, "offset", 0)
 
 
-def _count(request: Request, name: str, default: int) -> int:
+def count_of(request: Request, name: str, default: int) -> int:
+    """A whole number of a query. Raises InvalidInput if it is none."""
     text = request.query_params.get(name)
     if text is None:
         return default

@@ -76,6 +76,11 @@ class Sampler(Replica):
         """Of its engine, another one after a restart; empty before it first answered."""
         return self.info.instance_id if self.info is not None else ""
 
+    @property
+    def device_count(self) -> int:
+        """Devices over which its model is split."""
+        return max(self.info.transfer_worker_count, 1) if self.info is not None else 1
+
     async def ask(self) -> None:
         """Asks what it holds; a new engine has to be prepared anew.
 

@@ -149,18 +149,15 @@ class SampleRunner:
                 )
             await self._check(work)
         picked = self._samplers.pick(work.pending.submission.owner, work.sampling.snapshot_id, work.rendered)
-        turn = Turn(work.pending.submission.owner, self._cost(work.request, len(work.rendered.tokens) // 4))
-        async with self._place(work, picked, turn) as sampler:
-            work.pending.progress.wait_on("sampling")
-            async for event in self._sample(sampler, work, turn):
-                yield event
-
-    def _cost(self, request: gateway_pb2.SampleTokensRequest, prompt_tokens: int) -> int:
-        """Tokens that a sample may come to."""
-        info, params = self._samplers.info, request.params
-        most = (info.max_context_length if info is not None else 0) - prompt_tokens
-        most = min(params.max_tokens, most) if params.HasField("max_tokens") else most
-        return prompt_tokens + request.sample_count * max(most, 0)
+        most = self._samplers.info.max_context_length if self._samplers.info is not None else 0
+        turn = Turn(work.pending.submission.owner, most_tokens(work.request, len(work.rendered.tokens) // 4, most))
+        try:
+            async with self._place(work, picked, turn) as sampler:
+                work.pending.progress.wait_on("sampling")
+                async for event in self._sample(sampler, work, turn):
+                    yield event
+        finally:
+            work.pending.usage.gpu_seconds += turn.seconds * picked.device_count
 
     @asynccontextmanager
     async def _place(self, work: SampleWork, sampler: Sampler, turn: Turn) -> AsyncIterator[Sampler]:
@@ -196,16 +193,19 @@ class SampleRunner:
             cache_salt=work.pending.submission.owner,
         )
         self._note_sampling()
-        tokens = len(request.prompt.tokens) // 4
+        usage, prompt_tokens = work.pending.usage, len(request.prompt.tokens) // 4
+        sampled_before = usage.sampled_tokens
         try:
             running = metrics.SAMPLES_RUNNING.labels(sampler.address).track_inprogress()
             with stage("sample", Kind.SAMPLE.value), running:
                 answer = cast(Events, sampler.client.sample(request, self._timeout_s))
                 async with aclosing(answer) as events:
                     async for event in events:
-                        tokens += len(event.delta.tokens) // 4
+                        usage.sampled_tokens += len(event.delta.tokens) // 4
+                        usage.cached_tokens += event.prompt.cached_token_count
                         yield event
-            turn.settle(tokens)
+            usage.prompt_tokens += prompt_tokens
+            turn.settle(prompt_tokens + usage.sampled_tokens - sampled_before)
         except SnapshotNotLoaded:
             turn.settle(0)
             sampler.note_not_loaded(work.snapshot_id)
@@ -258,6 +258,12 @@ class SampleRunner:
         check_limits(work.request, info)
         params = work.request.params
         check_context(length, params.max_tokens if params.HasField("max_tokens") else 1, info.max_context_length)
+
+
+def most_tokens(request: gateway_pb2.SampleTokensRequest, prompt_tokens: int, max_context_length: int) -> int:
+    """Tokens that a sample may come to, its prompt's included."""
+    most = request.params.max_tokens if request.params.HasField("max_tokens") else max_context_length
+    return prompt_tokens + max(request.sample_count, 0) * max(min(most, max_context_length - prompt_tokens), 0)
 
 
 def check_limits(request: gateway_pb2.SampleTokensRequest, info: sampler_pb2.GetSamplerInfoResponse) -> None:

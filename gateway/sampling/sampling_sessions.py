@@ -27,11 +27,10 @@ from gateway.futures.future import (
     run_to_outcome,
 )  # fmt: skip
 from gateway.futures.futures import Futures
-from gateway.quotas import Quota
 from gateway.replicas.renderers import least_token_count
 from gateway.replicas.samplers import Samplers
 from gateway.replicas.snapshot_pushes import KeptSnapshot, Snapshots, version_of
-from gateway.sampling.sample_runner import SampleRunner, SampleWork, check_context, check_limits
+from gateway.sampling.sample_runner import SampleRunner, SampleWork, check_context, check_limits, most_tokens
 from gateway.sampling.sampling_session import SamplingSession
 from gateway.sessions.sessions import Session, Sessions, update_session
 
@@ -51,11 +50,9 @@ class Sampling:
         snapshots: Snapshots,
         runner: SampleRunner,
         model_name: str,
-        quota: Quota,
     ) -> None:
         self._database, self._futures, self._sessions, self._checkpoints = database, futures, sessions, checkpoints
         self._samplers, self._snapshots, self._runner, self._model_name = samplers, snapshots, runner, model_name
-        self._quota = quota
         self._known: dict[str, SamplingSession] = {}
         self._newest: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -164,7 +161,10 @@ class Sampling:
         rejection = rejection or self._rejection(request)
         if isinstance(rejection, ContextOverflow):
             raise rejection
-        submission = Submission(own_id, Kind.SAMPLE, owner, sampling.session_id, sampling_session_id, seq_id, rejection)
+        submission = Submission(
+            own_id, Kind.SAMPLE, owner, sampling.session_id, sampling_session_id, seq_id, rejection,
+            token_count=self._token_count(request),
+        )  # fmt: skip
         await self._futures.submit(submission, request.SerializeToString(), self._start)
         return own_id, sequence_ids(own_id, 0 if rejection else request.sample_count)
 
@@ -198,21 +198,22 @@ class Sampling:
             raise rejection
         sampling_id = sampling.sampling_session_id
         submission = Submission(
-            f"{sampling_id}:{uuid.uuid4().hex[:12]}", Kind.SAMPLE, owner, sampling.session_id, sampling_id, seq_id=0
-        )
-        work = SampleWork(Pending(submission, request=None), sampling, request, at_once=False)
+            f"{sampling_id}:{uuid.uuid4().hex[:12]}", Kind.SAMPLE, owner, sampling.session_id, sampling_id, seq_id=0,
+            token_count=self._token_count(request),
+        )  # fmt: skip
+        pending = Pending(submission, request=None)
+        work = SampleWork(pending, sampling, request, at_once=False)
         is_begun = False
-        self._quota.check(owner)
-        self._quota.take(owner)
-        try:
-            async for event in self._runner.stream(work):
-                if request.HasField("target_table") and not is_begun:
-                    yield gateway_pb2.SampleTokensResponse(target_table=request.target_table)
-                is_begun = True
-                kind = event.WhichOneof("event")
-                yield gateway_pb2.SampleTokensResponse(**{kind: getattr(event, kind)})
-        finally:
-            self._quota.give(owner)
+        with self._futures.counting(submission):
+            try:
+                async for event in self._runner.stream(work):
+                    if request.HasField("target_table") and not is_begun:
+                        yield gateway_pb2.SampleTokensResponse(target_table=request.target_table)
+                    is_begun = True
+                    kind = event.WhichOneof("event")
+                    yield gateway_pb2.SampleTokensResponse(**{kind: getattr(event, kind)})
+            finally:
+                await self._futures.keep_usage(pending)
 
     def check_base_model(self, base_model: str) -> None:
         """Raises NotFound for a model that is not served here."""
@@ -258,6 +259,9 @@ class Sampling:
         except FoveaError as error:
             return error
         return None
+
+    def _token_count(self, request: gateway_pb2.SampleTokensRequest) -> int:
+        return most_tokens(request, least_token_count(request.prompt), self.max_context_length)
 
     async def _run(self, pending: Pending) -> None:
         done, outcome = await run_to_outcome(pending, self._sample(pending))

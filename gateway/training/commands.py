@@ -201,10 +201,15 @@ class StepCommands:
         batch.header.drop_gradients = not model.is_accumulating
         tokens = sum(len(datum.input.tokens) // 4 for datum in batch.datums)
         async with self._turn(pending, tokens, "computing, or waiting for the trainer"):
-            return await self._trainer.settle(
+            answer = await self._trainer.settle(
                 model.trainer_instance,
                 lambda: self._trainer.client.forward_backward(batch.header, batch.datums, timeout_s=None),
             )
+        if pending.submission.kind is Kind.FORWARD_BACKWARD:
+            pending.usage.trained_tokens += tokens
+        else:
+            pending.usage.scored_tokens += tokens
+        return answer
 
     async def optim_step(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Takes a step, unless a forward_backward since the last one failed: then gradients are partial and dropped."""
@@ -236,12 +241,16 @@ class StepCommands:
         """Waits until the command may go to the trainer, and is one of those there until the block ends."""
         turn, kind = Turn(pending.submission.owner, tokens), pending.submission.kind.value
         pending.progress.queue(lambda: f"waiting for the trainer: {self._turns.describe(turn)}", QueueState.PAUSED)
-        async with AsyncExitStack() as held:
-            with stage("turn", kind):
-                await held.enter_async_context(self._turns.place(turn))
-            pending.progress.wait_on(doing)
-            with stage("train", kind):
-                yield
+        try:
+            async with AsyncExitStack() as held:
+                with stage("turn", kind):
+                    await held.enter_async_context(self._turns.place(turn))
+                pending.progress.wait_on(doing)
+                with stage("train", kind):
+                    yield
+        finally:
+            devices = self._trainer.info.world_size if self._trainer.info is not None else 1
+            pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
 
 
 def _missing(error: FeatureEvicted, count: int) -> list[int]:

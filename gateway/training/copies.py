@@ -65,12 +65,14 @@ class Copies:
         Raises:
             NotFound, SessionEnded: For the source, for the session.
             AlreadyExists: The position is taken by something else.
+            ResourceExhausted: The owner has no room.
         """
         if request_key and (known := await self._of_key(owner, request_key)):
             return known.path
         session = await self._sessions.require(owner, session_id)
         run_id = id_of_model(session.session_id, check_seq_id(model_seq_id, "model_seq_id", 0))
         expires_at = check_ttl_or_none(ttl_s)
+        await self._checkpoints.check_room(owner)
         # A client that stops waiting sends the same again: it must find the copy, or what makes it.
         path = await self._running.run(
             run_id, lambda: self._copy(owner, source_path, session_id, run_id, expires_at, request_key)

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import FailedPrecondition, FoveaError, ModelLost, NotFound, ResourceExhausted
+from gateway.access.owners import Owners
 from gateway.checkpoints.checkpoint import TRAINING
 from gateway.checkpoints.checkpoint_registry import public_models, rows_of_model
 from gateway.database.database import Database
@@ -70,10 +71,11 @@ class Models:
 
     Args:
         most_per_owner: How many of an owner the trainer may hold; 0 is no limit but its own.
+        owners: May have other limits.
     """
 
-    def __init__(self, database: Database, most_per_owner: int) -> None:
-        self._database, self._most_per_owner = database, most_per_owner
+    def __init__(self, database: Database, most_per_owner: int, owners: Owners) -> None:
+        self._database, self._most_per_owner, self._owners = database, most_per_owner, owners
         self._models: dict[str, Model] = {}
 
     async def add(self, model: Model) -> Model:
@@ -155,11 +157,13 @@ class Models:
             and other.state in (ModelState.CREATING, ModelState.READY)
             and other is not model
         ]
-        if self._most_per_owner and len(held) >= self._most_per_owner:
+        own = self._owners.of(model.owner).max_models
+        limit, most = ("max_models", own) if own else ("max_models_per_owner", self._most_per_owner)
+        if most and len(held) >= most:
             raise ResourceExhausted(
-                f"this owner has {len(held)} models in the trainer; max_models_per_owner is {self._most_per_owner}: "
+                f"this owner has {len(held)} models in the trainer; {limit} is {most}: "
                 "save what is no longer trained and end its session",
-                limit="max_models_per_owner",
+                limit=limit,
             )
 
     async def mark_lost(self, model: Model, trainer: str) -> FoveaError:

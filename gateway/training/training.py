@@ -15,6 +15,7 @@ from fovea.runtime.tasks import BackgroundTasks
 from fovea.wire.errors import FoveaError, InvalidInput, SessionEnded
 from gateway.futures.future import Kind, Outcome, Pending, Submission, check_seq_id, future_id, join_messages
 from gateway.futures.futures import Futures
+from gateway.replicas.renderers import least_token_count
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.sessions.sessions import Session, Sessions, check_metadata
 from gateway.training.batches import BATCH_KINDS, Batches
@@ -194,7 +195,8 @@ class Training:
         parts = [gateway_pb2.SubmitForwardBackwardRequest(header=header)]
         parts += [gateway_pb2.SubmitForwardBackwardRequest(datum=datum) for datum in data]
         kind = Kind.FORWARD_BACKWARD if header.backward else Kind.FORWARD
-        return await self._submit(owner, kind, header.model_id, header.seq_id, parts, rejection)
+        tokens = sum(least_token_count(datum.input) for datum in data)
+        return await self._submit(owner, kind, header.model_id, header.seq_id, parts, rejection, tokens)
 
     async def submit(self, owner: str, request: CommandRequest, rejection: FoveaError | None = None) -> str:
         """Accepts any other command. Raises as above."""
@@ -208,6 +210,7 @@ class Training:
         seq_id: int,
         request: Sequence[Message],
         rejection: FoveaError | None,
+        token_count: int = 0,
     ) -> str:
         model = await self._models.get(owner, model_id)
         await self._sessions.require(owner, model.session_id)
@@ -218,8 +221,9 @@ class Training:
         failed = model.failed_seq_id
         known_failure = failed if failed is not None and self._futures.has_told_failure(model_id, failed) else None
         submission = Submission(
-            future_id(model_id, seq_id), kind, owner, model.session_id, model_id, seq_id, rejection, known_failure
-        )
+            future_id(model_id, seq_id), kind, owner, model.session_id, model_id, seq_id, rejection, known_failure,
+            token_count=token_count,
+        )  # fmt: skip
         queue = self._queues.get(model_id)
         in_turn = model.next_seq_id if queue is None else queue.in_turn
         # Later commands are held for this one: refusing it would keep them, and with them the owner's share.

@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66ovea/api/v1/admin.proto\x12\x0c\x66ovea.api.v1\"\xa1\x01\n\x06\x41piKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05scope\x18\x04 \x01(\t\x12\x0e\n\x06source\x18\x05 \x01(\t\x12\x12\n\ncreated_at\x18\x06 \x01(\x01\x12\x12\n\nexpires_at\x18\x07 \x01(\x01\x12\x12\n\nrevoked_at\x18\x08 \x01(\x01\x12\x0f\n\x07problem\x18\t \x01(\t\"R\n\x10\x43reateKeyRequest\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05scope\x18\x03 \x01(\t\x12\x12\n\nexpires_at\x18\x04 \x01(\x01\"D\n\x11\x43reateKeyResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.ApiKey\"\x11\n\x0fListKeysRequest\"6\n\x10ListKeysResponse\x12\"\n\x04keys\x18\x01 \x03(\x0b\x32\x14.fovea.api.v1.ApiKey\"\"\n\x10RevokeKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\"6\n\x11RevokeKeyResponse\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.ApiKey\"6\n\x10\x45xpireKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x12\n\nexpires_at\x18\x02 \x01(\x01\"6\n\x11\x45xpireKeyResponse\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.ApiKey2\xc3\x02\n\x0c\x41\x64minService\x12L\n\tCreateKey\x12\x1e.fovea.api.v1.CreateKeyRequest\x1a\x1f.fovea.api.v1.CreateKeyResponse\x12I\n\x08ListKeys\x12\x1d.fovea.api.v1.ListKeysRequest\x1a\x1e.fovea.api.v1.ListKeysResponse\x12L\n\tRevokeKey\x12\x1e.fovea.api.v1.RevokeKeyRequest\x1a\x1f.fovea.api.v1.RevokeKeyResponse\x12L\n\tExpireKey\x12\x1e.fovea.api.v1.ExpireKeyRequest\x1a\x1f.fovea.api.v1.ExpireKeyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66ovea/api/v1/admin.proto\x12\x0c\x66ovea.api.v1\"\xa1\x01\n\x06\x41piKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05scope\x18\x04 \x01(\t\x12\x0e\n\x06source\x18\x05 \x01(\t\x12\x12\n\ncreated_at\x18\x06 \x01(\x01\x12\x12\n\nexpires_at\x18\x07 \x01(\x01\x12\x12\n\nrevoked_at\x18\x08 \x01(\x01\x12\x0f\n\x07problem\x18\t \x01(\t\"R\n\x10\x43reateKeyRequest\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05scope\x18\x03 \x01(\t\x12\x12\n\nexpires_at\x18\x04 \x01(\x01\"D\n\x11\x43reateKeyResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.fovea.api.v1.ApiKey\"\x11\n\x0fListKeysRequest\"6\n\x10ListKeysResponse\x12\"\n\x04keys\x18\x01 \x03(\x0b\x32\x14.fovea.api.v1.ApiKey\"\"\n\x10RevokeKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\"6\n\x11RevokeKeyResponse\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.ApiKey\"6\n\x10\x45xpireKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x12\n\nexpires_at\x18\x02 \x01(\x01\"6\n\x11\x45xpireKeyResponse\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.fovea.api.v1.ApiKey\"\x8e\x01\n\x05Owner\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x12\n\nmax_models\x18\x03 \x01(\x03\x12\x18\n\x10max_stored_bytes\x18\x04 \x01(\x03\x12\x1c\n\x14max_tokens_in_flight\x18\x05 \x01(\x03\x12\x1a\n\x12max_requests_per_s\x18\x06 \x01(\x01\"5\n\x0fPutOwnerRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.fovea.api.v1.Owner\"6\n\x10PutOwnerResponse\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.fovea.api.v1.Owner\"\x13\n\x11ListOwnersRequest\"9\n\x12ListOwnersResponse\x12#\n\x06owners\x18\x01 \x03(\x0b\x32\x13.fovea.api.v1.Owner\".\n\x0fGetUsageRequest\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ys\x18\x02 \x01(\x05\"\xc2\x01\n\nUsageOfDay\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0e\n\x06key_id\x18\x02 \x01(\t\x12\x0b\n\x03\x64\x61y\x18\x03 \x01(\t\x12\x16\n\x0etrained_tokens\x18\x04 \x01(\x03\x12\x15\n\rscored_tokens\x18\x05 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x03\x12\x15\n\rcached_tokens\x18\x07 \x01(\x03\x12\x16\n\x0esampled_tokens\x18\x08 \x01(\x03\x12\x13\n\x0bgpu_seconds\x18\t \x01(\x01\"\xb6\x01\n\x10GetUsageResponse\x12\'\n\x05usage\x18\x01 \x03(\x0b\x32\x18.fovea.api.v1.UsageOfDay\x12\x45\n\x0cstored_bytes\x18\x02 \x03(\x0b\x32/.fovea.api.v1.GetUsageResponse.StoredBytesEntry\x1a\x32\n\x10StoredBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x32\xaa\x04\n\x0c\x41\x64minService\x12L\n\tCreateKey\x12\x1e.fovea.api.v1.CreateKeyRequest\x1a\x1f.fovea.api.v1.CreateKeyResponse\x12I\n\x08ListKeys\x12\x1d.fovea.api.v1.ListKeysRequest\x1a\x1e.fovea.api.v1.ListKeysResponse\x12L\n\tRevokeKey\x12\x1e.fovea.api.v1.RevokeKeyRequest\x1a\x1f.fovea.api.v1.RevokeKeyResponse\x12L\n\tExpireKey\x12\x1e.fovea.api.v1.ExpireKeyRequest\x1a\x1f.fovea.api.v1.ExpireKeyResponse\x12I\n\x08PutOwner\x12\x1d.fovea.api.v1.PutOwnerRequest\x1a\x1e.fovea.api.v1.PutOwnerResponse\x12O\n\nListOwners\x12\x1f.fovea.api.v1.ListOwnersRequest\x1a .fovea.api.v1.ListOwnersResponse\x12I\n\x08GetUsage\x12\x1d.fovea.api.v1.GetUsageRequest\x1a\x1e.fovea.api.v1.GetUsageResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fovea.api.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_GETUSAGERESPONSE_STOREDBYTESENTRY']._loaded_options = None
+  _globals['_GETUSAGERESPONSE_STOREDBYTESENTRY']._serialized_options = b'8\001'
   _globals['_APIKEY']._serialized_start=43
   _globals['_APIKEY']._serialized_end=204
   _globals['_CREATEKEYREQUEST']._serialized_start=206
@@ -49,6 +51,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPIREKEYREQUEST']._serialized_end=581
   _globals['_EXPIREKEYRESPONSE']._serialized_start=583
   _globals['_EXPIREKEYRESPONSE']._serialized_end=637
-  _globals['_ADMINSERVICE']._serialized_start=640
-  _globals['_ADMINSERVICE']._serialized_end=963
+  _globals['_OWNER']._serialized_start=640
+  _globals['_OWNER']._serialized_end=782
+  _globals['_PUTOWNERREQUEST']._serialized_start=784
+  _globals['_PUTOWNERREQUEST']._serialized_end=837
+  _globals['_PUTOWNERRESPONSE']._serialized_start=839
+  _globals['_PUTOWNERRESPONSE']._serialized_end=893
+  _globals['_LISTOWNERSREQUEST']._serialized_start=895
+  _globals['_LISTOWNERSREQUEST']._serialized_end=914
+  _globals['_LISTOWNERSRESPONSE']._serialized_start=916
+  _globals['_LISTOWNERSRESPONSE']._serialized_end=973
+  _globals['_GETUSAGEREQUEST']._serialized_start=975
+  _globals['_GETUSAGEREQUEST']._serialized_end=1021
+  _globals['_USAGEOFDAY']._serialized_start=1024
+  _globals['_USAGEOFDAY']._serialized_end=1218
+  _globals['_GETUSAGERESPONSE']._serialized_start=1221
+  _globals['_GETUSAGERESPONSE']._serialized_end=1403
+  _globals['_GETUSAGERESPONSE_STOREDBYTESENTRY']._serialized_start=1353
+  _globals['_GETUSAGERESPONSE_STOREDBYTESENTRY']._serialized_end=1403
+  _globals['_ADMINSERVICE']._serialized_start=1406
+  _globals['_ADMINSERVICE']._serialized_end=1960
 # @@protoc_insertion_point(module_scope)

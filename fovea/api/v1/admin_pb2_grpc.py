@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class AdminServiceStub(object):
     """Administration of tenants, for callers whose key (metadata `x-api-key`) has the scope admin: PERMISSION_DENIED for
-    all others. What is changed holds for the next request.
+    all others, but for their own usage. What is changed holds for the next request.
     """
 
     def __init__(self, channel):
@@ -56,11 +56,26 @@ class AdminServiceStub(object):
                 request_serializer=fovea_dot_api_dot_v1_dot_admin__pb2.ExpireKeyRequest.SerializeToString,
                 response_deserializer=fovea_dot_api_dot_v1_dot_admin__pb2.ExpireKeyResponse.FromString,
                 _registered_method=True)
+        self.PutOwner = channel.unary_unary(
+                '/fovea.api.v1.AdminService/PutOwner',
+                request_serializer=fovea_dot_api_dot_v1_dot_admin__pb2.PutOwnerRequest.SerializeToString,
+                response_deserializer=fovea_dot_api_dot_v1_dot_admin__pb2.PutOwnerResponse.FromString,
+                _registered_method=True)
+        self.ListOwners = channel.unary_unary(
+                '/fovea.api.v1.AdminService/ListOwners',
+                request_serializer=fovea_dot_api_dot_v1_dot_admin__pb2.ListOwnersRequest.SerializeToString,
+                response_deserializer=fovea_dot_api_dot_v1_dot_admin__pb2.ListOwnersResponse.FromString,
+                _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/fovea.api.v1.AdminService/GetUsage',
+                request_serializer=fovea_dot_api_dot_v1_dot_admin__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=fovea_dot_api_dot_v1_dot_admin__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
     """Administration of tenants, for callers whose key (metadata `x-api-key`) has the scope admin: PERMISSION_DENIED for
-    all others. What is changed holds for the next request.
+    all others, but for their own usage. What is changed holds for the next request.
     """
 
     def CreateKey(self, request, context):
@@ -91,6 +106,27 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutOwner(self, request, context):
+        """Writes an owner's record.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListOwners(self, request, context):
+        """The records of all owners that have one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUsage(self, request, context):
+        """What owners have used: the caller's own with any key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -114,6 +150,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=fovea_dot_api_dot_v1_dot_admin__pb2.ExpireKeyRequest.FromString,
                     response_serializer=fovea_dot_api_dot_v1_dot_admin__pb2.ExpireKeyResponse.SerializeToString,
             ),
+            'PutOwner': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutOwner,
+                    request_deserializer=fovea_dot_api_dot_v1_dot_admin__pb2.PutOwnerRequest.FromString,
+                    response_serializer=fovea_dot_api_dot_v1_dot_admin__pb2.PutOwnerResponse.SerializeToString,
+            ),
+            'ListOwners': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOwners,
+                    request_deserializer=fovea_dot_api_dot_v1_dot_admin__pb2.ListOwnersRequest.FromString,
+                    response_serializer=fovea_dot_api_dot_v1_dot_admin__pb2.ListOwnersResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=fovea_dot_api_dot_v1_dot_admin__pb2.GetUsageRequest.FromString,
+                    response_serializer=fovea_dot_api_dot_v1_dot_admin__pb2.GetUsageResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'fovea.api.v1.AdminService', rpc_method_handlers)
@@ -124,7 +175,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
     """Administration of tenants, for callers whose key (metadata `x-api-key`) has the scope admin: PERMISSION_DENIED for
-    all others. What is changed holds for the next request.
+    all others, but for their own usage. What is changed holds for the next request.
     """
 
     @staticmethod
@@ -225,6 +276,87 @@ class AdminService(object):
             '/fovea.api.v1.AdminService/ExpireKey',
             fovea_dot_api_dot_v1_dot_admin__pb2.ExpireKeyRequest.SerializeToString,
             fovea_dot_api_dot_v1_dot_admin__pb2.ExpireKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutOwner(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fovea.api.v1.AdminService/PutOwner',
+            fovea_dot_api_dot_v1_dot_admin__pb2.PutOwnerRequest.SerializeToString,
+            fovea_dot_api_dot_v1_dot_admin__pb2.PutOwnerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListOwners(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fovea.api.v1.AdminService/ListOwners',
+            fovea_dot_api_dot_v1_dot_admin__pb2.ListOwnersRequest.SerializeToString,
+            fovea_dot_api_dot_v1_dot_admin__pb2.ListOwnersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fovea.api.v1.AdminService/GetUsage',
+            fovea_dot_api_dot_v1_dot_admin__pb2.GetUsageRequest.SerializeToString,
+            fovea_dot_api_dot_v1_dot_admin__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

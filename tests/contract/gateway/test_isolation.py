@@ -113,6 +113,9 @@ REST: dict[tuple[str, str], Answer] = {
     ("POST", "keys"): Answer(ADMIN, other=403, body="key"),
     ("PUT", "keys/{key_id}/expiry"): Answer(ADMIN, other=403, body="expiry"),
     ("DELETE", "keys/{key_id}"): Answer(ADMIN, other=403),
+    ("GET", "owners"): Answer(ADMIN, other=403),
+    ("PUT", "owners/{owner}"): Answer(ADMIN, other=403, body="owner"),
+    ("GET", "usage"): Answer(READ, other=200),
     ("POST", "sessions/{session_id}/finish"): Answer(READ, body="sessions/sess-none/finish"),
 }  # fmt: skip
 """In an order in which each finds what it names."""
@@ -135,6 +138,9 @@ GRPC: dict[str, tuple[Scope, str]] = {
     "GatewayService/SampleTokens": (SAMPLE, "NOT_FOUND"),
     "GatewayService/WaitFuture": (READ, "NOT_FOUND"),
     "GatewayService/FinishSession": (READ, "NOT_FOUND"),
+    "AdminService/GetUsage": (READ, "OK"),
+    "AdminService/PutOwner": (ADMIN, "PERMISSION_DENIED"),
+    "AdminService/ListOwners": (ADMIN, "PERMISSION_DENIED"),
     "AdminService/CreateKey": (ADMIN, "PERMISSION_DENIED"),
     "AdminService/ListKeys": (ADMIN, "PERMISSION_DENIED"),
     "AdminService/ExpireKey": (ADMIN, "PERMISSION_DENIED"),
@@ -196,6 +202,7 @@ async def world(stand: Stand) -> World:
     values = {
         "session_id": other.session_id, "run": made.model_id, "segment": "weights", "name": "a", "file": "a",
         "sampling_session_id": made.sampling_id, "sequence_id": f"{sample}:0", "key_id": spare.key_id,
+        "owner": "alice",
     }  # fmt: skip
     return World(stand, keys, made, values)
 
@@ -208,6 +215,7 @@ def _request(world: World, method: str, path: str, body: str) -> dict[str, Any]:
     ours: dict[str, dict[str, Any]] = {
         "ttl": {"ttl_seconds": 7200},
         "key": {"owner": "carol", "scope": "read"},
+        "owner": {"weight": 2.0},
         "expiry": {"expires_at": time.time() + 9},
     }
     return {"method": method, "url": url, "json": ours.get(body) or (world.made.of(body) if body else {})}
@@ -266,6 +274,9 @@ def _messages(world: World) -> dict[str, list[Message]]:
     found: dict[str, list[Message]] = {
         "GetCapabilitiesRequest": [gateway_pb2.GetCapabilitiesRequest()],
         "CreateKeyRequest": [admin_pb2.CreateKeyRequest(owner="carol", scope="read")],
+        "GetUsageRequest": [admin_pb2.GetUsageRequest()],
+        "PutOwnerRequest": [admin_pb2.PutOwnerRequest(owner=admin_pb2.Owner(owner="alice", weight=2.0))],
+        "ListOwnersRequest": [admin_pb2.ListOwnersRequest()],
         "ListKeysRequest": [admin_pb2.ListKeysRequest()],
         "RevokeKeyRequest": [admin_pb2.RevokeKeyRequest(key_id=world.values["key_id"])],
         "ExpireKeyRequest": [admin_pb2.ExpireKeyRequest(key_id=world.values["key_id"])],

@@ -9,6 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from fovea.wire.errors import Cancelled, Expired, FoveaError, InvalidInput, NotFound
+from gateway.access.owners import Owners
 from gateway.database.database import Database
 from gateway.futures import future_rows as rows
 from gateway.futures.future import Kind, Outcome, Pending, State, Submission
@@ -30,7 +31,7 @@ class Store:
     async def open(self) -> Futures:
         self.database = Database(self.url)
         await self.database.open()
-        return Futures(self.database, 0.05, Quota("max_pending", 20_000, "unfinished requests"))
+        return Futures(self.database, 0.05, Quota("max_pending", 20_000, "unfinished requests"), Owners(self.database))
 
     async def submit(self, futures: Futures, work: Submission) -> bool:
         return await futures.submit(work, b"request", self._start)
