@@ -38,7 +38,7 @@ class UpOptions:
         port: REST port of the gateway.
         grpc_port: gRPC port of the gateway, 0 for a free one.
         ranks: Trainer processes.
-        state_dir: Database, checkpoints and `up.json`.
+        state_dir: Database, checkpoints, what the trainer recovers from, and `up.json`.
         api_keys: Accepted keys, as the gateway's settings take them; those of its database are accepted too.
         api_key_file: Further keys, one per line.
         ready_timeout_s: How long the services may take to come up.
@@ -249,6 +249,7 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
     key_file = ("--api-key-file", str(options.api_key_file)) if options.api_key_file else ()
     # Where the gateway, which has the same environment, keeps them.
     checkpoints = os.environ.get("FOVEA_GATEWAY_CHECKPOINT_DIR") or str(options.state_dir / "checkpoints")
+    recovery = os.environ.get("FOVEA_TRAINER_RECOVERY", str(options.state_dir / "recovery"))
     transfer = ("--transfer", "gloo") if options.shares_gpu else ()
     split = ("--tensor-parallel", str(len(options.sampler_gpus))) if len(options.sampler_gpus) > 1 else ()
     return [
@@ -260,6 +261,7 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
         spec(
             "trainer", "services.trainer", conventions.TRAINER_SERVICE, trainer, "--port",
             "--renderer", f"{to}{renderer}", "--ranks", str(options.ranks), "--checkpoints", checkpoints,
+            "--recovery", recovery,
         ),
         spec(
             "gateway", "gateway", conventions.GATEWAY_SERVICE, gateway, "--grpc-port",

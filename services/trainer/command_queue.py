@@ -40,6 +40,21 @@ class CreateModel:
 
 
 @dataclass(frozen=True)
+class RestoreModel:
+    """Make a model from its newest durable point."""
+
+    model_id: str
+    lora: LoraSettings | None
+
+
+@dataclass(frozen=True)
+class KeepState:
+    """Copy a model as it is, and begin to write it as a durable point."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
 class DeleteModel:
     """Free a model, its gradients and its optimizer; an unknown one is no error."""
 
@@ -80,10 +95,11 @@ class ClearGradients:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """Step on the accumulated gradients of all ranks, and drop them."""
+    """Step on the accumulated gradients of all ranks, and drop them. A `seq_id` of 0 is none, here and below."""
 
     model_id: str
     adam: Adam
+    seq_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +117,7 @@ class LoadState:
     model_id: str
     uri: str
     optimizer: bool
+    seq_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,7 +132,7 @@ class TakeSnapshot:
 
 @dataclass(frozen=True)
 class RestoreSnapshot:
-    """Read a snapshot that was dropped from memory back from storage."""
+    """Read a snapshot that was dropped from memory back from storage; without `uri`, what recovery keeps of it."""
 
     snapshot_id: str
     uri: str
@@ -168,6 +185,8 @@ Command = (
     Heartbeat
     | Shutdown
     | CreateModel
+    | RestoreModel
+    | KeepState
     | DeleteModel
     | PrepareLosses
     | ForwardBackward

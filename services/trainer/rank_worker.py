@@ -222,6 +222,7 @@ class RankWorker:
     def _leave(self) -> None:
         if self._peers:
             self._peers.close()
+        self.engine.close()
         self._control.barrier()
         dist.destroy_process_group()
 

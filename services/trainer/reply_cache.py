@@ -80,6 +80,12 @@ class ReplyCache:
             return 0
         return entry.seq_id if entry.work is not None else entry.seq_id - 1
 
+    def seed(self, model_id: str, seq_id: int, answer: Any) -> None:
+        """Takes note of the last command of a model that was restored, and of its answer."""
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        done.set_result(answer)
+        self._entries[model_id] = _Entry(seq_id, done)
+
     def forget(self, model_id: str) -> None:
         """Drops what is known of a model that is gone."""
         self._entries.pop(model_id, None)

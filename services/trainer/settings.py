@@ -86,6 +86,16 @@ class TrainerSettings(ServiceSettings):
         description="Folders or fsspec URLs below which alone states and snapshots are written and read: the gateway's "
         "--checkpoint-dir. Repeat it for several.",
     )
+    recovery: str = Field(
+        "fovea-state/recovery",
+        description="Folder or fsspec URL where the newest weights, moments and unnamed snapshots of each model are "
+        "kept for a trainer that is started again; all nodes must reach it. Empty keeps nothing.",
+    )
+    recovery_lag_s: float = Field(
+        0.0,
+        ge=0,
+        description="The least seconds between two durable points of one model; 0 writes as often as storage takes it.",
+    )
     fetch_timeout_s: float = Field(60.0, gt=0, description="Deadline for fetching vision tensors from one renderer.")
     snapshot_memory_mib: int = Field(4096, ge=0, description="Snapshots held in memory; the newest of a model stays.")
     transfer_address: str = Field(

@@ -34,6 +34,22 @@ PUSHED_BYTES = Counter("fovea_trainer_pushed_bytes_total", "Bytes of snapshots t
 PUSH_SECONDS = Histogram(
     "fovea_trainer_push_seconds", "Seconds of a push to all samplers.", buckets=(0.02, 0.1, 0.3, 1, 3, 10, 30, 100)
 )
+DURABLE_LAG_COMMANDS = Gauge(
+    "fovea_trainer_durable_lag_commands",
+    "Commands that changed weights and are in no durable point, of the worst model.",
+)
+DURABLE_LAG_SECONDS = Gauge(
+    "fovea_trainer_durable_lag_seconds", "Seconds since the first change of weights that is in no durable point."
+)
+DURABLE_BYTES = Counter("fovea_trainer_durable_bytes_total", "Bytes of durable points and snapshots written.", ["kind"])
+DURABLE_SECONDS = Histogram(
+    "fovea_trainer_durable_seconds",
+    "Seconds from the copy of a state until it was durable.",
+    buckets=(0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
+)
+DURABLE_FAILURES = Counter(
+    "fovea_trainer_durable_failures_total", "Durable points, snapshots and removals that failed."
+)
 GPU_PEAK = Gauge("fovea_trainer_gpu_peak_bytes", "The most GPU memory that a node's first rank has used at once.")
 
 

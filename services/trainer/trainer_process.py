@@ -22,6 +22,7 @@ from services.trainer.command_queue import CommandQueue
 from services.trainer.rank_worker import RankWorker
 from services.trainer.ranks.peer_monitor import Peer
 from services.trainer.ranks.rank_launcher import LEAVE_S, RankEnvironment
+from services.trainer.recovery_keeper import RecoveryKeeper
 from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots.pusher import Pusher
 from services.trainer.snapshots.transfer_groups import TransferGroups
@@ -118,23 +119,28 @@ class _Leader:
         self._loop = asyncio.get_running_loop()
         self._server = ServiceServer(self._settings, [TRAINER_SERVICE])
         pusher = Pusher(self._settings, self._queue, self._groups, lambda: self._rank.engine.adapters)
-        servicer = TrainerServicer(self._settings, self._queue, self._rank, pusher)
+        keeper = None
+        if self._settings.recovery:
+            keeper = RecoveryKeeper(self._settings, self._queue, lambda: self._rank.engine)
+        servicer = TrainerServicer(self._settings, self._queue, self._rank, pusher, keeper)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, self._server.grpc)
         await self._server.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._asked_to_stop)
         threading.Thread(target=self._rank_thread, name="rank-0", daemon=True).start()
-        serving = asyncio.create_task(self._serve_when_loaded())
+        serving = asyncio.create_task(self._serve_when_loaded(keeper))
         await self._server.run_until_stopped()
         serving.cancel()
         await pusher.close()
         await self._leave()
         return self._status or int(not self._stop_requested)
 
-    async def _serve_when_loaded(self) -> None:
+    async def _serve_when_loaded(self, keeper: RecoveryKeeper | None) -> None:
         await asyncio.wrap_future(self._loaded)
         self._queue.open()
         await self._server.set_serving(True)
+        if keeper is not None:
+            await keeper.run()
 
     async def _leave(self) -> None:
         if not self._loaded.done() or self._status:
@@ -153,12 +159,12 @@ class _Leader:
             time.sleep(BLAME_S)
             if not self._status:  # else `_peer_lost` has told
                 logger.exception("rank 0 failed: the trainer ends")
-                self._fail("rank 0 of the trainer failed; it restarts without its models")
+                self._fail("rank 0 of the trainer failed; it restarts")
         self._left.set()
 
     def _peer_lost(self, peer: Peer) -> None:
         logger.error("rank %d is gone, on node %d: the trainer ends", *peer)
-        self._fail(f"rank {peer.rank} of the trainer died; it restarts without its models")
+        self._fail(f"rank {peer.rank} of the trainer died; it restarts")
 
     def _peer_stops(self, peer: Peer) -> None:
         if self._status:  # the launcher stops the ranks beside one that has died

@@ -6,13 +6,15 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
 
 import grpc
 
 import fovea
 from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
+from fovea.runtime.tasks import SingleFlight
 from fovea.wire import tensors
-from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
+from fovea.wire.errors import FailedPrecondition, InvalidInput
 from services.trainer import command_queue, trainer_metrics
 from services.trainer.batches.datum_decoding import check_digests, decode_datum
 from services.trainer.command_queue import CommandQueue
@@ -23,9 +25,11 @@ from services.trainer.model.lora import LoraSettings
 from services.trainer.model.optimizer import Adam
 from services.trainer.model.sharding import dtype_name
 from services.trainer.rank_worker import RankWorker
+from services.trainer.recovery_keeper import RecoveryKeeper
 from services.trainer.reply_cache import ReplyCache
 from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots.pusher import Pusher
+from services.trainer.snapshots.recovery_writer import RestoredModel
 from services.trainer.training_engine import TrainingEngine
 
 Context = grpc.aio.ServicerContext
@@ -40,14 +44,23 @@ REFUSED_STREAM_S = 10.0
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Answers on rank 0, also while a command runs."""
 
-    def __init__(self, settings: TrainerSettings, queue: CommandQueue, rank: RankWorker, pusher: Pusher) -> None:
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        queue: CommandQueue,
+        rank: RankWorker,
+        pusher: Pusher,
+        keeper: RecoveryKeeper | None,
+    ) -> None:
         self._settings = settings
         self._queue = queue
         self._rank = rank
         self._pusher = pusher
+        self._keeper = keeper
         self._replies = ReplyCache()
         self._losses_prepared = False
         self._preparing = asyncio.Lock()
+        self._whole: SingleFlight[tuple[str, str], Any] = SingleFlight()  # what must not stop half-way
         self._instance_id = uuid.uuid4().hex
 
     async def GetTrainerInfo(
@@ -67,6 +80,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             version=fovea.__version__,
             supports_vision_lora=bool(engine.family.tower_roles),
             model_files=engine.model_files,
+            keeps_recovery=self._keeper is not None,
+            durable_seq_ids=self._keeper.durable_seq_ids if self._keeper else {},
         )
 
     async def CreateModel(
@@ -93,20 +108,31 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.RestoreModelRequest, context: Context
     ) -> trainer_pb2.RestoreModelResponse:
         _require(request.model_id, "model_id")
-        if request.model_id not in self._engine().models:
-            raise NotFound(f"no durable point of model {request.model_id!r} is kept", field="model_id")
-        seq_id = await self._replies.last(request.model_id)
-        return trainer_pb2.RestoreModelResponse(seq_id=seq_id, step=self._engine().model(request.model_id).step)
+        kind = request.WhichOneof("kind")
+        if kind is None:
+            raise InvalidInput("kind is not set: give lora or full", field="kind")
+        command = command_queue.RestoreModel(request.model_id, self._lora(request.lora) if kind == "lora" else None)
+        seq_id, step = await self._whole.run(("restore", request.model_id), lambda: self._restored(command))
+        return trainer_pb2.RestoreModelResponse(seq_id=seq_id, step=step)
 
     async def ParkModel(self, request: trainer_pb2.ParkModelRequest, context: Context) -> trainer_pb2.ParkModelResponse:
         _require(request.model_id, "model_id")
-        raise FailedPrecondition("this trainer keeps no recovery", field="model_id")
+        keeper = self._keeper
+        if keeper is None:
+            raise FailedPrecondition("this trainer keeps no recovery: set --recovery")
+        if request.model_id not in self._engine().models:
+            seq_id, size_bytes = await keeper.kept(request.model_id)
+        else:
+            seq_id, size_bytes = await keeper.flush(request.model_id)
+            await self._whole.run(("free", request.model_id), lambda: self._free(request.model_id))
+        return trainer_pb2.ParkModelResponse(seq_id=seq_id, size_bytes=size_bytes)
 
     async def DeleteModel(
         self, request: trainer_pb2.DeleteModelRequest, context: Context
     ) -> trainer_pb2.DeleteModelResponse:
-        await self._queue.submit(command_queue.DeleteModel(request.model_id))
-        self._replies.forget(request.model_id)
+        await self._whole.run(("free", request.model_id), lambda: self._free(request.model_id))
+        if self._keeper is not None:
+            await self._keeper.remove_model(request.model_id)
         return trainer_pb2.DeleteModelResponse()
 
     async def ForwardBackward(
@@ -131,17 +157,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ClearGradientsResponse()
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Context) -> trainer_pb2.OptimStepResponse:
-        command = command_queue.OptimStep(request.model_id, Adam.of(request.adam))
-        metrics, step = await self._replies.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
-        return trainer_pb2.OptimStepResponse(metrics=trainer_pb2.Metrics(values=metrics), step=step)
+        command = command_queue.OptimStep(request.model_id, Adam.of(request.adam), request.seq_id)
+        metrics, step = await self._replies.once(request.model_id, request.seq_id, lambda: self._changed(command))
+        durable = self._keeper.durable_seq_ids.get(request.model_id, 0) if self._keeper else 0
+        return trainer_pb2.OptimStepResponse(
+            metrics=trainer_pb2.Metrics(values=metrics), step=step, durable_seq_id=durable
+        )
 
     async def SaveState(self, request: trainer_pb2.SaveStateRequest, context: Context) -> trainer_pb2.SaveStateResponse:
         size_bytes, step = await self._queue.submit(command_queue.SaveState(request.model_id, request.uri))
         return trainer_pb2.SaveStateResponse(size_bytes=size_bytes, step=step)
 
     async def LoadState(self, request: trainer_pb2.LoadStateRequest, context: Context) -> trainer_pb2.LoadStateResponse:
-        command = command_queue.LoadState(request.model_id, request.uri, request.optimizer)
-        step = await self._replies.once(request.model_id, request.seq_id, lambda: self._queue.submit(command))
+        command = command_queue.LoadState(request.model_id, request.uri, request.optimizer, request.seq_id)
+        step = await self._replies.once(request.model_id, request.seq_id, lambda: self._changed(command))
         return trainer_pb2.LoadStateResponse(step=step)
 
     async def TakeSnapshot(
@@ -149,7 +178,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.TakeSnapshotResponse:
         _require(request.snapshot_id, "snapshot_id")
         command = command_queue.TakeSnapshot(request.model_id, request.snapshot_id, request.uri, request.is_export)
-        return trainer_pb2.TakeSnapshotResponse(snapshot=await self._queue.submit(command))
+        snapshot = await self._queue.submit(command)
+        if self._keeper is not None and not request.uri and snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
+            self._keeper.taken(request.model_id, request.snapshot_id)
+        return trainer_pb2.TakeSnapshotResponse(snapshot=snapshot)
 
     async def PushSnapshot(
         self, request: trainer_pb2.PushSnapshotRequest, context: Context
@@ -160,7 +192,32 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.ForgetSnapshotRequest, context: Context
     ) -> trainer_pb2.ForgetSnapshotResponse:
         await self._queue.submit(command_queue.ForgetSnapshot(request.snapshot_id))
+        if self._keeper is not None:
+            await self._keeper.remove_snapshot(request.snapshot_id)
         return trainer_pb2.ForgetSnapshotResponse()
+
+    async def _restored(self, command: command_queue.RestoreModel) -> tuple[int, int]:
+        """The last command that is in a model, by number, and its steps."""
+        restored: RestoredModel | None = await self._queue.submit(command)
+        if restored is None:
+            seq_id = await self._replies.last(command.model_id)
+            return seq_id, self._engine().model(command.model_id).step
+        assert self._keeper is not None
+        self._replies.seed(command.model_id, restored.seq_id, restored.answer)
+        self._keeper.restored(command.model_id, restored.seq_id)
+        return restored.seq_id, restored.step
+
+    async def _free(self, model_id: str) -> None:
+        await self._queue.submit(command_queue.DeleteModel(model_id))
+        self._replies.forget(model_id)
+        if self._keeper is not None:
+            self._keeper.forget(model_id)
+
+    async def _changed(self, command: command_queue.OptimStep | command_queue.LoadState) -> Any:
+        answer = await self._queue.submit(command)
+        if self._keeper is not None:
+            self._keeper.changed(command.model_id)
+        return answer
 
     async def _computed(
         self, header: trainer_pb2.ForwardBackwardHeader, command: command_queue.ForwardBackward

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fovea.api.v1 import weights_pb2
 from fovea.runtime.model_files import context_length, fingerprints
-from fovea.wire.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
+from fovea.wire.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    FoveaError,
+    InvalidInput,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from fovea.wire.manifest import buckets
 from services.trainer import command_queue
 from services.trainer.batches.datum_decoding import Datum, DatumLimits
@@ -33,6 +42,8 @@ from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots import weight_files
 from services.trainer.snapshots.checkpoint_folder import CheckpointRoots
+from services.trainer.snapshots.recovery_folder import RecoveryFolder
+from services.trainer.snapshots.recovery_writer import KeptState, RecoveryWriter, RestoredModel
 from services.trainer.snapshots.snapshot_store import SnapshotStore, packed, specs_of
 from services.trainer.snapshots.snapshot_taker import SnapshotTaker
 from services.trainer.snapshots.training_state import StateStore
@@ -77,6 +88,11 @@ class TrainingEngine:
         self.model_files = fingerprints(model_dir)
         self._roots = CheckpointRoots(settings.checkpoints)
         self._states = StateStore(control, settings.model)
+        self.recovery: RecoveryWriter | None = None
+        """What keeps durable points, if any are kept."""
+        if place := control.broadcast(settings.recovery):  # as rank 0 was told: what follows takes all ranks
+            folder = control.agree(lambda: RecoveryFolder(place))
+            self.recovery = RecoveryWriter(folder, control, device, settings.model, self.model_files)
         self._snapshots = SnapshotTaker(
             control, self._sharded, self.adapters, self.full, self._memory_budget, model_dir, settings.model
         )
@@ -157,6 +173,10 @@ class TrainingEngine:
         match command:
             case command_queue.CreateModel():
                 return self._create(command)
+            case command_queue.RestoreModel():
+                return self._restore(command)
+            case command_queue.KeepState():
+                return self._keep(command)
             case command_queue.DeleteModel():
                 return self._delete(command)
             case command_queue.PrepareLosses():
@@ -171,11 +191,11 @@ class TrainingEngine:
                 model = self.model(command.model_id)
                 return self._states.save(model, command.uri), model.step
             case command_queue.LoadState():
-                return self._states.load(self.model(command.model_id), command.uri, command.optimizer)
+                return self._load_state(command)
             case command_queue.TakeSnapshot():
                 return self._snapshots.take(command, self.model(command.model_id))
             case command_queue.RestoreSnapshot():
-                return self._snapshots.restore(command.snapshot_id, command.uri).identity
+                return self._restore_snapshot(command)
             case command_queue.ForgetSnapshot():
                 self.adapters.drop(command.snapshot_id)
                 return self.full.drop(command.snapshot_id)
@@ -251,14 +271,47 @@ class TrainingEngine:
             raise
         return model
 
+    def _restore(self, command: command_queue.RestoreModel) -> RestoredModel | None:
+        """None if the model exists. Raises NotFound if no point of it can be read."""
+        model_id = command.model_id
+        if model_id in self.models:
+            return None
+        if self.recovery is None:
+            raise NotFound(
+                f"model {model_id!r} is not here, and this trainer keeps no recovery: set --recovery", field="model_id"
+            )
+        url, point = self.recovery.find(model_id)
+        if point.lora != (asdict(command.lora) if command.lora else None):
+            raise InvalidInput(f"model {model_id!r} was created with {point.lora}", field="kind")
+        self._create(command_queue.CreateModel(model_id, command.lora))
+        try:
+            self._states.load(self.models[model_id], url, optimizer=True)
+        except FoveaError as error:
+            self._free(model_id)
+            if isinstance(error, ResourceExhausted):
+                raise
+            raise NotFound(f"the durable point {url} cannot be read: {error.message}", field="model_id") from None
+        self.recovery.restored(model_id, point)
+        return RestoredModel(point.seq_id, point.step, point.answer)
+
+    def _keep(self, command: command_queue.KeepState) -> KeptState:
+        assert self.recovery is not None
+        return self.recovery.keep(self.model(command.model_id))
+
     def _delete(self, command: command_queue.DeleteModel) -> None:
-        model = self.models.pop(command.model_id, None)
+        if self.recovery is not None:
+            self.recovery.before_change()
+            self.recovery.forget(command.model_id)
+        self._free(command.model_id)
+
+    def _free(self, model_id: str) -> None:
+        model = self.models.pop(model_id, None)
         if isinstance(model, FullModel):
             model.restore_base()
         self._injector.activate(None)
-        self._losses.forget(command.model_id)
-        self.adapters.release_model(command.model_id)
-        self.full.release_model(command.model_id)
+        self._losses.forget(model_id)
+        self.adapters.release_model(model_id)
+        self.full.release_model(model_id)
 
     def _forward_backward(self, command: command_queue.ForwardBackward) -> ForwardBackwardResult:
         model = self.model(command.model_id)
@@ -268,7 +321,36 @@ class TrainingEngine:
 
     def _optim_step(self, command: command_queue.OptimStep) -> tuple[dict[str, float], int]:
         model = self.model(command.model_id)
-        return model.optim_step(command.adam, self._control), model.step
+        if self.recovery is not None:
+            self.recovery.before_change()
+        answer = model.optim_step(command.adam, self._control), model.step
+        if self.recovery is not None:
+            self.recovery.changed(command.model_id, command.seq_id, answer)
+        return answer
+
+    def _load_state(self, command: command_queue.LoadState) -> int:
+        if self.recovery is not None:
+            self.recovery.before_change()
+        step = self._states.load(self.model(command.model_id), command.uri, command.optimizer)
+        if self.recovery is not None:
+            self.recovery.changed(command.model_id, command.seq_id, step)
+        return step
+
+    def _restore_snapshot(self, command: command_queue.RestoreSnapshot) -> weights_pb2.Snapshot:
+        uri = command.uri
+        if not uri and self.recovery is not None:
+            uri = self.recovery.find_snapshot(command.snapshot_id)
+        if not uri:
+            raise NotFound(
+                f"snapshot {command.snapshot_id!r} is no longer in memory, and no uri was given to read it from",
+                field="snapshot_id",
+            )
+        return self._snapshots.restore(command.snapshot_id, uri).identity
+
+    def close(self) -> None:
+        """Ends what runs beside commands."""
+        if self.recovery is not None:
+            self.recovery.close()
 
     def _live_full(self) -> FullModel | None:
         return next((model for model in self.models.values() if isinstance(model, FullModel)), None)

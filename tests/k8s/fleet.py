@@ -42,7 +42,7 @@ class Fleet:
         with ExitStack() as stack:
             renderer = stack.enter_context(self._service("RendererService", *model))
             reach = (*model, "--renderer", renderer.address)
-            kept = ("--checkpoints", str(self._folder / "checkpoints"))
+            kept = ("--checkpoints", str(self._folder / "checkpoints"), "--recovery", str(self._folder / "recovery"))
             trainer = stack.enter_context(self._service("TrainerService", *reach, "--ranks", "2", *kept))
             self.samplers = [stack.enter_context(self._service("SamplerService", *reach)) for _ in range(samplers)]
             self.join(renderer, self.samplers[0])

@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,9 @@ from fovea.runtime.durable import sync_folder, sync_place
 from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import InvalidInput, NotFound
 from services.trainer.ranks.control_group import ControlGroup
+
+Parts = Iterable[bytes | memoryview]
+"""What a file holds, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,24 @@ class Folder:
         """Whether there is such a file."""
         return bool(self.files.exists(f"{self.path}/{name}"))
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes | Parts) -> None:
         """Writes one file of a folder that `stage` made."""
-        self.files.pipe_file(f"{self.path}/{name}", data)
+        if isinstance(data, bytes):
+            self.files.pipe_file(f"{self.path}/{name}", data)
+            return
+        with self.files.open(f"{self.path}/{name}", "wb") as file:
+            for part in data:
+                file.write(part)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file below, by its path within the folder; nothing if there is no such folder."""
+        self.files.invalidate_cache()  # others write here too
+        found = self.files.find(self.path, detail=True)
+        return {path.removeprefix(f"{self.path}/"): int(entry["size"]) for path, entry in found.items()}
 
     def size_bytes(self) -> int:
         """Size of all files below."""
-        self.files.invalidate_cache()  # other ranks have written too
-        return int(self.files.du(self.path, total=True))
+        return sum(self.sizes().values())
 
     def stage(self) -> "Folder":
         """Makes an empty folder beside this one, to be filled and then put in its place by `commit`.
@@ -107,13 +120,21 @@ class Folder:
             self.files.rm(self.path, recursive=True)
 
 
-def write_folder(uri: str, files: Mapping[str, bytes | Callable[[], bytes]]) -> int:
-    """Writes all files and puts them at `uri` at once; returns their size in bytes."""
+def write_folder(uri: str, files: Mapping[str, bytes | Parts], last: Callable[[Folder], None] | None = None) -> int:
+    """Writes all files and puts them at `uri` at once; returns their size in bytes.
+
+    Args:
+        uri: Where.
+        files: What each file holds, by name.
+        last: Writes what describes the files, given the folder with them in it.
+    """
     target = Folder.at(uri)
     staging = target.stage()
     try:
         for name, data in files.items():
-            staging.write(name, data if isinstance(data, bytes) else data())
+            staging.write(name, data)
+        if last is not None:
+            last(staging)
         size_bytes = staging.size_bytes()
         target.commit(staging)
     except BaseException:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import torch
 
@@ -105,14 +105,8 @@ class Pusher:
         snapshot_id = request.snapshot_id
         if held := self._adapters().get(snapshot_id):
             return self._adapter(held)
-        try:
+        with suppress(NotFound):
             return await self._full(snapshot_id)
-        except NotFound:
-            if not request.uri:
-                raise NotFound(
-                    f"snapshot {snapshot_id!r} is no longer in memory, and no uri was given to read it from",
-                    field="snapshot_id",
-                ) from None
         await self._queue.submit(command_queue.RestoreSnapshot(snapshot_id, request.uri))
         held = self._adapters().get(snapshot_id)
         return self._adapter(held) if held else await self._full(snapshot_id)

@@ -157,6 +157,15 @@ def packed(specs: Sequence[weights_pb2.TensorSpec], tensors: Iterable[Tensor]) -
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def unpacked(specs: Iterable[weights_pb2.TensorSpec], data: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The way back from `packed`: views by name."""
+    offset = 0
+    for spec in specs:
+        part = data.narrow(0, offset, tensor_bytes(spec))
+        yield spec.name, part.view(getattr(torch, spec.dtype)).view(*spec.shape)
+        offset += padded_bytes(spec)
+
+
 def packed_buckets(
     specs: Iterable[weights_pb2.TensorSpec], tensors: Iterable[Tensor], bucket_bytes: int
 ) -> Iterator[tuple[list[weights_pb2.TensorSpec], Tensor]]:

@@ -32,6 +32,7 @@ from services.trainer.snapshots.snapshot_store import (
     packed,
     size_of,
     specs_of,
+    unpacked,
 )
 
 LORA = "fovea_lora.json"
@@ -149,16 +150,10 @@ class SnapshotTaker:
         identity.digest = packed_digest(layout.specs, data, live.device)
         identity.size_bytes = layout.size_bytes
         _refuse_reuse(self._adapters.get(identity.snapshot_id), identity)
-        settings = model.settings
-        lora = settings.message()
+        taken = StoredSnapshot(identity, {PACKED: data}, layout.specs, model.settings.message())
         if command.uri:
-            tensors = model.weights.named(flat)
-            if command.is_export:
-                tensors = weight_files.one_by_one(dict(tensors))
-            files = weight_files.peft_files(tensors, settings.rank, settings.alpha, self._base_model)
-            lora_json = json_format.MessageToJson(lora).encode()
-            write_folder(command.uri, {**files, LORA: lora_json, SNAPSHOT_FILE: _identity_json(identity)})
-        self._adapters.put(StoredSnapshot(identity, {PACKED: data}, layout.specs, lora))
+            write_snapshot(taken, command.uri, self._base_model, command.is_export)
+        self._adapters.put(taken)
         return identity
 
     def _take_full(self, identity: weights_pb2.Snapshot, model: FullModel, uri: str) -> weights_pb2.Snapshot:
@@ -214,6 +209,18 @@ class _Layout:
     def of(cls, tensors: Mapping[str, Tensor]) -> "_Layout":
         specs = specs_of(tensors)
         return cls(specs, size_of(specs), sum(map(padded_bytes, specs)))
+
+
+def write_snapshot(snapshot: StoredSnapshot, uri: str, base_model: str, is_export: bool = False) -> int:
+    """Writes an adapter as PEFT has it, for `restore` unless it is an export; returns the size in bytes."""
+    lora = snapshot.lora
+    assert lora is not None
+    tensors = unpacked(snapshot.specs, snapshot.tensors[PACKED])
+    files = weight_files.peft_files(
+        weight_files.one_by_one(dict(tensors)) if is_export else tensors, lora.rank, lora.alpha, base_model
+    )
+    lora_json = json_format.MessageToJson(lora).encode()
+    return write_folder(uri, {**files, LORA: lora_json, SNAPSHOT_FILE: _identity_json(snapshot.identity)})
 
 
 def packed_digest(specs: Sequence[weights_pb2.TensorSpec], data: Tensor, device: torch.device) -> str:

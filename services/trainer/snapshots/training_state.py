@@ -9,10 +9,11 @@ import io
 import json
 import logging
 import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
-from safetensors.torch import save as save_safetensors
 from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,14 +24,16 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fovea.wire.errors import FoveaError, Internal, InvalidInput
+from services.trainer.model.lora import LoraSettings
 from services.trainer.model.optimizer import MOMENTS
 from services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.ranks.plain_pickle import MetadataUnpickler
 from services.trainer.snapshots import weight_files
-from services.trainer.snapshots.checkpoint_folder import Folder, stage_together, write_folder
+from services.trainer.snapshots.checkpoint_folder import Folder, Parts, stage_together, write_folder
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,43 @@ class TensorPlanner(DefaultLoadPlanner):
         raise InvalidInput(f"{read_item.storage_index.fqn} is no tensor", field="uri")
 
 
+@dataclass(frozen=True)
+class ModelState:
+    """What is saved of a model.
+
+    Args:
+        step: Steps that it has taken.
+        lora: Of an adapter, its shape; None of full parameters.
+        tensors: "weights" and each of MOMENTS: tensors by name. Of an adapter whole, and on rank 0 alone; of full
+            parameters DTensors.
+    """
+
+    step: int
+    lora: LoraSettings | None
+    tensors: dict[str, dict[str, Tensor]]
+
+    @property
+    def kind(self) -> str:
+        """As `state.json` has it."""
+        return "full" if self.lora is None else "adapter"
+
+
+Copying = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Makes copies of tensors, on a device of its choice."""
+
+
+def state_of(model: TrainedModel, rank: int, copied: Copying = list) -> ModelState:
+    """A model as it is now: live tensors, unless `copied`, called once on each rank, copies them. Collective."""
+    if isinstance(model, FullModel):
+        return ModelState(model.step, None, _full_tensors(model, copied))
+    assert isinstance(model, AdapterModel)
+    live = {"weights": model.weights.flat.detach(), **model.optimizer.moments()[0]}
+    whole = {group: model.weights.whole(flat) for group, flat in live.items()}
+    flats = copied(list(whole.values()) if rank == 0 else [])
+    tensors = {group: dict(model.weights.named(flat)) for group, flat in zip(whole, flats, strict=False)}
+    return ModelState(model.step, model.settings, tensors)
+
+
 class StateStore:
     """Saves and loads models. All methods are collective and raise FoveaErrors on all ranks."""
 
@@ -84,12 +124,19 @@ class StateStore:
 
     def save(self, model: TrainedModel, uri: str) -> int:
         """Replaces the folder at `uri`; returns its size in bytes."""
-        if isinstance(model, AdapterModel):
-            weights = model.weights.whole(model.weights.flat)
-            moments = {key: model.weights.whole(flat) for key, flat in model.optimizer.moments()[0].items()}
-            return self._control.on_rank_0(lambda: write_folder(uri, self._adapter_files(model, weights, moments)))
-        assert isinstance(model, FullModel)
-        return self._save_full(model, uri)
+        return self.write(state_of(model, self._control.rank), uri)
+
+    def write(self, state: ModelState, uri: str, last: Callable[[Folder], None] | None = None) -> int:
+        """Replaces the folder at `uri`; returns its size in bytes.
+
+        Args:
+            state: Of a model, whether it exists still or not.
+            uri: Where.
+            last: Writes what describes the files, on rank 0, given the folder with them in it.
+        """
+        if state.lora is None:
+            return self._write_full(state, uri, last)
+        return self._control.on_rank_0(lambda: write_folder(uri, self._adapter_files(state), last))
 
     def load(self, model: TrainedModel, uri: str, optimizer: bool) -> int:
         """Reads a folder into a model; returns the step count that it now has. Gradients are dropped.
@@ -107,17 +154,14 @@ class StateStore:
         model.resume_at(step)
         return step
 
-    def _adapter_files(self, model: AdapterModel, flat: Tensor, flat_moments: dict[str, Tensor]) -> dict[str, bytes]:
-        settings = model.settings
-        moments = {
-            f"{moment}.{name}": part.cpu().contiguous()
-            for moment, flat_moment in flat_moments.items()
-            for name, part in model.weights.named(flat_moment)
-        }
+    def _adapter_files(self, state: ModelState) -> dict[str, bytes | Parts]:
+        settings, weights = state.lora, state.tensors["weights"]
+        assert settings is not None
+        moments = [(f"{key}.{name}", part) for key in MOMENTS for name, part in state.tensors[key].items()]
         return {
-            **weight_files.peft_files(model.weights.named(flat), settings.rank, settings.alpha, self._base_model),
-            OPTIMIZER: save_safetensors(moments, metadata={"format": "pt"}),
-            STATE: _state_json("adapter", model.step),
+            **weight_files.peft_files(weights.items(), settings.rank, settings.alpha, self._base_model),
+            OPTIMIZER: weight_files.tensor_file(moments),
+            STATE: _state_json(state),
         }
 
     def _load_adapter(self, model: AdapterModel, uri: str, optimizer: bool, step: int) -> None:
@@ -127,20 +171,20 @@ class StateStore:
         model.weights.flat.copy_(model.weights.part(flat))
         model.optimizer.load([{key: model.weights.part(moment) for key, moment in moments.items()}], step)
 
-    def _save_full(self, model: FullModel, uri: str) -> int:
+    def _write_full(self, state: ModelState, uri: str, last: Callable[[Folder], None] | None) -> int:
         target, staging = stage_together(self._control, uri)
         try:
             writer = FsspecWriter(staging.url(DCP))
-            save_checkpoint(_full_state(model), storage_writer=writer, process_group=self._control.group)
+            save_checkpoint(dict(state.tensors), storage_writer=writer, process_group=self._control.group)
         except CheckpointException as error:
             self._control.on_rank_0(staging.discard)
             raise _checkpoint_failure(error, uri) from None
-        return self._control.on_rank_0(lambda: _finish_full(target, staging, model.step))
+        return self._control.on_rank_0(lambda: _finish_full(target, staging, state, last))
 
     def _load_full(self, model: FullModel, uri: str, optimizer: bool, step: int) -> None:
         folder = self._control.agree(lambda: Folder.at(uri))
         reader = PlainReader(folder.url(DCP))
-        state = _full_state(model, fresh=True)
+        state: dict[str, Any] = _full_tensors(model, lambda live: [torch.empty_like(tensor) for tensor in live])
         if not optimizer:
             state = {"weights": state["weights"]}
         self._control.on_rank_0(lambda: _check_shapes(reader, state, uri))
@@ -178,21 +222,21 @@ def _parse_adapter(model: AdapterModel, files: dict[str, bytes], uri: str) -> tu
     return flat, moments
 
 
-def _full_state(model: FullModel, fresh: bool = False) -> dict[str, Any]:
-    """Weights and moments as sharded tensors; empty ones of the same layout if `fresh`."""
-
-    def sharded(local: Tensor, like: DTensor) -> DTensor:
-        data = torch.empty_like(local) if fresh else local
-        return DTensor.from_local(
-            data, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-
+def _full_tensors(model: FullModel, copied: Copying) -> dict[str, dict[str, Tensor]]:
+    """Weights and moments as sharded tensors, wherever `copied` put this rank's parts."""
     like = {name: cast(DTensor, model.shards[name]) for name in model.masters}
-    state: dict[str, Any] = {"weights": {name: sharded(model.masters[name], like[name]) for name in like}}
-    for key in MOMENTS:
-        moments = [values[key] for values in model.optimizer.moments()]
-        state[key] = {name: sharded(moment, like[name]) for name, moment in zip(like, moments, strict=True)}
-    return state
+    moments = model.optimizer.moments()
+    locals_ = [*model.masters.values(), *(values[key] for key in MOMENTS for values in moments)]
+    parts = iter(copied(locals_))
+    return {
+        group: {name: _sharded(next(parts), shard) for name, shard in like.items()} for group in ("weights", *MOMENTS)
+    }
+
+
+def _sharded(local: Tensor, like: DTensor) -> DTensor:
+    """What `DTensor.from_local` makes, but that it would move the tensor to the device of the mesh."""
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _check_shapes(reader: PlainReader, state: dict[str, Any], uri: str) -> None:
@@ -208,15 +252,17 @@ def _check_shapes(reader: PlainReader, state: dict[str, Any], uri: str) -> None:
                 )
 
 
-def _finish_full(target: Folder, staging: Folder, step: int) -> int:
-    staging.write(STATE, _state_json("full", step))
+def _finish_full(target: Folder, staging: Folder, state: ModelState, last: Callable[[Folder], None] | None) -> int:
+    staging.write(STATE, _state_json(state))
+    if last is not None:
+        last(staging)
     size_bytes = staging.size_bytes()
     target.commit(staging)
     return size_bytes
 
 
-def _state_json(kind: str, step: int) -> bytes:
-    return json.dumps({"format": FORMAT, "kind": kind, "step": step}).encode()
+def _state_json(state: ModelState) -> bytes:
+    return json.dumps({"format": FORMAT, "kind": state.kind, "step": state.step}).encode()
 
 
 def _saved_step(folder: Folder, kind: str) -> int:

@@ -1,6 +1,7 @@
 """Weights as files: full parameters as a Hugging Face checkpoint, adapters as PEFT stores them."""
 
 import json
+import struct
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from services.trainer.model.experts import ExpertLayout
 from services.trainer.model.lora import PEFT_PREFIX
 from services.trainer.model.sharding import full_of
 from services.trainer.ranks.control_group import ControlGroup
-from services.trainer.snapshots.checkpoint_folder import Folder
+from services.trainer.snapshots.checkpoint_folder import Folder, Parts
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -28,6 +29,7 @@ SHARD_BYTES = 4 * 2**30
 EXPERT_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """What files call them, by what adapters of experts do."""
 INDEX = "model.safetensors.index.json"
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def file_tensors(name: str, tensor: Tensor, layout: ExpertLayout | None) -> Iterator[tuple[str, Tensor]]:
@@ -180,9 +182,28 @@ def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield f"{parent}.{index}.{EXPERT_PROJECTIONS[part]}.{half}.weight", factor
 
 
-def peft_files(tensors: Iterable[tuple[str, Tensor]], rank: int, alpha: float, base_model: str) -> dict[str, bytes]:
-    """The two files of an adapter folder; tensors under PEFT's names."""
-    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}
+def tensor_file(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
+    """A safetensors file, piece by piece: of tensors on the host nothing is copied, and no other thread kept waiting.
+
+    https://github.com/huggingface/safetensors, "Format": length of the header, header as JSON, data.
+    """
+    named = dict(tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in named.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for tensor in named.values():
+        if tensor.numel():
+            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def peft_files(tensors: Iterable[tuple[str, Tensor]], rank: int, alpha: float, base_model: str) -> dict[str, Parts]:
+    """The two files of an adapter folder; tensors under PEFT's names, not written to before the files are."""
+    state = dict(tensors)
     suffix = ".lora_A.weight"
     modules = [name.removeprefix(PEFT_PREFIX).removesuffix(suffix) for name in state if name.endswith(suffix)]
     config: dict[str, Any] = {
@@ -200,8 +221,8 @@ def peft_files(tensors: Iterable[tuple[str, Tensor]], rank: int, alpha: float, b
         "target_modules": modules,
     }
     return {
-        ADAPTER_CONFIG: json.dumps(config, indent=2).encode(),
-        ADAPTER_WEIGHTS: save_safetensors(state, metadata={"format": "pt"}),
+        ADAPTER_CONFIG: [json.dumps(config, indent=2).encode()],
+        ADAPTER_WEIGHTS: tensor_file(state.items()),
     }
 
 

@@ -79,7 +79,7 @@ async def trainer() -> AsyncIterator[Trainer]:
     queue.open()
     rank = RecordingRank(queue)
     server = ServiceServer(settings, [TRAINER_SERVICE])
-    servicer = TrainerServicer(settings, queue, rank, None)  # type: ignore[arg-type]
+    servicer = TrainerServicer(settings, queue, rank, None, None)  # type: ignore[arg-type]
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
     await server.start()
     async with TrainerClient(server.address) as client:

@@ -118,9 +118,9 @@ def test_adapter_files_come_back_and_an_export_is_one_by_one() -> None:
     with torch.no_grad():
         weights.flat.normal_(generator=torch.Generator().manual_seed(6))
     files = peft_files(weights.named(weights.flat), 3, 6.0, "base")
-    assert json.loads(files[ADAPTER_CONFIG])["target_modules"] == ["experts.w1", "experts.w2", "experts.w3"]
+    assert json.loads(b"".join(files[ADAPTER_CONFIG]))["target_modules"] == ["experts.w1", "experts.w2", "experts.w3"]
     flat = torch.zeros_like(weights.flat)
-    copy_into(weights.named(flat), read_tensors(files[ADAPTER_WEIGHTS], "file"), "file")
+    copy_into(weights.named(flat), read_tensors(b"".join(files[ADAPTER_WEIGHTS]), "file"), "file")
     assert torch.equal(flat, weights.flat)
     factors = weights.experts["experts"].factors
     exported = dict(one_by_one(dict(weights.named(weights.flat))))

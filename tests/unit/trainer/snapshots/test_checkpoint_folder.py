@@ -1,7 +1,7 @@
 """Folders appear whole or not at all, on a disk and elsewhere."""
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,8 @@ from services.trainer.snapshots.checkpoint_folder import Folder, write_folder
 from tests.syncs import Syncs
 
 
-def _fail() -> bytes:
+def _fail() -> Iterator[bytes]:
+    yield b"part"
     raise OSError("disk full")
 
 
@@ -41,7 +42,7 @@ def test_failure_leaves_what_was_there(root: str) -> None:
     uri = f"{root}/deep/folder"
     write_folder(uri, {"one": b"old"})
     with pytest.raises(OSError, match="disk full"):
-        write_folder(uri, {"one": b"new", "two": _fail})
+        write_folder(uri, {"one": b"new", "two": _fail()})
     folder = Folder.at(uri)
     assert folder.read("one") == b"old"
     assert len(folder.files.ls(folder.path.rsplit("/", 1)[0])) == 1

@@ -1,0 +1,151 @@
+"""Where recovery is kept: the newest durable point of each model and its unnamed snapshots, as files.
+
+    ROOT/MODEL/SEQ_ID/               a state as SaveState writes it, and `fovea_point.json`
+    ROOT/MODEL/snapshots/SNAPSHOT/   a snapshot as TakeSnapshot writes it
+
+Names are quoted. A folder of a point that lacks what its description lists is none.
+"""
+
+import json
+import logging
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+from urllib.parse import quote, unquote
+
+from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
+from services.trainer.snapshots.checkpoint_folder import Folder
+
+logger = logging.getLogger(__name__)
+
+POINT = "fovea_point.json"
+SNAPSHOTS = "snapshots"
+KEPT_S = 30 * 24 * 3600.0
+"""Age at which the files of a model that nobody has asked for, or deleted, are removed at a start."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a durable point is.
+
+    Args:
+        seq_id: The last numbered command that is in it.
+        step: Steps that the model has taken.
+        answer: Of that command, as JSON holds it.
+        lora: Settings of an adapter; None of full parameters.
+        base: Digest of the base's files.
+        written_at: Seconds since 1970.
+        files: Bytes of each other file, by path.
+    """
+
+    seq_id: int
+    step: int
+    answer: Any
+    lora: dict[str, Any] | None
+    base: str
+    written_at: float
+    files: dict[str, int]
+
+    def write_to(self, folder: Folder) -> None:
+        """Puts the description beside the files that it describes."""
+        folder.write(POINT, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def of(cls, folder: Folder) -> Self | None:
+        """The point in a folder, if it is whole."""
+        sizes = folder.sizes()
+        if sizes.pop(POINT, None) is None:
+            return None
+        try:
+            found = cls(**json.loads(folder.read(POINT)))
+        except (ValueError, TypeError) as error:
+            logger.warning("%s/%s cannot be read: %s", folder.path, POINT, error)
+            return None
+        if found.files != sizes:
+            logger.warning("%s is not whole: it has %s of %s", folder.path, sizes, found.files)
+            return None
+        return found
+
+
+class RecoveryFolder:
+    """Files of recovery. Methods block; several threads may call them, one at a time for each model.
+
+    Args:
+        uri: Folder or fsspec URL, made when it is first written to. Raises InvalidInput for an unknown protocol.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self._root = Folder.at(uri, "recovery")
+
+    def point_url(self, model_id: str, seq_id: int) -> str:
+        """Where a point is written."""
+        return self._root.url(_quoted(model_id), str(seq_id))
+
+    def snapshot_url(self, model_id: str, snapshot_id: str) -> str:
+        """Where a snapshot is written."""
+        return self._root.url(_quoted(model_id), SNAPSHOTS, _quoted(snapshot_id))
+
+    def newest(self, model_id: str) -> tuple[str, Point] | None:
+        """URL and description of the newest whole point of a model."""
+        for seq_id in sorted(self._points(model_id), reverse=True):
+            url = self.point_url(model_id, seq_id)
+            if found := Point.of(Folder.at(url)):
+                return url, found
+        return None
+
+    def drop_older(self, model_id: str, seq_id: int) -> None:
+        """Removes all points of a model but one."""
+        for other in self._points(model_id):
+            if other != seq_id:
+                Folder.at(self.point_url(model_id, other)).discard()
+
+    def find_snapshot(self, snapshot_id: str) -> str | None:
+        """URL of a snapshot that is kept."""
+        for model in self._names(self._root):
+            if _quoted(snapshot_id) in self._names(Folder.at(self._root.url(model, SNAPSHOTS))):
+                return self._root.url(model, SNAPSHOTS, _quoted(snapshot_id))
+        return None
+
+    def remove_snapshot(self, snapshot_id: str) -> None:
+        """Unknown ones are no error."""
+        if url := self.find_snapshot(snapshot_id):
+            Folder.at(url).discard()
+
+    def remove_model(self, model_id: str) -> None:
+        """Unknown ones are no error."""
+        Folder.at(self._root.url(_quoted(model_id))).discard()
+
+    def size_bytes(self, model_id: str) -> int:
+        """Size of all files of a model."""
+        return Folder.at(self._root.url(_quoted(model_id))).size_bytes()
+
+    def sweep(self) -> None:
+        """At a start: removes what an earlier instance was writing, and models that are older than `KEPT_S`."""
+        for model in self._names(self._root):
+            folder = Folder.at(self._root.url(model))
+            snapshots = Folder.at(folder.url(SNAPSHOTS))
+            for parent in (folder, snapshots):
+                for name in self._names(parent):
+                    if STAGING_SUFFIX in name or REPLACED_SUFFIX in name:
+                        Folder.at(parent.url(name)).discard()
+            found = self.newest(unquote(model))
+            if found is not None and found[1].written_at < time.time() - KEPT_S:
+                logger.warning("nobody has asked for model %s in %.0f days: removed", unquote(model), KEPT_S / 86400)
+                folder.discard()
+
+    def _points(self, model_id: str) -> list[int]:
+        names = self._names(Folder.at(self._root.url(_quoted(model_id))))
+        return [int(name) for name in names if name.isdecimal()]
+
+    def _names(self, folder: Folder) -> list[str]:
+        folder.files.invalidate_cache()
+        try:
+            listed = folder.files.ls(folder.path, detail=False)
+        except FileNotFoundError:
+            return []
+        return [name.rstrip("/").rpartition("/")[2] for name in listed]
+
+
+def _quoted(name: str) -> str:
+    """As one segment of a path that means nothing else."""
+    return quote(name, safe="").replace(".", "%2E")

@@ -1,0 +1,175 @@
+"""A trainer that is killed anywhere and started again restores its models, and what is asked again is the same bits."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tinyvlm
+from fovea.api.v1 import weights_pb2
+from fovea.client import TrainerClient
+from fovea.wire.errors import FoveaError, NotFound
+from tests.e2e.trainer.conftest import adam
+from tests.e2e.trainer.examples import datum, header, logprobs_of, text
+from tests.e2e.trainer.image_service import ImageService
+from tests.e2e.trainer.trainer_process import TrainerProcess
+
+STEPS = 6
+LORA = weights_pb2.LoraConfig(rank=4, seed=3, train_attention=True, train_mlp=True, train_unembedding=True)
+KINDS = {"adapter": LORA, "full": None}
+
+
+@dataclass
+class Gateway:
+    """What a gateway does: numbers commands, remembers them, and asks again what a restored model has not seen.
+
+    Answers are kept by number; one that is given again must be the same.
+    """
+
+    images: ImageService
+    model_id: str
+    lora: weights_pb2.LoraConfig | None
+    answers: dict[int, Any] = field(default_factory=dict)
+
+    async def create(self, client: TrainerClient) -> None:
+        await client.create_model(self.model_id, self.lora)
+
+    async def train(self, client: TrainerClient, steps: int = STEPS) -> None:
+        """All commands that have no answer yet: two passes and a step, over and over; a snapshot after the second."""
+        for seq_id in range(len(self.answers) + 1, 3 * steps + 1):
+            self.answers[seq_id] = await self.command(client, seq_id)
+
+    async def command(self, client: TrainerClient, seq_id: int) -> Any:
+        step, place = divmod(seq_id - 1, 3)
+        if place == 2:
+            adam_params = adam(learning_rate=1e-2 / (1 + step))
+            response = await client.optim_step(self.model_id, adam_params, seq_id=seq_id)
+            if step == 1 and self.lora is not None:
+                await client.take_snapshot(self.model_id, f"{self.model_id}@2")
+            return dict(response.metrics.values), response.step
+        datums = [datum(self.images.render([text(24 + 3 * n, seq_id + n)]), seq_id + n) for n in range(4)]
+        numbered = header(self.model_id, len(datums))
+        numbered.seq_id = seq_id
+        result = await client.forward_backward(numbered, datums)
+        return dict(result.metrics), [logprobs_of(output).tolist() for output in result.outputs]
+
+    async def restore(self, client: TrainerClient) -> int:
+        """Brings the model back to where its answers end; returns the last command of the durable point."""
+        try:
+            durable = (await client.restore_model(self.model_id, self.lora)).seq_id
+        except NotFound:
+            await self.create(client)
+            durable = 0
+        for seq_id in range(max(durable, 1), len(self.answers) + 1):  # the durable command too: it has its answer
+            assert await self.command(client, seq_id) == self.answers[seq_id], f"command {seq_id} after {durable}"
+        return durable
+
+
+@dataclass
+class Ground:
+    """A folder where trainers are started one after the other."""
+
+    folder: Path
+    images: ImageService
+    arguments: tuple[str, ...] = ()
+    process: TrainerProcess | None = None
+    count: int = 0
+
+    @property
+    def kept(self) -> Path:
+        """What is kept for recovery."""
+        return self.folder / "recovery"
+
+    async def start(self, *arguments: str) -> TrainerClient:
+        self.count += 1
+        log = self.folder / f"trainer-{self.count}.log"
+        self.process = TrainerProcess(tinyvlm.ensure("qwen3"), log, *self.arguments, *arguments)
+        return await self.process.ready()
+
+    async def kill(self, victim: int | None) -> None:
+        """SIGKILL of a rank, or of the launcher if None; returns once all of the trainer has ended."""
+        assert self.process is not None
+        pids = self.process.rank_pids()
+        os.kill(self.process.process.pid if victim is None else pids[victim], signal.SIGKILL)
+        await asyncio.to_thread(self.process.process.wait, 40)
+        deadline = time.monotonic() + 20
+        while any(psutil.pid_exists(pid) for pid in pids):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+    async def stop(self, client: TrainerClient) -> None:
+        assert self.process is not None
+        await client.close()
+        assert await asyncio.to_thread(self.process.stop) == 0, self.process.log.read_text()
+
+    async def weights(self, client: TrainerClient, model_id: str) -> dict[str, torch.Tensor]:
+        """Weights, and moments of an adapter, as SaveState writes them; of full parameters, the snapshot's weights."""
+        folders = [self.folder / f"{model_id}-{self.count}-{what}" for what in ("state", "snapshot")]
+        await client.save_state(model_id, str(folders[0]))
+        await client.take_snapshot(model_id, f"{model_id}@end-{self.count}", str(folders[1]))
+        return {
+            f"{path.name}/{name}": tensor
+            for folder in folders
+            for path in folder.glob("*.safetensors")
+            for name, tensor in load_file(path).items()
+        }
+
+
+@pytest.fixture
+async def ground(tmp_path: Path) -> AsyncIterator[Ground]:
+    images = ImageService(tinyvlm.ensure("qwen3"), None)
+    made = Ground(tmp_path / "ground", images)
+    made.folder.mkdir()
+    yield made
+    images.close()
+    if made.process is not None:
+        made.process.process.kill()
+        made.process.process.wait()
+
+
+async def _until_durable(client: TrainerClient, model_id: str, seq_id: int) -> None:
+    deadline = time.monotonic() + 20
+    while (await client.info()).durable_seq_ids.get(model_id, 0) < seq_id:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_killed_at_any_moment_it_comes_back_as_it_was(ground: Ground, kind: str) -> None:
+    chance = random.Random(kind)
+    client = await ground.start()
+    undisturbed = Gateway(ground.images, "u", KINDS[kind])
+    await undisturbed.create(client)
+    began = time.monotonic()
+    await undisturbed.train(client)
+    took = time.monotonic() - began
+    expected = await ground.weights(client, "u")
+    await client.delete_model("u")
+    assert not list(ground.kept.glob("u/*"))
+    disturbed = Gateway(ground.images, "d", KINDS[kind])
+    await disturbed.create(client)
+    for victim in (1, None, 0):
+        training = asyncio.create_task(disturbed.train(client))
+        await asyncio.sleep(chance.uniform(0.1, 0.6) * took)
+        await ground.kill(victim)
+        with pytest.raises(FoveaError):
+            await training
+        await client.close()
+        client = await ground.start()
+        await disturbed.restore(client)
+    await disturbed.train(client)
+    assert disturbed.answers == undisturbed.answers
+    found = await ground.weights(client, "d")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    await ground.stop(client)
