@@ -337,12 +337,11 @@ class TrainingEngine:
         return step
 
     def _restore_snapshot(self, command: command_queue.RestoreSnapshot) -> weights_pb2.Snapshot:
-        uri = command.uri
-        if not uri and self.recovery is not None:
-            uri = self.recovery.find_snapshot(command.snapshot_id)
-        if not uri:
+        kept = self.recovery is not None and not command.uri and self.recovery.find_snapshot(command.snapshot_id)
+        if not (uri := command.uri or kept):
             raise NotFound(
-                f"snapshot {command.snapshot_id!r} is no longer in memory, and no uri was given to read it from",
+                f"snapshot {command.snapshot_id!r} is no longer in memory, not kept for recovery, and no uri was given "
+                "to read it from",
                 field="snapshot_id",
             )
         return self._snapshots.restore(command.snapshot_id, uri).identity

@@ -180,15 +180,9 @@ class RecoveryWriter:
 
         return self._control.on_rank_0(found)
 
-    def find_snapshot(self, snapshot_id: str) -> str:
-        """URL of a snapshot that is kept. Collective. Raises NotFound."""
-
-        def found() -> str:
-            if url := self.folder.find_snapshot(snapshot_id):
-                return url
-            raise NotFound(f"snapshot {snapshot_id!r} is neither in memory nor kept for recovery", field="snapshot_id")
-
-        return self._control.on_rank_0(found)
+    def find_snapshot(self, snapshot_id: str) -> str | None:
+        """URL of a snapshot that is kept. Collective."""
+        return self._control.on_rank_0(lambda: self.folder.find_snapshot(snapshot_id))
 
     def in_order(self, action: Callable[[], T]) -> "Future[T]":
         """Runs what concerns files once all that was asked for before is written. From any thread."""
