@@ -1,36 +1,27 @@
-"""One rank's engine in a process of its own, without a server, to look at its gradients and masters:
+"""One rank's engine in a process of its own, without a server, to look at its gradients and masters."""
 
-`python -m tests.e2e.trainer.rank_engine MODEL_DIR CALLS RANK WORLD_SIZE MEETING_FILE RESULT`. CALLS are pickled;
-rank 0 writes what `train` returns for each as RESULT.
-"""
-
-import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fovea.runtime.children import importing
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-with importing():
-    import torch
-    import torch.distributed as dist
-    from torch import Tensor
-
-    from fovea.api.v1 import trainer_pb2
-    from services.trainer.batches.datum_decoding import decode_datum
-    from services.trainer.command_queue import CreateModel, DeleteModel, ForwardBackward, OptimStep
-    from services.trainer.losses import loss_of
-    from services.trainer.model.lora import LoraSettings
-    from services.trainer.model.optimizer import Adam
-    from services.trainer.model.sharding import full_of
-    from services.trainer.model.trained_model import FullModel, TrainedModel
-    from services.trainer.ranks.control_group import ControlGroup
-    from services.trainer.settings import TrainerSettings
-    from services.trainer.training_engine import TrainingEngine
+from fovea.api.v1 import trainer_pb2
+from services.trainer.batches.datum_decoding import decode_datum
+from services.trainer.command_queue import CreateModel, DeleteModel, ForwardBackward, OptimStep
+from services.trainer.losses import loss_of
+from services.trainer.model.lora import LoraSettings
+from services.trainer.model.optimizer import Adam
+from services.trainer.model.sharding import full_of
+from services.trainer.model.trained_model import FullModel, TrainedModel
+from services.trainer.ranks.control_group import ControlGroup
+from services.trainer.settings import TrainerSettings
+from services.trainer.training_engine import TrainingEngine
+from tests import ranks
 
 MODEL = "m"
 
@@ -57,15 +48,7 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """Trains in as many processes, with these settings of the trainer; returns what `train` does for each call."""
     scratch.mkdir()
-    (scratch / "calls").write_bytes(pickle.dumps((settings, calls)))
-    files = [str(scratch / name) for name in ("meeting", "result")]
-    command = [sys.executable, "-m", __name__, str(model_dir), str(scratch / "calls")]
-    ranks = []
-    for rank in range(world_size):
-        with (scratch / f"{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen([*command, str(rank), str(world_size), *files], stderr=log))
-    statuses = [rank.wait(300) for rank in ranks]
-    assert not any(statuses), "\n".join(path.read_text() for path in scratch.glob("*.log"))
+    ranks.run_ranks(_rank, world_size, world_size, model_dir, settings, calls, scratch)
     found: list[dict[str, Any]] = torch.load(scratch / "result", weights_only=True)
     return found
 
@@ -111,29 +94,16 @@ def _whole(model: TrainedModel, tensors: list[Tensor]) -> Iterator[tuple[str, Te
         yield from model.weights.named(model.weights.whole(flat))  # type: ignore[attr-defined]
 
 
-def main() -> None:
-    """One rank."""
-    model_dir, calls_file, rank, world_size, meeting, result = sys.argv[1:]
+def _rank(rank: int, world_size: int, model_dir: Path, given: dict[str, Any], calls: list[Call], scratch: Path) -> None:
+    """Rank 0 writes what `train` returns for each call."""
     torch.set_num_threads(1)
-    given: dict[str, Any]
-    calls: list[Call]
-    given, calls = pickle.loads(Path(calls_file).read_bytes())
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(meeting, int(world_size)),
-        rank=int(rank),
-        world_size=int(world_size),
-        timeout=timedelta(seconds=120),
-    )
-    settings = TrainerSettings(model=model_dir, device="cpu", **given)
-    engine = TrainingEngine(settings, Path(model_dir), ControlGroup(), torch.device("cpu"), None)
+    meeting, minutes = dist.FileStore(str(scratch / "meeting"), world_size), timedelta(minutes=2)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=minutes)
+    settings = TrainerSettings(model=str(model_dir), device="cpu", **given)
+    engine = TrainingEngine(settings, model_dir, ControlGroup(), torch.device("cpu"), None)
     engine.warm_up()
     found = [train(engine, call) for call in calls]
-    if rank == "0":
-        torch.save(found, result)
+    if rank == 0:
+        torch.save(found, scratch / "result")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch import multiprocessing as processes
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fovea.runtime.hosts import interface_of
 from services.trainer.model.expert_parallel import EXPERTS, expert_mesh
 from services.trainer.model.experts import experts_forward
 from services.trainer.model.lora import LoraSettings, LoraWeights
 from services.trainer.model.model_family import LoraTarget, Role
+from tests.ranks import run_ranks
 from tests.unit.trainer.model.random_experts import COUNT, HIDDEN, random_experts
 
 CPU = torch.device("cpu")
@@ -141,9 +140,8 @@ def _same_weights(mesh: Any) -> None:
     }
 
 
-def test_two_ranks_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1") or "lo")
-    processes.spawn(_rank, (2, str(tmp_path)), 2)  # type: ignore[no-untyped-call]
+def test_two_ranks_are_one(tmp_path: Path) -> None:
+    run_ranks(_rank, 2, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -30,6 +29,7 @@ from fovea.random_weights import random_slices
 from services.trainer.model.packed_model import build_model, file_names, load_model, read_weights
 from services.trainer.model.sharding import ShardedModel
 from services.trainer.settings import TrainerSettings
+from tests.ranks import run_ranks
 from tinyvlm.families import ensure_families
 
 CPU = torch.device("cpu")
@@ -121,7 +121,7 @@ def test_each_rank_reads_its_part(tmp_path: Path) -> None:
         Qwen3VLMoeConfig(text_config=EXPERTS, vision_config={**vision, "deepstack_visual_indexes": [0]}),
     )
     experts = [_save_with_experts(config, tmp_path / config.model_type) for config in configs]
-    processes.spawn(_rank, (2, str(tmp_path / "meeting"), directories, experts), 2)  # type: ignore[no-untyped-call]
+    run_ranks(_rank, 2, 2, str(tmp_path / "meeting"), directories, experts)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import multiprocessing as processes
 from torch.distributed.device_mesh import init_device_mesh
 
 from services.trainer.model.expert_parallel import expert_mesh
@@ -17,6 +16,7 @@ from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots import weight_files
 from services.trainer.snapshots.checkpoint_folder import Folder
+from tests.ranks import run_ranks
 from tinyvlm.families import ensure_families
 
 NAMES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
@@ -48,4 +48,4 @@ def _rank(rank: int, size: int, spreads: tuple[int, ...], folder: str, directori
 
 @pytest.mark.parametrize(("ranks", "spreads"), [(1, (1,)), (2, (1, 2)), (4, (2,))])
 def test_files_are_laid_out_as_the_base_s(ranks: int, spreads: tuple[int, ...], tmp_path: Path) -> None:
-    processes.spawn(_rank, (ranks, spreads, str(tmp_path), ensure_families(NAMES)), ranks)  # type: ignore[no-untyped-call]
+    run_ranks(_rank, ranks, ranks, spreads, str(tmp_path), ensure_families(NAMES))
