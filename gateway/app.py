@@ -36,6 +36,8 @@ _COLLECT_S = 60.0
 _FOLDER_ROUNDS = 10
 """Folders are looked at every ten minutes: listing a bucket takes several calls per model."""
 _GAUGES_S = 2.0
+_RETURN_S = 0.5
+_JOURNAL_S = 2.0
 
 
 class Gateway:
@@ -108,6 +110,8 @@ class Gateway:
         background.start(repeat(parts.owners.read, LOOK_S, "reading the owners"), "owners")
         background.start(self._sweep_forever(), "sweep")
         background.start(self._watch_services(), "services")
+        background.start(repeat(parts.residence.sweep, _RETURN_S, "bringing models back"), "residence")
+        background.start(repeat(self._tend_journal, _JOURNAL_S, "tending the journal"), "journal")
         background.start(repeat(parts.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")
         background.start(self._check_storage(), "storage")
         background.start(
@@ -139,6 +143,7 @@ class Gateway:
         await parts.custom_losses.stop()
         await parts.training.stop()
         await self._background.cancel()
+        await parts.residence.stop()
         await parts.snapshots.close()
         await parts.copies.stop()
         parts.storage.close()
@@ -202,8 +207,12 @@ class Gateway:
         await asyncio.sleep(period_s)
         await repeat(self._sweep, period_s, "a sweep")
 
+    async def _tend_journal(self) -> None:
+        await self.parts.journal.trim()
+        await self.parts.journal.bound()
+
     async def _sweep(self) -> None:
-        await self.parts.sessions.sweep()
+        await self.parts.parking.sweep()
         await self.parts.database.look_for_room()
         await self.parts.futures.sweep()
         await self.parts.checkpoints.sweep()

@@ -62,6 +62,17 @@ VERSION_LAG = Gauge(
     ["sampler"],
 )
 TRAINER_RESTARTS = Counter("fovea_gateway_trainer_restarts_total", "Times that another trainer instance answered.")
+JOURNAL_BYTES = Gauge("fovea_gateway_journal_bytes", "Requests kept until what they did is durable in the trainer.")
+RESTORE_SECONDS = Histogram(
+    "fovea_gateway_model_restore_seconds", "Seconds in which a model came back to the trainer.", buckets=_SECONDS
+)
+REPLAYED = Counter(
+    "fovea_gateway_replayed_commands_total",
+    "Commands run again for a trainer that restarted, by whether the answer was the client's: equal or different.",
+    ["answer"],
+)
+PARKED = Gauge("fovea_gateway_parked_sessions", "Sessions that are parked.")
+PARKED_BYTES = Gauge("fovea_gateway_parked_bytes", "What the trainer keeps on storage of parked sessions.")
 STATE_BYTES = Gauge("fovea_gateway_state_volume_bytes", "The volume of the state folder: size and free.", ["kind"])
 
 

@@ -23,11 +23,16 @@ from gateway.sampling.sampling_sessions import Sampling
 from gateway.sessions.sessions import Sessions
 from gateway.settings import GatewaySettings
 from gateway.training.batches import Batches
-from gateway.training.commands import Command, CommandRunner, StepCommands
+from gateway.training.commands import Command, CommandRunner
 from gateway.training.copies import Copies
 from gateway.training.custom_losses import CustomLosses
+from gateway.training.journal import Journal
 from gateway.training.models import Models
 from gateway.training.orphans import OrphanCollector
+from gateway.training.parking import Parking
+from gateway.training.replay import Replay
+from gateway.training.residence import Residence
+from gateway.training.step_commands import StepCommands
 from gateway.training.training import Training
 from gateway.training.training_runs import TrainingRuns
 from gateway.training.weight_commands import CreationCommands, SaveCommands
@@ -49,13 +54,19 @@ class Parts:
         self.database = Database(settings.store_url, on_superseded)
         self.keys = KeyRing(self.database, settings.given_keys, settings.host)
         self.owners = Owners(self.database)
-        self._build_replicas(settings)
+        self.trainer = TrainerLink(settings.trainer, settings.trainer_wait_s)
+        renderers = choose(settings.discovery, "renderer", settings.renderer, settings.kubernetes_namespace)
+        self.renderers = Renderers(
+            renderers, settings.renderer_concurrency, settings.retry_deadline_s, self.trainer, self.owners.weight
+        )
 
         self.futures = Futures(self.database, settings.result_ttl_s, max_pending, self.owners)
         self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions)
         self.storage = Storage(settings.checkpoint_root)
         self.checkpoints = Checkpoints(self.database, self.storage, self.owners)
         self.exports = Exports(self.database, self.checkpoints)
+        self._build_models(settings)
+        self._build_samplers(settings)
         self.health = Health(
             settings.model_name, self.futures, self.renderers, self.samplers, self.trainer, self.versions,
             settings.state_dir,
@@ -71,43 +82,52 @@ class Parts:
         )  # fmt: skip
         self._build_training(settings)
 
-    def _build_replicas(self, settings: GatewaySettings) -> None:
-        kind, namespace = settings.discovery, settings.kubernetes_namespace
-        renderers = choose(kind, "renderer", settings.renderer, namespace)
-        samplers = choose(kind, "sampler", settings.sampler, namespace)
-        self.trainer = TrainerLink(settings.trainer, settings.trainer_wait_s)
-        weight_of = self.owners.weight
-        self.renderers = Renderers(
-            renderers, settings.renderer_concurrency, settings.retry_deadline_s, self.trainer, weight_of
+    def _build_models(self, settings: GatewaySettings) -> None:
+        self.models = Models(self.database, settings.max_models_per_owner, self.owners)
+        self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
+        self.batches = Batches(self.futures, self.renderers, self.custom_losses)
+        self.steps = StepCommands(
+            self.batches, self.trainer, FairQueue(settings.trainer_concurrency, self.owners.weight)
         )
-        self.snapshots = Snapshots(self.database, self.trainer, settings.push_timeout_s)
-        self.samplers = Samplers(samplers, settings.sampler_concurrency, self.snapshots, self.trainer, weight_of)
+        self.journal = Journal(self.database, self.models, self.trainer, settings.max_journal_bytes)
+        replay = Replay(
+            self.journal, self.steps, self.checkpoints, self.database, self.trainer, settings.command_timeout_s
+        )
+        self.residence = Residence(self.models, self.journal, replay, self.trainer, settings.retry_deadline_s)
+
+    def _build_samplers(self, settings: GatewaySettings) -> None:
+        samplers = choose(settings.discovery, "sampler", settings.sampler, settings.kubernetes_namespace)
+        self.snapshots = Snapshots(self.database, self.trainer, self.residence, settings.push_timeout_s)
+        self.samplers = Samplers(
+            samplers, settings.sampler_concurrency, self.snapshots, self.trainer, self.owners.weight
+        )
         self.versions = Versions()
 
     def _build_training(self, settings: GatewaySettings) -> None:
-        self.models = Models(self.database, settings.max_models_per_owner, self.owners)
-        self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
-        batches = Batches(self.futures, self.renderers, self.custom_losses)
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
         creating = CreationCommands(
             self.models, self.checkpoints, self.sessions, self.trainer, self.samplers, timeout_s, patience_s
         )
-        stepping = StepCommands(batches, self.trainer, FairQueue(settings.trainer_concurrency, self.owners.weight))
         saving = SaveCommands(self.checkpoints, self.sampling, self.trainer, timeout_s)
         commands: dict[Kind, Command] = {
             Kind.CREATE_MODEL: creating.create_model,
             Kind.LOAD_STATE: creating.load_state,
-            Kind.FORWARD: stepping.forward_backward,
-            Kind.FORWARD_BACKWARD: stepping.forward_backward,
-            Kind.OPTIM_STEP: stepping.optim_step,
+            Kind.FORWARD: self.steps.forward_backward,
+            Kind.FORWARD_BACKWARD: self.steps.forward_backward,
+            Kind.OPTIM_STEP: self.steps.optim_step,
             Kind.SAVE_STATE: saving.save_state,
             Kind.SAVE_FOR_SAMPLER: saving.save_for_sampler,
             Kind.SAVE_EXTERNAL: saving.save_external,
         }
-        runner = CommandRunner(self.futures, self.models, self.trainer, batches, commands, patience_s)
+        runner = CommandRunner(self.futures, self.models, self.residence, self.journal, self.batches, commands)
         self.training = Training(
-            self.futures, self.sessions, self.models, batches, runner, self.trainer, settings.gap_timeout_s
-        )
+            self.futures, self.sessions, self.models, self.batches, runner, self.residence, self.journal, self.trainer,
+            settings.gap_timeout_s,
+        )  # fmt: skip
+        self.parking = Parking(
+            self.futures, self.sessions, self.models, self.training, self.residence, self.trainer,
+            settings.parked_ttl_s, settings.parked_bytes,
+        )  # fmt: skip
         self.training_runs = TrainingRuns(self.database, self.checkpoints)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
         self.orphans = OrphanCollector(self.database, self.trainer, self.samplers, self.snapshots, self.checkpoints)

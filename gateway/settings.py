@@ -73,7 +73,14 @@ class GatewaySettings(ServiceSettings):
     )
     result_ttl_s: float = Field(24 * 3600.0, gt=0, description="Seconds that a result can be fetched again.")
     session_ttl_s: float = Field(
-        600.0, gt=0, description="Seconds without heartbeat after which a session ends; clients warn at 120."
+        600.0,
+        gt=0,
+        description="Seconds without heartbeat after which a session is parked, until its client comes back, or ends if"
+        " the trainer keeps no recovery; clients warn at 120.",
+    )
+    parked_ttl_s: float = Field(7 * 86400.0, gt=0, description="Seconds after which a parked session ends.")
+    parked_bytes: int = Field(
+        64 * 2**30, gt=0, description="What parked sessions may take of the trainer's storage; the oldest end above it."
     )
     inline_limit_bytes: int = Field(
         2**20, gt=0, description="Results above this are announced by size before a client is sent them."
@@ -109,6 +116,12 @@ class GatewaySettings(ServiceSettings):
     )
     max_models_per_owner: int = Field(
         0, ge=0, description="Models that one owner may have in the trainer at once; 0 is no limit but the trainer's."
+    )
+    max_journal_bytes: int = Field(
+        2 * 2**30,
+        gt=0,
+        description="Requests that the database keeps until what they did is durable in the trainer. One owner may have"
+        " as much as is free; above that, a model of it could not be restored before its next durable point.",
     )
     max_sessions: int = Field(10_000, gt=0, description="Open sessions of all owners, shared as max_pending is.")
     default_lora_alpha: float = Field(32.0, gt=0, description="LoRA alpha of models created over REST.")

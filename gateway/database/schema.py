@@ -7,7 +7,7 @@ revision is refused at start.
 
 import sqlalchemy as sa
 
-REVISION = "5"
+REVISION = "6"
 """The last one in `versions`."""
 
 metadata = sa.MetaData()
@@ -81,6 +81,8 @@ sessions = sa.Table(
     sa.Column("end_reason", sa.Text),
     sa.Column("end_detail", sa.Text),
     sa.Column("next_sampling_number", sa.BigInteger, nullable=False, default=0),
+    sa.Column("parked_at", sa.Float),
+    sa.Column("parked_bytes", sa.BigInteger, nullable=False, default=0),
     sa.UniqueConstraint("owner", "request_key"),
 )
 
@@ -101,6 +103,8 @@ models = sa.Table(
     sa.Column("failed_seq_id", sa.BigInteger),
     sa.Column("failed_reason", sa.Text, nullable=False, default=""),
     sa.Column("is_accumulating", sa.Boolean, nullable=False, default=False),
+    sa.Column("journaled_since", sa.BigInteger),
+    sa.Column("model_files", sa.JSON, nullable=False, default={}),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("last_request_at", sa.Float, nullable=False),
 )
@@ -216,4 +220,27 @@ future_results = sa.Table(
     metadata,
     sa.Column("future_id", sa.Text, primary_key=True),
     sa.Column("result", sa.LargeBinary, nullable=False),
+)
+
+# What was done to models that is not durable in their trainer yet: see `training.journal`.
+journal = sa.Table(
+    "journal",
+    metadata,
+    sa.Column("model_id", sa.Text, primary_key=True),
+    sa.Column("seq_id", sa.BigInteger, primary_key=True),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("session_id", sa.Text, nullable=False),
+    sa.Column("kind", sa.Text, nullable=False),
+    sa.Column("drops_gradients", sa.Boolean, nullable=False),
+    sa.Column("subject", sa.Text, nullable=False),
+    sa.Column("digest", sa.Text, nullable=False),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+)
+
+journal_requests = sa.Table(
+    "journal_requests",
+    metadata,
+    sa.Column("model_id", sa.Text, primary_key=True),
+    sa.Column("seq_id", sa.BigInteger, primary_key=True),
+    sa.Column("request", sa.LargeBinary, nullable=False),
 )

@@ -209,11 +209,16 @@ class Pending:
 
 @dataclass
 class Done:
-    """What work came to: messages for the client, writes to be kept together with them, and what comes after."""
+    """What work came to: messages for the client, writes to be kept together with them, and what comes after.
+
+    Attributes:
+        subject: What it was done with, to do it again: an unnamed snapshot's id, or the folder that was loaded.
+    """
 
     result: list[Message] = field(default_factory=list)
     effects: list[Job[Any]] = field(default_factory=list)
     afterwards: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    subject: str = ""
 
 
 async def run_to_outcome(pending: Pending, work: Awaitable[Done]) -> tuple[Done, Outcome]:

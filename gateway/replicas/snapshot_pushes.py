@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import sqlalchemy as sa
 from cachetools import LRUCache
@@ -47,12 +47,25 @@ class KeptSnapshot:
     created_at: float = field(default_factory=time.time)
 
 
+class Returning(Unavailable):
+    """A trainer that restarted brings back what it held: however long that takes, it is worth waiting."""
+
+
+class Residence(Protocol):
+    """Knows which models are in the trainer."""
+
+    async def check_snapshots(self, model_id: str) -> None:
+        """Raises Returning while unnamed snapshots of a model are brought back."""
+        ...
+
+
 class Snapshots:
     """Pushes snapshots to samplers, once for all who wait."""
 
-    def __init__(self, database: Database, trainer: TrainerLink, push_timeout_s: float) -> None:
+    def __init__(self, database: Database, trainer: TrainerLink, residence: Residence, push_timeout_s: float) -> None:
         self._database = database
         self._trainer = trainer
+        self._residence = residence
         self._push_timeout_s = push_timeout_s
         self._known: LRUCache[str, KeptSnapshot] = LRUCache(_KNOWN)
         self._pushes: SingleFlight[tuple[str, str], None] = SingleFlight()
@@ -220,12 +233,15 @@ class Snapshots:
         self, kept: KeptSnapshot | None, snapshot_id: str, addresses: list[str]
     ) -> trainer_pb2.PushSnapshotResponse:
         uri = kept.uri if kept else ""
-        info = await self._trainer.require()
-        if kept and not uri and kept.trainer_instance != info.instance_id:
-            raise self._gone(snapshot_id)
+        if kept and not uri:
+            await self._residence.check_snapshots(kept.identity.model_id)
+        await self._trainer.require()
         try:
             return await self._trainer.client.push_snapshot(snapshot_id, addresses, uri, self._push_timeout_s)
         except NotFound:
+            if kept and not uri:  # the trainer may have restarted a moment ago
+                await self._trainer.look_again()
+                await self._residence.check_snapshots(kept.identity.model_id)
             raise self._gone(snapshot_id) from None
         except DeadlineExceeded as error:
             raise Unavailable(f"the push of {snapshot_id or 'the base weights'} took too long: {error}") from None
@@ -233,8 +249,9 @@ class Snapshots:
     def _gone(self, snapshot_id: str) -> FoveaError:
         self._lost.add(snapshot_id)
         return ModelLost(
-            f"snapshot {snapshot_id} was held in the memory of a trainer that has restarted, and it was saved without "
-            "a name: it cannot be loaded again. Save weights with a name (save_weights_for_sampler) to keep them"
+            f"snapshot {snapshot_id} was saved without a name, and the trainer holds it neither in memory nor for "
+            "recovery: it cannot be loaded again. Save weights with a name (save_weights_for_sampler) to "
+            "keep them"
         )
 
 

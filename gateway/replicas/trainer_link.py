@@ -1,20 +1,16 @@
-"""The trainer: whether it is there, and whether it is still the one that held a model."""
+"""The trainer: whether it is there, and which instance of it."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TypeVar
 
 from fovea.api.v1 import trainer_pb2
 from fovea.client import TrainerClient
-from fovea.wire.errors import BrokenOff, FailedPrecondition, Unavailable
+from fovea.wire.errors import FailedPrecondition, Unavailable
 from gateway.replicas.replicas import Peer
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
-_SETTLE_S = 0.1
 
 
 class TrainerLink(Peer):
@@ -54,10 +50,10 @@ class TrainerLink(Peer):
         return self._client
 
     async def ask(self) -> None:
-        """Asks what it serves; another instance has none of the models."""
+        """Asks what it serves; another instance has none of the models in memory."""
         info = await self._client.info(timeout_s=5.0)
         if self.info is not None and info.instance_id != self.info.instance_id:
-            logger.warning("trainer %s restarted: models of instance %s are lost", self.address, self.info.instance_id)
+            logger.warning("trainer %s restarted as instance %s", self.address, info.instance_id)
         self.info = info
 
     def check_files(self, who: str, files: Mapping[str, str]) -> None:
@@ -83,26 +79,6 @@ class TrainerLink(Peer):
         if not self.up or self.info is None:
             raise Unavailable(f"the trainer at {self.address} does not answer")
         return self.info
-
-    async def settle(self, instance_id: str, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """The answer to a command that may be asked for twice, asked for again whenever the call breaks off.
-
-        Raises BrokenOff if another instance answers, or none within the usual wait.
-        """
-        while True:
-            try:
-                return await call()
-            except BrokenOff:
-                if not await self._is_back(instance_id):
-                    raise
-
-    async def _is_back(self, instance_id: str) -> bool:
-        await asyncio.sleep(_SETTLE_S)
-        await self.look_again()
-        try:
-            return (await self.require()).instance_id == instance_id
-        except Unavailable:
-            return False
 
     async def look_again(self) -> str:
         """Asks now, after a call failed; returns the instance that answers, or an empty text."""

@@ -29,7 +29,7 @@ from gateway.gateway_metrics import stage
 from gateway.replicas.renderers import Renderers
 from gateway.replicas.replicas import ReplicaLeft
 from gateway.replicas.samplers import Sampler, Samplers
-from gateway.replicas.snapshot_pushes import Snapshots, Versions
+from gateway.replicas.snapshot_pushes import Returning, Snapshots, Versions
 from gateway.sampling import sample_wire as targets
 from gateway.sampling.sample_wire import Cells
 from gateway.sampling.sampling_session import SamplingSession
@@ -229,6 +229,10 @@ class SampleRunner:
                 raise error
             if isinstance(error, FeatureEvicted):
                 work.rendered = None
+        elif isinstance(error, Returning):
+            work.outage = None
+            work.pending.progress.wait_on(error.message, QueueState.PAUSED)
+            await asyncio.sleep(_LONGEST_PAUSE_S)
         elif isinstance(error, Unavailable) and not isinstance(error, ModelLost):
             if work.outage is None:
                 work.outage = Backoff(self._retry_deadline_s, longest_s=_LONGEST_PAUSE_S)

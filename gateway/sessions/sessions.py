@@ -28,7 +28,12 @@ _MOST_METADATA_BYTES = 64 * 2**10
 
 @dataclass(eq=False)
 class Session:
-    """What a client opened; owns models and sampling sessions."""
+    """What a client opened; owns models and sampling sessions.
+
+    Attributes:
+        parked_at: Since when its models wait on the trainer's storage, as it was silent; None while it is in use.
+        parked_bytes: What they take there.
+    """
 
     session_id: str
     owner: str
@@ -42,13 +47,15 @@ class Session:
     end_reason: str | None = None
     end_detail: str | None = None
     next_sampling_number: int = 0
+    parked_at: float | None = None
+    parked_bytes: int = 0
 
 
 class Sessions:
     """Sessions by id.
 
     Args:
-        ttl_s: Seconds without heartbeat after which a session ends.
+        ttl_s: Seconds without heartbeat after which a session is silent.
         quota: Limits how many an owner may have open.
     """
 
@@ -115,10 +122,12 @@ class Sessions:
         return self._sessions[session_id]
 
     async def require(self, owner: str, session_id: str) -> Session:
-        """A session that is not over. Raises NotFound, SessionEnded."""
+        """A session that is not over, taken up again if it was parked. Raises NotFound, SessionEnded."""
         session = await self.get(owner, session_id)
         if session.ended_at is not None:
             raise SessionEnded(f"session {session_id} is over ({session.end_reason}): open a new one")
+        if session.parked_at is not None:
+            session = await self._take_up(session)
         self._alive_at[session_id] = time.monotonic()  # whoever uses a session is alive
         return session
 
@@ -167,18 +176,55 @@ class Sessions:
             self._sessions[session.session_id] = session
             self._quota.take(session.owner)
 
-    async def sweep(self) -> None:
-        """Ends sessions without heartbeat."""
+    def silent(self) -> list[Session]:
+        """Open sessions without heartbeat for longer than they may be."""
+        return [session for session in self._sessions.values() if self.is_silent(session)]
+
+    def is_silent(self, session: Session) -> bool:
+        """Whether a session is open, and its client has not been heard of for longer than it may be."""
         now = time.monotonic()  # the wall's clock may jump, which would end the sessions of clients that are well
-        for session in list(self._sessions.values()):
-            if session.ended_at is None and now - self._alive_at.get(session.session_id, now) > self._ttl_s:
-                await self._end(session, "expired", f"no heartbeat for {self._ttl_s:.0f} s")
+        is_late = now - self._alive_at.get(session.session_id, now) > self._ttl_s
+        return session.ended_at is None and session.parked_at is None and is_late
+
+    async def expire(self, session: Session, detail: str = "") -> None:
+        """Ends a session whose client is gone."""
+        await self._end(session, "expired", detail or f"no heartbeat for {self._ttl_s:.0f} s")
+
+    async def park(self, session: Session, size_bytes: int) -> None:
+        """Notes that a session waits for its client on storage, and drops it from memory."""
+        session.parked_at, session.parked_bytes = time.time(), size_bytes
+        self._quota.give(session.owner)
+        await self._save_parked(session)
+        if session.parked_at is not None:  # it may have been taken up meanwhile
+            self._sessions.pop(session.session_id, None)
+            self._alive_at.pop(session.session_id, None)
+        logger.info("session %s is parked: %d bytes", session.session_id, size_bytes)
+
+    async def parked(self, owner: str | None = None) -> list[Session]:
+        """Parked sessions, those that have waited longest first: an owner's, or all."""
+        return await self._database.read(lambda connection: parked_sessions(connection, owner))
+
+    async def _take_up(self, session: Session) -> Session:
+        session = self._sessions.setdefault(session.session_id, session)
+        if session.parked_at is not None:
+            session.parked_at, session.parked_bytes = None, 0
+            self._quota.take(session.owner)
+            self._alive_at[session.session_id] = time.monotonic()
+            await self._save_parked(session)
+            logger.info("session %s is taken up again", session.session_id)
+        return session
+
+    async def _save_parked(self, session: Session) -> None:
+        values = {"parked_at": session.parked_at, "parked_bytes": session.parked_bytes}
+        await self._database.write(lambda connection: update_session(connection, session.session_id, **values))
 
     async def _end(self, session: Session, reason: str, detail: str | None) -> None:
+        session = self._sessions.get(session.session_id, session)
         if session.ended_at is not None:
             return
         session.ended_at, session.end_reason, session.end_detail = time.time(), reason, detail
-        self._quota.give(session.owner)
+        if session.parked_at is None:
+            self._quota.give(session.owner)
         values = {"ended_at": session.ended_at, "end_reason": reason, "end_detail": detail}
         await self._database.write(lambda connection: update_session(connection, session.session_id, **values))
         logger.info("session %s is over: %s", session.session_id, reason)
@@ -212,9 +258,18 @@ def get_session(connection: sa.Connection, session_id: str) -> Session | None:
 
 
 def open_sessions(connection: sa.Connection) -> list[Session]:
-    """Sessions that have not ended."""
-    query = sa.select(sessions).where(sessions.c.ended_at.is_(None))
+    """Sessions that have not ended and are not parked."""
+    query = sa.select(sessions).where(sessions.c.ended_at.is_(None) & sessions.c.parked_at.is_(None))
     return [Session(**row) for row in (connection.execute(query)).mappings()]
+
+
+def parked_sessions(connection: sa.Connection, owner: str | None) -> list[Session]:
+    """Parked sessions, those that have waited longest first; of all owners if none is named."""
+    where = sessions.c.ended_at.is_(None) & sessions.c.parked_at.is_not(None)
+    if owner is not None:
+        where &= sessions.c.owner == owner
+    query = sa.select(sessions).where(where).order_by(sessions.c.parked_at)
+    return [Session(**row) for row in connection.execute(query).mappings()]
 
 
 def list_sessions(connection: sa.Connection, owner: str, limit: int, offset: int) -> list[str]:

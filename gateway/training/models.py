@@ -39,13 +39,16 @@ class Model:
 
     Attributes:
         lora: Its shape; rank 0 means that all parameters are trained.
-        trainer_instance: The trainer that holds it; any other one does not.
+        trainer_instance: The trainer that holds it; any other one does not. Empty while it is parked.
         state_reason: Why it failed, was lost or ended.
         next_seq_id: The next command in turn.
         next_snapshot: Number of the next snapshot, never used twice.
         failed_seq_id: A forward_backward that failed since the last step: the next step would be on partial gradients.
         is_accumulating: Whether a forward_backward has succeeded since the last step, taken or not. Until then, what
             gradients the trainer may hold are no part of the next step.
+        journaled_since: The first command from which on all that changed it are in the journal or durable; None of a
+            trainer that keeps no recovery: then its memory alone has the model.
+        model_files: Fingerprints of the base model's files, as of the trainer that made it.
     """
 
     model_id: str
@@ -62,6 +65,8 @@ class Model:
     failed_seq_id: int | None = None
     failed_reason: str = ""
     is_accumulating: bool = False
+    journaled_since: int | None = None
+    model_files: dict[str, str] = field(default_factory=dict)
     created_at: float = field(default_factory=time.time)
     last_request_at: float = field(default_factory=time.time)
 
@@ -104,6 +109,10 @@ class Models:
     def use(self, model: Model) -> Model:
         """Keeps a model in memory until its session is over; returns the one that is there already, if it is."""
         return self._models.setdefault(model.model_id, model)
+
+    def ready(self) -> list[Model]:
+        """Models in memory that are being trained."""
+        return [model for model in self._models.values() if model.state is ModelState.READY]
 
     def find(self, model_id: str) -> Model | None:
         """A model that may be in use: None if it is not in memory."""
@@ -166,11 +175,11 @@ class Models:
                 limit=limit,
             )
 
-    async def mark_lost(self, model: Model, trainer: str) -> FoveaError:
-        """Marks a model as lost with its trainer; returns the error that says how to go on."""
-        model.state = ModelState.LOST
-        model.state_reason = f"the trainer at {trainer} that held model {model.model_id} restarted"
-        logger.error("model %s is lost: the trainer restarted", model.model_id)
+    async def lose(self, model: Model, reason: str) -> FoveaError:
+        """Marks a model as lost; returns the error that says why and how to go on."""
+        model.state, model.state_reason = ModelState.LOST, reason
+        logger.error("model %s is lost: %s", model.model_id, reason)
+        await self.save(model)
         return await self.lost_error(model)
 
     async def lost_error(self, model: Model, reason: str = "") -> FoveaError:

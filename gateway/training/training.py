@@ -20,7 +20,9 @@ from gateway.replicas.trainer_link import TrainerLink
 from gateway.sessions.sessions import Session, Sessions, check_metadata
 from gateway.training.batches import BATCH_KINDS, Batches
 from gateway.training.commands import CommandRunner
+from gateway.training.journal import Journal
 from gateway.training.models import Model, Models, ModelState, id_of_model
+from gateway.training.residence import Residence
 
 logger = logging.getLogger(__name__)
 
@@ -154,11 +156,14 @@ class Training:
         models: Models,
         batches: Batches,
         runner: CommandRunner,
+        residence: Residence,
+        journal: Journal,
         trainer: TrainerLink,
         gap_timeout_s: float,
     ) -> None:
         self._futures, self._sessions, self._models = futures, sessions, models
         self._batches, self._runner, self._trainer = batches, runner, trainer
+        self._residence, self._journal = residence, journal
         self._gap_timeout_s = gap_timeout_s
         self._queues: dict[str, CommandQueue] = {}
         self._refusals = BackgroundTasks()
@@ -262,12 +267,22 @@ class Training:
 
     async def end_session(self, session: Session, error: SessionEnded) -> None:
         """Discards what a session's models have queued, then frees them."""
-        for model_id in await self._models.of_session(session.session_id):
+        model_ids = await self._models.of_session(session.session_id)
+        await self._residence.leave(model_ids, error)
+        for model_id in model_ids:
             queue = self._queues.pop(model_id, None)
             if queue is not None:
                 await queue.close(error)
             await self._free(await self._models.load(model_id), error.message)
         self._models.forget(session.session_id)
+        self._residence.forget(model_ids)
+        await self._journal.forget(model_ids)
+
+    def forget_idle(self, session_id: str) -> None:
+        """Drops from memory the models of a session of which nothing is unfinished; they are read again when used."""
+        for model_id in [model_id for model_id in self._queues if model_id.startswith(f"{session_id}:")]:
+            del self._queues[model_id]
+        self._models.forget(session_id)
 
     async def drain(self, timeout_s: float) -> None:
         """Starts no further command and gives the running ones `timeout_s` to end."""

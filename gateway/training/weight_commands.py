@@ -11,7 +11,7 @@ from typing import Any
 from fovea.api.v1 import gateway_pb2, weights_pb2
 from fovea.runtime.tasks import Backoff
 from fovea.wire.conventions import PLAIN_SUFFIX
-from fovea.wire.errors import FoveaError, InvalidInput, Unavailable
+from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unavailable
 from gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, TRAINING, Checkpoint
 from gateway.checkpoints.checkpoint_registry import Checkpoints, check_ttl, put_row
 from gateway.checkpoints.exports import complete_export, parse_recipients
@@ -56,7 +56,7 @@ class CreationCommands:
         """Makes a fresh model, or one from a checkpoint. Either way the model's state says how it went."""
         request = gateway_pb2.SubmitCreateModelRequest.FromString(blob)
         try:
-            step = await self._create_patiently(model, pending, request)
+            step, uri = await self._create_patiently(model, pending, request)
         except FoveaError as error:
             model.state, model.state_reason = ModelState.FAILED, error.message
             raise
@@ -65,12 +65,15 @@ class CreationCommands:
         if request.from_path:
             loaded = gateway_pb2.StateLoaded(step=step, path=request.from_path)
             result.append(gateway_pb2.WaitFutureResponse(state_loaded=loaded))
-        return Done([*result])
+        return Done([*result], subject=uri)
 
     async def _create_patiently(
         self, model: Model, pending: Pending, request: gateway_pb2.SubmitCreateModelRequest
-    ) -> int:
-        """Creating loses nothing and may be repeated, so it waits for a trainer that restarts."""
+    ) -> tuple[int, str]:
+        """Creating loses nothing and may be repeated, so it waits for a trainer that restarts.
+
+        Returns the steps that the model has taken, and the folder that it was loaded from, if it was.
+        """
         # A client that closes one session and opens the next expects the room of the first one's models.
         await self._sessions.wait_freed(but=model.session_id)
         backoff = Backoff(self._patience_s, longest_s=_LONGEST_PAUSE_S)
@@ -78,21 +81,24 @@ class CreationCommands:
             pending.progress.wait_on("waiting for the trainer", QueueState.PAUSED)
             info = await self._trainer.require(backoff.left_s)
             self._models.check_share(model, info.instance_id)
-            model.trainer_instance = info.instance_id
+            model.trainer_instance, model.model_files = info.instance_id, dict(info.model_files)
             pending.progress.wait_on("creating, or waiting for the trainer")
             try:
                 return await self._create(model, request, info.max_lora_rank)
-            except Unavailable:
-                if backoff.is_over:
+            except (Unavailable, NotFound) as error:
+                is_same = await self._trainer.look_again() == info.instance_id
+                # Another instance does not know the model that it was to load into.
+                if backoff.is_over or (isinstance(error, NotFound) and is_same):
                     raise
-                await self._trainer.look_again()
                 await backoff.pause()
 
-    async def _create(self, model: Model, request: gateway_pb2.SubmitCreateModelRequest, max_lora_rank: int) -> int:
+    async def _create(
+        self, model: Model, request: gateway_pb2.SubmitCreateModelRequest, max_lora_rank: int
+    ) -> tuple[int, str]:
         if not request.from_path:
             check_lora(model.lora, max_lora_rank)
             await self._create_servable(model)
-            return 0
+            return 0, ""
         checkpoint = await self._checkpoints.find_training(model.owner, request.from_path)
         if checkpoint.base_model != model.base_model:
             raise InvalidInput(
@@ -102,9 +108,10 @@ class CreationCommands:
         model.lora = checkpoint.lora
         await self._create_servable(model)
         try:
-            return await self._trainer.client.load_state(
+            step = await self._trainer.client.load_state(
                 model.model_id, checkpoint.uri, request.optimizer, self._timeout_s
             )
+            return step, checkpoint.uri
         except FoveaError:
             await self._trainer.client.delete_model(model.model_id, self._timeout_s)
             raise
@@ -140,15 +147,11 @@ class CreationCommands:
                 f"{model.lora.rank}; use create_training_client_from_state, which takes the checkpoint's own",
                 field="path",
             )
-        client = self._trainer.client
-        step = await self._trainer.settle(
-            model.trainer_instance,
-            lambda: client.load_state(
-                model.model_id, checkpoint.uri, request.optimizer, timeout_s=None, seq_id=pending.submission.seq_id
-            ),
+        step = await self._trainer.client.load_state(
+            model.model_id, checkpoint.uri, request.optimizer, timeout_s=None, seq_id=pending.submission.seq_id
         )
         loaded = gateway_pb2.StateLoaded(step=step, path=request.path)
-        return Done([gateway_pb2.WaitFutureResponse(state_loaded=loaded)])
+        return Done([gateway_pb2.WaitFutureResponse(state_loaded=loaded)], subject=checkpoint.uri)
 
 
 class SaveCommands:
@@ -207,7 +210,8 @@ class SaveCommands:
                 self._sampling.push_soon(kept)
             if request.inflight:
                 afterwards.append(lambda: self._sampling.move_followers(model.model_id, own_id))
-        return Done([gateway_pb2.WaitFutureResponse(snapshot_saved=saved)], effects, afterwards)
+        result = [gateway_pb2.WaitFutureResponse(snapshot_saved=saved)]
+        return Done([*result], effects, afterwards, subject="" if checkpoint else own_id)
 
     async def save_external(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Writes a PEFT adapter, or a Hugging Face checkpoint for full parameters; encrypts and registers it."""

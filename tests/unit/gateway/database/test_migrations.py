@@ -21,6 +21,12 @@ _BACK = {
         "ALTER TABLE keys DROP COLUMN scope",
         "ALTER TABLE futures DROP COLUMN key_id",
         "ALTER TABLE futures DROP COLUMN token_count",
+        "DROP TABLE journal",
+        "DROP TABLE journal_requests",
+        "ALTER TABLE models DROP COLUMN journaled_since",
+        "ALTER TABLE models DROP COLUMN model_files",
+        "ALTER TABLE sessions DROP COLUMN parked_at",
+        "ALTER TABLE sessions DROP COLUMN parked_bytes",
     ],
     3: ["ALTER TABLE models DROP COLUMN is_accumulating"],
     2: [

@@ -1,0 +1,86 @@
+"""Parks the sessions of clients that have fallen silent, where the trainer can keep their models; else they end."""
+
+import logging
+import time
+
+from fovea.wire.errors import FoveaError
+from gateway import gateway_metrics as metrics
+from gateway.futures.futures import Futures
+from gateway.replicas.trainer_link import TrainerLink
+from gateway.sessions.sessions import Session, Sessions
+from gateway.training.models import Models, ModelState
+from gateway.training.residence import Residence
+from gateway.training.training import Training
+
+logger = logging.getLogger(__name__)
+
+
+class Parking:
+    """Frees the trainer of what nobody uses, for as long as there is room on its storage.
+
+    Args:
+        ttl_s: Seconds after which a parked session ends.
+        most_bytes: Of all that is parked; above, those that have waited longest end.
+    """
+
+    def __init__(
+        self,
+        futures: Futures,
+        sessions: Sessions,
+        models: Models,
+        training: Training,
+        residence: Residence,
+        trainer: TrainerLink,
+        ttl_s: float,
+        most_bytes: int,
+    ) -> None:
+        self._futures, self._sessions, self._models, self._training = futures, sessions, models, training
+        self._residence, self._trainer = residence, trainer
+        self._ttl_s, self._most_bytes = ttl_s, most_bytes
+
+    async def sweep(self) -> None:
+        """Parks or ends what is silent, then ends what was parked too long or takes too much."""
+        for session in self._sessions.silent():
+            if self._trainer.info is None:
+                continue  # whether it can keep them is not known yet
+            if not self._trainer.info.keeps_recovery:
+                await self._sessions.expire(session)
+            elif not self._is_busy(session):
+                await self._park(session)
+        await self._bound()
+
+    async def _park(self, session: Session) -> None:
+        size_bytes = 0
+        for model_id in await self._models.of_session(session.session_id):
+            model = self._models.find(model_id)
+            if model is None or model.state is not ModelState.READY or not model.trainer_instance:
+                continue
+            if model.journaled_since is None:  # of a trainer that kept no recovery: nothing can be parked
+                await self._sessions.expire(session)
+                return
+            try:
+                size_bytes += await self._residence.park(model)
+            except FoveaError as error:
+                logger.warning("session %s is not parked yet: %s", session.session_id, error)
+                return
+        if self._sessions.is_silent(session) and not self._is_busy(session):
+            self._training.forget_idle(session.session_id)
+            await self._sessions.park(session, size_bytes)
+
+    def _is_busy(self, session: Session) -> bool:
+        return any(pending.submission.session_id == session.session_id for pending in self._futures.unfinished())
+
+    async def _bound(self) -> None:
+        parked, now = await self._sessions.parked(), time.time()
+        total = sum(session.parked_bytes for session in parked)
+        metrics.PARKED.set(len(parked))
+        metrics.PARKED_BYTES.set(total)
+        for session in parked:
+            assert session.parked_at is not None
+            if now - session.parked_at > self._ttl_s:
+                await self._sessions.expire(session, f"parked for more than parked_ttl_s, {self._ttl_s:.0f} s")
+            elif total > self._most_bytes:
+                await self._sessions.expire(session, f"all parked sessions took {total} bytes: the oldest ended")
+            else:
+                continue
+            total -= session.parked_bytes

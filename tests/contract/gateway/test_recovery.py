@@ -1,0 +1,276 @@
+"""A trainer that keeps recovery restarts: commands wait, and go on as if nothing had been."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.gateway.conftest import Stand, running
+from tests.contract.gateway.recovering import RecoveringTrainer
+from tests.contract.gateway.requests import Rest, image_datum, text_datum
+from tests.waiting import eventually
+
+
+class RecoveringStand(Stand):
+    """A stand whose trainer keeps recovery."""
+
+    def __init__(self, state_dir: Path) -> None:
+        super().__init__(state_dir)
+        self.trainer: RecoveringTrainer = RecoveringTrainer(lambda: self.samplers)
+
+    async def kill_trainer(self) -> None:
+        """As SIGKILL does, and starts another one at its address."""
+        await self.trainer.stop()
+        self.trainer.restart()
+        await self.trainer.start()
+
+
+@pytest.fixture
+async def stand(tmp_path: Path, database_url: str) -> AsyncIterator[RecoveringStand]:
+    async with running(RecoveringStand(tmp_path), database_url=database_url) as stand:
+        assert isinstance(stand, RecoveringStand)
+        yield stand
+
+
+Answers = list[dict[str, Any]]
+
+
+async def submit(rest: Rest, model_id: str, first: int, rounds: int = 3) -> list[str]:
+    """Some rounds of training from request `first` on, three requests each."""
+    ids = []
+    for seq_id in range(first, first + 3 * rounds, 3):
+        datums = [text_datum(4 + seq_id % 5), image_datum()]
+        ids += [(await rest.forward_backward(model_id, seq_id + i, data=datums)).json()["request_id"] for i in (0, 1)]
+        ids.append((await rest.optim_step(model_id, seq_id + 2, learning_rate=seq_id / 10))["request_id"])
+    return ids
+
+
+async def answers(rest: Rest, ids: list[str]) -> Answers:
+    return [await rest.result(request_id) for request_id in ids]
+
+
+async def undisturbed(stand: RecoveringStand, rounds: int = 3) -> Answers:
+    """What a model of another session comes to that nothing happens to."""
+    async with stand.http() as http:
+        rest = Rest(http)
+        model_id = await rest.create_model()
+        return await answers(rest, await submit(rest, model_id, 1, rounds))
+
+
+@pytest.mark.parametrize("is_disk_slow", [False, True])
+async def test_training_goes_on_as_if_nothing_had_been(stand: RecoveringStand, rest: Rest, is_disk_slow: bool) -> None:
+    expected = await undisturbed(stand, 6)
+    stand.trainer.is_disk_slow = is_disk_slow
+    model_id = await rest.create_model()
+    done = await answers(rest, await submit(rest, model_id, 1, 3))
+    half = (await rest.forward_backward(model_id, 10, data=[text_datum(4), image_datum()])).json()["request_id"]
+    done.append(await rest.result(half))
+    await stand.kill_trainer()
+    rest_ids = await submit(rest, model_id, 10, 3)
+    done = done[:9] + await answers(rest, rest_ids)
+    assert done == expected
+
+
+async def test_commands_in_flight_and_behind_wait_for_the_trainer(stand: RecoveringStand, rest: Rest) -> None:
+    expected = await undisturbed(stand)
+    model_id = await rest.create_model()
+    stand.trainer.open.clear()
+    ids = await submit(rest, model_id, 1)
+    await eventually(lambda: stand.trainer.waiting == 1)
+    await stand.trainer.stop()
+
+    async def is_paused() -> bool:
+        waiting = (await rest.poll(ids[0])).json()
+        return waiting["queue_state"] == "paused_capacity" and "waited for" in waiting["queue_state_reason"]
+
+    await eventually(is_paused)
+    stand.trainer.restart()
+    stand.trainer.open.set()
+    await stand.trainer.start()
+    assert await answers(rest, ids) == expected
+
+
+async def test_a_step_whose_answer_was_lost_is_not_taken_twice(stand: RecoveringStand, rest: Rest) -> None:
+    expected = await undisturbed(stand)
+    model_id = await rest.create_model()
+    stand.trainer.answers_lost = 1
+    ids = await submit(rest, model_id, 1)
+    await eventually(lambda: len(stand.trainer.of("OptimStep")) == 4)
+    await stand.kill_trainer()
+    assert await answers(rest, ids) == expected
+    mine = [request.seq_id for request in stand.trainer.of("OptimStep") if request.model_id == model_id]
+    assert mine == [3, 6, 9], "the step was durable: it is only asked for once more"
+
+
+async def test_gateway_and_trainer_die_together(stand: RecoveringStand, rest: Rest) -> None:
+    expected = await undisturbed(stand, 4)
+    model_id = await rest.create_model()
+    stand.trainer.is_disk_slow = True
+    ids = await submit(rest, model_id, 1, 2)
+    await answers(rest, ids)
+    stand.trainer.open.clear()
+    ids += await submit(rest, model_id, 7, 2)
+    await eventually(lambda: stand.trainer.waiting == 1)
+    await stand.stop()
+    stand.trainer.open.set()
+    await stand.kill_trainer()
+    stand.trainer.open.clear()  # the replay begins
+    await stand.start()
+    await eventually(lambda: stand.trainer.waiting > 0)
+    await stand.stop()
+    stand.trainer.open.set()
+    await stand.start()
+    assert await answers(rest, ids) == expected
+
+
+async def test_models_are_replayed_side_by_side_and_snapshots_with_them(stand: RecoveringStand, rest: Rest) -> None:
+    stand.trainer.is_disk_slow = True
+    models = [await rest.create_model(number) for number in range(3)]
+    for model_id in models:
+        await answers(rest, await submit(rest, model_id, 1, 1))
+    samplings = [await rest.snapshot(model_id, 4) for model_id in models]
+    ids = [await submit(rest, model_id, 5, 1) for model_id in models]
+    for each in ids:
+        await answers(rest, each)
+    await stand.kill_trainer()
+    stand.sampler.restart()
+    await stand.sampler.stop()
+    await stand.sampler.start()
+    for sampling_id in samplings:
+        sampled = await rest.sample(sampling_id, 0)
+        assert "sequences" in await rest.result(sampled.json()["request_id"]), "nobody asked for the models meanwhile"
+
+
+async def test_what_is_durable_leaves_the_journal(stand: RecoveringStand, rest: Rest) -> None:
+    gateway = stand.gateway
+    assert gateway is not None
+    journal = gateway.parts.journal
+    model_id = await rest.create_model()
+    stand.trainer.is_disk_slow = True
+    await answers(rest, await submit(rest, model_id, 1, 1))
+    assert [entry.seq_id for entry in await journal.entries(model_id)] == [0, 1, 2, 3]
+    stand.trainer.is_disk_slow = False
+    await answers(rest, await submit(rest, model_id, 4, 1))
+    last = (await rest.forward_backward(model_id, 7)).json()["request_id"]
+    await rest.result(last)
+
+    async def is_trimmed() -> bool:
+        return [entry.seq_id for entry in await journal.entries(model_id)] == [7]
+
+    await eventually(is_trimmed)
+    await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
+
+    async def is_empty() -> bool:
+        return not await journal.entries(model_id)
+
+    await eventually(is_empty)
+
+
+async def test_a_full_journal_gives_up_and_says_so(tmp_path: Path, database_url: str) -> None:
+    stand = RecoveringStand(tmp_path)
+    stand.trainer.is_disk_slow = True
+    async with running(stand, database_url=database_url, max_journal_bytes=1000) as _, stand.http() as http:
+        rest = Rest(http)
+        model_id = await rest.create_model()
+        await answers(rest, await submit(rest, model_id, 1, 2))
+        gateway = stand.gateway
+        assert gateway is not None
+        await gateway.parts.journal.bound()
+        model = await gateway.parts.models.load(model_id)
+        assert model.journaled_since == 7
+        await stand.kill_trainer()
+        lost = await rest.result((await rest.forward_backward(model_id, 7)).json()["request_id"])
+        assert lost["reason"] == "MODEL_LOST"
+        assert "no durable point" in lost["error"]
+
+
+async def test_what_failed_is_not_run_again(stand: RecoveringStand, rest: Rest) -> None:
+    """A refused step drops the gradients, in the replay too; a bad loss adds nothing."""
+    stand.trainer.is_disk_slow = True
+
+    async def scenario(rest: Rest, first: bool) -> Answers:
+        model_id = await rest.create_model(5)
+        good = [(await rest.forward_backward(model_id, 1)).json()["request_id"]]
+        good.append((await rest.forward_backward(model_id, 2, loss_fn="dro")).json()["request_id"])
+        good.append((await rest.optim_step(model_id, 3))["request_id"])
+        good.append((await rest.forward_backward(model_id, 4)).json()["request_id"])
+        done = await answers(rest, good)
+        assert ["error" in each for each in done] == [False, True, True, False]
+        if first:
+            await stand.kill_trainer()
+        return done + await answers(rest, await submit(rest, model_id, 5, 1))
+
+    disturbed = await scenario(rest, True)
+    async with stand.http() as http:
+        other = Rest(http)
+        await other.open_session()
+        calm = await scenario(other, False)
+    assert [each.get("metrics") for each in disturbed] == [each.get("metrics") for each in calm]
+
+
+async def test_a_checkpoint_that_is_gone_is_named(stand: RecoveringStand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await answers(rest, await submit(rest, model_id, 1, 1))
+    saved = await rest.result((await rest.ok("save_weights", model_id=model_id, seq_id=4, path="a"))["request_id"])
+    path = saved["path"]
+
+    async def made_from_it(number: int) -> str:
+        body = {"session_id": rest.session_id, "model_seq_id": number, "path": path, "optimizer": True}
+        return str((await rest.result((await rest.ok("load_weights", **body))["request_id"]))["model_id"])
+
+    durable = await made_from_it(1)
+    stand.trainer.is_disk_slow = True
+    lost = await made_from_it(2)
+    deleted = await rest.http.delete(f"training_runs/{model_id}/checkpoints/weights/a")
+    assert deleted.status_code == 200, deleted.text
+    await stand.kill_trainer()
+    good = await rest.result((await rest.forward_backward(durable, 1)).json()["request_id"])
+    assert "error" not in good, "the durable point has what was loaded"
+    bad = await rest.result((await rest.forward_backward(lost, 1)).json()["request_id"])
+    assert bad["reason"] == "MODEL_LOST"
+    assert path in bad["error"]
+
+
+async def test_an_answer_that_differs_is_an_alarm(
+    stand: RecoveringStand, rest: Rest, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand.trainer.is_disk_slow = True
+    model_id = await rest.create_model()
+    first = await answers(rest, await submit(rest, model_id, 1, 1))
+    stand.trainer.chance = "another kernel"
+    await stand.kill_trainer()
+    with caplog.at_level(logging.ERROR):
+        await rest.result((await rest.forward_backward(model_id, 4)).json()["request_id"])
+    assert any("another answer" in record.message for record in caplog.records)
+    assert (await rest.result(f"{model_id}:3")) == first[-1], "what was answered stays"
+
+
+async def test_a_trainer_with_another_model_is_refused_by_name(stand: RecoveringStand, rest: Rest) -> None:
+    stand.trainer.model_files = {"config.json": "a"}
+    await stand.stop()
+    await stand.start()
+    model_id = await rest.create_model()
+    stand.trainer.model_files = {"config.json": "b"}
+    await stand.kill_trainer()
+    refused = await rest.result((await rest.forward_backward(model_id, 1)).json()["request_id"])
+    assert "another config.json" in refused["error"]
+    assert refused["reason"] == "FAILED_PRECONDITION"
+    stand.trainer.model_files = {"config.json": "a"}
+    await stand.kill_trainer()
+    await eventually(lambda: model_id in stand.trainer.models)
+    await rest.result((await rest.optim_step(model_id, 2))["request_id"])  # refused: its gradients are partial
+    assert "error" not in await rest.result((await rest.forward_backward(model_id, 3)).json()["request_id"])
+
+
+async def test_a_session_that_ends_takes_along_who_waits(stand: RecoveringStand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await stand.trainer.stop()
+    ids = await submit(rest, model_id, 1, 1)
+    await asyncio.sleep(0.2)
+    await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
+    for each in await answers(rest, ids):
+        assert each["reason"] == "SESSION_ENDED"
+    await stand.trainer.start()
