@@ -4,6 +4,7 @@ A bomb (few bytes, many pixels) is known here, before anybody allocates for it. 
 """
 
 import io
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,10 @@ ImageFormat = Literal["PNG", "JPEG"]
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIGNATURE = b"\xff\xd8\xff"
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")  # but for stuffing and those that bring no segment
+_START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
+MAX_SCANS = 100
+"""Of a progressive JPEG, whose encoders write ten: a scan of a hundred bytes takes a decoder as long as all pixels."""
 _OTHER_SIGNATURES = (
     (b"GIF8", "GIF"),
     (b"BM", "BMP"),
@@ -38,7 +43,7 @@ def read(data: bytes, declared: ImageFormat) -> ImageHeader:
     """Reads and checks the header of an encoded image.
 
     Raises InvalidChunk: too many bytes, not the declared format, a broken header,
-    no pixels, too many, too long and thin.
+    no pixels, too many, too long and thin, too many scans.
     """
     if not data:
         raise InvalidChunk("empty_image", "the image has no bytes")
@@ -57,6 +62,8 @@ def read(data: bytes, declared: ImageFormat) -> ImageHeader:
         part = {"PNG": "IHDR", "JPEG": "frame"}[found]
         raise InvalidChunk("corrupt", f"the {found} is truncated or corrupt: it has no complete {part} header")
     _check_size(width, height)
+    if found == "JPEG":
+        _check_scans(data)
     return ImageHeader(found, width, height)
 
 
@@ -89,3 +96,17 @@ def _check_size(width: int, height: int) -> None:
             f"the image is {width}x{height}; its sides may differ by a factor of {MAX_IMAGE_ASPECT_RATIO} at most;"
             " crop or pad it",
         )
+
+
+def _check_scans(data: bytes) -> None:
+    """Walks the segments up to the first image's end: what follows, such as the film of a phone's picture, is its own.
+
+    Source: ITU T.81, annex B.
+    """
+    count, position = 0, len(_JPEG_SIGNATURE) - 1
+    while (marker := _JPEG_MARKER.search(data, position)) and marker[0] != _END_OF_IMAGE:
+        count += marker[0] == _START_OF_SCAN
+        if count > MAX_SCANS:
+            raise InvalidChunk("scans", f"the JPEG has more than {MAX_SCANS} scans; re-encode it")
+        # The two bytes of a length count themselves.
+        position = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])

@@ -32,6 +32,17 @@ def test_reads_png_sizes() -> None:
     assert image_header.read(png(31, 17), "PNG") == ImageHeader("PNG", 31, 17)
 
 
+def test_scans_are_counted_and_nothing_that_looks_like_them() -> None:
+    data = encoded(picture(31, 17), "JPEG", progressive=True)
+    last = data[data.rfind(b"\xff\xda") : -2]
+    within = image_header.MAX_SCANS - data.count(b"\xff\xda")
+    image_header.read(data[:-2] + last * within + data[-2:] + last * 500, "JPEG")  # those behind the end are a film's
+    image_header.read(encoded(picture(31, 17), "JPEG", comment=b"\xff\xda" * 500), "JPEG")
+    with pytest.raises(InvalidChunk, match="more than 100 scans") as refused:
+        image_header.read(data[:-2] + last * (within + 1) + data[-2:], "JPEG")
+    assert refused.value.cause == "scans"
+
+
 @pytest.mark.parametrize(
     ("data", "declared", "cause", "message"),
     [
