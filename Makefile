@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl up test lint check chaos conformance cookbook models clients k8s images format e2e gpu bench protos chart lock clean
+.PHONY: help setup demo rl up test fuzz lint check chaos conformance cookbook models clients k8s images format e2e gpu bench protos chart lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -39,6 +39,9 @@ up: setup ## Start Fovea on this machine with the tiny model (fovea up --help fo
 
 test: setup ## Everything: unit, contract and end to end, on real parts
 	$(BIN)/python -m pytest $(LANES)
+
+fuzz: setup ## 100,000 mutated requests, images, losses and files at real processes (FOVEA_FUZZ_INPUTS for more)
+	FOVEA_FUZZ_INPUTS=$${FOVEA_FUZZ_INPUTS:-100000} $(BIN)/python -m pytest -s tests/fuzz
 
 lint: setup ## Format, lint, types, imports, protos
 	$(BIN)/ruff format --check --quiet .

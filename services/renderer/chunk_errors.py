@@ -16,6 +16,7 @@ Cause = Literal[
     "pixels",
     "processor",
     "reserved_token",
+    "scans",
     "size_bytes",
     "unknown_format",
     "uri",

@@ -66,10 +66,12 @@ def _load(data: bytes, declared: ImageFormat, width: int, height: int) -> Image.
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # An unreadable EXIF block says nothing about orientation, and nothing against the pixels.
-        orientation = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each odd image would have lines of its own in the log
+        try:
+            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        except Exception:  # An unreadable EXIF block says nothing about orientation, and nothing against the pixels.
+            orientation = 1
     if orientation not in range(2, 9):
         return image
     return ImageOps.exif_transpose(image)
