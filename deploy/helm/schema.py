@@ -30,7 +30,7 @@ OWN = {
     "trainer": "renderer ranks nodes node_rank master_addr master_port transfer_address checkpoints",
 }
 """Settings that have values of their own in the chart, or follow from others."""
-OWN_OF_ALL = "host port metrics_port log_level drain_s model trace_endpoint"
+OWN_OF_ALL = "host port metrics_port health_port log_level drain_s model trace_endpoint"
 
 STRING: Schema = {"type": "string"}
 BOOLEAN: Schema = {"type": "boolean"}
@@ -161,6 +161,7 @@ def values() -> Schema:
         database=closed(secret=STRING, key=STRING, volume=reference("volume")),
         apiKeys=closed(secret=STRING),
         serviceSecret=closed(secret=STRING),
+        tls=closed(enabled=BOOLEAN, secret=STRING),
         serviceAccount=closed(annotations=MAP),
         traceEndpoint=STRING,
         logLevel=one_of("DEBUG", "INFO", "WARNING", "ERROR"),

@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 import fovea
+from fovea.cli.certificates import make_certificates
 from fovea.cli.supervisor import StateFolder, Supervisor, UpOptions
 from fovea.client.channel import ServiceClient
+from fovea.runtime import tls
 from fovea.runtime.hosts import free_ports, is_loopback
 from fovea.runtime.model_files import check_directory
 
@@ -58,6 +60,18 @@ def up(
     ] = None,
     ready_timeout_s: Annotated[float, typer.Option(help="Seconds that the services may take to come up.")] = 300.0,
     drain_s: Annotated[float, typer.Option(help="Seconds that work in flight gets at a stop.")] = 20.0,
+    tls_dir: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            envvar=tls.VARIABLE,
+            help="Mutual TLS between the services, with ca.crt, tls.crt and tls.key of this folder.",
+        ),
+    ] = None,
+    own_tls: Annotated[
+        bool, typer.Option("--tls", help="The same, with a CA and certificate made at each start, good for a year.")
+    ] = False,
     trainer_gpus: Annotated[str, typer.Option(help="Devices of the trainer, as in 0,1; default: all it sees.")] = "",
     sampler_gpus: Annotated[str, typer.Option(help="Devices of the sampler, over which its model is split.")] = "",
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
@@ -79,6 +93,11 @@ def up(
         raise typer.Exit(_complain(refusal))
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ.pop(KEYS_VARIABLE, None)  # the gateway alone is given the keys
+    if own_tls and not tls_dir:
+        tls_dir = state_dir / "tls"
+        make_certificates(tls_dir)
+    if tls_dir:
+        os.environ[tls.VARIABLE] = str(tls_dir.resolve())
     options = UpOptions(
         model=path,
         model_name=model_name or path,
@@ -258,15 +277,17 @@ def _health_words(item: dict[str, Any], is_healthy: bool) -> str:
 
 
 def _all_healthy(state: dict[str, Any]) -> dict[str, bool]:
+    if state["tls_dir"]:
+        os.environ[tls.VARIABLE] = state["tls_dir"]
     return asyncio.run(_health({name: item["address"] for name, item in state["services"].items()}))
 
 
 async def _health(addresses: dict[str, str]) -> dict[str, bool]:
-    async def ask(address: str) -> bool:
-        async with ServiceClient(address) as client:
+    async def ask(name: str, address: str) -> bool:
+        async with ServiceClient(address, internal=name != "gateway") as client:
             return await client.is_serving()
 
-    return dict(zip(addresses, await asyncio.gather(*map(ask, addresses.values())), strict=True))
+    return dict(zip(addresses, await asyncio.gather(*map(ask, addresses, addresses.values())), strict=True))
 
 
 def _tiny_model(console: Console) -> str:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fovea.cli.service import Service, ServiceFailed, ServiceSpec
 from fovea.client.channel import ServiceClient
-from fovea.runtime import secret
+from fovea.runtime import secret, tls
 from fovea.runtime.hosts import WILDCARDS, free_ports, is_loopback
 from fovea.wire import conventions
 
@@ -137,7 +137,7 @@ class Supervisor:
         self._show_table(self._ready_s)
 
     async def _wait_serving(self, spec: ServiceSpec, start: float, deadline: float, what: str = "ready") -> None:
-        async with ServiceClient(spec.address) as client:
+        async with ServiceClient(spec.address, internal=spec.name != "gateway") as client:
             while not await client.is_serving(spec.health_name):
                 if time.monotonic() > deadline:
                     raise ServiceFailed(f"{spec.name} was not ready within {self._options.ready_timeout_s:.0f} s")
@@ -178,6 +178,7 @@ class Supervisor:
             "model_name": self._options.model_name,
             "ready_s": round(ready_s, 2),
             "service_secret": self._specs[0].environment[secret.VARIABLE],
+            "tls_dir": os.environ.get(tls.VARIABLE, ""),
             "services": {
                 spec.name: {
                     "address": spec.address,

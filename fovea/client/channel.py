@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fovea.runtime import tracing
+from fovea.runtime import tls, tracing
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import STATUS_DETAILS, BrokenOff, Cancelled, FoveaError, Unavailable, from_rpc_error
 
@@ -38,6 +38,20 @@ def retry_options(methods: list[tuple[str, str]]) -> list[tuple[str, object]]:
     return [("grpc.service_config", json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}]}))]
 
 
+def open_channel(address: str, options: list[tuple[str, object]]) -> grpc.aio.Channel:
+    """A channel to a service of the same Fovea: with mutual TLS if this process has certificates."""
+    if certificates := tls.certificates():
+        return grpc.aio.secure_channel(address, certificates.for_client(), options=[*options, *tls.CLIENT_OPTIONS])
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def open_blocking_channel(address: str) -> grpc.Channel:
+    """The same for threads."""
+    if certificates := tls.certificates():
+        return grpc.secure_channel(address, certificates.for_client(), options=[*OPTIONS, *tls.CLIENT_OPTIONS])
+    return grpc.insecure_channel(address, options=OPTIONS)
+
+
 class ServiceClient:
     """Base of the typed clients. Use as `async with`, or call `close`.
 
@@ -45,6 +59,7 @@ class ServiceClient:
         address: host:port of the service.
         retryable: (service, method) pairs that may be repeated on UNAVAILABLE.
         metadata: Sent with every call, for example an API key.
+        internal: Whether the service is one behind the gateway, which has certificates if this process has.
     """
 
     def __init__(
@@ -52,10 +67,14 @@ class ServiceClient:
         address: str,
         retryable: list[tuple[str, str]] | None = None,
         metadata: tuple[tuple[str, str], ...] = (),
+        internal: bool = True,
     ) -> None:
         self.address = address
         self._metadata = metadata
-        self.channel = grpc.aio.insecure_channel(address, options=[*OPTIONS, *retry_options(retryable or [])])
+        options = [*OPTIONS, *retry_options(retryable or [])]
+        self.channel = (
+            open_channel(address, options) if internal else grpc.aio.insecure_channel(address, options=options)
+        )
 
     async def __aenter__(self) -> Self:
         return self

@@ -25,7 +25,9 @@ class GatewayClient(ServiceClient):
     def __init__(self, address: str, api_key: str) -> None:
         submits = ("CreateModel", "OptimStep", "SaveState", "LoadState", "SaveForSampler")
         names = [*(f"Submit{name}" for name in submits), "GetCapabilities", "GetModel", "Heartbeat", "CreateCustomLoss"]
-        super().__init__(address, [(GATEWAY_SERVICE, name) for name in names], (("x-api-key", api_key),))
+        super().__init__(
+            address, [(GATEWAY_SERVICE, name) for name in names], (("x-api-key", api_key),), internal=False
+        )
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self.channel)
 
     async def capabilities(self, timeout_s: float = 10.0) -> list[gateway_pb2.ServedModel]:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
-from fovea.client.channel import OPTIONS, ServiceClient
+from fovea.client.channel import ServiceClient, open_blocking_channel
 from fovea.runtime import secret, tracing
 from fovea.wire.conventions import INLINE_IMAGE_BYTES, PIECE_BYTES, RENDERER_SERVICE
 from fovea.wire.errors import from_rpc_error
@@ -117,7 +117,7 @@ class FeatureFetcher:
         self, source: str, wanted: dict[str, model_input_pb2.VisionFeature], timeout_s: float
     ) -> dict[str, FeatureTensors]:
         if source not in self._channels:
-            self._channels[source] = grpc.insecure_channel(source, options=OPTIONS)
+            self._channels[source] = open_blocking_channel(source)
         stub = renderer_pb2_grpc.RendererServiceStub(self._channels[source])
         assembler = FeatureAssembler()
         fetched: dict[str, FeatureTensors] = {}

@@ -1,6 +1,6 @@
 """The secret that the services of one Fovea share: who calls renderer, sampler or trainer proves with it who it is.
 
-It travels with every call, unencrypted: it keeps out who can connect, not who reads the network.
+It travels with every call: it keeps out who can connect; who reads the network is kept out by `fovea.runtime.tls`.
 """
 
 import hmac

@@ -13,7 +13,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
-from fovea.runtime import tracing
+from fovea.runtime import tls, tracing
 from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.runtime.secret import SecretInterceptor, service_secret
 from fovea.runtime.settings import ServiceSettings
@@ -79,7 +79,8 @@ class ServiceServer:
         if settings.reflection:
             names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
             reflection.enable_server_reflection(names, self.grpc)
-        self.port = 0
+        self._probes: grpc.aio.Server | None = None
+        self.port = self.health_port = 0
 
     @property
     def address(self) -> str:
@@ -88,9 +89,15 @@ class ServiceServer:
 
     async def start(self) -> None:
         """Binds and listens. Raises RuntimeError if the port is taken."""
-        self.port = self.grpc.add_insecure_port(f"{self._settings.host}:{self._settings.port}")
+        address = f"{self._settings.host}:{self._settings.port}"
+        certificates = tls.certificates() if self._settings.internal else None
+        if certificates:
+            self.port = self.grpc.add_secure_port(address, certificates.for_server())
+        else:
+            self.port = self.grpc.add_insecure_port(address)
         await self._publish(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.grpc.start()
+        await self._answer_probes()
         # Not before: vLLM forks first, and an exporter has threads.
         tracing.configure(_trace_name(self._names), self._settings.trace_endpoint, self.address)
         if self._settings.metrics_port is not None:
@@ -100,7 +107,15 @@ class ServiceServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         metrics = f", metrics on {self._settings.host}:{self._metrics_port}" if self._metrics_port else ""
-        logger.info("listening on %s%s", self.address, metrics)
+        logger.info("listening on %s%s%s", self.address, " with mutual TLS" if certificates else "", metrics)
+
+    async def _answer_probes(self) -> None:
+        """Health alone, in plain text: a kubelet has no certificate."""
+        if self._settings.health_port is not None:
+            self._probes = grpc.aio.server(options=SERVER_OPTIONS)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
+            self.health_port = self._probes.add_insecure_port(f"{self._settings.host}:{self._settings.health_port}")
+            await self._probes.start()
 
     async def set_serving(self, serving: bool) -> None:
         """Tells health checks whether this service takes requests."""
@@ -120,6 +135,8 @@ class ServiceServer:
         logger.info("stopping: up to %.0f s for calls in flight", self._settings.drain_s)
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(self._settings.drain_s)
+        if self._probes is not None:
+            await self._probes.stop(None)
         logger.info("stopped")
 
     async def _publish(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:

@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fovea.runtime import secret
+from fovea.runtime import secret, tls
 from fovea.runtime.hosts import is_loopback
 
 TRACE_VARIABLE = "FOVEA_TRACE_ENDPOINT"
@@ -30,6 +30,10 @@ class ServiceSettings(BaseSettings):
     )
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     metrics_port: int | None = Field(None, description="Port of Prometheus metrics; 0 takes a free one, none is off.")
+    health_port: int | None = Field(
+        None,
+        description=f"Port that answers health checks alone, without a certificate where {tls.VARIABLE} asks for one.",
+    )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     drain_s: float = Field(20.0, ge=0, description="Seconds that requests in flight get to end at a stop.")
     reflection: bool = Field(True, description="Whether gRPC reflection answers.")
@@ -53,6 +57,7 @@ class ServiceSettings(BaseSettings):
                 f"other machines reach {open_at}: set {secret.VARIABLE}, the same for all services, or "
                 f"{secret.FILE_VARIABLE}"
             )
+        tls.certificates()  # what is missing is said before anything starts
         return self
 
     def _reached_at(self) -> str:

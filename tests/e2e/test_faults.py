@@ -1,19 +1,23 @@
 """A sampler, a trainer rank or all of Fovea dies: nothing hangs, nothing is lost in silence, nothing stays behind."""
 
 import asyncio
+import pathlib
 import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import grpc
 import psutil
 import pytest
 import tinker
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoTokenizer
 
 import tinyvlm
 from benchmarks.running import metric_total
+from fovea.runtime import tls
 from tests.e2e.prompts import PromptBuilder, picture
 from tests.e2e.stack import Stack, running_stack
 from tests.processes import survivors
@@ -22,8 +26,8 @@ from tests.waiting import eventually
 
 @pytest.fixture(scope="module")
 def fragile() -> Iterator[Stack]:
-    """A Fovea of its own, to be broken."""
-    with running_stack(tinyvlm.ensure()) as stack:
+    """A Fovea of its own, to be broken; its services talk over mutual TLS, and do so again after each start."""
+    with running_stack(tinyvlm.ensure(), "--tls") as stack:
         yield stack
 
 
@@ -50,6 +54,19 @@ def train(stack: Stack, seed: int, rounds: int) -> list[float]:
             losses += [training.forward_backward(data, "cross_entropy") for _ in range(2)]
             training.optim_step(adam)
         return [loss.result(timeout=300).metrics["loss:sum"] for loss in losses]
+
+
+@pytest.mark.parametrize("name", ["renderer", "sampler", "trainer"])
+def test_nobody_talks_to_a_service_without_a_certificate(fragile: Stack, name: str) -> None:
+    authority = (pathlib.Path(fragile.state["tls_dir"]) / "ca.crt").read_bytes()
+    request = health_pb2.HealthCheckRequest()
+    for channel in (
+        grpc.insecure_channel(fragile.address(name)),
+        grpc.secure_channel(fragile.address(name), grpc.ssl_channel_credentials(authority), options=tls.CLIENT_OPTIONS),
+    ):
+        with channel, pytest.raises(grpc.RpcError) as refused:
+            health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_gateway_killed_again_and_again(fragile: Stack) -> None:

@@ -212,6 +212,23 @@ def test_a_service_secret_is_made_unless_one_is_given(chart: Chart) -> None:
         assert given == {"secretKeyRef": {"name": "mine", "key": "service-secret"}}
 
 
+def test_with_tls_every_pod_has_the_certificate_and_probes_a_port_without(chart: Chart) -> None:
+    assert of_kind(chart.manifests(), "Certificate") == {}
+    manifests = chart.manifests("--set", "tls.enabled=true")
+    made = of_kind(manifests, "Certificate")
+    assert set(made) == {"fovea-ca", "fovea-tls"}
+    assert made["fovea-tls"]["spec"]["dnsNames"] == ["fovea"]
+    assert made["fovea-tls"]["spec"]["issuerRef"]["name"] in of_kind(manifests, "Issuer")
+    for name, pod in pods(manifests).items():
+        (volume,) = [each["secret"] for each in pod["volumes"] if each["name"] == "tls"]
+        assert volume["secretName"] == made["fovea-tls"]["spec"]["secretName"]
+        assert {"name": "FOVEA_TLS_DIR", "value": "/tls"} in container(pod)["env"]
+        if "gateway" not in name:
+            assert container(pod)["readinessProbe"]["grpc"] == {"port": 9091}
+    given = chart.manifests("--set", "tls.enabled=true", "--set", "tls.secret=mine")
+    assert of_kind(given, "Certificate") == {}
+
+
 def test_the_notes_say_what_to_do_next(chart: Chart, tmp_path: Path) -> None:
     """`helm template` does not show them: a copy of the chart has them as a manifest."""
     copy = Chart(tmp_path)

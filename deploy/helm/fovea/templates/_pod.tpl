@@ -62,6 +62,9 @@ spec:
       ports:
         {{- include (printf "fovea.%s.ports" .component) $root | nindent 8 }}
         - {name: metrics, containerPort: 9090}
+        {{- if and $root.Values.tls.enabled $hasModel }}
+        - {name: health, containerPort: 9091}
+        {{- end }}
       {{- include (printf "fovea.%s.probes" .component) $root | nindent 6 }}
       {{- if ne .component "trainer" }}
       lifecycle:
@@ -80,6 +83,9 @@ spec:
           {{- end }}
       volumeMounts:
         - {name: scratch, mountPath: /tmp}
+        {{- if $root.Values.tls.enabled }}
+        - {name: tls, mountPath: /tls, readOnly: true}
+        {{- end }}
         {{- if $hasGpu }}
         - {name: shared-memory, mountPath: /dev/shm}
         {{- end }}
@@ -88,6 +94,9 @@ spec:
         {{- end }}
   volumes:
     - {name: scratch, emptyDir: {}}
+    {{- if $root.Values.tls.enabled }}
+    - {name: tls, secret: {secretName: {{ include "fovea.tlsSecret" $root }}, defaultMode: 0440}}
+    {{- end }}
     {{- if $hasGpu }}
     - {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}}
     {{- end }}
@@ -126,6 +135,12 @@ checkpoints: /checkpoints
 - {name: {{ $prefix }}_MODEL, value: {{ $root.Values.model.source | quote }}}
 - name: FOVEA_SERVICE_SECRET
   valueFrom: {secretKeyRef: {name: {{ $root.Values.serviceSecret.secret | default (printf "%s-service-secret" (include "fovea.fullname" $root)) }}, key: service-secret}}
+{{- if $root.Values.tls.enabled }}
+- {name: FOVEA_TLS_DIR, value: /tls}
+{{- if ne .component "gateway" }}
+- {name: {{ $prefix }}_HEALTH_PORT, value: "9091"}
+{{- end }}
+{{- end }}
 {{- with $root.Values.traceEndpoint }}
 - {name: FOVEA_TRACE_ENDPOINT, value: {{ . | quote }}}
 {{- end }}
@@ -140,6 +155,15 @@ checkpoints: /checkpoints
 {{- range $name, $value := $values.env }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
+{{- end }}
+
+{{- define "fovea.tlsSecret" -}}
+{{ .Values.tls.secret | default (printf "%s-tls" (include "fovea.fullname" .)) }}
+{{- end }}
+
+{{- /* Where a kubelet, which has no certificate, asks for health: (list $ port-without-tls). */ -}}
+{{- define "fovea.healthPort" -}}
+{{ ternary 9091 (index . 1) (index . 0).Values.tls.enabled }}
 {{- end }}
 
 {{- /* Probes by gRPC health: (list seconds-to-start). NOT_SERVING until the model is loaded. */ -}}
