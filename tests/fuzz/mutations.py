@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.contract.gateway.nasty import JSON_VALUES, mutants, places, with_value
 
-INPUTS = int(os.environ.get("FOVEA_FUZZ_INPUTS", "800"))
+INPUTS = int(os.environ.get("FOVEA_FUZZ_INPUTS", "400"))
 """How many inputs all targets get together; `make fuzz` asks for 100,000."""
 BATCH = 20
 
