@@ -150,6 +150,8 @@ class RecoveryKeeper:
             self._work.clear()
             try:
                 done = await self._write_next()
+            except Unavailable:  # the trainer breaks down
+                return
             except Exception as error:  # of the storage's library, whichever it is
                 await self._failed(error)
             else:

@@ -53,7 +53,8 @@ class HostCopies:
             for part, t in zip(parts, tensors, strict=True)
         ]
         if self._stream is None:
-            torch._foreach_copy_(copies, list(tensors))
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor)
             return copies
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

@@ -80,6 +80,8 @@ async def test_training_goes_on_from_a_state(
     await bench.clean()
     resumed = await bench.create(lora)
     assert await bench.client.load_state(resumed, folder, optimizer=True) == 2
+    assert (await bench.client.park_model(resumed)).size_bytes > 0
+    assert (await bench.client.restore_model(resumed, lora)).step == 2
     await _train(bench, resumed, 2)
     _equal(await bench.weights(resumed), own)
     await bench.clean()

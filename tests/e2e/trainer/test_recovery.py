@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -18,10 +19,12 @@ from safetensors.torch import load_file
 import tinyvlm
 from fovea.api.v1 import weights_pb2
 from fovea.client import TrainerClient
-from fovea.wire.errors import FoveaError, NotFound
+from fovea.wire.conventions import STAGING_SUFFIX
+from fovea.wire.errors import FoveaError, NotFound, Unavailable
 from tests.e2e.trainer.conftest import adam
 from tests.e2e.trainer.examples import datum, header, logprobs_of, text
 from tests.e2e.trainer.image_service import ImageService
+from tests.e2e.trainer.receiving_sampler import ReceivingSampler
 from tests.e2e.trainer.trainer_process import TrainerProcess
 
 STEPS = 6
@@ -40,6 +43,7 @@ class Gateway:
     model_id: str
     lora: weights_pb2.LoraConfig | None
     answers: dict[int, Any] = field(default_factory=dict)
+    snapshot: weights_pb2.Snapshot | None = None
 
     async def create(self, client: TrainerClient) -> None:
         await client.create_model(self.model_id, self.lora)
@@ -55,7 +59,9 @@ class Gateway:
             adam_params = adam(learning_rate=1e-2 / (1 + step))
             response = await client.optim_step(self.model_id, adam_params, seq_id=seq_id)
             if step == 1 and self.lora is not None:
-                await client.take_snapshot(self.model_id, f"{self.model_id}@2")
+                taken = await client.take_snapshot(self.model_id, f"{self.model_id}@2")
+                assert taken == (self.snapshot or taken)
+                self.snapshot = taken
             return dict(response.metrics.values), response.step
         datums = [datum(self.images.render([text(24 + 3 * n, seq_id + n)]), seq_id + n) for n in range(4)]
         numbered = header(self.model_id, len(datums))
@@ -137,6 +143,14 @@ async def ground(tmp_path: Path) -> AsyncIterator[Ground]:
         made.process.process.wait()
 
 
+@pytest.fixture
+async def sampler() -> AsyncIterator[ReceivingSampler]:
+    started = ReceivingSampler()
+    await started.start()
+    yield started
+    await started.stop()
+
+
 async def _until_durable(client: TrainerClient, model_id: str, seq_id: int) -> None:
     deadline = time.monotonic() + 20
     while (await client.info()).durable_seq_ids.get(model_id, 0) < seq_id:
@@ -160,18 +174,67 @@ async def test_killed_at_any_moment_it_comes_back_as_it_was(
     assert not list(ground.kept.glob("u/*"))
     disturbed = Gateway(ground.images, "d", KINDS[kind])
     await disturbed.create(client)
+    restored = []
     for victim in victims:
         training = asyncio.create_task(disturbed.train(client))
-        await asyncio.sleep(chance.uniform(0.1, 0.6) * took)
+        await asyncio.sleep(chance.uniform(0.3, 0.6) * took)
         await ground.kill(victim)
         with pytest.raises(FoveaError):
             await training
         await client.close()
         client = await ground.start()
-        await disturbed.restore(client)
+        restored.append(await disturbed.restore(client))
+    assert any(restored), "nothing was durable when it was killed"
     await disturbed.train(client)
     assert disturbed.answers == undisturbed.answers
     found = await ground.weights(client, "d")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    await ground.stop(client)
+
+
+async def test_storage_that_fails_parking_snapshots_and_damage(
+    ground: Ground, sampler: ReceivingSampler, tmp_path: Path
+) -> None:
+    """Of an adapter on a base in bfloat16."""
+    ground.arguments = ("--dtype", "bfloat16")
+    ground.kept.write_text("a file is in the way: no folder can be made")
+    client = await ground.start()
+    gateway = Gateway(ground.images, "a.b/c", LORA)
+    await gateway.create(client)
+    await gateway.train(client, 2)
+    with pytest.raises(Unavailable, match="cannot be made durable"):
+        await client.park_model("a.b/c")
+    info = await client.info()
+    assert (info.keeps_recovery, dict(info.durable_seq_ids)) == (True, {})
+    ground.kept.unlink()
+    await gateway.train(client, 3)
+    await _until_durable(client, "a.b/c", 9)
+    first = tmp_path / "first"
+    shutil.copytree(ground.kept / "a%2Eb%2Fc" / "9", first)
+    await gateway.train(client, 4)
+    parked = await client.park_model("a.b/c")
+    size_bytes = sum(path.stat().st_size for path in ground.kept.rglob("*") if path.is_file())
+    assert (parked.seq_id, parked.size_bytes) == (12, size_bytes)
+    assert await client.park_model("a.b/c") == parked
+    assert "a.b/c" not in (await client.info()).model_ids
+    assert await gateway.restore(client) == 12
+    await ground.kill(0)
+    await client.close()
+
+    (ground.kept / "a%2Eb%2Fc" / "12" / "optimizer.safetensors").write_bytes(b"torn")
+    shutil.copytree(first, ground.kept / "a%2Eb%2Fc" / "9")
+    shutil.copytree(first, ground.kept / "a%2Eb%2Fc" / f"15{STAGING_SUFFIX}1")
+    client = await ground.start()
+    assert await gateway.restore(client) == 9
+    assert not list(ground.kept.rglob(f"*{STAGING_SUFFIX}*"))
+    response = await client.push_snapshot("a.b/c@2", [sampler.address])
+    assert response.snapshot == gateway.snapshot
+    await client.forget_snapshot("a.b/c@2")
+    with pytest.raises(NotFound, match="not kept for recovery"):
+        await client.push_snapshot("a.b/c@2", [sampler.address])
+    await client.delete_model("a.b/c")
+    assert not list(ground.kept.iterdir())
+    with pytest.raises(NotFound, match="no durable point"):
+        await client.restore_model("a.b/c", LORA)
     await ground.stop(client)
