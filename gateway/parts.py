@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from fovea.runtime.cautious_clock import CautiousClock
 from gateway.access.api_keys import KeyRing
 from gateway.access.owners import Owners
 from gateway.checkpoints.checkpoint_registry import Checkpoints
@@ -60,10 +61,11 @@ class Parts:
             renderers, settings.renderer_concurrency, settings.retry_deadline_s, self.trainer, self.owners.weight
         )
 
-        self.futures = Futures(self.database, settings.result_ttl_s, max_pending, self.owners)
+        clock = CautiousClock()
+        self.futures = Futures(self.database, settings.result_ttl_s, max_pending, self.owners, clock)
         self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions)
         self.storage = Storage(settings.checkpoint_root)
-        self.checkpoints = Checkpoints(self.database, self.storage, self.owners)
+        self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock)
         self.exports = Exports(self.database, self.checkpoints)
         self._build_models(settings)
         self._build_samplers(settings)

@@ -16,8 +16,9 @@ import pytest
 from tests.object_storage import new_bucket
 from tests.other_logs import OTHER_LOGS
 from tests.postgresql import database_url, postgresql
+from tests.small_disk import small_disk
 
-__all__ = ["database_url", "new_bucket", "postgresql"]
+__all__ = ["database_url", "new_bucket", "postgresql", "small_disk"]
 
 _CONTRACTS = (
     "checkpoints",

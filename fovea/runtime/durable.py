@@ -1,13 +1,42 @@
-"""What a power cut leaves: a file is kept once it was synced, its name once its folder was."""
+"""What a power cut leaves (a synced file, the name of one whose folder was synced), and what a full disk says."""
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
+from fovea.wire.errors import ResourceExhausted
+
 _WITHOUT_NAMES = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 """File systems that sync no folders, and folders above ours that are not ours to open."""
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error says that a disk, or somebody's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def naming_full_disk(place: str) -> Iterator[None]:
+    """Raises ResourceExhausted that names a path or URL, instead of an error that says that its disk is full.
+
+    Also instead of one that came of that: what writes an archive may fail once more when it closes it.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not is_full_disk(cause):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise ResourceExhausted(
+            f"the disk of {place} is full, and nothing was kept there: delete checkpoints or have it made larger, then "
+            "send this again"
+        ) from error
 
 
 def sync_folder(files: Any, path: str) -> None:

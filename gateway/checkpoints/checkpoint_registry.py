@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from cachetools import LRUCache
 
 from fovea.api.v1 import weights_pb2
+from fovea.runtime.cautious_clock import CautiousClock
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, ResourceExhausted
 from gateway.access.owners import Owners
 from gateway.access.usage import stored_bytes
@@ -58,9 +59,10 @@ def check_ttl_or_none(ttl_s: int | None) -> float | None:
 class Checkpoints:
     """Checkpoints by `tinker://` path. The owner may do everything, others may read what is published."""
 
-    def __init__(self, database: Database, storage: Storage, owners: Owners) -> None:
+    def __init__(self, database: Database, storage: Storage, owners: Owners, clock: CautiousClock) -> None:
         self._database, self._owners = database, owners
         self.storage = storage
+        self._clock = clock
         self.being_written: set[str] = set()
         self._sampled: LRUCache[str, Checkpoint] = LRUCache(_REMEMBERED)
 
@@ -81,7 +83,7 @@ class Checkpoints:
         await self.check_room(owner)
         path = str(CheckpointPath(model_id, segment, check_name(name, "path")))
         old = await self._database.read(lambda connection: get_row(connection, path))
-        if old is not None and not overwrite and not _is_expired(old):
+        if old is not None and not overwrite and not _is_expired(old, self._clock.now()):
             fix = "save with overwrite=True or take another name" if segment == TRAINING else "take another name"
             raise AlreadyExists(f"there is a checkpoint {path} already: {fix}", field="path")
         uri = self.new_folder(model_id, segment, name)
@@ -182,7 +184,7 @@ class Checkpoints:
         self._sampled.pop(path, None)
 
     async def sweep(self) -> None:
-        now = time.time()
+        now = self._clock.now()
         for checkpoint in await self._database.read(lambda connection: expired_rows(connection, now)):
             await self._drop(checkpoint)
 
@@ -197,12 +199,12 @@ class Checkpoints:
         logger.info("checkpoint %s is gone", checkpoint.path)
 
 
-def _is_expired(checkpoint: Checkpoint) -> bool:
-    return checkpoint.expires_at is not None and checkpoint.expires_at <= time.time()
+def _is_expired(checkpoint: Checkpoint, now: float) -> bool:
+    return checkpoint.expires_at is not None and checkpoint.expires_at <= now
 
 
 def _is_readable(checkpoint: Checkpoint, owner: str) -> bool:
-    return (checkpoint.public or checkpoint.owner == owner) and not _is_expired(checkpoint)
+    return (checkpoint.public or checkpoint.owner == owner) and not _is_expired(checkpoint, time.time())
 
 
 def put_row(connection: sa.Connection, checkpoint: Checkpoint) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 
-from fovea.runtime.durable import sync_folder
+from fovea.runtime.durable import naming_full_disk, sync_folder
 from fovea.wire.conventions import PIECE_BYTES, REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import Internal, NotFound
 
@@ -41,7 +41,9 @@ class Storage:
         self._threads.shutdown(cancel_futures=True)
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        """Runs a function in one of the threads. Raises ResourceExhausted if it finds the disk full."""
+        with naming_full_disk(self.root):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def problem(self) -> str:
         """Why nothing can be kept below the root; empty if a file can be written and removed there."""

@@ -5,6 +5,7 @@ Files may be encrypted by age (age-encryption.org/v1), by pyrage, which wraps th
 
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -171,7 +172,12 @@ async def _encrypt_folder(files: Storage, source: str, target: str, recipients: 
     """Encrypts every file of a folder into another one, names ending in `.age`, piece by piece."""
 
     def encrypt(reader: Any, writer: Any) -> None:
-        pyrage.encrypt_io(reader, writer, recipients)
+        try:
+            pyrage.encrypt_io(reader, writer, recipients)
+        except pyrage.EncryptError as error:
+            if found := re.search(r"\[Errno (\d+)\]", str(error)):  # of an OSError it hands on the text alone
+                raise OSError(int(found[1]), str(error)) from error
+            raise
 
     for name in await files.sizes(source):
         await files.rewrite(source, name, target, f"{name}{_AGE_SUFFIX}", encrypt)

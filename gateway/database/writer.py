@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from fovea.wire.errors import Internal, Unavailable
 from gateway.database import migrations
-from gateway.database.disk_reserve import DiskReserve, is_full
+from gateway.database.disk_reserve import DiskReserve
 from gateway.database.schema import owner
 from gateway.database.sql_engine import describe, is_lost, translate
 
@@ -125,7 +125,7 @@ class Writer:
                     results = _run(connection, jobs)
                 break
             except sa.exc.DBAPIError as error:
-                if is_full(error) and self.reserve.give_up():
+                if self.reserve.is_full(error) and self.reserve.give_up():
                     continue
                 if not is_lost(error):
                     raise

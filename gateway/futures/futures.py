@@ -14,6 +14,7 @@ from typing import Any
 
 from cachetools import LRUCache
 
+from fovea.runtime.cautious_clock import CautiousClock
 from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
 from gateway import gateway_metrics as metrics
 from gateway.access.owners import Owners, exceeded
@@ -42,10 +43,12 @@ class Futures:
         owners: Limits how many tokens these may come to.
     """
 
-    def __init__(self, database: Database, result_ttl_s: float, quota: Quota, owners: Owners) -> None:
+    def __init__(
+        self, database: Database, result_ttl_s: float, quota: Quota, owners: Owners, clock: CautiousClock
+    ) -> None:
         self._database = database
         self._result_ttl_s = result_ttl_s
-        self._quota, self._owners = quota, owners
+        self._quota, self._owners, self._clock = quota, owners, clock
         self._tokens: Counter[str] = Counter()
         self._pending: dict[str, Pending] = {}
         # Owner and outcome by future id.
@@ -224,7 +227,7 @@ class Futures:
 
     async def sweep(self) -> None:
         """Drops results past their time."""
-        now, ttl_s = time.time(), self._result_ttl_s
+        now, ttl_s = self._clock.now(), self._result_ttl_s
         self._results_until, dropped = await self._drop(rows.drop_results, self._results_until, now - ttl_s)
         self._rows_until, _ = await self._drop(rows.drop_rows, self._rows_until, now - ttl_s * _ROW_TTL_FACTOR)
         if dropped:

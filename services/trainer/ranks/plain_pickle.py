@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from google.protobuf.message import Message
 from torch.distributed import distributed_c10d
-from torch.distributed.checkpoint import filesystem, metadata, planner, storage
+from torch.distributed.checkpoint import api, filesystem, metadata, planner, storage
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fovea.wire import errors
 
@@ -78,12 +79,13 @@ class MessageUnpickler(MetadataUnpickler):
     """Reads what ranks tell each other: commands and results, errors, and what DCP plans."""
 
     def _is_plain(self, module: str, name: str) -> bool:
-        ours = module.startswith((_OWN, _MESSAGES)) or module in ("builtins", errors.__name__)
+        ours = module.startswith((_OWN, _MESSAGES)) or module in ("builtins", errors.__name__, api.__name__)
         return super()._is_plain(module, name) or (ours and "." not in name)
 
     def _is_data(self, found: type) -> bool:
         is_named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
-        return super()._is_data(found) or is_named_tuple or issubclass(found, Message | Exception)
+        # DCP tells all ranks which of them failed, and how, by a CheckpointException: it holds just that.
+        return super()._is_data(found) or is_named_tuple or issubclass(found, Message | Exception | CheckpointException)
 
 
 class MessagePickler(pickle.Pickler):

@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from fovea.runtime.durable import sync_folder, sync_place
+from fovea.runtime.durable import naming_full_disk, sync_folder, sync_place
 from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import InvalidInput, NotFound
 from services.trainer.ranks.control_group import ControlGroup
@@ -57,13 +57,14 @@ class Folder:
         return bool(self.files.exists(f"{self.path}/{name}"))
 
     def write(self, name: str, data: bytes | Parts) -> None:
-        """Writes one file of a folder that `stage` made."""
-        if isinstance(data, bytes):
-            self.files.pipe_file(f"{self.path}/{name}", data)
-            return
-        with self.files.open(f"{self.path}/{name}", "wb") as file:
-            for part in data:
-                file.write(part)
+        """Writes one file of a folder that `stage` made. Raises ResourceExhausted if the disk is full."""
+        with naming_full_disk(self.path.partition(STAGING_SUFFIX)[0]):
+            if isinstance(data, bytes):
+                self.files.pipe_file(f"{self.path}/{name}", data)
+                return
+            with self.files.open(f"{self.path}/{name}", "wb") as file:
+                for part in data:
+                    file.write(part)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file below, by its path within the folder; nothing if there is no such folder."""
@@ -78,11 +79,12 @@ class Folder:
     def stage(self) -> "Folder":
         """Makes an empty folder beside this one, to be filled and then put in its place by `commit`.
 
-        Raises NotFound for a bucket that does not exist.
+        Raises NotFound for a bucket that does not exist, ResourceExhausted if the disk is full.
         """
         staging = Folder(self.files, f"{self.path}{STAGING_SUFFIX}{uuid.uuid4().hex[:8]}")
         if not self.files.async_impl:
-            self.files.makedirs(staging.path, exist_ok=True)
+            with naming_full_disk(self.path):
+                self.files.makedirs(staging.path, exist_ok=True)
         elif not self.files.exists(bucket := self.path.partition("/")[0]):  # `makedirs` would make one
             raise NotFound(f"there is no bucket {bucket}, or these credentials may not list it", field="uri")
         return staging
@@ -94,7 +96,8 @@ class Folder:
         those of two staging folders are never mixed.
         """
         self.files.invalidate_cache()  # the gateway may have removed what was here
-        sync_folder(self.files, staging.path)
+        with naming_full_disk(self.path):  # where files are given their blocks at last
+            sync_folder(self.files, staging.path)
         old = Folder(self.files, f"{self.path}{REPLACED_SUFFIX}{uuid.uuid4().hex[:8]}")
         replaced = self.files.exists(self.path)
         if replaced:

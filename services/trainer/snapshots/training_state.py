@@ -8,14 +8,16 @@ somebody else put there. Both have a `state.json`.
 import io
 import json
 import logging
+import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fovea.runtime.durable import naming_full_disk
 from fovea.wire.errors import FoveaError, Internal, InvalidInput
 from services.trainer.model.lora import LoraSettings
 from services.trainer.model.optimizer import MOMENTS
@@ -41,6 +44,29 @@ STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 DCP = "dcp"
 FORMAT = 1
+
+
+class WrittenFiles(FileSystem):
+    """Files below a folder whose disk is named when it is full."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self._place = place
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """As FileSystem does. Raises ResourceExhausted if the disk is full."""
+        with naming_full_disk(self._place), super().create_stream(path, mode) as stream:
+            yield stream
+
+
+class Writer(FsspecWriter):
+    """Writes a checkpoint that will be at `place`."""
+
+    def __init__(self, url: str, place: str) -> None:
+        super().__init__(url)
+        self.fs = WrittenFiles(place)  # type: ignore[assignment] - as torch itself does
+        self.path = self.fs.init_path(url)
 
 
 class PlainReader(FsspecReader):
@@ -174,7 +200,7 @@ class StateStore:
     def _write_full(self, state: ModelState, uri: str, last: Callable[[Folder], None] | None) -> int:
         target, staging = stage_together(self._control, uri)
         try:
-            writer = FsspecWriter(staging.url(DCP))
+            writer = Writer(staging.url(DCP), target.path)
             save_checkpoint(dict(state.tensors), storage_writer=writer, process_group=self._control.group)
         except CheckpointException as error:
             self._control.on_rank_0(staging.discard)
@@ -253,11 +279,15 @@ def _check_shapes(reader: PlainReader, state: dict[str, Any], uri: str) -> None:
 
 
 def _finish_full(target: Folder, staging: Folder, state: ModelState, last: Callable[[Folder], None] | None) -> int:
-    staging.write(STATE, _state_json(state))
-    if last is not None:
-        last(staging)
-    size_bytes = staging.size_bytes()
-    target.commit(staging)
+    try:
+        staging.write(STATE, _state_json(state))
+        if last is not None:
+            last(staging)
+        size_bytes = staging.size_bytes()
+        target.commit(staging)
+    except BaseException:
+        staging.discard()
+        raise
     return size_bytes
 
 
@@ -276,4 +306,7 @@ def _saved_step(folder: Folder, kind: str) -> int:
 
 def _checkpoint_failure(error: CheckpointException, uri: str) -> FoveaError:
     logger.error("checkpoint at %s failed", uri, exc_info=error)
+    for failure, _ in error.failures.values():
+        if isinstance(failure, FoveaError):
+            return failure
     return Internal(f"the checkpoint at {uri} could not be written or read; the trainer's log says why")

@@ -13,9 +13,10 @@ from fsspec.core import url_to_fs
 from safetensors.torch import load_file
 
 from fovea.api.v1 import weights_pb2
-from fovea.wire.errors import Internal, InvalidInput, NotFound
+from fovea.wire.errors import Internal, InvalidInput, NotFound, ResourceExhausted
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import datums_of, header
+from tests.small_disk import fill
 
 
 @pytest.mark.parametrize("place", ["disk", "s3"])
@@ -42,6 +43,25 @@ async def test_resumes_bit_close(vlm: Bench, kind: str, place: str, new_bucket: 
     await _train(vlm, fresh, 2)
     weights = await vlm.weights(fresh)
     assert any(not torch.allclose(weights[name], tensor, atol=1e-5) for name, tensor in uninterrupted.items())
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+async def test_a_full_disk_is_named_and_nothing_else_is_lost(qwen3: Bench, kind: str, small_disk: Path) -> None:
+    model_id = await (qwen3.adapter() if kind == "adapter" else qwen3.create(None))
+    await qwen3.client.save_state(model_id, f"{small_disk}/first")
+    await _train(qwen3, model_id, 1)
+    for spare_bytes in (0, 2**16, 2**18):
+        fill(small_disk / "junk", spare_bytes)
+        with pytest.raises(ResourceExhausted, match=f"the disk of {small_disk}/.* is full.*delete checkpoints"):
+            await qwen3.client.save_state(model_id, f"{small_disk}/first")
+        with pytest.raises(ResourceExhausted, match="is full"):
+            await qwen3.client.take_snapshot(model_id, f"{model_id}@{spare_bytes}", f"{small_disk}/snapshot")
+        (small_disk / "junk").unlink()
+    assert await qwen3.client.load_state(model_id, f"{small_disk}/first", optimizer=True) == 0, (
+        "what was there is whole"
+    )
+    await _train(qwen3, model_id, 1)
+    assert (await qwen3.client.save_state(model_id, f"{small_disk}/second")).step == 1
 
 
 @pytest.mark.parametrize("place", ["disk", "s3"])

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.house import Figure, House, figures
 
-MOST = {"core_files": 258, "shared_names": 12.0, "circles": 0, "gateway_floors": 9, "foreign_attributes": 0}
+MOST = {"core_files": 260, "shared_names": 12.0, "circles": 0, "gateway_floors": 9, "foreign_attributes": 0}
 """A figure that has become better may be written down here. Of the files, four came with models of any family, one
 with vLLM's own engine arguments, two with router replay, one on each side, and two with experts, in the trainer and
 in the sampler on CPU, one with weights that both draw alike, of models that no disk of a benchmark holds, one holds

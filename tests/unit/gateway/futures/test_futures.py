@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from fovea.runtime.cautious_clock import CautiousClock
 from fovea.wire.errors import Cancelled, Expired, FoveaError, InvalidInput, NotFound
 from gateway.access.owners import Owners
 from gateway.database.database import Database
@@ -31,7 +32,8 @@ class Store:
     async def open(self) -> Futures:
         self.database = Database(self.url)
         await self.database.open()
-        return Futures(self.database, 0.05, Quota("max_pending", 20_000, "unfinished requests"), Owners(self.database))
+        quota = Quota("max_pending", 20_000, "unfinished requests")
+        return Futures(self.database, 0.05, quota, Owners(self.database), CautiousClock())
 
     async def submit(self, futures: Futures, work: Submission) -> bool:
         return await futures.submit(work, b"request", self._start)

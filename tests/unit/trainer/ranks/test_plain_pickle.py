@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -132,6 +133,15 @@ def test_errors_arrive_as_themselves_and_those_of_others_as_their_text() -> None
     ours, theirs = MessageUnpickler(io.BytesIO(told.getvalue())).load()
     assert (type(ours), ours.metadata) == (FeatureEvicted, {"digest": "abc"})
     assert repr(theirs) == "RuntimeError('Theirs: no such bucket')"
+
+
+def test_which_rank_could_not_write_a_checkpoint_arrives() -> None:
+    told = io.BytesIO()
+    MessagePickler(told).dump(CheckpointException("write", {1: _wrap_exception(OSError(28, "full"))}))
+    heard = MessageUnpickler(io.BytesIO(told.getvalue())).load()
+    assert isinstance(heard, CheckpointException)
+    (failure, _), errno = heard.failures[1], 28
+    assert (type(failure), failure.args) == (OSError, (errno, "full"))
 
 
 @pytest.fixture
