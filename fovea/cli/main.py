@@ -205,6 +205,13 @@ def _owners_command(name: str, context: typer.Context) -> int:
     return subprocess.run(command, check=False).returncode
 
 
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def downgrade(context: typer.Context) -> None:
+    """Give the database of a stopped gateway an earlier version's tables; see `fovea downgrade --help`."""
+    module = "gateway.database.downgrade_command"
+    raise typer.Exit(subprocess.run([sys.executable, "-m", module, *context.args], check=False).returncode)
+
+
 @models_app.command(context_settings=PASSED_ON, add_help_option=False)
 def check(context: typer.Context) -> None:
     """Try a checkpoint directory on the CPU, part by part; see `fovea models check --help`."""

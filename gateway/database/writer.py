@@ -72,7 +72,7 @@ class Writer:
 
     def __init__(self, engine: sa.Engine, patience_s: float, stopped: threading.Event) -> None:
         self._engine, self._patience_s = engine, patience_s
-        self._ownership = _make_ownership(engine.url)
+        self._ownership = make_ownership(engine.url)
         self.reserve = DiskReserve(engine.url.database or "" if engine.dialect.name == "sqlite" else "")
         self._connection: sa.Connection | None = None
         self._last_mark = 0
@@ -292,7 +292,7 @@ class SessionOwnership:
         """Does nothing: the lock ends with its session."""
 
 
-def _make_ownership(url: sa.URL) -> Ownership:
+def make_ownership(url: sa.URL) -> Ownership:
     """A lock on a file for SQLite, an advisory lock for PostgreSQL."""
     if url.get_backend_name() != "sqlite":
         return SessionOwnership()

@@ -1,5 +1,7 @@
 """Keys have scopes; futures say which key submitted them, and how many tokens they were taken to need."""
 
+import time
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -14,3 +16,12 @@ def upgrade() -> None:
         op.add_column("keys", sa.Column("scope", sa.Text, nullable=False, server_default="train"))
     op.add_column("futures", sa.Column("key_id", sa.Text, nullable=False, server_default=""))
     op.add_column("futures", sa.Column("token_count", sa.BigInteger, nullable=False, server_default="0"))
+
+
+def downgrade() -> None:
+    """Drops the columns. To an earlier gateway every key is one that trains: others are revoked."""
+    revoking = sa.text("UPDATE keys SET revoked_at = :now WHERE scope <> 'train' AND revoked_at IS NULL")
+    op.get_bind().execute(revoking, {"now": time.time()})
+    op.drop_column("futures", "token_count")
+    op.drop_column("futures", "key_id")
+    op.drop_column("keys", "scope")

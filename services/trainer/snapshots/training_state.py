@@ -65,7 +65,7 @@ class Writer(FsspecWriter):
 
     def __init__(self, url: str, place: str) -> None:
         super().__init__(url)
-        self.fs = WrittenFiles(place)  # type: ignore[assignment] - as torch itself does
+        self.fs = WrittenFiles(place)  # type: ignore[assignment]
         self.path = self.fs.init_path(url)
 
 

@@ -9,10 +9,11 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from fovea.wire.errors import Internal, Unavailable
+from fovea.wire.errors import FailedPrecondition, Internal, Unavailable
 from gateway.access.api_keys import all_keys
 from gateway.database import migrations, schema
 from gateway.database.database import Database
+from gateway.database.downgrade_command import downgrade
 from gateway.database.sql_engine import make_engine, parse_url
 
 _BACK = {
@@ -136,3 +137,86 @@ async def test_a_database_of_another_version_is_refused(database_url: str, kept_
     with pytest.raises(Internal, match="schema 99"):
         await other.open()
     await other.close()
+
+
+def columns(connection: sa.Connection) -> dict[str, list[tuple[str, str, bool]]]:
+    """Name, type and whether it may be null of each column, by table; indexes too."""
+    seen = sa.inspect(connection)
+    return {
+        table: [(each["name"], str(each["type"]), each["nullable"]) for each in seen.get_columns(table)]
+        + [(str(each["name"]), "index", each["unique"]) for each in seen.get_indexes(table)]
+        for table in seen.get_table_names()
+    }
+
+
+def fill_in(connection: sa.Connection) -> None:
+    """Keys of each scope and a future."""
+    for number, scope in enumerate(("train", "read", "admin")):
+        connection.execute(
+            sa.insert(schema.keys).values(
+                key_id=f"key-{number}",
+                key_hash=f"{number:064d}",
+                owner="o",
+                name=scope,
+                source="made",
+                created_at=1.0,
+                scope=scope,
+            )
+        )
+    connection.execute(
+        sa.insert(schema.futures).values(
+            future_id="f", kind="sample", owner="o", session_id="s", scope="s", seq_id=1, state="queued", created_at=1.0
+        )
+    )
+
+
+async def test_the_way_back_leads_to_the_tables_of_then_and_forth_again(database_url: str) -> None:
+    database = Database(database_url)
+    await database.open()
+    await database.write(fill_in)
+    with pytest.raises((FailedPrecondition, Internal), match="gateway"):
+        downgrade(database_url, 4)
+    await database.close()
+    downgrade(database_url, 4)
+    seen: dict[str, object] = {}
+
+    def look(connection: sa.Connection) -> None:
+        seen["revision"], seen["tables"] = migrations.find_revision(connection), columns(connection)
+        valid = "SELECT key_id FROM keys WHERE revoked_at IS NULL"
+        seen["valid"] = connection.execute(sa.text(valid)).scalars().all()
+        seen["futures"] = connection.execute(sa.text("SELECT future_id FROM futures")).scalars().all()
+        for table in reversed(schema.metadata.sorted_tables):
+            table.drop(connection)
+        make_tables(connection, 4)
+        seen["tables of then"] = {table: found for table, found in columns(connection).items()}
+
+    run(database_url, look)
+    assert (seen["revision"], seen["valid"], seen["futures"]) == ("4", ["key-0"], ["f"])
+    then = seen["tables of then"]
+    assert isinstance(then, dict)
+    assert {table: found for table, found in seen["tables"].items() if table in then} == then  # type: ignore[attr-defined]
+    database = Database(database_url)
+    await database.open()
+    assert await database.read(differences) == []
+    await database.close()
+
+
+def test_every_version_knows_the_way_back() -> None:
+    script = ScriptDirectory(str(Path(migrations.__file__).parent))
+    without = [
+        each.path
+        for each in script.walk_revisions()
+        if int(each.revision) > 4 and not hasattr(each.module, "downgrade")
+    ]
+    assert without == [], (
+        "write `downgrade`, for operators who go back to the last release (docs/operations/durability.md)"
+    )
+
+
+async def test_no_further_back_than_is_known(database_url: str) -> None:
+    database = Database(database_url)
+    await database.open()
+    await database.close()
+    for revision in (3, int(schema.REVISION)):
+        with pytest.raises(FailedPrecondition, match=f"cannot become {revision}"):
+            downgrade(database_url, revision)
