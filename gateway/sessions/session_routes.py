@@ -8,10 +8,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fovea.wire.errors import Unimplemented
-from gateway.http.endpoint import Endpoints, Json, paging
+from gateway.http.endpoint import Endpoints, Json, check_query, paging
 from gateway.http.request_body import Body, parse_json, read
 from gateway.scopes import Scope
-from gateway.sessions.sessions import Sessions
+from gateway.sessions.sessions import Session, Sessions
 
 _MOST_SESSIONS = 200
 
@@ -61,6 +61,7 @@ class SessionRoutes:
             endpoints.route("POST", "sessions/{session_id}/finish", self.finish, Scope.READ),
             endpoints.route("GET", "sessions", self.page, Scope.READ),
             endpoints.route("GET", "sessions/{session_id}", self.get, Scope.READ),
+            endpoints.route("GET", "parked_sessions", self.parked, Scope.READ),
         ]
 
     async def create(self, request: Request, owner: str) -> Response:
@@ -87,6 +88,20 @@ class SessionRoutes:
     async def page(self, request: Request, owner: str) -> Response:
         limit, offset = paging(request, 20, _MOST_SESSIONS)
         return Json({"sessions": await self._sessions.page(owner, limit, offset)})
+
+    async def parked(self, request: Request, owner: str) -> Response:
+        """The caller's parked sessions, what has waited longest first, each with its size; to finish one deletes it."""
+        check_query(request)
+        return Json({"sessions": [await self._parked_json(session) for session in await self._sessions.parked(owner)]})
+
+    async def _parked_json(self, session: Session) -> dict[str, Any]:
+        model_ids, _ = await self._sessions.contents(session)
+        return {
+            "session_id": session.session_id,
+            "parked_at": session.parked_at,
+            "size_bytes": session.parked_bytes,
+            "training_run_ids": model_ids,
+        }
 
     async def get(self, request: Request, owner: str) -> Response:
         """What a session owns."""

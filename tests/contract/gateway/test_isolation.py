@@ -85,6 +85,7 @@ REST: dict[tuple[str, str], Answer] = {
     ("POST", "session_heartbeat"): Answer(READ, body="session_heartbeat"),
     ("GET", "sessions"): Answer(READ, other=200),
     ("GET", "sessions/{session_id}"): Answer(READ),
+    ("GET", "parked_sessions"): Answer(READ, other=200),
     ("POST", "get_info"): Answer(READ, body="get_info"),
     **{
         ("POST", path): Answer(TRAIN, body=path)

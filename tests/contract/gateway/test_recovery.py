@@ -274,3 +274,54 @@ async def test_a_session_that_ends_takes_along_who_waits(stand: RecoveringStand,
     for each in await answers(rest, ids):
         assert each["reason"] == "SESSION_ENDED"
     await stand.trainer.start()
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+async def test_a_silent_session_is_parked_and_goes_on_hours_later(
+    stand: RecoveringStand, rest: Rest, has_gradients: bool
+) -> None:
+    expected = await undisturbed(stand, 4)
+    await stand.stop()
+    await stand.start(session_ttl_s=0.8)
+    model_id = await rest.create_model()
+    done = await answers(rest, await submit(rest, model_id, 1, 2))
+    if has_gradients:
+        done.append(await rest.result((await submit(rest, model_id, 7, 1))[0]))
+
+    async def is_parked() -> bool:
+        found = {"size_bytes": 1000, "training_run_ids": [model_id], "session_id": rest.session_id}
+        return any(found.items() <= each.items() for each in await parked_sessions(rest))
+
+    await eventually(is_parked)
+    await stand.stop()
+    await stand.kill_trainer()
+    await stand.start(session_ttl_s=600.0)
+    assert model_id not in stand.trainer.models, "nobody asks for it"
+    done += await answers(rest, (await submit(rest, model_id, 7, 2))[len(done) - 6 :])
+    assert done == expected
+    assert not await is_parked()
+
+
+async def parked_sessions(rest: Rest) -> list[dict[str, Any]]:
+    answer = (await rest.http.get("parked_sessions")).json()
+    sessions: list[dict[str, Any]] = answer["sessions"]
+    return sessions
+
+
+async def test_parked_sessions_end_above_their_bytes_and_by_hand(stand: RecoveringStand, rest: Rest) -> None:
+    await stand.stop()
+    await stand.start(session_ttl_s=0.5)
+    first = await rest.create_model()
+    await answers(rest, await submit(rest, first, 1, 1))
+    await eventually(lambda: first not in stand.trainer.models)
+    await rest.open_session()
+    second = await rest.create_model()
+    await answers(rest, await submit(rest, second, 1, 1))
+    await eventually(lambda: second not in stand.trainer.models)
+    await stand.stop()
+    await stand.start(session_ttl_s=0.5, parked_bytes=1500)
+    await eventually(lambda: [request.model_id for request in stand.trainer.of("DeleteModel")] == [first])
+    assert [each["session_id"] for each in await parked_sessions(rest)] == [rest.session_id]
+    await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
+    await eventually(lambda: second not in stand.trainer.points)
+    assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
