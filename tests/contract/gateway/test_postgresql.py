@@ -191,33 +191,65 @@ class Load:
                 self.sdk_rounds += 1
 
 
-async def test_three_rolling_restarts_under_load_lose_no_future(cluster: Cluster) -> None:
+async def hand_over(cluster: Cluster, load: Load, end: Callable[[Process], Awaitable[None]], times: int) -> list[float]:
+    """Has gateways replace each other under load; for how long nobody answered, each time, in seconds."""
     gateway = await cluster.add()
     await cluster.ready(gateway)
-    load, probe, gaps = Load(cluster), Probe(cluster.url), []
+    probe, gaps = Probe(cluster.url), []
 
-    async def restart_thrice() -> None:
+    async def replace() -> None:
         nonlocal gateway
         await eventually(lambda: load.steps > CLIENTS and load.sdk_rounds > 0, 120)
-        for _ in range(HANDOVERS):
+        for _ in range(times):
             successor = await cluster.add()
             await check_waiting(successor)
             async with probe.watching():
-                assert gateway.process is not None
-                gateway.process.send_signal(signal.SIGTERM)
-                assert await asyncio.wait_for(gateway.process.wait(), 120) == 0
+                await end(gateway)
                 await cluster.ready(successor)
                 gateway = successor
                 steps, rounds = load.steps, load.sdk_rounds
                 await eventually(lambda: load.steps > steps + CLIENTS and load.sdk_rounds > rounds, 120)  # noqa: B023
             gaps.append(round(probe.longest_s, 2))
 
-    await load.run(restart_thrice)
+    await load.run(replace)
+    return gaps
+
+
+async def stop(gateway: Process) -> None:
+    """As Kubernetes does."""
+    assert gateway.process is not None
+    gateway.process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(gateway.process.wait(), 120) == 0
+
+
+async def kill(gateway: Process) -> None:
+    """Without a word."""
+    assert gateway.process is not None
+    gateway.process.kill()
+    await gateway.process.wait()
+
+
+async def test_three_rolling_restarts_under_load_lose_no_future(cluster: Cluster) -> None:
+    load = Load(cluster)
+    gaps = await hand_over(cluster, load, stop, HANDOVERS)
     print(f"{load.steps + load.sdk_rounds} steps, {len(load.samples)} samples, 0 lost; without an answer for {gaps} s")
-    trainer, sampler = cluster.stand.trainer, cluster.stand.sampler
+    check_once(cluster, load)
+    assert sorted(cluster.stand.sampler.completed) == sorted(load.samples), "each sample was made once"
+
+
+async def test_a_killed_gateway_is_replaced_in_seconds_and_loses_no_future(cluster: Cluster) -> None:
+    load = Load(cluster)
+    gaps = await hand_over(cluster, load, kill, 2)
+    check_once(cluster, load)
+    assert set(load.samples) <= set(cluster.stand.sampler.completed), "those that ran were made again"
+    assert max(gaps) < 10, "seconds; half a second where the machine is free"
+
+
+def check_once(cluster: Cluster, load: Load) -> None:
+    """The trainer did each command once."""
+    trainer = cluster.stand.trainer
     assert len(trainer.of("ForwardBackward")) == load.losses + load.sdk_rounds, "each loss was computed once"
     assert len(trainer.of("OptimStep")) == load.steps + load.sdk_rounds, "each step was taken once"
-    assert sorted(sampler.completed) == sorted(load.samples), "each sample was made once"
 
 
 async def check_waiting(gateway: Process) -> None:
