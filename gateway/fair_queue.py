@@ -16,6 +16,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+_MOST_PATIENCE_S = 0.1
+_LEAD = 0.5
+"""A place is kept also for who is ahead of others by so much of its last piece: a step after a batch is small."""
+
 
 @dataclass(eq=False)
 class Turn:
@@ -33,6 +37,7 @@ class Turn:
     used: float | None = None
     number: int = 0
     arrived: float = 0.0
+    begun_at: float = 0.0
     admitted: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def __post_init__(self) -> None:
@@ -67,10 +72,17 @@ class FairQueue:
     Args:
         places: How much work goes on at once.
         weight_of: An owner's weight, above 0.
+        alone: How much goes on at once while it is all one owner's, if that is more: so that a server that does one
+            thing at a time finds the next one when that ends, and yet nobody waits for what others have sent ahead.
+        patience: For how long, as a part of the time that its last work took, a place is kept for an owner whose next
+            work would come first and is about to come: the answer to its last has just been sent (Iyer and Druschel,
+            "Anticipatory scheduling", SOSP 2001). Else whoever sends one thing after another gets a third, not a half.
     """
 
-    def __init__(self, places: int, weight_of: Callable[[str], float]) -> None:
-        self._free, self._weight_of = places, weight_of
+    def __init__(self, places: int, weight_of: Callable[[str], float], alone: int = 0, patience: float = 0.0) -> None:
+        self._places, self._alone, self._weight_of = places, max(alone, places), weight_of
+        self._patience, self._inside = patience, 0
+        self._kept_for = ""
         self._flows: dict[str, _Flow] = {}
         self._now = 0.0  # virtual
         self._numbers = itertools.count()
@@ -83,7 +95,7 @@ class FairQueue:
         await self._wait(turn)
         self._count_time()
         self._tokens_inside += turn.cost
-        begun_at = self._clock
+        begun_at, turn.begun_at = self._clock, self._clock_at
         try:
             yield
         finally:
@@ -101,6 +113,12 @@ class FairQueue:
         position = max(turn.number - flow.waiting[0].number, 0) + 1
         beside = f", by turns with {others} other owner{'s' if others > 1 else ''}" if others else ""
         return f"it is number {position} at most of the {len(flow.waiting)} that this owner has waiting{beside}"
+
+    def resize(self, places: int) -> None:
+        """Changes the number of places."""
+        self._alone += places - self._places
+        self._places = places
+        self._admit()
 
     def dismiss(self, error: Exception) -> None:
         """Sends away all who wait."""
@@ -124,34 +142,68 @@ class FairQueue:
 
     def _admit(self) -> None:
         """Lets in whoever starts first, while there are places."""
-        while self._free:
+        while True:
             for flow in self._flows.values():
                 flow.forget_gone()
             starts = [(flow.start(), owner) for owner, flow in self._flows.items() if flow.waiting]
-            if not starts:
-                break
-            (self._now, _), owner = min(starts)
-            flow = self._flows[owner]
-            turn = flow.waiting.popleft()
-            flow.finish = self._now + turn.cost / self._weight_of(owner)
-            flow.inside += 1
-            self._free -= 1
-            turn.admitted.set_result(None)
+            present = sum(1 for flow in self._flows.values() if flow.waiting or flow.inside)
+            if not starts or self._inside >= (self._alone if present == 1 else self._places):
+                return
+            owner = min(starts)[1]
+            if self._kept_for:
+                kept = self._flows[self._kept_for]
+                if not kept.waiting:
+                    return
+                owner = self._kept_for
+                self._kept_for = ""
+            self._let_in(owner)
+
+    def _let_in(self, owner: str) -> None:
+        flow = self._flows[owner]
+        self._now, _ = flow.start()
+        turn = flow.waiting.popleft()
+        flow.finish = self._now + turn.cost / self._weight_of(owner)
+        flow.inside += 1
+        self._inside += 1
+        turn.admitted.set_result(None)
 
     def _leave(self, turn: Turn) -> None:
         flow = self._flows[turn.owner]
         if turn.used is not None:
             flow.finish += (turn.used - turn.cost) / self._weight_of(turn.owner)
         flow.inside -= 1
-        self._free += 1
+        self._inside -= 1
+        self._keep_place(turn, flow)
         self._admit()
-        if not flow.waiting and not flow.inside and flow.finish <= self._now:
-            del self._flows[turn.owner]
-        if not any(each.waiting or each.inside for each in self._flows.values()):
-            # Nobody is there any more: the past counts for nobody who comes next.
-            self._now = max([self._now, *(each.finish for each in self._flows.values())])
-            self._flows.clear()
+        self._forget_absent()
+
+    def _keep_place(self, turn: Turn, flow: _Flow) -> None:
+        """Keeps the place of whoever leaves for its next work, if that would start before all that waits, or hardly
+        after."""
+        starts = [other.start()[0] for other in self._flows.values() if other.waiting]
+        if not self._patience or self._kept_for or not turn.begun_at or flow.waiting or not starts:
+            return
+        if flow.finish <= min(starts) + _LEAD * turn.cost:
+            loop = asyncio.get_running_loop()
+            self._kept_for = turn.owner
+            pause_s = min(self._patience * (loop.time() - turn.begun_at), _MOST_PATIENCE_S)
+            loop.call_later(pause_s, self._give_up, turn.owner)
+
+    def _give_up(self, owner: str) -> None:
+        """Lets others have a place that was kept."""
+        if self._kept_for == owner:
+            self._kept_for = ""
+            self._admit()
+            self._forget_absent()
+
+    def _forget_absent(self) -> None:
+        """Drops owners whose past no longer matters: whoever is even with the others, or all, if nobody is there."""
+        absent = {o: f for o, f in self._flows.items() if not f.waiting and not f.inside and o != self._kept_for}
+        if len(absent) == len(self._flows):
+            self._now = max([self._now, *(flow.finish for flow in absent.values())])
             self._tokens_inside = 0.0
+        for owner in [owner for owner, flow in absent.items() if flow.finish <= self._now]:
+            del self._flows[owner]
 
     def _count_time(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 _BLOCK_BYTES = 32 * 4
 _CAPACITY = 2**16
 
+_FILL = 1.25
+"""Requests in a sampler over the sequences of its batch: some wait there for places that become free, and the rest
+here, where owners share them."""
 _PATIENCE_S = 60.0
 """How long a sampler that cannot be given the current weights is kept out while others serve."""
 
@@ -63,6 +67,7 @@ class Sampler(Replica):
         self._client = SamplerClient(address)
         self._weights, self._peers, self._trainer = weights, peers, trainer
         self._behind_since: float | None = None
+        self._concurrency = concurrency
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         self.adapters: set[str] = set()
         self.weights_lock = WeightsLock(lambda wanted: weights.put_resident(self, wanted))
@@ -88,6 +93,8 @@ class Sampler(Replica):
         """
         info = await self.client.info(timeout_s=5.0)
         self._trainer.check_files(f"the sampler at {self.address}", info.model_files)
+        if info.max_sequences:
+            self._places.resize(min(self._concurrency, math.ceil(_FILL * info.max_sequences)))
         is_new = info.instance_id != self.instance_id
         self.info = info
         if is_new:

@@ -15,8 +15,8 @@ from gateway.replicas.trainer_link import TrainerLink
 from gateway.training.batches import Batch, Batches
 from gateway.training.models import Model
 
-_STEP_TOKENS = 256
-"""What an optim_step costs of an owner's share: about as much time as a small batch's tokens."""
+_STEP_TOKENS = 64
+"""What an optim_step costs of an owner's share: little time, but not none."""
 
 
 class StepCommands:

@@ -90,6 +90,7 @@ def _facts(settings: SamplerSettings, engine: Engine, capacity: AdapterCapacity)
         limits=engine.limits,
         max_batched_adapters=capacity.batched,
         adapter_memory_bytes=capacity.held_bytes,
+        max_sequences=settings.max_sequences,
         model_files=fingerprints(checkpoint_directory(settings.model)),
     )
 

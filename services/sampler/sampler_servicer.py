@@ -39,6 +39,7 @@ class EngineInfo:
     limits: Limits
     max_batched_adapters: int
     adapter_memory_bytes: int
+    max_sequences: int
     model_files: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -83,6 +84,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             version=_version(),
             max_batched_adapters=facts.max_batched_adapters,
             adapter_memory_bytes=facts.adapter_memory_bytes,
+            max_sequences=facts.max_sequences,
             model_files=facts.model_files,
         )
 

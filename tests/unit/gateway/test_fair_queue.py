@@ -11,14 +11,16 @@ from gateway.fair_queue import FairQueue, Turn
 class Line:
     """A queue whose work lasts until it is told to end, and who was let in, in order."""
 
-    def __init__(self, places: int = 1, **weights: float) -> None:
-        self.queue = FairQueue(places, lambda owner: weights.get(owner, 1.0))
+    def __init__(self, places: int = 1, alone: int = 0, patience: float = 0.0, **weights: float) -> None:
+        self.queue = FairQueue(places, lambda owner: weights.get(owner, 1.0), alone, patience)
         self.inside: list[tuple[Turn, asyncio.Event]] = []
         self.begun: list[Turn] = []
         self.tasks: list[asyncio.Task[None]] = []
+        self.sent: list[Turn] = []
 
     async def send(self, owner: str, count: int, cost: float = 1.0, used: float | None = None) -> list[Turn]:
         turns = [Turn(owner, cost) for _ in range(count)]
+        self.sent += turns
         self.tasks += [asyncio.create_task(self._work(turn, used)) for turn in turns]
         await asyncio.sleep(0)
         return turns
@@ -35,8 +37,8 @@ class Line:
     async def end(self, count: int = 1) -> None:
         """Ends the work that has lasted longest."""
         for _ in range(count):
-            _, ended = self.inside.pop(0)
-            ended.set()
+            if self.inside:
+                self.inside.pop(0)[1].set()
             for _ in range(4):
                 await asyncio.sleep(0)
 
@@ -139,3 +141,37 @@ async def test_seconds_are_divided_by_tokens_and_add_up(monkeypatch: pytest.Monk
     now += 1.0
     await line.end()
     assert (large.seconds, small.seconds) == pytest.approx((3.0, 2.0))
+
+
+async def test_one_owner_has_the_next_piece_of_work_sent_ahead_and_several_have_not() -> None:
+    line = Line(alone=2)
+    await line.send("a", 4)
+    assert line.owners() == "aa"
+    await line.send("b", 1)
+    await line.end()
+    assert line.owners() == "aa", "one is inside, and two owners are there"
+    await line.end()
+    assert line.owners() == "aab"
+    await line.end()
+    assert line.owners() == "aabaa"
+    line.queue.resize(3)
+    for task in line.tasks:
+        task.cancel()
+
+
+async def test_who_sends_one_thing_after_another_has_half_beside_a_flood() -> None:
+    line = Line(patience=1.0)
+    await line.send("a", 100)
+    for _ in range(40):
+        await asyncio.sleep(0.002)  # so long takes everything, and so long may the next one of b take to come
+        await line.end()
+        if not any(turn.owner == "b" and not turn.admitted.done() for turn in line.sent):
+            await line.send("b", 1)
+    assert line.owners().count("b") == pytest.approx(20, abs=2)
+    for _ in range(4):
+        await line.end()
+        await asyncio.sleep(0.15)
+    assert line.begun[-1].owner == "a", "a place is not kept for ever"
+    assert line.inside
+    for task in line.tasks:
+        task.cancel()
