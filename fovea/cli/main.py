@@ -83,15 +83,11 @@ def up(
         raise typer.BadParameter(
             f"{path} has no config.json; name a checkpoint directory or a hub name", param_hint="--model"
         )
-    if not (is_loopback(host) or api_key or api_key_file or _may_have_keys(state_dir)):
-        raise typer.BadParameter(
-            f"other machines reach {host}: make a key first (`fovea keys create --owner NAME`), or give one by "
-            f"--api-key-file or {KEYS_VARIABLE}",
-            param_hint="--host",
-        )
     if refusal := _refusal(path):
         raise typer.Exit(_complain(refusal))
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not (is_loopback(host) or api_key or api_key_file or may_have_keys(state_dir)):
+        make_first_key(state_dir)
     os.environ.pop(KEYS_VARIABLE, None)  # the gateway alone is given the keys
     if own_tls and not tls_dir:
         tls_dir = state_dir / "tls"
@@ -257,7 +253,15 @@ def _refusal(model: str) -> str:
     return ""
 
 
-def _may_have_keys(state_dir: pathlib.Path) -> bool:
+def make_first_key(state_dir: pathlib.Path) -> None:
+    """Makes a key that allows everything, and shows it: other machines reach the gateway, and nobody has one."""
+    options = ("--owner", "admin", "--scope", "admin", "--name", "of the first fovea up", "--state-dir", str(state_dir))
+    made = subprocess.run([sys.executable, "-m", "gateway.access.keys_command", "create", *options], check=False)
+    if made.returncode:
+        raise typer.Exit(_complain("no API key could be made, and other machines reach this host: give one"))
+
+
+def may_have_keys(state_dir: pathlib.Path) -> bool:
     """Whether the gateway may find keys of its own; if it does not, it ends as it starts."""
     given = ("FOVEA_GATEWAY_API_KEY", "FOVEA_GATEWAY_API_KEY_FILE", "FOVEA_GATEWAY_DATABASE_URL")
     return (state_dir / "gateway.db").exists() or any(name in os.environ for name in given)

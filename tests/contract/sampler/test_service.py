@@ -79,7 +79,7 @@ async def served() -> AsyncIterator[Served]:
     images = ImageFetcher(small_qwen3_vl(), 1 << 20, default_source=address)
     weights = WeightStore(engine, AdapterCache(2, 1000))
     limits = Limits(100, 50, 4, 5, 2, 8)
-    facts = EngineInfo("model", "instance", "float32", 64, "gloo", 1, limits, 8, 9 << 20)
+    facts = EngineInfo("model", "instance", "float32", 64, "gloo", 1, limits, 8, 9 << 20, 64)
     generation = Generation(engine, weights, images, MAX_REQUESTS)
     service = SamplerService(facts, small_qwen3_vl(), generation, weights, SnapshotPushes(engine, weights))
     service.set_ready(True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fovea.cli.main import app
+from fovea.cli.main import app, make_first_key, may_have_keys
 
 
 def test_a_model_that_is_not_there_is_named() -> None:
@@ -78,15 +78,17 @@ def test_down_ends_who_holds_the_folder_and_waits(tmp_path: pathlib.Path) -> Non
     assert "no Fovea is up" in again.output
 
 
-def test_other_machines_need_a_key(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    arguments = ["up", "--model", str(tmp_path), "--host", "0.0.0.0", "--state-dir", str(tmp_path / "state")]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    words = " ".join(result.output.replace("│", " ").split())
-    assert "--host" in words
-    assert "other machines reach 0.0.0.0: make a key first" in words
-    assert not (tmp_path / "state").exists()
+def test_where_nobody_has_a_key_the_first_one_is_made_and_shown_once(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert not may_have_keys(tmp_path)
+    make_first_key(tmp_path)
+    out, told = capfd.readouterr()
+    (key,) = out.split()
+    assert key.startswith("tml-")
+    assert "of admin, scope admin; it is shown this once" in told
+    assert key.encode() not in (tmp_path / "gateway.db").read_bytes()
+    assert may_have_keys(tmp_path)
 
 
 def test_help_names_every_command() -> None:
