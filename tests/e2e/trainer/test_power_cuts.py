@@ -1,30 +1,36 @@
-"""A power cut at any moment: whatever a client was told is there afterwards, and every named checkpoint is whole.
+"""A power cut at any moment: what a client was told is there afterwards, and every named checkpoint is whole; what
+changed a model is in a durable point of the trainer's or in the gateway's journal.
 
 A real gateway and a real trainer work for a client while all that they do to the disk is recorded. Then the disk is
 made as it may be after a cut, 200 times, and looked at.
 """
 
+import json
 import random
 import re
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import pyrage  # type: ignore[import-untyped]
 import pytest
 
 import tinyvlm
 from fovea.wire.conventions import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
+from services.trainer.snapshots.recovery_folder import POINT
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.requests import Rest
 from tests.contract.gateway.test_process import Process
 from tests.e2e.trainer.trainer_process import TrainerProcess
 from tests.power.recording import Disk, Event, Kind, Recording, build, write_files
+from tests.waiting import eventually
 
 CUTS = 200
-_CHECKPOINT = re.compile(r"state/checkpoints/[^/]+/[^/]+/[^/]+")
+_CHECKPOINT = re.compile(r"state/checkpoints/[^/]+/[^/]+/[^/]+|recovery/[^/]+/\d+")
 _UNFINISHED = re.compile(re.escape(STAGING_SUFFIX) + "|" + re.escape(REPLACED_SUFFIX) + "|" + re.escape(PLAIN_SUFFIX))
 _DATABASE = "state/gateway.db"
 
@@ -45,6 +51,7 @@ class Told:
         self.model_id = str(
             (await self._wait(await self._rest.ok("create_model", **body, lora_config=lora)))["model_id"]
         )
+        self._note_change()
 
     async def run(self, route: str, **body: object) -> dict[str, object]:
         """A command's result."""
@@ -55,7 +62,19 @@ class Told:
         """A loss and a step."""
         self._seq_id += 1
         await self._wait((await self._rest.forward_backward(self.model_id, self._seq_id)).json())
+        self._note_change()
         await self.run("optim_step", adam_params={"learning_rate": 1e-3})
+        self._note_change()
+
+    async def load(self, path: object) -> None:
+        """A state into the model."""
+        await self.run("load_weights", path=path, optimizer=True)
+        self._note_change()
+
+    async def finish(self) -> None:
+        """The session, and with it the model."""
+        self._recording.mark(ended=self.model_id)
+        await self._rest.ok(f"sessions/{self._rest.session_id}/finish", reason={"type": "success"}, detail=None)
 
     async def copy(self, path: object, number: int) -> None:
         """A copy of a checkpoint."""
@@ -68,6 +87,9 @@ class Told:
         self._recording.mark(given_up=path)
         run, _, rest = path.removeprefix("tinker://").partition("/")
         (await self._rest.http.delete(f"training_runs/{run}/checkpoints/{rest}")).raise_for_status()
+
+    def _note_change(self) -> None:
+        self._recording.mark(changed=f"{self.model_id} {self._seq_id}")
 
     async def _wait(self, accepted: dict[str, object]) -> dict[str, object]:
         request_id = str(accepted["request_id"])
@@ -93,7 +115,8 @@ async def work(told: Told) -> None:
     recipient = str(pyrage.x25519.Identity.generate().to_public())
     await told.run("save_weights_external", path="secret", age_encryption_recipients=[recipient])
     await told.delete(f"tinker://{told.model_id}/sampler_weights/s")
-    await told.run("load_weights", path=first["path"], optimizer=True)
+    await told.load(first["path"])
+    await told.train()
 
 
 async def work_on_all(told: Told) -> None:
@@ -102,7 +125,8 @@ async def work_on_all(told: Told) -> None:
     await told.train()
     saved = await told.run("save_weights", path="full")
     await told.run("save_weights_for_sampler", path="full")
-    await told.run("load_weights", path=saved["path"], optimizer=True)
+    await told.load(saved["path"])
+    await told.train()
 
 
 @dataclass
@@ -132,7 +156,9 @@ async def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in recording.environment.items():
             patch.setenv(name, value)
-        trainer = TrainerProcess(tinyvlm.ensure("qwen3"), folder / "logs" / "trainer.log")
+        trainer = TrainerProcess(
+            tinyvlm.ensure("qwen3"), folder / "logs" / "trainer.log", "--recovery", str(root / "recovery")
+        )
         gateway = Process(stand)
         async with await trainer.ready():
             process = await gateway.start(trainer=trainer.address)
@@ -141,8 +167,10 @@ async def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
             for each in (work, work_on_all):
                 rest = Rest(http)
                 await rest.open_session()
-                await each(Told(rest, recording))
-                await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
+                told = Told(rest, recording)
+                await each(told)
+                await eventually(lambda: not journaled(root / _DATABASE, told.model_id), 60)  # noqa: B023
+                await told.finish()
     finally:
         process.terminate()
         await process.wait()
@@ -169,7 +197,10 @@ def test_after_200_cuts_every_named_checkpoint_is_whole_and_every_answer_is_ther
     assert list(problems(recorded, tmp_path)) == []
 
 
-@pytest.mark.parametrize(("unsynced", "lost"), [("state/checkpoints/", "is not whole"), (_DATABASE, "database|gone")])
+@pytest.mark.parametrize(
+    ("unsynced", "lost"),
+    [("state/checkpoints/", "is not whole"), ("recovery/", "durable|not whole"), (_DATABASE, "database|gone")],
+)
 def test_without_syncs_the_same_look_finds_what_is_lost(
     recorded: Recorded, tmp_path: Path, unsynced: str, lost: str
 ) -> None:
@@ -216,6 +247,25 @@ def whole_checkpoints(recorded: Recorded) -> dict[str, dict[str, bytes]]:
     return found
 
 
+def journaled(database: Path, model_id: str) -> set[int]:
+    """Commands of a model that could be done again."""
+    query = "SELECT seq_id FROM journal JOIN journal_requests USING (model_id, seq_id) WHERE model_id = ?"
+    with closing(sqlite3.connect(database)) as connection:
+        return {row[0] for row in connection.execute(query, (model_id,))}
+
+
+def newest_point(files: dict[str, bytes], whole: dict[str, dict[str, bytes]], model_id: str) -> tuple[int, bool]:
+    """From which command a trainer would restore a model, -1 if from none, and whether that has all its bytes."""
+    parent = f"recovery/{quote(model_id, safe='').replace('.', '%2E')}/"
+    names = {path.removeprefix(parent).partition("/")[0] for path in files if path.startswith(parent)}
+    for name in sorted((name for name in names if name.isdecimal()), key=int, reverse=True):
+        found = below(files, parent + name)
+        sizes = {path.removeprefix(f"{parent}{name}/"): len(data) for path, data in found.items()}
+        if sizes.pop(POINT, 0) and json.loads(found[f"{parent}{name}/{POINT}"])["files"] == sizes:
+            return int(name), found == whole[parent + name]
+    return -1, True
+
+
 def below(files: dict[str, bytes], folder: str) -> dict[str, bytes]:
     """The files of a folder."""
     return {path: data for path, data in files.items() if path.startswith(f"{folder}/")}
@@ -234,6 +284,7 @@ class Promises:
         self._accepted: set[str] = set()
         self._answered: set[str] = set()
         self._named: set[str] = set()
+        self._changed: dict[str, set[int]] = {}
 
     def note(self, event: Event) -> None:
         """Takes up what a mark says."""
@@ -243,6 +294,10 @@ class Promises:
             self._answered |= {told[name] for name in ("answered",) if name in told}
             self._named |= {told[name] for name in ("named",) if name in told}
             self._named -= {told.get("given_up", "")}
+            self._changed.pop(told.get("ended", ""), None)
+            if "changed" in told:
+                model_id, seq_id = told["changed"].split()
+                self._changed.setdefault(model_id, set()).add(int(seq_id))
 
     def broken(
         self, database: Path, files: dict[str, bytes], whole: dict[str, dict[str, bytes]], answers: dict[str, bytes],
@@ -267,6 +322,13 @@ class Promises:
             kept = dict(connection.execute("SELECT future_id, result FROM future_results"))
             yield from (f"the answer to {one} is gone" for one in self._answered if kept.get(one) != answers[one])
             checkpoints = dict(connection.execute("SELECT path, uri FROM checkpoints"))
+            for model_id, changed in self._changed.items():
+                durable, is_whole = newest_point(files, whole, model_id)
+                if not is_whole:
+                    yield f"point {durable} of {model_id} is not whole, and says it is"
+                lost = {seq_id for seq_id in changed if seq_id > durable} - journaled(database, model_id)
+                if lost:
+                    yield f"{sorted(lost)} of {model_id} are neither durable, up to {durable}, nor in the journal"
         except sqlite3.DatabaseError as error:
             yield f"the database cannot be read: {error}"
             return

@@ -27,7 +27,7 @@ class TrainerProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-m", "services.trainer", "--model", str(model_dir), "--port", str(self.port)]
-        recovery = ("--recovery", str(log.parent / "recovery"))
+        recovery = () if "--recovery" in arguments else ("--recovery", str(log.parent / "recovery"))
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [*command, "--ranks", str(ranks), *_checkpoints(log.parent.parent), *recovery, *arguments],
