@@ -1,0 +1,76 @@
+"""What is kept for recovery is found again, whole or not at all, on a disk and in a bucket."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+
+from services.trainer.snapshots.checkpoint_folder import Folder, write_folder
+from services.trainer.snapshots.recovery_folder import KEPT_S, Point, RecoveryFolder
+
+NAMES = ["plain", "a/b:train:0", "..", "100%@*"]
+
+
+@pytest.fixture(params=["disk", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A path or URL with nothing below."""
+    return str(request.getfixturevalue("new_bucket")() if request.param == "s3" else tmp_path) + "/recovery"
+
+
+def _write(folder: RecoveryFolder, model_id: str, seq_id: int, age_s: float = 0.0) -> Point:
+    point = Point(seq_id, seq_id // 2, [{"loss": 0.1}, 3], None, "base", time.time() - age_s, {})
+    written: list[Point] = []
+
+    def describe(staging: Folder) -> None:
+        written.append(dataclasses.replace(point, files=staging.sizes()))
+        written[0].write_to(staging)
+
+    write_folder(folder.point_url(model_id, seq_id), {"weights": b"123", "more": b"4"}, describe)
+    return written[0]
+
+
+def test_the_newest_whole_point_counts(place: str) -> None:
+    folder = RecoveryFolder(place)
+    for name in NAMES:
+        assert folder.newest(name) is None
+        points = [_write(folder, name, seq_id) for seq_id in (9, 10)]
+        assert folder.newest(name) == (folder.point_url(name, 10), points[1])
+        newest = Folder.at(folder.point_url(name, 10))
+        newest.write("weights", b"12")
+        assert folder.newest(name) == (folder.point_url(name, 9), points[0])
+        newest.discard()
+        folder.drop_older(name, 9)
+        assert folder.newest(name) is not None
+        folder.drop_older(name, 11)
+        assert folder.newest(name) is None
+
+
+def test_models_and_snapshots_are_kept_apart(place: str) -> None:
+    folder = RecoveryFolder(place)
+    for name in NAMES:
+        _write(folder, name, 1)
+        write_folder(folder.snapshot_url(name, f"{name}@1"), {"adapter": b"12345"})
+    for name in NAMES:
+        assert folder.find_snapshot(f"{name}@1") == folder.snapshot_url(name, f"{name}@1")
+        before = folder.size_bytes(name)
+        folder.remove_snapshot(f"{name}@1")
+        assert folder.size_bytes(name) == before - 5
+        assert folder.find_snapshot(f"{name}@1") is None
+        folder.remove_model(name)
+        folder.remove_model(name)
+        assert folder.size_bytes(name) == 0
+    folder.remove_snapshot("unknown")
+
+
+def test_a_start_removes_what_was_left_and_what_is_old(place: str) -> None:
+    folder = RecoveryFolder(place)
+    folder.sweep()
+    _write(folder, "old", 4, KEPT_S + 60)
+    kept = _write(folder, "young", 4, KEPT_S - 60)
+    staging = Folder.at(folder.point_url("young", 5)).stage()
+    staging.write("part", b"1")
+    folder.sweep()
+    assert folder.newest("old") is None
+    assert folder.newest("young") == (folder.point_url("young", 4), kept)
+    assert not staging.exists("part")
