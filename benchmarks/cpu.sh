@@ -7,6 +7,7 @@ export TINKER_TELEMETRY=0 FOVEA_SAMPLER_MAX_SEQUENCES=256
 python -m benchmarks.gateway_polls >> "$results"
 python -m benchmarks.durability >> "$results"
 python -m benchmarks.recovery --tokens 4096 >> "$results"
+python -m benchmarks.gateway_bytes >> "$results"
 python -m benchmarks.renderer >> "$results"
 [ -z "$BENCH_TINKER" ] || python -m benchmarks.tinker_api --bench "$BENCH_TINKER" >> "$results"
 fovea up --state-dir "$state" --port 0 --grpc-port 0 > "$state/up.log" 2>&1 &
