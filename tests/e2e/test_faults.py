@@ -1,12 +1,17 @@
 """A sampler, a trainer rank or all of Fovea dies: nothing hangs, nothing is lost in silence, nothing stays behind."""
 
 import asyncio
+import multiprocessing
+import os
 import pathlib
 import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
+from unittest import mock
 
 import grpc
 import psutil
@@ -29,8 +34,12 @@ RETURNED = "is back in"
 
 @pytest.fixture(scope="module")
 def fragile() -> Iterator[Stack]:
-    """A Fovea of its own, to be broken; its services talk over mutual TLS, and do so again after each start."""
-    with running_stack(tinyvlm.ensure(), "--tls") as stack:
+    """A Fovea of its own, to be broken; its services talk over mutual TLS, and do so again after each start.
+
+    A client that is silent for longer than the SDK's heartbeats are apart, which is 10 s, is parked.
+    """
+    silence = mock.patch.dict(os.environ, {"FOVEA_GATEWAY_SESSION_TTL_S": "20"})
+    with silence, running_stack(tinyvlm.ensure(), "--tls") as stack:
         yield stack
 
 
@@ -150,6 +159,47 @@ def test_a_sampler_killed_while_sampling(fragile: Stack) -> None:
         again = sampling.sample(prompt.model_input, num_samples=1, sampling_params=greedy).result()
         assert again.sequences[0].tokens == expected.sequences[0].tokens
         assert again.sequences[0].logprobs == pytest.approx(expected.sequences[0].logprobs, abs=1e-5)
+
+
+def train_in_halves(stack: Stack, told: "Queue[list[float]]", go_on: Event) -> None:
+    """Trains and samples, waits, and does so again with the same model and the same unnamed weights."""
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(stack.model))
+    prompt = builder.build("a notebook whose machine was taken away")
+    greedy = tinker.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
+    with stack.service_client() as service:
+        training = service.create_lora_training_client(base_model=stack.model_name, rank=4, seed=5).result()
+        sampling = None
+        for half in range(2):
+            loss = training.forward_backward([prompt.datum()], "cross_entropy").result().metrics["loss:sum"]
+            if half:  # the first half's gradients are not in a step yet
+                training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+            sampling = sampling or training.save_weights_and_get_sampling_client().result()
+            sampled = sampling.sample(prompt.model_input, num_samples=1, sampling_params=greedy).result()
+            after = training.forward([prompt.datum()], "cross_entropy").result().metrics["loss:sum"]
+            told.put([loss, after, *sampled.sequences[0].tokens])
+            go_on.wait(200)
+
+
+def test_a_client_that_was_stopped_for_long_goes_on(fragile: Stack) -> None:
+    """Its session is parked, its trainer killed meanwhile: it notices neither."""
+    context = multiprocessing.get_context("spawn")
+    metrics = fragile.state["services"]["gateway"]["metrics"]
+    halves = []
+    for is_stopped in (False, True):
+        told, go_on = context.Queue(), context.Event()
+        client = context.Process(target=train_in_halves, args=(fragile, told, go_on))
+        client.start()
+        halves.append(told.get(timeout=120))
+        if is_stopped:
+            stopped = psutil.Process(client.pid)
+            stopped.suspend()
+            asyncio.run(eventually(lambda: metric_total(metrics, "fovea_gateway_parked_sessions") >= 1, 120))
+            kill(fragile, "0")
+            stopped.resume()
+        go_on.set()
+        halves.append(told.get(timeout=120))
+        client.join(60)
+    assert halves[:2] == halves[2:]
 
 
 def test_a_killed_supervisor_leaves_no_process_behind(fragile: Stack) -> None:
