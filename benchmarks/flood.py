@@ -3,13 +3,14 @@
 Two owners of equal weight, each with a key of its own, through the SDK. The quiet one is measured alone and then beside
 the other, in one run. Samples: the flooding one has thousands queued; the quiet one sends one after another, whose 99th
 percentile counts, and then as many at once as it can use, whose share of all tokens counts. Training: the flooding one
-has several models with forward_backwards queued; the quiet one takes steps with one model, then sends with several.
+has several models with forward_backwards queued; the quiet one takes steps with one model, then sends as it can.
 
 Start Fovea with `FOVEA_API_KEY="quiet=tml-quiet flood=tml-flood" fovea up`.
 """
 
 import argparse
 import itertools
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +27,12 @@ from benchmarks.client import Bench, datum, take_step
 from benchmarks.figure import emit, quantile
 from benchmarks.running import Running
 
+_SETTLE_S = 3.0
+"""In which the flood's samples fill what there is."""
+
 
 class Load:
-    """Requests kept in flight by a thread, and the tokens of those that ended.
+    """Requests kept in flight, and the tokens of those that ended.
 
     Args:
         submit: Sends one; its future ends when it is done.
@@ -39,26 +43,15 @@ class Load:
     def __init__(self, submit: Callable[[int], "Future[Any]"], tokens: int, in_flight: int) -> None:
         self._submit, self._tokens = submit, tokens
         self._room = threading.Semaphore(in_flight)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
         self.done = 0
 
-    @contextmanager
-    def running(self, after: int = 1) -> Iterator["Load"]:
-        """Keeps them in flight, from when `after` of them have ended, to the end of the block."""
-        self._thread.start()
-        while self.done < after * self._tokens:
-            time.sleep(0.05)
-        try:
-            yield self
-        finally:
-            self._stopping.set()
-            self._thread.join()
-
-    def _run(self) -> None:
+    def run(self, until: Callable[[], bool], tell: Callable[[int], None] = lambda done: None) -> None:
+        """Keeps them in flight; `tell` is called with the tokens of those that have ended."""
         for number in itertools.count():
-            self._room.acquire()
-            if self._stopping.is_set():
+            while not self._room.acquire(timeout=0.1):
+                tell(self.done)
+            tell(self.done)
+            if until():
                 return
             self._submit(number).add_done_callback(self._end)
 
@@ -67,11 +60,46 @@ class Load:
         self._room.release()
 
 
-def share(quiet: Load, flood: Load, seconds: float) -> float:
-    """The quiet one's part of the tokens of both in a span of time."""
-    before = quiet.done, flood.done
+@contextmanager
+def flooding(kind: str, base_url: str, options: argparse.Namespace) -> Iterator[Callable[[], int]]:
+    """The other tenant, in a process of its own, from when its first requests have ended; yields its tokens' count."""
+    context = multiprocessing.get_context("spawn")
+    done, stopping = context.Value("q", 0), context.Event()
+    process = context.Process(target=_flood, args=(kind, base_url, options, done, stopping), daemon=True)
+    process.start()
+    while not done.value:
+        time.sleep(0.1)
+    try:
+        yield lambda: int(done.value)
+    finally:
+        stopping.set()
+        process.join(600)
+
+
+def _flood(kind: str, base_url: str, options: argparse.Namespace, done: Any, stopping: Any) -> None:
+    def tell(tokens: int) -> None:
+        done.value = tokens
+
+    with Bench.open(base_url, options.flood_key) as bench:
+        if kind == "samples":
+            load = samples(bench, options, options.queued)
+        else:
+            load = losses(bench, [bench.training(options.rank) for _ in range(options.models)], options)
+        load.run(stopping.is_set, tell)
+
+
+def share(load: Load, flood: Callable[[], int], seconds: float) -> float:
+    """The quiet one's part of the tokens of both, in a span of time in which it asks for as much as it can."""
+    stopping = threading.Event()
+    thread = threading.Thread(target=load.run, args=(stopping.is_set,))
+    thread.start()
+    while not load.done:
+        time.sleep(0.05)
+    before = load.done, flood()
     time.sleep(seconds)
-    own, other = quiet.done - before[0], flood.done - before[1]
+    own, other = load.done - before[0], flood() - before[1]
+    stopping.set()
+    thread.join()
     return own / max(own + other, 1)
 
 
@@ -116,7 +144,7 @@ def report(name: str, alone: list[float], beside: list[float], part: float, size
     emit(f"flood.{name}.share", [part], "of the tokens", **sizes)
 
 
-def measure_samples(quiet: Bench, flood: Bench, options: argparse.Namespace) -> None:
+def measure_samples(quiet: Bench, base_url: str, options: argparse.Namespace) -> None:
     """One after another, alone and beside the flood; then many at once beside it."""
     params = types.SamplingParams(max_tokens=options.new_tokens)
     prompt = quiet.prompt(np.random.default_rng(3), options.prompt_tokens)
@@ -126,33 +154,27 @@ def measure_samples(quiet: Bench, flood: Bench, options: argparse.Namespace) -> 
 
     timed(one, 5)
     alone = timed(one, options.repeats)
-    with samples(flood, options, options.queued).running(after=options.queued // 20) as flooding:
+    with flooding("samples", base_url, options) as flood:
+        time.sleep(_SETTLE_S)
         beside = timed(one, options.repeats)
-        with samples(quiet, options, options.queued).running() as asking:
-            part = share(asking, flooding, options.window)
-    report("samples", alone, beside, part, {"queued": options.queued, "new_tokens": options.new_tokens})
+        part = share(samples(quiet, options, options.asked), flood, options.window)
+    sizes = {"queued": options.queued, "asked": options.asked, "new_tokens": options.new_tokens}
+    report("samples", alone, beside, part, sizes)
 
 
-def measure_training(quiet: Bench, flood: Bench, options: argparse.Namespace) -> None:
+def measure_training(quiet: Bench, base_url: str, options: argparse.Namespace) -> None:
     """The same with steps."""
-    own = [quiet.training(options.rank) for _ in range(options.models)]
-    others = [flood.training(options.rank) for _ in range(options.models)]
-    data = batch(quiet, options)
+    own, data = quiet.training(options.rank), batch(quiet, options)
 
     def step() -> None:
-        take_step(own[0], data, 1e-5)
+        take_step(own, data, 1e-5)
 
     timed(step, 3)
     alone = timed(step, options.steps)
-    with losses(flood, others, options).running() as flooding:
+    with flooding("losses", base_url, options) as flood:
         beside = timed(step, options.steps)
-        with losses(quiet, own[:1], options).running() as asking:
-            part_of_one = share(asking, flooding, options.window)
-        with losses(quiet, own, options).running() as asking:
-            part = share(asking, flooding, options.window)
-    sizes = {"models": options.models, "datums": options.datums, "length": options.length}
-    report("steps", alone, beside, part, sizes)
-    emit("flood.steps.share_of_one_model", [part_of_one], "of the tokens", **sizes)
+        part = share(losses(quiet, [own], options), flood, options.window)
+    report("steps", alone, beside, part, {"models": options.models, "datums": options.datums, "length": options.length})
 
 
 def main() -> None:
@@ -162,10 +184,11 @@ def main() -> None:
     parser.add_argument("--quiet-key", default="tml-quiet")
     parser.add_argument("--flood-key", default="tml-flood")
     parser.add_argument("--queued", type=int, default=1000, help="samples of the flooding tenant at any time")
+    parser.add_argument("--asked", type=int, default=64, help="samples of the quiet one when it asks for its share")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=60, help="samples one after another")
-    parser.add_argument("--models", type=int, default=4, help="of each tenant")
+    parser.add_argument("--models", type=int, default=4, help="of the flooding tenant; the quiet one has one")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--datums", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
@@ -174,11 +197,11 @@ def main() -> None:
     parser.add_argument("--only", choices=("samples", "training"))
     options = parser.parse_args()
     base_url = Running.read(options.up).base_url
-    with Bench.open(base_url, options.quiet_key) as quiet, Bench.open(base_url, options.flood_key) as flood:
+    with Bench.open(base_url, options.quiet_key) as quiet:
         if options.only != "samples":
-            measure_training(quiet, flood, options)
+            measure_training(quiet, base_url, options)
         if options.only != "training":
-            measure_samples(quiet, flood, options)
+            measure_samples(quiet, base_url, options)
 
 
 if __name__ == "__main__":
