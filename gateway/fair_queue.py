@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-_MOST_PATIENCE_S = 0.1
+_PATIENCE_S = 1.0
+"""For which a place is kept: what comes next has only to be written down."""
 _LEAD = 0.5
 """A place is kept also for who is ahead of others by so much of its last piece: a step after a batch is small."""
 
@@ -27,17 +28,20 @@ class Turn:
 
     Attributes:
         cost: Tokens that it is taken to need; `settle` corrects that.
+        is_followed: Says at its end whether the owner's next work is about to come, and waits for nothing else. Then
+            its place is kept for that, if that starts before all that waits (Iyer and Druschel, "Anticipatory scheduling",
+            SOSP 2001): else whoever sends one thing after another would get a third beside a flood, not a half.
         seconds: Of the time in which any place was taken, its part: by tokens, among all that were in a place with it.
             Those of all turns add up to the time in which the queue's places were not all empty.
     """
 
     owner: str
     cost: float = 1.0
+    is_followed: Callable[[], bool] = lambda: False
     seconds: float = 0.0
     used: float | None = None
     number: int = 0
     arrived: float = 0.0
-    begun_at: float = 0.0
     admitted: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def __post_init__(self) -> None:
@@ -74,14 +78,11 @@ class FairQueue:
         weight_of: An owner's weight, above 0.
         alone: How much goes on at once while it is all one owner's, if that is more: so that a server that does one
             thing at a time finds the next one when that ends, and yet nobody waits for what others have sent ahead.
-        patience: For how long, as a part of the time that its last work took, a place is kept for an owner whose next
-            work would come first and is about to come: the answer to its last has just been sent (Iyer and Druschel,
-            "Anticipatory scheduling", SOSP 2001). Else whoever sends one thing after another gets a third, not a half.
     """
 
-    def __init__(self, places: int, weight_of: Callable[[str], float], alone: int = 0, patience: float = 0.0) -> None:
+    def __init__(self, places: int, weight_of: Callable[[str], float], alone: int = 0) -> None:
         self._places, self._alone, self._weight_of = places, max(alone, places), weight_of
-        self._patience, self._inside = patience, 0
+        self._inside = 0
         self._kept_for = ""
         self._flows: dict[str, _Flow] = {}
         self._now = 0.0  # virtual
@@ -95,7 +96,7 @@ class FairQueue:
         await self._wait(turn)
         self._count_time()
         self._tokens_inside += turn.cost
-        begun_at, turn.begun_at = self._clock, self._clock_at
+        begun_at = self._clock
         try:
             yield
         finally:
@@ -181,13 +182,12 @@ class FairQueue:
         """Keeps the place of whoever leaves for its next work, if that would start before all that waits, or hardly
         after."""
         starts = [other.start()[0] for other in self._flows.values() if other.waiting]
-        if not self._patience or self._kept_for or not turn.begun_at or flow.waiting or not starts:
+        if self._kept_for or flow.waiting or not starts or not turn.is_followed():
             return
         if flow.finish <= min(starts) + _LEAD * turn.cost:
             loop = asyncio.get_running_loop()
             self._kept_for = turn.owner
-            pause_s = min(self._patience * (loop.time() - turn.begun_at), _MOST_PATIENCE_S)
-            loop.call_later(pause_s, self._give_up, turn.owner)
+            loop.call_later(_PATIENCE_S, self._give_up, turn.owner)
 
     def _give_up(self, owner: str) -> None:
         """Lets others have a place that was kept."""

@@ -38,8 +38,6 @@ from gateway.training.training import Training
 from gateway.training.training_runs import TrainingRuns
 from gateway.training.weight_commands import CreationCommands, SaveCommands
 
-_TRAINER_PATIENCE = 0.25
-
 
 class Parts:
     """All parts of one gateway. Nothing runs before they are opened and started.
@@ -91,9 +89,10 @@ class Parts:
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
         self.batches = Batches(self.futures, self.renderers, self.custom_losses)
         self.steps = StepCommands(
+            self.futures,
             self.batches,
             self.trainer,
-            FairQueue(1, self.owners.weight, settings.trainer_concurrency, _TRAINER_PATIENCE),
+            FairQueue(1, self.owners.weight, settings.trainer_concurrency),
         )
         self.journal = Journal(self.database, self.models, self.trainer, settings.max_journal_bytes)
         replay = Replay(

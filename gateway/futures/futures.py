@@ -71,6 +71,11 @@ class Futures:
         """Raises ResourceExhausted if an owner has its share of futures."""
         self._quota.check(owner)
 
+    def unfinished_kind(self, future_id: str) -> Kind | None:
+        """What kind of work it is, if there is such a future and it has not ended."""
+        pending = self._pending.get(future_id)
+        return None if pending is None else pending.submission.kind
+
     def unfinished(self) -> list[Pending]:
         """Futures that have not ended, oldest first."""
         return list(self._pending.values())

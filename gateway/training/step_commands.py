@@ -9,7 +9,8 @@ from fovea.api.v1 import gateway_pb2, trainer_pb2
 from fovea.client import ForwardBackwardResult
 from fovea.wire.errors import FailedPrecondition, FeatureEvicted
 from gateway.fair_queue import FairQueue, Turn
-from gateway.futures.future import Done, Kind, Pending, QueueState
+from gateway.futures.future import Done, Kind, Pending, QueueState, future_id
+from gateway.futures.futures import Futures
 from gateway.gateway_metrics import stage
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.training.batches import Batch, Batches
@@ -17,6 +18,8 @@ from gateway.training.models import Model
 
 _STEP_TOKENS = 64
 """What an optim_step costs of an owner's share: little time, but not none."""
+
+_COMPUTING = (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
 
 
 class StepCommands:
@@ -26,8 +29,8 @@ class StepCommands:
         turns: Lets commands to the trainer, as many at once as keep it busy. Nobody who has a turn may wait for one.
     """
 
-    def __init__(self, batches: Batches, trainer: TrainerLink, turns: FairQueue) -> None:
-        self._batches, self._trainer, self._turns = batches, trainer, turns
+    def __init__(self, futures: Futures, batches: Batches, trainer: TrainerLink, turns: FairQueue) -> None:
+        self._futures, self._batches, self._trainer, self._turns = futures, batches, trainer, turns
 
     async def forward_backward(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Renders the datums and has their loss computed, with gradients or without."""
@@ -89,7 +92,12 @@ class StepCommands:
     @asynccontextmanager
     async def _turn(self, pending: Pending, tokens: int, doing: str) -> AsyncIterator[None]:
         """Waits until the command may go to the trainer, and is one of those there until the block ends."""
-        turn, kind = Turn(pending.submission.owner, tokens), pending.submission.kind.value
+        submission = pending.submission
+        following = future_id(submission.scope, submission.seq_id + 1)
+        turn = Turn(
+            submission.owner, tokens, is_followed=lambda: self._futures.unfinished_kind(following) in _COMPUTING
+        )
+        kind = submission.kind.value
         pending.progress.queue(lambda: f"waiting for the trainer: {self._turns.describe(turn)}", QueueState.PAUSED)
         try:
             async with AsyncExitStack() as held:

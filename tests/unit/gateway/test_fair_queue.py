@@ -11,15 +11,16 @@ from gateway.fair_queue import FairQueue, Turn
 class Line:
     """A queue whose work lasts until it is told to end, and who was let in, in order."""
 
-    def __init__(self, places: int = 1, alone: int = 0, patience: float = 0.0, **weights: float) -> None:
-        self.queue = FairQueue(places, lambda owner: weights.get(owner, 1.0), alone, patience)
+    def __init__(self, places: int = 1, alone: int = 0, **weights: float) -> None:
+        self.queue = FairQueue(places, lambda owner: weights.get(owner, 1.0), alone)
         self.inside: list[tuple[Turn, asyncio.Event]] = []
         self.begun: list[Turn] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.sent: list[Turn] = []
+        self.steady = ""
 
     async def send(self, owner: str, count: int, cost: float = 1.0, used: float | None = None) -> list[Turn]:
-        turns = [Turn(owner, cost) for _ in range(count)]
+        turns = [Turn(owner, cost, lambda: owner == self.steady) for _ in range(count)]
         self.sent += turns
         self.tasks += [asyncio.create_task(self._work(turn, used)) for turn in turns]
         await asyncio.sleep(0)
@@ -160,7 +161,8 @@ async def test_one_owner_has_the_next_piece_of_work_sent_ahead_and_several_have_
 
 
 async def test_who_sends_one_thing_after_another_has_half_beside_a_flood() -> None:
-    line = Line(patience=1.0)
+    line = Line()
+    line.steady = "b"
     await line.send("a", 100)
     for _ in range(40):
         await asyncio.sleep(0.002)  # so long takes everything, and so long may the next one of b take to come
@@ -168,9 +170,9 @@ async def test_who_sends_one_thing_after_another_has_half_beside_a_flood() -> No
         if not any(turn.owner == "b" and not turn.admitted.done() for turn in line.sent):
             await line.send("b", 1)
     assert line.owners().count("b") == pytest.approx(20, abs=2)
-    for _ in range(4):
+    for _ in range(3):
         await line.end()
-        await asyncio.sleep(0.15)
+    await asyncio.sleep(1.1)
     assert line.begun[-1].owner == "a", "a place is not kept for ever"
     assert line.inside
     for task in line.tasks:
