@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--quiet-key", default="tml-quiet")
     parser.add_argument("--flood-key", default="tml-flood")
     parser.add_argument("--queued", type=int, default=1000, help="samples of the flooding tenant at any time")
-    parser.add_argument("--asked", type=int, default=64, help="samples of the quiet one when it asks for its share")
+    parser.add_argument("--asked", type=int, default=400, help="samples of the quiet one when it asks for its share")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=60, help="samples one after another")

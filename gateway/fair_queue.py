@@ -29,8 +29,9 @@ class Turn:
     Attributes:
         cost: Tokens that it is taken to need; `settle` corrects that.
         is_followed: Says at its end whether the owner's next work is about to come, and waits for nothing else. Then
-            its place is kept for that, if that starts before all that waits (Iyer and Druschel, "Anticipatory scheduling",
-            SOSP 2001): else whoever sends one thing after another would get a third beside a flood, not a half.
+            its place is kept for that, if that starts before all that waits (Iyer and Druschel, "Anticipatory
+            scheduling", SOSP 2001): else whoever sends one thing after another would get a third beside a flood, not a
+            half.
         seconds: Of the time in which any place was taken, its part: by tokens, among all that were in a place with it.
             Those of all turns add up to the time in which the queue's places were not all empty.
     """
