@@ -64,6 +64,9 @@ conformance: setup ## All checks of the Tinker API against a fresh Fovea; writes
 chaos: setup ## 200 faults in an hour while clients train and sample, and every promise checked (SEED=7, REPLAY=log)
 	$(BIN)/python -m chaos --seed $(or $(SEED),1) --faults $(or $(FAULTS),200) $(if $(REPLAY),--replay $(REPLAY))
 
+soak: setup ## Hours of ordinary work of eight clients: memory and latencies (HOURS=2)
+	$(BIN)/python -m chaos.soak --hours $(or $(HOURS),2)
+
 models: setup ## Which model families work, each on a tiny checkpoint; writes docs/models.md, half an hour to an hour
 	$(BIN)/python -m parity.page
 

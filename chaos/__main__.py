@@ -30,7 +30,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     cards = [card for card in deck(disk=disk.is_possible(), machine=True) if not set(card) & set(given.without)]
     faults = read_log(given.replay) if given.replay else plan(given.seed, given.faults, cards, given.gap_s)
-    for line in limits():
+    for line in disk.limits():
         print(line)
     print(f"seed {given.seed}, {len(faults)} faults, {given.clients} clients; logs in {folder}", flush=True)
 
@@ -47,14 +47,6 @@ def main() -> int:
         return 1 if violations else 0
 
     return asyncio.run(whole())
-
-
-def limits() -> list[str]:
-    """What cannot be done on this machine, or is done in another way."""
-    lines = ["partitions and delays are made by proxies between the parts: all parts listen on 127.0.0.1"]
-    if not disk.is_possible():
-        lines.append("no full disks: this user may not mount a file system (unshare --mount, unshare --user --mount)")
-    return lines
 
 
 if __name__ == "__main__":

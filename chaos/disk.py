@@ -26,6 +26,14 @@ def is_possible() -> bool:
     return bool(_namespace())
 
 
+def limits() -> list[str]:
+    """What cannot be done on this machine, or is done in another way."""
+    lines = ["partitions and delays are made by proxies between the parts: all parts listen on 127.0.0.1"]
+    if not is_possible():
+        lines.append("no full disks: this user may not mount a file system (unshare --mount, unshare --user --mount)")
+    return lines
+
+
 class Disk:
     """Mounted at `path` in a mount namespace, which a process keeps until `close`, or until this one ends."""
 
@@ -72,6 +80,4 @@ class Disk:
 
     def close(self) -> None:
         """The disk goes with all that is on it once nobody has it mounted."""
-        assert self._keeper.stdin
-        self._keeper.stdin.close()
-        self._keeper.wait(10.0)
+        self._keeper.communicate(timeout=10.0)

@@ -16,7 +16,8 @@ from safetensors import safe_open
 
 from chaos.stack import Stack
 
-_NUMBERS = re.compile(r"[0-9a-f]{8,}|\d+")
+_NUMBERS = re.compile(r"(?<=-)[a-z0-9_]{8}(?=/)|[0-9a-f]{8,}|\d+")
+"""Of what is made anew each time: the names that `tempfile` draws, digests, counts."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ def take(stack: Stack) -> Inventory:
             found[f"files {root.name}/{_NUMBERS.sub('#', str(path.relative_to(root)))}"] += 1
     for process in stack.marked():
         with suppress(psutil.Error):
-            found[f"processes {_role(process)}"] += 1
+            found[f"processes {role(process)}"] += 1
             listening = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-            found[f"ports of {_role(process)}"] += len(listening)
+            found[f"ports of {role(process)}"] += len(listening)
     return found
 
 
@@ -62,9 +63,10 @@ def growth(before: Inventory, after: Inventory) -> Inventory:
 
 def left_after_stop(stack: Stack) -> list[str]:
     """What is there still when everything has been stopped."""
-    left = [f"process {process.pid} {_role(process)}" for process in stack.marked()]
+    left = [f"process {process.pid} {role(process)}" for process in stack.marked()]
     left += [f"port {port}" for port in stack.ports if _is_taken(port)]
-    return left + [f"file {path}" for root in _roots(stack)[1:] for path in _files(root)]
+    roots = [stack.folder / "tmp", *_roots(stack)[1:]]
+    return left + [f"file {path}" for root in roots for path in _files(root)]
 
 
 def ledger(stack: Stack, scopes: Iterable[str]) -> list[Finish]:
@@ -108,7 +110,8 @@ def _files(root: Path) -> list[Path]:
     return [path for path in root.rglob("*") if path.is_file()] if root.exists() else []
 
 
-def _role(process: psutil.Process) -> str:
+def role(process: psutil.Process) -> str:
+    """What a process is, alike after each start."""
     words = process.cmdline()
     if "-m" in words:
         module = words[words.index("-m") + 1]

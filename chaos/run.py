@@ -79,10 +79,10 @@ async def run(
     """
     stop = _folder(folder) / "stop"
     # What stays open from the first command on, such as the group in which weights are sent, is no leftover.
-    await _clients(stack, folder / "before", ["samples-before"], stop, rounds={"samples-before": 2})
+    await run_clients(stack, folder / "before", ["samples-before"], stop, rounds={"samples-before": 2})
     at_first = await _settled(stack, Counter())
     start = time.monotonic()
-    disturbed = asyncio.create_task(_clients(stack, folder / "disturbed", clients, stop, pause_s=pause_s))
+    disturbed = asyncio.create_task(run_clients(stack, folder / "disturbed", clients, stop, pause_s=pause_s))
     happened = await Nemesis(stack, lambda fault: print(fault, flush=True)).run(plan)
     write_log(folder / "faults.jsonl", happened, start)
     stop.touch()
@@ -94,7 +94,7 @@ async def run(
     seen_first = await _settled(stack, at_first)
     first = _seen(stack, history, seen_first, at_first, exits, seconds)
     begun = time.monotonic()
-    exits = await _clients(stack, folder / "undisturbed", clients, stop, rounds=rounds)
+    exits = await run_clients(stack, folder / "undisturbed", clients, stop, rounds=rounds)
     seconds = time.monotonic() - begun
     seen_second = await _settled(stack, seen_first)
     second = _seen(stack, _history(folder / "undisturbed"), seen_second, seen_first, exits, seconds)
@@ -119,7 +119,7 @@ def _check(happened: Sequence[Happened], disturbed: Seen, undisturbed: Seen) -> 
     ]
 
 
-async def _clients(
+async def run_clients(
     stack: Stack, folder: Path, names: Sequence[str], stop: Path, *, rounds: dict[str, int] | None = None,
     pause_s: float = 0.0,
 ) -> dict[str, int]:  # fmt: skip
@@ -151,7 +151,7 @@ async def _clients(
 async def _settled(stack: Stack, before: Inventory) -> Inventory:
     """What there is when it stays the same for some seconds, or when the time is over."""
     deadline, found, same = time.monotonic() + _LEAVES_WITHIN_S, before, 0
-    while same < 5 and time.monotonic() < deadline:
+    while same < 3 and time.monotonic() < deadline:
         await asyncio.sleep(1.0)
         now = take(stack)
         same = same + 1 if now == found else 0

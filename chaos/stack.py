@@ -19,9 +19,12 @@ from rich.console import Console
 
 from chaos import disk
 from chaos.links import Link, Trouble
+from fovea.cli.certificates import make_certificates
 from fovea.cli.service import ServiceSpec
 from fovea.cli.supervisor import Supervisor, UpOptions, service_specs
 from fovea.client.channel import ServiceClient
+from fovea.runtime import tls
+from fovea.runtime.children import die_with_parent
 from fovea.runtime.hosts import free_ports
 
 MODEL_NAME = "tiny"
@@ -142,7 +145,7 @@ class Stack:
         if not (self.folder / "up.json").exists():
             return False
         for spec in self.specs.values():
-            async with ServiceClient(spec.address) as client:
+            async with ServiceClient(spec.address, internal=spec.name != "gateway") as client:
                 if (not names or spec.name in names) and not await client.is_serving(spec.health_name):
                     return False
         return True
@@ -177,8 +180,8 @@ class Stack:
         assert self._process
         await asyncio.to_thread(self._process.wait, 60.0)
 
-    async def stop(self) -> None:
-        """As Ctrl-C does."""
+    async def stop(self) -> bool:
+        """As Ctrl-C does. Returns whether it has ended by itself, which a supervisor that was killed has not."""
         for link in self.links.values():
             link.disturb(Trouble.NONE)
         if self._process and self._process.poll() is None:
@@ -189,6 +192,7 @@ class Stack:
                 await self.kill()
         for link in self.links.values():
             await link.close()
+        return bool(self._process and self._process.returncode == 0)
 
     def _upstream(self, link: str) -> int:
         service = link.partition("-")[2]
@@ -222,6 +226,8 @@ async def running(
 ) -> AsyncIterator[Stack]:
     """One that runs while inside."""
     stack = Stack(folder, model, environment)
+    make_certificates(folder / "tls")
+    os.environ[tls.VARIABLE] = str(folder / "tls")  # of its services, and of this process, which asks for their health
     try:
         await stack.start()
         yield stack
@@ -229,10 +235,12 @@ async def running(
         await stack.stop()
         if stack.disk:
             stack.disk.close()
+        del os.environ[tls.VARIABLE]
 
 
 def main(parts: pathlib.Path) -> int:
-    """The supervisor's process."""
+    """The supervisor's process. It ends with whoever disturbs it, and all parts with it."""
+    die_with_parent()
     told = json.loads(parts.read_text())
     paths = {"state_dir": pathlib.Path(told["options"].pop("state_dir"))}
     options = UpOptions(**told["options"] | paths)

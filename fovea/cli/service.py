@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -42,6 +43,8 @@ class ServiceSpec:
         health_name: Full gRPC service name to ask for health.
         environment: Added to the environment.
         metrics_port: Where its Prometheus metrics are.
+        temporary_dir: For its temporary files, emptied before it starts and when it has ended: a killed process leaves
+            some. Empty for the system's.
     """
 
     name: str
@@ -50,6 +53,7 @@ class ServiceSpec:
     health_name: str
     metrics_port: int
     environment: dict[str, str] = field(default_factory=dict)
+    temporary_dir: str = ""
 
 
 class ServiceFailed(Exception):
@@ -145,6 +149,7 @@ class Service:
         self._kill_group(process.pid)
         assert self._reader is not None
         await self._reader
+        self._empty_temporary_dir()
         how = signal.Signals(-code).name if code < 0 else f"code {code}"
         return f"{how} ({cause})" if -code not in _SILENT_ENDS and (cause := self._cause()) else how
 
@@ -157,6 +162,10 @@ class Service:
 
     async def _start(self) -> asyncio.subprocess.Process:
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOVEA_SUPERVISED": "1"} | self.spec.environment
+        if self.spec.temporary_dir:
+            self._empty_temporary_dir()
+            os.makedirs(self.spec.temporary_dir)
+            environment["TMPDIR"] = self.spec.temporary_dir
         # Without bytecode every process would compile torch and vllm anew: 20 s instead of 8.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         # A pipe of our own: asyncio's would make `wait` last until orphans close it too.
@@ -197,6 +206,10 @@ class Service:
                     self._note_line(line)
             if rest:
                 self._note_line(rest)
+
+    def _empty_temporary_dir(self) -> None:
+        if self.spec.temporary_dir:
+            shutil.rmtree(self.spec.temporary_dir, ignore_errors=True)
 
     def _note_line(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip()

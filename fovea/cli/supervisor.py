@@ -8,6 +8,7 @@ import os
 import pathlib
 import secrets
 import signal
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from fovea.wire import conventions
 
 COLORS = {"renderer": "cyan", "sampler": "green", "trainer": "magenta", "gateway": "yellow", "fovea": "bold white"}
 STOP_ORDER = ("gateway", "trainer", "sampler", "renderer")
+_LONGEST_TEMPORARY = 60  # vLLM puts Unix sockets there, whose paths have 107 characters at most
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,9 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
         "GOMP_SPINCOUNT": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
+        # Kept: the temporary folders of processes, where torch would put it, end with them.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
         # Other users of this machine reach 127.0.0.1 too.
         secret.VARIABLE: secret.service_secret() or secrets.token_urlsafe(32),
     }
@@ -244,7 +249,9 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices[name])} if devices.get(name) else {}
         address = f"127.0.0.1:{port}"
         own = visible | (keys if name == "gateway" else {})
-        return ServiceSpec(name, command, address, service, int(common[3]), environment | own)
+        temporary = str(options.state_dir / "tmp" / name)
+        temporary = temporary if len(temporary) <= _LONGEST_TEMPORARY else ""
+        return ServiceSpec(name, command, address, service, int(common[3]), environment | own, temporary)
 
     to = "127.0.0.1:"
     key_file = ("--api-key-file", str(options.api_key_file)) if options.api_key_file else ()

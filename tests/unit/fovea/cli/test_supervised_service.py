@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -146,3 +147,21 @@ async def test_a_process_that_ignores_the_stop_is_killed() -> None:
     await service.stop(0.3)
     await running
     assert lines[-1] == "did not end within 0 s and is killed"
+
+
+async def test_what_a_killed_process_leaves_in_its_temporary_folder_is_removed(tmp_path: Path) -> None:
+    program = "import tempfile, time; print(tempfile.mkstemp()[1], flush=True); time.sleep(600)"
+    lines: list[str] = []
+    spec = ServiceSpec("worker", ("-c", program), "127.0.0.1:1", "x", 0, {}, str(tmp_path / "own"))
+    service = Service(spec, lambda _, line: lines.append(line))
+    running = asyncio.create_task(service.run(lambda *_: None, ignore))
+    await wait_for(lines, 1)
+    assert service.pid is not None
+    os.kill(service.pid, 9)
+    await wait_for(lines, 2)
+    left, own = map(Path, lines)
+    assert (left.exists(), own.exists()) == (False, True)
+    assert own.parent == tmp_path / "own"
+    await service.stop(5.0)
+    await running
+    assert not own.exists()

@@ -1,0 +1,96 @@
+"""Hours of ordinary work: the memory of every process must stay flat, and answers as quick at the end as at the start:
+`python -m chaos.soak --hours 2`."""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+import tinyvlm
+from chaos.history import History
+from chaos.inventory import role
+from chaos.run import client_names, run_clients
+from chaos.stack import Stack, running
+
+SAMPLE_S = 5.0
+WARM = 0.25
+"""Share of the run in which caches fill: slopes and latencies are taken after it."""
+Samples = dict[str, list[tuple[float, float]]]
+
+
+async def watch(stack: Stack, stop: Path, seconds: float) -> Samples:
+    """(seconds, MiB resident) of every process, by its role; then has the clients end."""
+    samples: Samples = defaultdict(list)
+    begun = time.monotonic()
+    while (at_s := time.monotonic() - begun) < seconds:
+        for process in stack.marked():
+            with suppress(psutil.Error):
+                samples[role(process)].append((at_s, process.memory_info().rss / 2**20))
+        await asyncio.sleep(SAMPLE_S)
+    await asyncio.to_thread(stop.touch)
+    return samples
+
+
+def memory_lines(samples: Samples, seconds: float) -> list[str]:
+    """MiB now, and the slope in MiB per hour after warming up."""
+    lines = []
+    for name, points in sorted(samples.items()):
+        warm = [point for point in points if point[0] >= WARM * seconds]
+        if len(warm) > 1:
+            slope = statistics.linear_regression(*zip(*warm, strict=True)).slope * 3600
+            lines.append(f"{name:60} {warm[-1][1]:8.0f} MiB  {slope:+8.1f} MiB/h")
+    return lines
+
+
+def latency_lines(history: History, begun_s: float, seconds: float) -> list[str]:
+    """Median and p99 of each operation in the first and in the last third after warming up."""
+    warm_s = begun_s + WARM * seconds
+    third_s = (1 - WARM) * seconds / 3
+    lines = []
+    for operation in sorted({one.operation for one in history.commands.values()}):
+        done = [one for one in history.commands.values() if one.operation == operation and one.answers]
+        took = [(one.invoked_s - warm_s, one.answers[0].at_s - one.invoked_s) for one in done]
+        first = [s for at_s, s in took if 0 <= at_s < third_s]
+        last = [s for at_s, s in took if 2 * third_s <= at_s < 3 * third_s]
+        if min(len(first), len(last)) >= 10:
+            words = (f"median {statistics.median(some):.3f} s, p99 {_p99(some):.3f} s" for some in (first, last))
+            lines.append(f"{operation:18} first third {next(words)}; last third {next(words)} ({len(done)} in all)")
+    return lines
+
+
+def _p99(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[-1]
+
+
+async def soak(seconds: float, clients: int, folder: Path) -> int:
+    """Prints the figures; returns 0 if every command was answered."""
+    async with running(folder, tinyvlm.ensure()) as stack:
+        stop, begun_s = folder / "stop", time.monotonic()
+        working = asyncio.create_task(run_clients(stack, folder / "soak", client_names(0, clients), stop, pause_s=0.2))
+        samples = await watch(stack, stop, seconds)
+        exits = await working
+    history = History.read(sorted((folder / "soak").glob("*.jsonl")))
+    unanswered = sum(len(one.answers) != 1 or bool(one.answers[0].error) for one in history.commands.values())
+    print(f"{seconds:.0f} s, {clients} clients, {len(history.commands)} commands, {unanswered} not answered")
+    print(*memory_lines(samples, seconds), *latency_lines(history, begun_s, seconds), sep="\n")
+    return 1 if unanswered or any(exits.values()) else 0
+
+
+def main() -> int:
+    """Exit code 0 if every command was answered."""
+    parser = argparse.ArgumentParser(prog="python -m chaos.soak", description=__doc__)
+    parser.add_argument("--hours", type=float, default=2.0)
+    parser.add_argument("--clients", type=int, default=8)
+    given = parser.parse_args()
+    return asyncio.run(soak(given.hours * 3600, given.clients, Path(tempfile.mkdtemp(prefix="fovea-soak-"))))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
