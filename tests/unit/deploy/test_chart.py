@@ -220,7 +220,7 @@ def test_with_tls_every_pod_has_the_certificate_and_probes_a_port_without(chart:
     assert made["fovea-tls"]["spec"]["dnsNames"] == ["fovea"]
     assert made["fovea-tls"]["spec"]["issuerRef"]["name"] in of_kind(manifests, "Issuer")
     for name, pod in pods(manifests).items():
-        (volume,) = [each["secret"] for each in pod["volumes"] if each["name"] == "tls"]
+        (volume,) = [each["secret"] for each in pod["spec"]["volumes"] if each["name"] == "tls"]
         assert volume["secretName"] == made["fovea-tls"]["spec"]["secretName"]
         assert {"name": "FOVEA_TLS_DIR", "value": "/tls"} in container(pod)["env"]
         if "gateway" not in name:
