@@ -230,8 +230,8 @@ class StateStore:
 def _parse_adapter(model: AdapterModel, files: dict[str, bytes], uri: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Weights and moments in new whole buffers; moments are zero if no optimizer file is given."""
     settings = model.settings
-    config = json.loads(files[weight_files.ADAPTER_CONFIG])
-    if (found := (config["r"], config["lora_alpha"])) != (settings.rank, settings.alpha):
+    config = _parse_json(files[weight_files.ADAPTER_CONFIG], f"{uri}/{weight_files.ADAPTER_CONFIG}")
+    if (found := (config.get("r"), config.get("lora_alpha"))) != (settings.rank, settings.alpha):
         raise InvalidInput(
             f"{uri} has rank and alpha {found}, the model has {(settings.rank, settings.alpha)}", field="uri"
         )
@@ -296,12 +296,25 @@ def _state_json(state: ModelState) -> bytes:
 
 
 def _saved_step(folder: Folder, kind: str) -> int:
-    state = json.loads(folder.read(STATE))
+    state = _parse_json(folder.read(STATE), f"{folder.path}/{STATE}")
     if state.get("format") != FORMAT:
         raise InvalidInput(f"{folder.path} has format {state.get('format')}, this build reads {FORMAT}", field="uri")
-    if state["kind"] != kind:
-        raise InvalidInput(f"{folder.path} holds {state['kind']} parameters, the model is {kind}", field="uri")
-    return int(state["step"])
+    if (found := state.get("kind")) != kind:
+        raise InvalidInput(f"{folder.path} holds {found} parameters, the model is {kind}", field="uri")
+    if not isinstance(step := state.get("step"), int):
+        raise InvalidInput(f"{folder.path}/{STATE} is damaged: step is {step!r}", field="uri")
+    return step
+
+
+def _parse_json(content: bytes, path: str) -> dict[str, Any]:
+    """A description that this build wrote, or somebody damaged. Raises InvalidInput."""
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise InvalidInput(f"{path} is damaged: {error}", field="uri") from None
+    if not isinstance(found, dict):
+        raise InvalidInput(f"{path} is damaged: it holds no object", field="uri")
+    return found
 
 
 def _checkpoint_failure(error: CheckpointException, uri: str) -> FoveaError:

@@ -130,6 +130,12 @@ async def test_state_that_does_not_fit_is_refused(qwen3: Bench) -> None:
     (folder / "adapter_model.safetensors").write_bytes(b"torn")
     with pytest.raises(InvalidInput, match="damaged"):
         await qwen3.client.load_state(small, str(folder), optimizer=False)
+    described = (folder / "state.json").read_bytes()
+    for torn in (described[:9], b"[]", described.replace(b'"step"', b'"stop"')):
+        (folder / "state.json").write_bytes(torn)
+        with pytest.raises(InvalidInput, match="is damaged"):
+            await qwen3.client.load_state(small, str(folder), optimizer=False)
+    (folder / "state.json").write_bytes(described)
     with pytest.raises(InvalidInput, match="uri"):
         await qwen3.client.save_state(small, "nosuchprotocol://folder")
     after = await qwen3.weights(large)
