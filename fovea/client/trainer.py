@@ -26,11 +26,10 @@ class TrainerClient(ServiceClient):
         super().__init__(address, retryable=[(TRAINER_SERVICE, "GetTrainerInfo")], metadata=secret.metadata())
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self.channel)
 
-    async def info(self, timeout_s: float = 10.0) -> trainer_pb2.GetTrainerInfoResponse:
-        """What the trainer serves and which models exist."""
-        response: trainer_pb2.GetTrainerInfoResponse = await self._unary(
-            self._stub.GetTrainerInfo, trainer_pb2.GetTrainerInfoRequest(), timeout_s
-        )
+    async def info(self, timeout_s: float = 10.0, with_kept: bool = False) -> trainer_pb2.GetTrainerInfoResponse:
+        """What the trainer serves and which models exist; if asked, also which are only kept for recovery."""
+        request = trainer_pb2.GetTrainerInfoRequest(with_kept=with_kept)
+        response: trainer_pb2.GetTrainerInfoResponse = await self._unary(self._stub.GetTrainerInfo, request, timeout_s)
         return response
 
     async def create_model(

@@ -38,10 +38,11 @@ class OrphanCollector:
         self._suspects: set[str] = set()
 
     async def free_models(self) -> None:
-        """Has the trainer free the models that are over. Raises FoveaError if it does not answer."""
-        held = list((await self._trainer.client.info()).model_ids)
+        """Has the trainer free the models that are over, and files of them. Raises FoveaError if it does not answer."""
+        info = await self._trainer.client.info(with_kept=True)
+        held = [*info.model_ids, *info.kept_model_ids]
         for model_id in await self._database.read(lambda connection: ids_of_over(connection, held)):
-            logger.warning("the trainer still holds model %s, which is over: it is freed", model_id)
+            logger.warning("the trainer still keeps model %s, which is over: it is freed", model_id)
             await self._trainer.client.delete_model(model_id)
 
     async def free_adapters(self) -> None:

@@ -125,6 +125,11 @@ class RecoveryKeeper:
         size_bytes = await self._in_order(lambda: self._writer.folder.size_bytes(model_id))
         return (found[1].seq_id if found else 0), size_bytes
 
+    async def away(self) -> list[str]:
+        """Models that are not here, but of which there are files."""
+        kept = await self._in_order(self._writer.folder.model_ids)
+        return sorted(set(kept) - self._engine().models.keys())
+
     def forget(self, model_id: str) -> None:
         """To be called when a model is freed: what waits for it is not written any more."""
         self._models.pop(model_id, None)

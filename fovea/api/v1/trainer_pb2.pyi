@@ -10,11 +10,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GetTrainerInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("with_kept",)
+    WITH_KEPT_FIELD_NUMBER: _ClassVar[int]
+    with_kept: bool
+    def __init__(self, with_kept: bool = ...) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids")
+    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids", "kept_model_ids")
     class ModelFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +45,7 @@ class GetTrainerInfoResponse(_message.Message):
     MODEL_FILES_FIELD_NUMBER: _ClassVar[int]
     KEEPS_RECOVERY_FIELD_NUMBER: _ClassVar[int]
     DURABLE_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_MODEL_IDS_FIELD_NUMBER: _ClassVar[int]
     model: str
     family: str
     instance_id: str
@@ -57,7 +60,8 @@ class GetTrainerInfoResponse(_message.Message):
     model_files: _containers.ScalarMap[str, str]
     keeps_recovery: bool
     durable_seq_ids: _containers.ScalarMap[str, int]
-    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    kept_model_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ..., kept_model_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FullParameterConfig(_message.Message):
     __slots__ = ()

@@ -115,22 +115,26 @@ class RecoveryFolder:
         """Unknown ones are no error."""
         Folder.at(self._root.url(_quoted(model_id))).discard()
 
+    def model_ids(self) -> list[str]:
+        """Models of which there are files."""
+        return [unquote(name) for name in self._names(self._root)]
+
     def size_bytes(self, model_id: str) -> int:
         """Size of all files of a model."""
         return Folder.at(self._root.url(_quoted(model_id))).size_bytes()
 
     def sweep(self) -> None:
         """At a start: removes what an earlier instance was writing, and models that are older than `KEPT_S`."""
-        for model in self._names(self._root):
-            folder = Folder.at(self._root.url(model))
+        for model_id in self.model_ids():
+            folder = Folder.at(self._root.url(_quoted(model_id)))
             snapshots = Folder.at(folder.url(SNAPSHOTS))
             for parent in (folder, snapshots):
                 for name in self._names(parent):
                     if STAGING_SUFFIX in name or REPLACED_SUFFIX in name:
                         Folder.at(parent.url(name)).discard()
-            found = self.newest(unquote(model))
+            found = self.newest(model_id)
             if found is not None and found[1].written_at < time.time() - KEPT_S:
-                logger.warning("nobody has asked for model %s in %.0f days: removed", unquote(model), KEPT_S / 86400)
+                logger.warning("nobody has asked for model %s in %.0f days: removed", model_id, KEPT_S / 86400)
                 folder.discard()
 
     def _points(self, model_id: str) -> list[int]:

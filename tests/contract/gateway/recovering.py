@@ -54,6 +54,7 @@ class RecoveringTrainer(FakeTrainer):
         info.keeps_recovery = True
         for model_id in self.models.keys() & self.points.keys():
             info.durable_seq_ids[model_id] = self.points[model_id][0]
+        info.kept_model_ids.extend(self.points.keys() - self.models.keys() if request.with_kept else ())
         return info
 
     async def CreateModel(self, request: Any, context: Context) -> trainer_pb2.CreateModelResponse:

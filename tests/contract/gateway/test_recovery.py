@@ -276,6 +276,23 @@ async def test_a_session_that_ends_takes_along_who_waits(stand: RecoveringStand,
     await stand.trainer.start()
 
 
+async def test_a_model_that_ended_while_the_trainer_was_away_leaves_no_files(
+    stand: RecoveringStand, rest: Rest
+) -> None:
+    gone, kept = await rest.create_model(0), await rest.create_model(1)
+    for model_id in (gone, kept):
+        await answers(rest, await submit(rest, model_id, 1, 1))
+    assert stand.trainer.points.keys() == {gone, kept}
+    gateway = stand.gateway
+    assert gateway is not None
+    await gateway.parts.models.end(await gateway.parts.models.load(gone), "its session is over")
+    await stand.kill_trainer()
+    await eventually(lambda: kept in stand.trainer.models)
+    assert gone not in stand.trainer.models
+    await gateway.parts.orphans.sweep(with_folders=False)
+    assert stand.trainer.points.keys() == {kept}
+
+
 @pytest.mark.parametrize("has_gradients", [False, True])
 async def test_a_silent_session_is_parked_and_goes_on_hours_later(
     stand: RecoveringStand, rest: Rest, has_gradients: bool

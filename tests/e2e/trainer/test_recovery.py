@@ -217,7 +217,8 @@ async def test_storage_that_fails_parking_snapshots_and_damage(
     size_bytes = sum(path.stat().st_size for path in ground.kept.rglob("*") if path.is_file())
     assert (parked.seq_id, parked.size_bytes) == (12, size_bytes)
     assert await client.park_model("a.b/c") == parked
-    assert "a.b/c" not in (await client.info()).model_ids
+    info = await client.info(with_kept=True)
+    assert (list(info.model_ids), list(info.kept_model_ids)) == ([], ["a.b/c"])
     assert await gateway.restore(client) == 12
     await ground.kill(0)
     await client.close()
