@@ -102,8 +102,9 @@ class Supervisor:
             return 1
         start = time.monotonic()
         loop = asyncio.get_running_loop()
+        # A shell that starts something in the background has it ignore SIGINT: whoever sends one all the same means it.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
+            if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 loop.add_signal_handler(number, self._stop.set)
         running = [asyncio.create_task(self._run(service)) for service in self._services.values()]
         failed = asyncio.ensure_future(asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION))
