@@ -14,8 +14,8 @@ import tinyvlm
 from demo.up import running_fovea
 
 SESSION_TTL_S = 30.0
-ENVIRONMENT = {"FOVEA_GATEWAY_SESSION_TTL_S": str(SESSION_TTL_S)}
-"""Sessions end sooner than by default, so that the check of silence does not take ten minutes."""
+ENVIRONMENT = {"FOVEA_GATEWAY_SESSION_TTL_S": str(SESSION_TTL_S), "FOVEA_TRAINER_RECOVERY": ""}
+"""Silent sessions end, sooner than by default; where recovery is kept they are parked, which C8 does not know."""
 MODEL_NAME = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 """The tiny model goes by a name of the cookbook's catalogue: its recipes ask that for a renderer."""
 COOKBOOK_CHECKS = {"C117", "C118", "C119"}
