@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl up test fuzz lint check chaos conformance cookbook models clients k8s images format e2e gpu bench protos chart lock clean
+.PHONY: help setup demo rl up test fuzz lint check chaos simulate conformance cookbook models clients k8s images format e2e gpu bench protos chart lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -63,6 +63,9 @@ conformance: setup ## All checks of the Tinker API against a fresh Fovea; writes
 # SEED=7 for other faults, REPLAY=.../faults.jsonl for those of a run before, FAULTS=20 for fewer.
 chaos: setup ## 200 faults in an hour while clients train and sample, and every promise checked (SEED=7, REPLAY=log)
 	$(BIN)/python -m chaos --seed $(or $(SEED),1) --faults $(or $(FAULTS),200) $(if $(REPLAY),--replay $(REPLAY))
+
+simulate: setup ## 10,000 seeds of a gateway on a made-up clock, network and disk, killed and restarted (SEEDS=200, SEED=7 for one)
+	$(BIN)/python -m chaos.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
 
 soak: setup ## Hours of ordinary work of eight clients: memory and latencies (HOURS=2)
 	$(BIN)/python -m chaos.soak --hours $(or $(HOURS),2)

@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from chaos.stack import Stack
 
-_NUMBERS = re.compile(r"(?<=-)[a-z0-9_]{8}(?=/)|[0-9a-f]{8,}|\d+")
-"""Of what is made anew each time: the names that `tempfile` draws, digests, counts."""
+_NUMBERS = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<=-)[a-z0-9_]{8}(?=/)|[0-9a-f]{8,}|\d+")
+"""Of what is made anew each time: UUIDs, the names that `tempfile` draws, digests, counts."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def left_after_stop(stack: Stack) -> list[str]:
     """What is there still when everything has been stopped."""
     left = [f"process {process.pid} {role(process)}" for process in stack.marked()]
     left += [f"port {port}" for port in stack.ports if _is_taken(port)]
-    roots = [stack.folder / "tmp", *_roots(stack)[1:]]
-    return left + [f"file {path}" for root in roots for path in _files(root)]
+    left += [f"folder {folder}" for folder in stack.temporary[1:] if folder.exists()]
+    return left + [f"file {path}" for root in _roots(stack)[1:] for path in _files(root)]
 
 
 def ledger(stack: Stack, scopes: Iterable[str]) -> list[Finish]:
@@ -102,12 +102,12 @@ def _database(stack: Stack) -> Iterator[sqlite3.Connection]:
 
 def _roots(stack: Stack) -> list[Path]:
     """Where it has files: of the state first, which stays; then temporary ones."""
-    return [stack.folder, stack.temporary, *([stack.disk.shared_memory] if stack.disk else [])]
+    return [stack.folder, *stack.temporary, *([stack.disk.shared_memory] if stack.disk else [])]
 
 
 def _files(root: Path) -> list[Path]:
-    """Those that are there when looked for: a file may go meanwhile."""
-    return [path for path in root.rglob("*") if path.is_file()] if root.exists() else []
+    """Those that are there when looked for, sockets too: a file may go meanwhile."""
+    return [path for path in root.rglob("*") if not path.is_dir()] if root.exists() else []
 
 
 def role(process: psutil.Process) -> str:

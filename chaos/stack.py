@@ -21,7 +21,8 @@ from chaos import disk
 from chaos.links import Link, Trouble
 from fovea.cli.certificates import make_certificates
 from fovea.cli.service import ServiceSpec
-from fovea.cli.supervisor import Supervisor, UpOptions, service_specs
+from fovea.cli.service_specs import UpOptions, service_specs, temporary_dir
+from fovea.cli.supervisor import Supervisor
 from fovea.client.channel import ServiceClient
 from fovea.runtime import tls
 from fovea.runtime.children import die_with_parent
@@ -101,9 +102,9 @@ class Stack:
         return (self.disk.path if self.disk else self._place) / "state"
 
     @property
-    def temporary(self) -> pathlib.Path:
-        """Of its temporary files."""
-        return self._folder / "tmp"
+    def temporary(self) -> tuple[pathlib.Path, pathlib.Path]:
+        """Of temporary files: the supervisor's, its services'."""
+        return self._folder / "tmp", temporary_dir(self._options.state_dir)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`make rl`: the three reinforcement-learning examples against a Fovea of their own."""
+"""`make rl`: the reinforcement-learning examples against a Fovea of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from demo.up import running_fovea
 from examples.chart import draw_curves
 
 FOLDER = pathlib.Path(__file__).parent
-EXAMPLES = ("rl_digits", "rl_geometry", "rl_gridworld")
+EXAMPLES = {
+    "rl_digits": ("rl_digits",),
+    "rl_geometry": ("rl_geometry",),
+    "rl_geometry3k": ("rl_geometry3k",),
+    "rl_gridworld": ("rl_gridworld",),
+    "rl_visgym_reasoned": ("rl_visgym", "--answers", "reasoned"),
+    "rl_visgym_tagged": ("rl_visgym", "--answers", "tagged"),
+    "rl_visgym_nested": ("rl_visgym", "--answers", "nested"),
+}
+"""Their modules and arguments, by name."""
 API_KEY = "tml-local"
 
 
@@ -37,7 +46,8 @@ def main(
         for name in examples or EXAMPLES:
             for seed in range(seeds):
                 console.rule(f"{name}, seed {seed}")
-                command = [sys.executable, "-m", f"examples.{name}", *server, "--seed", str(seed)]
+                module, *options = EXAMPLES[name]
+                command = [sys.executable, "-m", f"examples.{module}", *options, *server, "--seed", str(seed)]
                 subprocess.run(command, env=environment, cwd=FOLDER.parent, check=True)
                 keep(json.loads((out / f"{name}-{seed}.json").read_text()), results)
             draw_curves([out / f"{name}-{seed}.json" for seed in range(seeds)], out / f"{name}.png")

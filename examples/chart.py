@@ -27,7 +27,7 @@ def draw_curves(runs: Sequence[pathlib.Path], path: pathlib.Path) -> None:
     for run in found:
         rewards = np.array(run["rewards"], dtype=np.float64)
         (line,) = axes.plot(rewards, alpha=0.2, linewidth=0.8)
-        share = f"held out {run['before']:.2f} → {run['after']:.2f} (at random {run['random']:.2f})"
+        share = f"held out {run['before']:.2f} → {run['after']:.2f} (cloned {run['cloned']:.2f})"
         axes.plot(smoothed(rewards), color=line.get_color(), label=f"seed {run['seed']}: {share}")
     axes.set(title=found[0]["example"], xlabel="step", ylabel="mean reward per turn", ylim=(None, 1.02))
     axes.spines[["top", "right"]].set_visible(False)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import tinker
 
-from examples.random_player import RandomPlayer
+from examples.scripted_player import ScriptedPlayer
 from fovea_rollout import (
     ChatTemplate,
+    Chunk,
     Environment,
     LoopSettings,
     Policy,
@@ -36,12 +37,21 @@ from fovea_rollout.trajectory import reward_mean
 Sources = Sequence[Callable[[], Environment]]
 WARM_UP_EPISODES = 400
 WARM_UP_BATCH = 32
+"""Answers of a step: fewer episodes where these have several."""
 WARM_UP_ADAM = tinker.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
 SHOWN = 64
 
 
-def read_arguments(about: str, *, steps: int, groups: int, warm_up: int, stages: int = 1) -> argparse.Namespace:
-    """Of the command line. `steps`, `groups` and `warm_up` are defaults; each of the `stages` needs a step."""
+def read_arguments(
+    about: str, *, steps: int, groups: int, warm_up: int, stages: int = 1, answers: Sequence[str] = ()
+) -> argparse.Namespace:
+    """Of the command line.
+
+    Args:
+        steps: A default, as are `groups` and `warm_up`.
+        stages: Each needs a step.
+        answers: The ways to answer that the example has, if it has several; the first is the default.
+    """
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--base-url", help="address of a Tinker server; default: TINKER_BASE_URL")
     parser.add_argument("--api-key", help="default: TINKER_API_KEY")
@@ -58,6 +68,8 @@ def read_arguments(about: str, *, steps: int, groups: int, warm_up: int, stages:
     )
     parser.add_argument("--held-out", type=int, default=200, help="episodes of each evaluation (default: %(default)s)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("examples/out"))
+    if answers:
+        parser.add_argument("--answers", choices=answers, default=answers[0], help="(default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.steps < stages:
         parser.error(f"--steps is {arguments.steps}; it must be {stages} or more, one for each stage")
@@ -98,20 +110,20 @@ class Experiment:
         await experiment._publish()
         return experiment
 
-    async def warm_up(self, sources: Sources, draw: Callable[[], str]) -> None:
-        """Teaches what an answer looks like, and nothing about pictures: clones a player that answers at random.
+    async def warm_up(self, sources: Sources, answer: Callable[[Sequence[Chunk]], str]) -> None:
+        """Clones a player whose answers `answer` writes; its mean reward is `cloned` in the result.
 
-        Its mean reward is `random` in the result.
+        One that answers at random teaches what an answer looks like, and nothing about pictures.
         """
-        player = RandomPlayer(self.policy, self._tokenizer, draw)
+        player = ScriptedPlayer(self.policy, self._tokenizer, answer)
         played = await run_rollouts(
             player,
             self._template,
             sources[: min(WARM_UP_EPISODES, WARM_UP_BATCH * self._arguments.warm_up)],
             self._rollout,
-            name="random",
+            name="cloned",
         )
-        self.result["random"] = reward_mean(played)
+        self.result["cloned"] = reward_mean(played)
         data = [
             tinker.Datum(
                 model_input=one.datum.model_input,
@@ -124,13 +136,14 @@ class Experiment:
             for one in await training_datums(trajectory, [1.0] * len(trajectory.turns), player)
         ]
         rng = np.random.default_rng(self._arguments.seed)
+        answers = float(np.mean([len(trajectory.turns) for trajectory in played]))
         for _ in range(self._arguments.warm_up):
-            batch = [data[i] for i in rng.choice(len(data), WARM_UP_BATCH)]
+            batch = [data[i] for i in rng.choice(len(data), max(4, round(WARM_UP_BATCH / answers)))]
             backward = self._training.forward_backward(batch, "cross_entropy")
             await self._training.optim_step(WARM_UP_ADAM)
             await backward
         await self._publish()
-        self._say(f"warm-up done; the random player's reward is {self.result['random']:.3f}")
+        self._say(f"warm-up done; the cloned player's reward is {self.result['cloned']:.3f}")
 
     async def measure(self, moment: str, sources: Sources) -> None:
         """Plays one greedy episode per source; their mean reward and metrics become `moment` in the result."""
@@ -150,6 +163,7 @@ class Experiment:
             self._training, self._template, sources, settings, self._take, base=self._sampling, progress=False
         )
         self.result["prefix_breaks"] = self._breaks
+        self.result["largest_log_ratio"] = self._log_ratio
 
     def write(self) -> None:
         """Writes result, curve and viewer into the folder of `--out`."""
@@ -168,13 +182,15 @@ class Experiment:
         )
         self._say(f"written: {folder / stem}.json and .html")
 
-    _breaks = 0
+    _breaks, _log_ratio = 0, 0.0
 
     def _take(self, report: StepReport) -> None:
         played = [one for group in report.trajectories for one in group]
         # A turn's share compares single tries with whole episodes.
         self._rewards.append(sum(one.reward for one in played) / max(sum(len(one.turns) for one in played), 1))
         self._breaks += sum(one.prefix_breaks for one in played)
+        if report.agreement is not None:
+            self._log_ratio = max(self._log_ratio, report.agreement.largest_log_ratio)
         own = {name: value for name, value in report.metrics.items() if not name.startswith("trainer/")}
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
         self._say(

@@ -39,7 +39,7 @@ async def main(arguments: argparse.Namespace) -> None:
     experiment = await Experiment.begin("rl_digits", arguments, rollout)
     rng = np.random.default_rng(arguments.seed)
     await experiment.measure("base", held_out)
-    await experiment.warm_up(train, lambda: str(rng.integers(10)))
+    await experiment.warm_up(train, lambda _: str(rng.integers(10)))
     await experiment.measure("before", held_out)
     settings = LoopSettings(
         steps=arguments.steps,

@@ -109,7 +109,7 @@ async def main(arguments: argparse.Namespace) -> None:
     held_out, train = draw_sources(rng, arguments.held_out), draw_sources(rng, 1000)
     rollout = RolloutSettings(SamplingSettings(max_tokens=40, seed=arguments.seed), max_turns=TRIES)
     experiment = await Experiment.begin("rl_geometry", arguments, rollout)
-    await experiment.warm_up(train, lambda: tool_call(int(rng.integers(1, WIDEST + 1))))
+    await experiment.warm_up(train, lambda _: tool_call(int(rng.integers(1, WIDEST + 1))))
     await experiment.measure("before", held_out)
     settings = LoopSettings(
         steps=arguments.steps * 4 // 5,

@@ -76,7 +76,7 @@ async def main(arguments: argparse.Namespace) -> None:
     rollout = RolloutSettings(SamplingSettings(max_tokens=2, seed=arguments.seed), max_turns=MAX_STEPS)
     experiment = await Experiment.begin("rl_gridworld", arguments, rollout)
     words = list(RULES.actions)
-    await experiment.warm_up(played, lambda: words[rng.integers(len(words))])
+    await experiment.warm_up(played, lambda _: words[rng.integers(len(words))])
     await experiment.measure("before", held_out)
     settings = LoopSettings(
         steps=arguments.steps // 2,

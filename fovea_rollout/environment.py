@@ -20,7 +20,11 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model wrote: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    """A call that the model wrote: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    The arguments may be a text of JSON, and name and arguments may stand within `function`, as OpenAI has them; or the
+    name itself may.
+    """
 
     name: str
     arguments: Mapping[str, Any]
@@ -81,6 +85,11 @@ EnvironmentFactory = Callable[[Mapping[str, Any]], Environment]
 """Makes an environment from a dataset's record."""
 
 _FACTORIES: dict[str, EnvironmentFactory] = {}
+_OWN = {
+    "geometry3k": "fovea_rollout.geometry3k_environment:geometry3k_environment",
+    "visgym": "fovea_rollout.visgym_environment:visgym_environment",
+}
+"""Kinds that this library has, unless another is registered under the name; imported when one is made."""
 
 
 def register(name: str, factory: EnvironmentFactory) -> None:
@@ -99,9 +108,9 @@ def make(name: str, record: Mapping[str, Any]) -> Environment:
     """An environment of a registered kind, or of `module:factory`. Raises InvalidInput if there is none."""
     if name in _FACTORIES:
         return _FACTORIES[name](record)
-    module, colon, attribute = name.partition(":")
+    module, colon, attribute = _OWN.get(name, name).partition(":")
     if not colon:
-        known = sorted(_FACTORIES)
+        known = sorted({*_FACTORIES, *_OWN})
         raise InvalidInput(
             f"env_class {name!r} is not registered; known are {known}, or module:Class", field="env_class"
         )
@@ -145,11 +154,20 @@ def _read_tool_call(body: str, is_closed: bool) -> ToolCall:
         call = json.loads(body)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"is not JSON: {error}") from None
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        call = call["function"]
+    elif isinstance(call, dict) and "function" in call:
+        call = {"name": call["function"], **{key: value for key, value in call.items() if key != "function"}}
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError('must be an object with a "name", a text')
     if unknown := sorted(set(call) - {"name", "arguments"}):
         raise ValueError(f'has the unknown field {unknown[0]!r}; known are "name" and "arguments"')
     arguments = call.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f'has "arguments" that are not JSON: {error}') from None
     if not isinstance(arguments, dict):
         raise ValueError('"arguments" must be an object')
     return ToolCall(call["name"], arguments)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import gymnasium
 
 # The first frame makes an environment import and set up its graphics library, which threads must not do at once.
-_FIRST_FRAME = threading.Lock()
+FIRST_FRAME = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class GymnasiumEnvironment:
     def reset(self) -> list[Message]:
         """The first frame."""
         self._env.reset(seed=self._seed)
-        with _FIRST_FRAME:
+        with FIRST_FRAME:
             return [self._frame()]
 
     def step(self, answer: Answer) -> Step:

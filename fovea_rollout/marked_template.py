@@ -31,10 +31,23 @@ class TurnEntry(NamedTuple):
 
 
 class MessageEntry(NamedTuple):
-    """A message as the template sees it: a picture is None."""
+    """A message as the template sees it: a picture is None, a name that it lacks is empty."""
 
     role: Role
     parts: tuple[str | None, ...]
+    name: str = ""
+    tool_call_id: str = ""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Those that it has, by key."""
+        both = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {key: value for key, value in both.items() if value}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """All that is written of it, by place."""
+        return {f"parts[{place}]": part for place, part in enumerate(self.parts) if part is not None} | self.names
 
 
 Entry = TurnEntry | MessageEntry
@@ -93,9 +106,10 @@ class MarkedTemplate:
             ) from error
 
     def _run(self, entries: Sequence[Entry], is_prompt: bool) -> str:
-        messages = [
-            {"role": _role(entry), "content": self._content(index, entry)} for index, entry in enumerate(entries)
-        ]
+        messages: list[dict[str, Any]] = []
+        for index, entry in enumerate(entries):
+            names = entry.names if isinstance(entry, MessageEntry) else {}
+            messages.append({"role": _role(entry), "content": self._content(index, entry), **names})
         rendered = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=is_prompt, **self._arguments
         )
@@ -166,9 +180,9 @@ class MarkedTemplate:
     def _refuse_marks(self, entries: Sequence[Entry]) -> None:
         reserved = [text for text in (_MARK, self.placeholder) if text]
         for index, entry in enumerate(entries):
-            for place, part in enumerate(entry.parts if isinstance(entry, MessageEntry) else ()):
-                if part is not None and (found := next((text for text in reserved if text in part), None)):
-                    where = f"history[{index}].parts[{place}]"
+            for place, part in (entry.texts if isinstance(entry, MessageEntry) else {}).items():
+                if found := next((text for text in reserved if text in part), None):
+                    where = f"history[{index}].{place}"
                     raise InvalidInput(f"{where} contains {found!r}, which is reserved: take it out", field=where)
 
     def _refuse_lost_pictures(self, entries: Sequence[Entry], text: str) -> None:

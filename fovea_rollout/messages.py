@@ -58,11 +58,19 @@ class Picture:
 
     @classmethod
     def of_bytes(cls, data: bytes, where: str = "image") -> Picture:
-        """From a PNG or JPEG file. Raises InvalidInput naming `where` for anything else."""
+        """From a PNG, JPEG or WebP file; the API takes the first two, so WebP becomes a PNG with the same pixels.
+
+        Raises:
+            InvalidInput: Naming `where`, for anything else and for a WebP file that cannot be read.
+        """
         for signature, kind in _SIGNATURES.items():
             if data.startswith(signature):
                 return cls(data, kind)
-        raise InvalidInput(f"{where} is neither a PNG nor a JPEG file: encode it as one of the two", field=where)
+        if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+            return cls(_png_of_webp(data, where), "png")
+        raise InvalidInput(
+            f"{where} is neither a PNG nor a JPEG nor a WebP file: encode it as one of them", field=where
+        )
 
     @classmethod
     def of_pixels(cls, pixels: npt.NDArray[np.uint8]) -> Picture:
@@ -84,10 +92,18 @@ Part = str | Picture
 
 @dataclass(frozen=True)
 class Message:
-    """What somebody other than the sampled model says; texts and pictures in order."""
+    """What somebody other than the sampled model says.
+
+    Attributes:
+        parts: Texts and pictures in order.
+        name: Who speaks, or which tool answers, for templates that write it; empty for none.
+        tool_call_id: Which call a tool answers, for templates that write it; empty for none.
+    """
 
     role: Role
     parts: tuple[Part, ...]
+    name: str = ""
+    tool_call_id: str = ""
 
     @property
     def text(self) -> str:
@@ -101,28 +117,35 @@ class Message:
 
 
 MessageLike = Message | Mapping[str, Any]
+_NAMES = ("name", "tool_call_id")
 
 
 def parse_message(message: MessageLike, where: str = "message") -> Message:
     """Reads `{"role": ..., "content": text or parts}`, parts being `{"type": "text", "text": ...}` and
-    `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
+    `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`; `name` and `tool_call_id` may stand
+    beside them.
 
     Raises:
         InvalidInput: Naming the field. URLs that are not data URIs are refused: fetch the picture first.
     """
     if isinstance(message, Message):
         return message
-    _refuse_unknown(message, {"role", "content"}, where)
+    _refuse_unknown(message, {"role", "content", *_NAMES}, where)
     if message.get("role") not in get_args(Role):
         seen = message.get("role")
         raise InvalidInput(f"{where}.role is {seen!r}; use one of {get_args(Role)}", field=f"{where}.role")
     role: Role = message["role"]
+    names = {key: message[key] for key in _NAMES if key in message}
+    for key, value in names.items():
+        if not isinstance(value, str):
+            raise InvalidInput(f"{where}.{key} is {value!r}; it must be a text", field=f"{where}.{key}")
     content = message.get("content")
     if isinstance(content, str):
-        return Message(role, (content,))
+        return Message(role, (content,), **names)
     if not isinstance(content, Sequence) or not content:
         raise InvalidInput(f"{where}.content must be a text or a list of parts", field=f"{where}.content")
-    return Message(role, tuple(_parse_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)))
+    parts = tuple(_parse_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+    return Message(role, parts, **names)
 
 
 def parse_messages(messages: Sequence[MessageLike], where: str = "messages") -> tuple[Message, ...]:
@@ -152,6 +175,20 @@ def _parse_part(part: Any, where: str) -> Part:
     except binascii.Error as error:
         raise InvalidInput(f"{where} is not base64: {error}", field=where) from None
     return Picture.of_bytes(data, where)
+
+
+def _png_of_webp(data: bytes, where: str) -> bytes:
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    buffer = io.BytesIO()
+    try:
+        with Image.open(io.BytesIO(data), formats=["WEBP"]) as image:
+            if (frames := getattr(image, "n_frames", 1)) != 1:
+                raise InvalidInput(f"{where} is a film of {frames} pictures: send the one that is meant", field=where)
+            ImageOps.exif_transpose(image).save(buffer, "PNG")
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InvalidInput(f"{where} is a WebP file that cannot be read: {error}", field=where) from error
+    return buffer.getvalue()
 
 
 def _refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fovea_rollout.step_report import StepReport
 
 
-class _ProgressLines:
+class ProgressLines:
     """Lines of a bar and words on standard error. A context manager.
 
     Args:
@@ -46,7 +46,7 @@ class _ProgressLines:
         self._bar.stop()
 
 
-class BatchProgress(_ProgressLines):
+class BatchProgress(ProgressLines):
     """A policy that counts what it samples, and shows it. A context manager.
 
     Args:
@@ -87,7 +87,7 @@ class BatchProgress(_ProgressLines):
         self._bar.update(self._task, words=words)
 
 
-class LoopProgress(_ProgressLines):
+class LoopProgress(ProgressLines):
     """Steps, and the rollouts of the coming one. A context manager.
 
     Args:

@@ -4,7 +4,12 @@
                                              {"type": "text", "text": "How many?"}]}],
      "env_class": "count", "reward_spec": {"method": "rule", "ground_truth": 7}}
 
-Further columns are kept: they are the environment's business.
+An environment that makes its own prompt and reward needs no more than a ticket:
+
+    {"prompt": [{"role": "user", "content": "placeholder"}], "env_class": "visgym", "visgym_env_id": "maze_2d/easy"}
+
+Further columns are kept: they are the environment's business. A field that is null is one that is not there, since
+parquet gives all rows of a column the same fields.
 """
 
 from __future__ import annotations
@@ -30,24 +35,20 @@ class Record:
     Attributes:
         prompt: What the model reads first. Every rollout shares its pictures.
         env_class: Name of a registered kind of environment, or `module:factory`.
-        reward_spec: `{"method": "rule", "ground_truth": ...}`, for the environment.
+        reward_spec: `{"method": "rule", "ground_truth": ...}`, for the environment; empty if it rewards by itself.
         extra: All other columns.
     """
 
     prompt: tuple[Message, ...]
     env_class: str
-    reward_spec: Mapping[str, Any]
+    reward_spec: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def columns(self) -> dict[str, Any]:
-        """As an environment's factory gets it; `prompt` has been read already."""
-        return {
-            **self.extra,
-            "prompt": self.prompt,
-            "env_class": self.env_class,
-            "reward_spec": self.reward_spec,
-        }
+        """As an environment's factory gets it: `prompt` has been read, `reward_spec` is there if it was given."""
+        spec = {"reward_spec": self.reward_spec} if self.reward_spec else {}
+        return {**self.extra, "prompt": self.prompt, "env_class": self.env_class, **spec}
 
 
 Source = Record | Callable[[], Environment]
@@ -74,21 +75,21 @@ def parse_record(row: Any, where: str = "record") -> Record:
     """Checks one record. Raises InvalidInput naming `where` and the field."""
     if not isinstance(row, Mapping):
         raise InvalidInput(f"{where}: a record must be an object, not {type(row).__name__}", field=where)
-    for name, kind in (("prompt", Sequence), ("env_class", str), ("reward_spec", Mapping)):
+    found = _without_nulls(row)
+    for name, kind, wanted in (("prompt", list, "a list of messages"), ("env_class", str, "a name")):
         if name not in row:
             raise InvalidInput(f"{where}: {name} is missing", field=f"{where}.{name}")
-        if not isinstance(row[name], kind) or not row[name] or (kind is Sequence and isinstance(row[name], str)):
-            wanted = {Sequence: "a list of messages", str: "a name", Mapping: "an object"}[kind]
+        if not isinstance(found.get(name), kind) or not found[name]:
             raise InvalidInput(f"{where}: {name} is {row[name]!r}; it must be {wanted}", field=f"{where}.{name}")
-    spec = row["reward_spec"]
-    if spec.get("method") != "rule" or "ground_truth" not in spec:
+    spec = found.get("reward_spec", {})
+    if not isinstance(spec, Mapping) or (spec and (spec.get("method") != "rule" or "ground_truth" not in spec)):
         raise InvalidInput(
-            f"{where}: reward_spec is {dict(spec)!r}; write {{'method': 'rule', 'ground_truth': ...}}",
+            f"{where}: reward_spec is {spec!r}; write {{'method': 'rule', 'ground_truth': ...}}, or leave it out",
             field=f"{where}.reward_spec",
         )
-    prompt = parse_messages(row["prompt"], f"{where}: prompt")
-    extra = {name: value for name, value in row.items() if name not in ("prompt", "env_class", "reward_spec")}
-    return Record(prompt, row["env_class"], spec, extra)
+    prompt = parse_messages(found["prompt"], f"{where}: prompt")
+    extra = {name: value for name, value in found.items() if name not in ("prompt", "env_class", "reward_spec")}
+    return Record(prompt, found["env_class"], spec, extra)
 
 
 def environment_of(record: Record) -> Environment:
@@ -130,15 +131,14 @@ def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}:{number}", {**row, "prompt": _without_nulls(row.get("prompt"))}
-    except pyarrow.ArrowInvalid as error:
+                    yield f"{path}:{number}", row
+    except (pyarrow.ArrowInvalid, OSError) as error:
         raise InvalidInput(f"{path} is not a parquet file: {error}", field="path") from None
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives all structs of a column the same fields, null where one has none."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_without_nulls(inner) for inner in value]
     return value

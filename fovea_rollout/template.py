@@ -203,7 +203,7 @@ class ChatTemplate:
 
 def _read_message(message: Message) -> _Known:
     parts = tuple(None if isinstance(part, Picture) else part for part in message.parts)
-    return _Known(MessageEntry(message.role, parts), pictures=message.pictures)
+    return _Known(MessageEntry(message.role, parts, message.name, message.tool_call_id), pictures=message.pictures)
 
 
 def _tokens(ids: tuple[int, ...]) -> tuple[Tokens, ...]:

@@ -48,6 +48,8 @@ _HOSTED_ONLY = {
     ("POST", "sessions/search"): "searching sessions; list them with GET sessions",
     ("GET", "sessions/{session_id}/trace_export"): "traces of sessions; the gateway's --metrics-port has its figures",
     ("PUT", "sessions/{session_id}/project"): "projects",
+    ("POST", "external_weights_upload_start"): "uploading weights; train them from a checkpoint of this gateway",
+    ("POST", "external_weights_upload_finish"): "uploading weights; train them from a checkpoint of this gateway",
     ("POST", "auth/token"): "JWTs; send the API key itself, as X-API-Key",
     ("DELETE", "auth/apikey/me"): "deleting keys; its operator does, by `fovea keys revoke`",
     ("GET", "billing/usage/events"): "billing",
@@ -78,7 +80,9 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
         SamplingRoutes(parts.sampling, parts.futures, settings.max_body_bytes, settings.poll_hold_s),
         ServerRoutes(parts.health, settings.sdk_flags),
         SessionRoutes(parts.sessions),
-        TrainingRoutes(parts.training, parts.models, parts.custom_losses, parts.sampling, settings),
+        TrainingRoutes(
+            parts.training, parts.models, parts.custom_losses, parts.base_models, parts.checkpoints, settings
+        ),
         TrainingRunRoutes(parts.training_runs, parts.copies),
         CheckpointRoutes(parts.checkpoints),
         ExportRoutes(parts.exports, base_path),
@@ -125,14 +129,16 @@ class ServerRoutes:
         return Json({"sample_cancel_enabled": True})
 
     async def get_capabilities(self, request: Request, owner: str) -> Response:
-        served = await self._health.served_model()
-        model = {
-            "model_name": served.name,
-            "max_context_length": served.max_context_length,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return Json({"supported_models": [model]})
+        models = [
+            {
+                "model_name": served.name,
+                "max_context_length": served.max_context_length,
+                "trainable": served.is_trained,
+                "sampleable": True,
+            }
+            for served in await self._health.served_models()
+        ]
+        return Json({"supported_models": models})
 
     async def telemetry(self, request: Request, owner: str) -> Response:
         """Accepts what clients report, and reads none of it: the server discards it."""

@@ -21,7 +21,7 @@ from gateway.access.owners import LOOK_S
 from gateway.api import build_api
 from gateway.grpc_front.admin_servicer import AdminServicer
 from gateway.grpc_front.auth_interceptor import AuthInterceptor
-from gateway.grpc_front.call_bounds import BoundedMessages, channel_limits
+from gateway.grpc_front.call_bounds import MOST_CONNECTIONS, BoundedMessages, ConnectionShares, channel_limits
 from gateway.grpc_front.field_names import named
 from gateway.grpc_front.gateway_servicer import GatewayServicer
 from gateway.http.connections import Connection, Connections
@@ -38,6 +38,128 @@ _FOLDER_ROUNDS = 10
 _GAUGES_S = 2.0
 _RETURN_S = 0.5
 _JOURNAL_S = 2.0
+_SHARES_S = 2.0
+"""A look at 16,000 connections takes a tenth of a second."""
+
+
+class Upkeep:
+    """What a gateway does besides answering: it takes up what an earlier one left, frees, sweeps, and ends in order.
+
+    Args:
+        ready: To be set once clients may come.
+    """
+
+    def __init__(self, settings: GatewaySettings, parts: Parts, ready: asyncio.Event) -> None:
+        self._settings, self._parts, self._ready = settings, parts, ready
+        self._background = BackgroundTasks()
+
+    async def begin(self) -> None:
+        """Waits until the state is this gateway's, takes it up, and lets clients in."""
+        parts, background = self._parts, self._background
+        for folder in self._settings.private_folders:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        await parts.database.open()
+        await parts.keys.load()
+        await parts.owners.read()
+        await parts.exports.open()
+        await parts.base_models.start()
+        await self._restore()
+        self._ready.set()
+        rounds = itertools.count()
+        background.start(self._free_ended(), "free what ended sessions owned")
+        background.start(parts.keys.watch(), "keys")
+        background.start(repeat(parts.owners.read, LOOK_S, "reading the owners"), "owners")
+        background.start(self._sweep_forever(), "sweep")
+        for residence in parts.residences.values():
+            background.start(repeat(residence.sweep, _RETURN_S, "bringing models back"), "residence")
+        background.start(repeat(self._tend_journal, _JOURNAL_S, "tending the journal"), "journal")
+        background.start(repeat(parts.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")
+        background.start(self._check_storage(), "storage")
+        background.start(
+            repeat(
+                lambda: parts.orphans.sweep(with_folders=next(rounds) % _FOLDER_ROUNDS == 0),
+                _COLLECT_S,
+                "collecting orphans",
+            ),
+            "orphans",
+        )
+
+    async def drain(self) -> None:
+        """Starts nothing more, and lets what runs end; clients are served meanwhile."""
+        parts, drain_s = self._parts, self._settings.drain_s
+        await asyncio.gather(parts.training.drain(drain_s), parts.sampling.drain(drain_s))
+        parts.futures.release_waiters()
+
+    async def end(self) -> None:
+        """Leaves what waits to the next process, and closes everything. No client may come any more."""
+        parts = self._parts
+        await parts.sampling.stop()
+        await parts.custom_losses.stop()
+        await parts.training.stop()
+        await self._background.cancel()
+        for residence in parts.residences.values():
+            await residence.stop()
+        for base in parts.base_models:
+            await base.snapshots.close()
+        await parts.copies.stop()
+        parts.storage.close()
+        await parts.base_models.close()
+        await parts.database.close()
+
+    async def _restore(self) -> None:
+        """Takes up what an earlier process left: each part resumes its kinds of work."""
+        parts = self._parts
+        await parts.sessions.restore()
+        await parts.models.restore()
+        pendings = await parts.futures.restore()
+        if pendings:
+            logger.info("taking up %d unfinished requests", len(pendings))
+        await parts.custom_losses.resume(pendings)
+        await parts.training.resume(pendings)
+        await parts.sampling.resume(pendings)
+        for session_id in await parts.models.unfreed_sessions():
+            parts.sessions.free(await parts.sessions.load(session_id))
+
+    async def _free_ended(self) -> None:
+        while True:
+            session = await self._parts.sessions.next_ended()
+            self._background.start(self._free_session(session), f"end {session.session_id}")
+
+    async def _free_session(self, session: Session) -> None:
+        parts, session_id = self._parts, session.session_id
+        error = SessionEnded(f"session {session_id} is over ({session.end_reason})")
+        try:
+            await parts.futures.cancel_session(session_id, error)
+            await parts.training.end_session(session, error)
+            parts.sampling.forget(session_id)
+            await parts.custom_losses.forget(session_id)
+            parts.futures.forget(session_id)
+            for base in parts.base_models:
+                model_ids = await parts.models.of_session(session_id, base.name)
+                await base.snapshots.forget(model_ids, base.samplers.up)
+        finally:
+            parts.sessions.forget(session_id)
+
+    async def _check_storage(self) -> None:
+        if problem := await self._parts.storage.problem():
+            logger.error("nothing can be saved at %s until this is mended: %s", self._parts.storage.root, problem)
+
+    async def _sweep_forever(self) -> None:
+        period_s = min(_SWEEP_S, self._settings.session_ttl_s / 4)
+        await asyncio.sleep(period_s)
+        await repeat(self._sweep, period_s, "a sweep")
+
+    async def _tend_journal(self) -> None:
+        for trainer in self._parts.base_models.trainers:
+            await self._parts.journal.trim(trainer)
+        await self._parts.journal.bound()
+
+    async def _sweep(self) -> None:
+        await self._parts.parking.sweep()
+        await self._parts.database.look_for_room()
+        await self._parts.futures.sweep()
+        await self._parts.checkpoints.sweep()
+        await self._parts.sampling.sweep()
 
 
 class Gateway:
@@ -49,6 +171,7 @@ class Gateway:
         self.rest_port = 0
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._upkeep = Upkeep(settings, self.parts, self._ready)
         self._background = BackgroundTasks()
         self.grpc = ServiceServer(
             settings.model_copy(update={"port": settings.grpc_port}), [ADMIN_SERVICE, GATEWAY_SERVICE],
@@ -85,109 +208,35 @@ class Gateway:
         await self._listen()
         await self._begin()
 
+    async def _begin(self) -> None:
+        await self._upkeep.begin()
+        self._background.start(self._watch_services(), "services")
+
     async def _listen(self) -> None:
         listener = _listen(self.settings.host, self.settings.port)
         self.rest_port = listener.getsockname()[1]
         await self.grpc.start()
+        shares = ConnectionShares(self.grpc.port, channel_limits(self.settings)[MOST_CONNECTIONS])
+        self._background.start(repeat(shares.sweep, _SHARES_S, "sharing gRPC connections"), "gRPC connections")
         self._rest_task = asyncio.create_task(self._rest.serve([listener]), name="rest")
         logger.info("REST on http://%s:%d%s", self.settings.host, self.rest_port, self.settings.base_path)
-
-    async def _begin(self) -> None:
-        parts, background = self.parts, self._background
-        for folder in self.settings.private_folders:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        await parts.database.open()
-        await parts.keys.load()
-        await parts.owners.read()
-        await parts.exports.open()
-        await parts.trainer.start()
-        await asyncio.gather(parts.renderers.start(), parts.samplers.start())
-        await self._restore()
-        self._ready.set()
-        rounds = itertools.count()
-        background.start(self._free_ended(), "free what ended sessions owned")
-        background.start(parts.keys.watch(), "keys")
-        background.start(repeat(parts.owners.read, LOOK_S, "reading the owners"), "owners")
-        background.start(self._sweep_forever(), "sweep")
-        background.start(self._watch_services(), "services")
-        background.start(repeat(parts.residence.sweep, _RETURN_S, "bringing models back"), "residence")
-        background.start(repeat(self._tend_journal, _JOURNAL_S, "tending the journal"), "journal")
-        background.start(repeat(parts.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")
-        background.start(self._check_storage(), "storage")
-        background.start(
-            repeat(
-                lambda: parts.orphans.sweep(with_folders=next(rounds) % _FOLDER_ROUNDS == 0),
-                _COLLECT_S,
-                "collecting orphans",
-            ),
-            "orphans",
-        )
 
     async def stop(self) -> None:
         """Lets what runs end, leaves what waits to the next process, and closes everything.
 
         Until nothing runs any more, clients are served: what they submit is kept for the next process.
         """
-        parts = self.parts
         self._stopping.set()
         await self.grpc.set_serving(False)
-        drain_s = self.settings.drain_s
-        await asyncio.gather(parts.training.drain(drain_s), parts.sampling.drain(drain_s))
-        parts.futures.release_waiters()
+        await self._upkeep.drain()
         self._rest.stop_soon()
         self.grpc.request_stop()
         await self.grpc.run_until_stopped()
         if self._rest_task is not None:
             await self._rest_task
-        await parts.sampling.stop()
-        await parts.custom_losses.stop()
-        await parts.training.stop()
         await self._background.cancel()
-        await parts.residence.stop()
-        await parts.snapshots.close()
-        await parts.copies.stop()
-        parts.storage.close()
-        await parts.samplers.close()
-        await parts.renderers.close()
-        await parts.trainer.close()
-        await parts.database.close()
+        await self._upkeep.end()
         logger.info("stopped")
-
-    async def _restore(self) -> None:
-        """Takes up what an earlier process left: each part resumes its kinds of work."""
-        parts = self.parts
-        await parts.sessions.restore()
-        await parts.models.restore()
-        pendings = await parts.futures.restore()
-        if pendings:
-            logger.info("taking up %d unfinished requests", len(pendings))
-        await parts.custom_losses.resume(pendings)
-        await parts.training.resume(pendings)
-        await parts.sampling.resume(pendings)
-        for session_id in await parts.models.orphans():
-            parts.sessions.free(await parts.sessions.load(session_id))
-
-    async def _free_ended(self) -> None:
-        while True:
-            session = await self.parts.sessions.next_ended()
-            self._background.start(self._free_session(session), f"end {session.session_id}")
-
-    async def _free_session(self, session: Session) -> None:
-        parts, session_id = self.parts, session.session_id
-        error = SessionEnded(f"session {session_id} is over ({session.end_reason})")
-        try:
-            await parts.futures.cancel_session(session_id, error)
-            await parts.training.end_session(session, error)
-            parts.sampling.forget(session_id)
-            await parts.custom_losses.forget(session_id)
-            parts.futures.forget(session_id)
-            await parts.snapshots.forget(await parts.models.of_session(session_id), parts.samplers.up)
-        finally:
-            parts.sessions.forget(session_id)
-
-    async def _check_storage(self) -> None:
-        if problem := await self.parts.storage.problem():
-            logger.error("nothing can be saved at %s until this is mended: %s", self.parts.storage.root, problem)
 
     async def _watch_services(self) -> None:
         """Health is SERVING once every service has answered; it is not taken back when one of them restarts."""
@@ -201,22 +250,6 @@ class Gateway:
                 logger.info("not ready yet: waiting for %s", ", ".join(missing))
                 said = missing
             await asyncio.sleep(0.5)
-
-    async def _sweep_forever(self) -> None:
-        period_s = min(_SWEEP_S, self.settings.session_ttl_s / 4)
-        await asyncio.sleep(period_s)
-        await repeat(self._sweep, period_s, "a sweep")
-
-    async def _tend_journal(self) -> None:
-        await self.parts.journal.trim()
-        await self.parts.journal.bound()
-
-    async def _sweep(self) -> None:
-        await self.parts.parking.sweep()
-        await self.parts.database.look_for_room()
-        await self.parts.futures.sweep()
-        await self.parts.checkpoints.sweep()
-        await self.parts.sampling.sweep()
 
     def _rest_config(self) -> uvicorn.Config:
         # The other half is for gRPC, services, database and storage.

@@ -54,7 +54,11 @@ WAITING = Gauge(
 SAMPLE_RETRIES = Counter("fovea_gateway_sample_retries_total", "Samples that were tried again, by reason.", ["reason"])
 PUSHES = Counter("fovea_gateway_snapshot_pushes_total", "Pushes of snapshots to samplers by outcome.", ["outcome"])
 PUSH_SECONDS = Histogram("fovea_gateway_snapshot_push_seconds", "Seconds of a push.", buckets=_SECONDS)
-REPLICAS = Gauge("fovea_gateway_replicas", "Replicas by service: known to discovery, and up.", ["service", "state"])
+REPLICAS = Gauge(
+    "fovea_gateway_replicas",
+    "Replicas by service and base model: known to discovery, and up.",
+    ["service", "base_model", "state"],
+)
 RENDER_RETRIES = Counter("fovea_gateway_render_retries_total", "Renders that were tried again, by reason.", ["reason"])
 VERSION_LAG = Gauge(
     "fovea_gateway_sampler_version_lag",
@@ -68,9 +72,11 @@ RESTORE_SECONDS = Histogram(
 )
 REPLAYED = Counter(
     "fovea_gateway_replayed_commands_total",
-    "Commands run again for a trainer that restarted, by whether the answer was the client's: equal or different.",
+    "Commands run again for a trainer that restarted, by whether the answer was the client's: equal, different,"
+    " or rounded, if the trainer has other numerics.",
     ["answer"],
 )
+RESULT_BYTES = Gauge("fovea_gateway_result_bytes", "What the database keeps of results, when they last were many.")
 PARKED = Gauge("fovea_gateway_parked_sessions", "Sessions that are parked.")
 PARKED_BYTES = Gauge("fovea_gateway_parked_bytes", "What the trainer keeps on storage of parked sessions.")
 STATE_BYTES = Gauge("fovea_gateway_state_volume_bytes", "The volume of the state folder: size and free.", ["kind"])

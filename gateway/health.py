@@ -15,8 +15,7 @@ from fovea.api.v1.sampler_pb2 import GetSamplerInfoResponse
 from gateway import gateway_metrics as metrics
 from gateway.futures.future import Pending
 from gateway.futures.futures import Futures
-from gateway.replicas.renderers import Renderers
-from gateway.replicas.samplers import Samplers
+from gateway.replicas.base_models import BaseModel, BaseModels
 from gateway.replicas.snapshot_pushes import Versions
 from gateway.replicas.trainer_link import TrainerLink
 
@@ -25,74 +24,89 @@ class Health:
     """Looks at the services and at what waits for them.
 
     Args:
-        model_name: What clients call the served model.
         state_dir: A folder on the volume whose room is told.
     """
 
     def __init__(
         self,
-        model_name: str,
         futures: Futures,
-        renderers: Renderers,
-        samplers: Samplers,
-        trainer: TrainerLink,
+        base_models: BaseModels,
         versions: Versions,
         state_dir: Path,
     ) -> None:
-        self._model_name, self._futures, self._renderers, self._samplers = model_name, futures, renderers, samplers
-        self._trainer, self._versions, self._state_dir = trainer, versions, state_dir
+        self._futures, self._base_models = futures, base_models
+        self._versions, self._state_dir = versions, state_dir
         self._depth = LabelledGauge(metrics.QUEUE_DEPTH)
         self._lag = LabelledGauge(metrics.VERSION_LAG)
         self._waiting = LabelledGauge(metrics.WAITING)
-        self._trainer_instance = ""
+        self._trainer_instances: dict[str, str] = {}
 
-    async def served_model(self) -> gateway_pb2.ServedModel:
-        """The served model and its limits, as the services state them. Raises Unavailable until a renderer was seen."""
-        renderer = await self._renderers.info()
-        limits = [renderer.max_context_length]
-        limits += [info.max_context_length for info in (self._samplers.info, self._trainer.info) if info is not None]
-        return gateway_pb2.ServedModel(
-            name=self._model_name,
-            max_context_length=min(limit for limit in limits if limit),
-            supports_images=renderer.supports_images,
-            max_lora_rank=self._trainer.info.max_lora_rank if self._trainer.info is not None else 0,
-        )
+    async def served_models(self) -> list[gateway_pb2.ServedModel]:
+        """The served models and their limits, as the services state them.
+
+        Left out is one of which no renderer was ever seen. Raises Unavailable if that leaves none.
+        """
+        seen = [base for base in self._base_models if any(renderer.info for renderer in base.renderers.members)]
+        return [await _served(base) for base in seen or self._base_models]
 
     def missing(self) -> list[str]:
-        """Which services do not answer, or have other files of the model than the trainer."""
-        up = {
-            "the trainer": self._trainer.up,
-            "a sampler": any(self._is_of_trainer(sampler.info) for sampler in self._samplers.up),
-            "a renderer": any(self._is_of_trainer(renderer.info) for renderer in self._renderers.up),
-        }
-        return [name for name, is_up in up.items() if not is_up]
-
-    def _is_of_trainer(self, info: GetSamplerInfoResponse | GetRendererInfoResponse | None) -> bool:
-        return info is not None and not self._trainer.find_unlike(info.model_files)
+        """Which services do not answer, or have other files of the model than its trainer."""
+        missing = []
+        for base in self._base_models:
+            of_model = "" if base is self._base_models.default else f" of {base.name}"
+            up = {
+                "the trainer": base.trainer is None or base.trainer.up,
+                "a sampler": any(_is_of_trainer(base, sampler.info) for sampler in base.samplers.up),
+                "a renderer": any(_is_of_trainer(base, renderer.info) for renderer in base.renderers.up),
+            }
+            missing += [f"{name}{of_model}" for name, is_up in up.items() if not is_up]
+        return missing
 
     async def set_gauges(self) -> None:
         """Sets the gauges. Raises OSError if the state folder cannot be looked at."""
         self._depth.set(Counter(map(_labels, self._futures.unfinished())))
         lags: dict[tuple[str, ...], float] = {}
-        for sampler in self._samplers.up:
-            lags[sampler.address,] = self._versions.lag((sampler.weights_lock.resident or "", *sampler.adapters))
+        waiting: dict[tuple[str, ...], float] = {}
+        for base in self._base_models:
+            for sampler in base.samplers.up:
+                lags[sampler.address,] = self._versions.lag((sampler.weights_lock.resident or "", *sampler.adapters))
+            replicas = (*base.renderers.members, *base.samplers.members)
+            waiting |= {(each.service, each.address): each.waiting for each in replicas}
+            if base.trainer is not None:
+                metrics.REPLICAS.labels("trainer", base.name, "known").set(1)
+                metrics.REPLICAS.labels("trainer", base.name, "up").set(base.trainer.up)
+                self._note_restart(base.trainer)
         self._lag.set(lags)
-        replicas = (*self._renderers.members, *self._samplers.members)
-        self._waiting.set({(each.service, each.address): each.waiting for each in replicas})
-        metrics.REPLICAS.labels("trainer", "known").set(1)
-        metrics.REPLICAS.labels("trainer", "up").set(self._trainer.up)
-        self._note_restart()
+        self._waiting.set(waiting)
         usage = shutil.disk_usage(self._state_dir)
         metrics.STATE_BYTES.labels("size").set(usage.total)
         metrics.STATE_BYTES.labels("free").set(usage.free)
 
-    def _note_restart(self) -> None:
-        info = self._trainer.info
-        if info is None or info.instance_id == self._trainer_instance:
+    def _note_restart(self, trainer: TrainerLink) -> None:
+        if trainer.info is None:
             return
-        if self._trainer_instance:
+        instance = trainer.info.instance_id
+        if self._trainer_instances.setdefault(trainer.address, instance) != instance:
             metrics.TRAINER_RESTARTS.inc()
-        self._trainer_instance = info.instance_id
+        self._trainer_instances[trainer.address] = instance
+
+
+async def _served(base: BaseModel) -> gateway_pb2.ServedModel:
+    renderer = await base.renderers.info()
+    trainer = base.trainer.info if base.trainer is not None else None
+    limits = [renderer.max_context_length]
+    limits += [info.max_context_length for info in (base.samplers.info, trainer) if info is not None]
+    return gateway_pb2.ServedModel(
+        name=base.name,
+        max_context_length=min(limit for limit in limits if limit),
+        supports_images=renderer.supports_images,
+        max_lora_rank=trainer.max_lora_rank if trainer is not None else 0,
+        is_trained=base.trainer is not None,
+    )
+
+
+def _is_of_trainer(base: BaseModel, info: GetSamplerInfoResponse | GetRendererInfoResponse | None) -> bool:
+    return info is not None and not (base.trainer and base.trainer.find_unlike(info.model_files))
 
 
 class LabelledGauge:

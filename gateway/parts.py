@@ -1,6 +1,6 @@
 """The parts of the gateway, built bottom up: each is given those below it, and none is changed afterwards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fovea.runtime.cautious_clock import CautiousClock
 from gateway.access.api_keys import KeyRing
@@ -10,11 +10,14 @@ from gateway.checkpoints.checkpoint_storage import Storage
 from gateway.checkpoints.exports import Exports
 from gateway.database.database import Database
 from gateway.discovery import choose
+from gateway.discovery.discovery import Discovery
 from gateway.fair_queue import FairQueue
 from gateway.futures.future import Kind
 from gateway.futures.futures import Futures
+from gateway.futures.result_room import ResultRoom
 from gateway.health import Health
 from gateway.quotas import Quota
+from gateway.replicas.base_models import BaseModel, BaseModels
 from gateway.replicas.renderers import Renderers
 from gateway.replicas.samplers import Samplers
 from gateway.replicas.snapshot_pushes import Snapshots, Versions
@@ -22,7 +25,7 @@ from gateway.replicas.trainer_link import TrainerLink
 from gateway.sampling.sample_runner import SampleRunner
 from gateway.sampling.sampling_sessions import Sampling
 from gateway.sessions.sessions import Sessions
-from gateway.settings import GatewaySettings
+from gateway.settings import BaseModelSettings, GatewaySettings
 from gateway.training.batches import Batches
 from gateway.training.commands import Command, CommandRunner
 from gateway.training.copies import Copies
@@ -44,6 +47,10 @@ class Parts:
 
     Args:
         on_superseded: Called once another gateway has taken over the state.
+
+    Attributes:
+        base_models: Who renders, samples and trains each.
+        residences: By base model that has a trainer: which models are in it.
     """
 
     def __init__(self, settings: GatewaySettings, on_superseded: Callable[[], None]) -> None:
@@ -55,84 +62,93 @@ class Parts:
         self.database = Database(settings.store_url, on_superseded)
         self.keys = KeyRing(self.database, settings.given_keys, settings.host)
         self.owners = Owners(self.database)
-        self.trainer = TrainerLink(settings.trainer, settings.trainer_wait_s)
-        renderers = choose(settings.discovery, "renderer", settings.renderer, settings.kubernetes_namespace)
-        self.renderers = Renderers(
-            renderers, settings.renderer_concurrency, settings.retry_deadline_s, self.trainer, self.owners.weight
-        )
-
         self._clock = clock = CautiousClock()
-        self.futures = Futures(self.database, settings.result_ttl_s, max_pending, self.owners, clock)
+        result_room = ResultRoom(self.database, settings.max_result_bytes)
+        self.futures = Futures(self.database, settings.result_ttl_s, max_pending, self.owners, clock, result_room)
         self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions)
         self.storage = Storage(settings.checkpoint_root)
         self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock)
         self.exports = Exports(self.database, self.checkpoints)
-        self._build_models(settings)
-        self._build_samplers(settings)
-        self.health = Health(
-            settings.model_name, self.futures, self.renderers, self.samplers, self.trainer, self.versions,
-            settings.state_dir,
-        )  # fmt: skip
-
-        sample_runner = SampleRunner(
-            self.renderers, self.samplers, self.snapshots, self.versions, settings.retry_deadline_s,
-            settings.sample_timeout_s,
-        )  # fmt: skip
-        self.sampling = Sampling(
-            self.database, self.futures, self.sessions, self.checkpoints, self.samplers, self.snapshots, sample_runner,
-            settings.model_name,
-        )  # fmt: skip
-        self._build_training(settings)
-
-    def _build_models(self, settings: GatewaySettings) -> None:
         self.models = Models(self.database, settings.max_models_per_owner, self.owners)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
-        self.batches = Batches(self.futures, self.renderers, self.custom_losses)
-        self.steps = StepCommands(
-            self.futures,
-            self.batches,
-            self.trainer,
-            FairQueue(1, self.owners.weight, settings.trainer_concurrency),
-        )
-        self.journal = Journal(self.database, self.models, self.trainer, settings.max_journal_bytes)
-        replay = Replay(
-            self.journal, self.steps, self.checkpoints, self.database, self.trainer, settings.command_timeout_s
-        )
-        self.residence = Residence(self.models, self.journal, replay, self.trainer, settings.retry_deadline_s)
-
-    def _build_samplers(self, settings: GatewaySettings) -> None:
-        samplers = choose(settings.discovery, "sampler", settings.sampler, settings.kubernetes_namespace)
-        self.snapshots = Snapshots(self.database, self.trainer, self.residence, settings.push_timeout_s)
-        self.samplers = Samplers(
-            samplers, settings.sampler_concurrency, self.snapshots, self.trainer, self.owners.weight
-        )
+        self.journal = Journal(self.database, self.models, settings.max_journal_bytes)
+        self.residences: dict[str, Residence] = {}
+        self._batches: dict[str, Batches] = {}
+        self._steps: dict[str, StepCommands] = {}
+        self.base_models = BaseModels([self._build_base_model(own, settings) for own in settings.base_models])
         self.versions = Versions()
+        self.health = Health(self.futures, self.base_models, self.versions, settings.state_dir)
 
-    def _build_training(self, settings: GatewaySettings) -> None:
-        timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
-        creating = CreationCommands(
-            self.models, self.checkpoints, self.sessions, self.trainer, self.samplers, timeout_s, patience_s
+        sample_runner = SampleRunner(self.versions, settings.retry_deadline_s, settings.sample_timeout_s)
+        self.sampling = Sampling(
+            self.database, self.futures, self.sessions, self.checkpoints, self.base_models, sample_runner
         )
-        saving = SaveCommands(self.checkpoints, self.sampling, self.trainer, timeout_s)
+        runners = {
+            base.name: self._build_runner(base, base.trainer, settings)
+            for base in self.base_models
+            if base.trainer is not None
+        }
+        self.training = Training(
+            self.futures, self.sessions, self.models, self.base_models, runners, self.residences, self.journal,
+            settings.gap_timeout_s,
+        )  # fmt: skip
+        self.parking = Parking(
+            self.futures, self.sessions, self.models, self.training, self.residences, self.base_models,
+            settings.parked_ttl_s, settings.parked_bytes, clock,
+        )  # fmt: skip
+        self.training_runs = TrainingRuns(self.database, self.checkpoints)
+        self.copies = Copies(self.database, self.sessions, self.checkpoints)
+        self.orphans = OrphanCollector(self.database, self.base_models, self.checkpoints)
+
+    def _build_base_model(self, own: BaseModelSettings, settings: GatewaySettings) -> BaseModel:
+        def found(service: str, addresses: list[str]) -> Discovery:
+            return choose(settings.discovery, service, addresses, settings.kubernetes_namespace)
+
+        name, weight_of = own.model_name, self.owners.weight
+        trainer = TrainerLink(own.trainer, settings.trainer_wait_s) if own.trainer else None
+        renderers = Renderers(
+            name, found("renderer", own.renderer), settings.renderer_concurrency, settings.retry_deadline_s,
+            trainer.check_files if trainer else _check_nothing, weight_of,
+        )  # fmt: skip
+        residence = self._build_residence(name, trainer, renderers, settings) if trainer else None
+        snapshots = Snapshots(self.database, name, trainer, residence, settings.push_timeout_s)
+        samplers = Samplers(
+            name, found("sampler", own.sampler), settings.sampler_concurrency, snapshots,
+            trainer.check_files if trainer else renderers.check_files, weight_of,
+        )  # fmt: skip
+        return BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainer)
+
+    def _build_residence(
+        self, name: str, trainer: TrainerLink, renderers: Renderers, settings: GatewaySettings
+    ) -> Residence:
+        batches = self._batches[name] = Batches(self.futures, renderers, self.custom_losses)
+        turns = FairQueue(1, self.owners.weight, settings.trainer_concurrency)
+        steps = self._steps[name] = StepCommands(self.futures, batches, trainer, turns)
+        replay = Replay(self.journal, steps, self.checkpoints, self.database, trainer, settings.command_timeout_s)
+        patience_s = settings.retry_deadline_s
+        residence = self.residences[name] = Residence(name, self.models, self.journal, replay, trainer, patience_s)
+        return residence
+
+    def _build_runner(self, base: BaseModel, trainer: TrainerLink, settings: GatewaySettings) -> CommandRunner:
+        timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
+        steps = self._steps[base.name]
+        creating = CreationCommands(
+            self.models, self.checkpoints, self.sessions, trainer, base.samplers, timeout_s, patience_s
+        )
+        saving = SaveCommands(self.checkpoints, self.sampling, trainer, timeout_s)
         commands: dict[Kind, Command] = {
             Kind.CREATE_MODEL: creating.create_model,
             Kind.LOAD_STATE: creating.load_state,
-            Kind.FORWARD: self.steps.forward_backward,
-            Kind.FORWARD_BACKWARD: self.steps.forward_backward,
-            Kind.OPTIM_STEP: self.steps.optim_step,
+            Kind.FORWARD: steps.forward_backward,
+            Kind.FORWARD_BACKWARD: steps.forward_backward,
+            Kind.OPTIM_STEP: steps.optim_step,
             Kind.SAVE_STATE: saving.save_state,
             Kind.SAVE_FOR_SAMPLER: saving.save_for_sampler,
             Kind.SAVE_EXTERNAL: saving.save_external,
         }
-        runner = CommandRunner(self.futures, self.models, self.residence, self.journal, self.batches, commands)
-        self.training = Training(
-            self.futures, self.sessions, self.models, self.batches, runner, self.residence, self.journal, self.trainer,
-            settings.gap_timeout_s,
-        )  # fmt: skip
-        self.parking = Parking(
-            self.futures, self.sessions, self.models, self.training, self.residence, self.trainer,
-            settings.parked_ttl_s, settings.parked_bytes, self._clock,
-        )  # fmt: skip
-        self.training_runs = TrainingRuns(self.database, self.checkpoints)
-        self.copies = Copies(self.database, self.sessions, self.checkpoints)
-        self.orphans = OrphanCollector(self.database, self.trainer, self.samplers, self.snapshots, self.checkpoints)
+        residence, batches = self.residences[base.name], self._batches[base.name]
+        return CommandRunner(self.futures, self.models, trainer, residence, self.journal, batches, commands)
+
+
+def _check_nothing(who: str, files: Mapping[str, str]) -> None:
+    """Without a trainer, the renderers' files are what the samplers' are held against."""

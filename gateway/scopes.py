@@ -17,7 +17,7 @@ class Scope(enum.StrEnum):
     TRAIN = "train"
     """Make, train, save and delete models and checkpoints."""
     ADMIN = "admin"
-    """Make and take back everybody's keys, set everybody's limits, see everybody's usage."""
+    """Make and take back everybody's keys, set everybody's limits, see everybody's usage, end everybody's sessions."""
 
     def includes(self, other: "Scope") -> bool:
         """Whether whoever has this may do what needs the other."""
@@ -50,3 +50,15 @@ class Caller:
 
 CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller(""))  # noqa: B039 - frozen
 """Who sent the request that this task answers."""
+
+
+def asked_owner(asked: str, what: str) -> str | None:
+    """Whose `what` a caller is told who asked about an owner: nobody named is the caller; None, for `*`, is everybody.
+
+    Raises PermissionDenied for somebody else's without the scope admin.
+    """
+    caller = CALLER.get()
+    owner = asked or caller.owner
+    if owner != caller.owner:
+        caller.require(Scope.ADMIN, f"{what} of other owners")
+    return None if owner == "*" else owner

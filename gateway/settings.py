@@ -4,13 +4,31 @@ from pathlib import Path
 from typing import ClassVar
 
 import fsspec
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from fovea.runtime.hosts import is_loopback
 from fovea.runtime.settings import ServiceSettings
 from gateway.access.api_keys import PUBLISHED, GivenKey, parse_given
 from gateway.discovery import Kind
+
+
+class BaseModelSettings(BaseModel):
+    """One base model: what it is called, and where its services are."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model_name: str = Field(description="Name that clients use as `base_model`.")
+    model: str = Field(description="Directory or hub name of the model, as the services were given it.")
+    tokenizer: str = Field("", description="Tokenizer that clients are told to load; the model's by default.")
+    renderer: list[str] = Field(description="As --renderer, by the same --discovery.")
+    sampler: list[str] = Field(description="As --sampler.")
+    trainer: str = Field("", description="As --trainer; empty serves it for sampling only.")
+
+    @property
+    def tokenizer_id(self) -> str:
+        """What `get_info` names as tokenizer."""
+        return self.tokenizer or self.model
 
 
 class GatewaySettings(ServiceSettings):
@@ -32,7 +50,14 @@ class GatewaySettings(ServiceSettings):
         " service:port, the port a number or its name in the service."
     )
     sampler: list[str] = Field(description="The samplers, as the renderers.")
-    trainer: str = Field(description="host:port of the trainer, whatever --discovery says.")
+    trainer: str = Field(
+        description="host:port of the trainer, whatever --discovery says; empty serves the model for sampling only."
+    )
+    further_models: list[BaseModelSettings] = Field(
+        [],
+        description="Further base models behind this gateway, such as the teacher of a student: each a JSON object with"
+        " model_name, model, renderer, sampler and, unless it is for sampling only, trainer.",
+    )
     kubernetes_namespace: str = Field("", description="Namespace of the services; by default the pod's own.")
     port: int = Field(8000, ge=0, le=65535, description="REST port; 0 takes a free one.")
     grpc_port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
@@ -66,12 +91,18 @@ class GatewaySettings(ServiceSettings):
         gt=0,
         description="REST connections at once, and at most half of the files that the process may open: above that, a"
         " new one takes the place of one of the address that has most. Also gRPC connections at once, at most a"
-        " quarter of those files: above that, new ones are closed.",
+        " quarter of those files: one address may have as many as are free, so half if it is alone.",
     )
     poll_hold_s: float = Field(
         30.0, gt=0, le=35, description="Seconds that a poll of an unfinished future is held, give or take a fifth."
     )
     result_ttl_s: float = Field(24 * 3600.0, gt=0, description="Seconds that a result can be fetched again.")
+    max_result_bytes: int = Field(
+        16 * 2**30,
+        gt=0,
+        description="Results that the database keeps. One owner may have as much as is free, so half if it is alone;"
+        " above that its oldest ones expire early.",
+    )
     session_ttl_s: float = Field(
         600.0,
         gt=0,
@@ -128,6 +159,14 @@ class GatewaySettings(ServiceSettings):
     train_vision: bool = Field(False, description="Whether REST-created LoRA models also adapt the vision tower.")
     sdk_flags: dict[str, bool | int | str] = Field({}, description="Overrides of client/config's flags, as JSON.")
 
+    @field_validator("further_models")
+    @classmethod
+    def _has_own_names(cls, value: list[BaseModelSettings], info: ValidationInfo) -> list[BaseModelSettings]:
+        names = [info.data.get("model_name"), *(model.model_name for model in value)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"two base models are called {twice.pop()!r}: give each a model_name of its own")
+        return value
+
     @field_validator("checkpoint_dir")
     @classmethod
     def _has_driver(cls, value: str) -> str:
@@ -160,9 +199,10 @@ class GatewaySettings(ServiceSettings):
         return [self.state_dir, *([] if self.checkpoint_dir else [Path(self.checkpoint_root)])]
 
     @property
-    def tokenizer_id(self) -> str:
-        """What `get_info` names as tokenizer."""
-        return self.tokenizer or self.model
+    def base_models(self) -> list[BaseModelSettings]:
+        """All that are served, the default one first."""
+        own = {name: getattr(self, name) for name in BaseModelSettings.model_fields}
+        return [BaseModelSettings(**own), *self.further_models]
 
     @property
     def store_url(self) -> str:

@@ -72,15 +72,21 @@ def reference(name: str) -> Schema:
 def settings(service: str) -> Schema:
     """What `<service>.settings` takes: its settings without those that the chart makes itself."""
     own = {*OWN[service].split(), *OWN_OF_ALL.split()}
-    fields = SETTINGS[service].model_json_schema()["properties"]
-    return closed(**{name: _without_defaults(field) for name, field in sorted(fields.items()) if name not in own})
+    said = SETTINGS[service].model_json_schema()
+    fields, models = said["properties"], said.get("$defs", {})
+    return closed(
+        **{name: _without_defaults(field, models) for name, field in sorted(fields.items()) if name not in own}
+    )
 
 
-def _without_defaults(field: Schema) -> Schema:
+def _without_defaults(field: Schema, models: Schema) -> Schema:
     kept = {key: value for key, value in field.items() if key not in ("title", "default", "format")}
     if choices := kept.pop("anyOf", None):  # what may be None is left out instead
         (choice,) = [choice for choice in choices if choice.get("type") != "null"]
         kept |= {key: value for key, value in choice.items() if key != "format"}
+    if model := models.get(kept.get("items", {}).get("$ref", "").rpartition("/")[2]):
+        inner = {name: _without_defaults(each, models) for name, each in model["properties"].items()}
+        kept["items"] = closed(**inner) | {"required": model["required"]}
     return kept
 
 

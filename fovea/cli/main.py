@@ -1,4 +1,4 @@
-"""`fovea up | down | demo | status | restart | keys | owners | usage | models | conformance`."""
+"""`fovea up | down | demo | status | restart | keys | owners | usage | sessions | models | conformance`."""
 
 import asyncio
 import importlib.util
@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Annotated, Any
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -17,11 +18,16 @@ from rich.table import Table
 
 import fovea
 from fovea.cli.certificates import make_certificates
-from fovea.cli.supervisor import StateFolder, Supervisor, UpOptions
+from fovea.cli.service_specs import ServedModel, UpOptions
+from fovea.cli.supervisor import StateFolder, Supervisor
+from fovea.client import GatewayClient
 from fovea.client.channel import ServiceClient
 from fovea.runtime import tls
 from fovea.runtime.hosts import free_ports, is_loopback
 from fovea.runtime.model_files import check_directory
+from fovea.wire.errors import FoveaError
+
+T = TypeVar("T")
 
 app = typer.Typer(
     help="Fovea: self-hosted post-training for vision-language models, behind the Tinker API.",
@@ -30,9 +36,16 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Which checkpoints work here.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+sessions_app = typer.Typer(help="Sessions that are parked: they wait for their clients.", no_args_is_help=True)
+app.add_typer(sessions_app, name="sessions")
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 KEYS_VARIABLE = "FOVEA_API_KEY"
+PUBLISHED_KEY = "tml-local"
 DEFAULT_STATE_DIR = pathlib.Path(".fovea")
+Address = Annotated[str, typer.Option(help="host:port of a gateway's gRPC; default: that of --state-dir.")]
+ApiKey = Annotated[
+    str, typer.Option(envvar="TINKER_API_KEY", help="Whose sessions; of scope admin, everybody's. Prefer the variable.")
+]
 StateDir = Annotated[pathlib.Path, typer.Option(help="Database, checkpoints and up.json of this Fovea.")]
 
 
@@ -42,6 +55,19 @@ def up(
         str | None, typer.Option(help="Checkpoint directory or hub name. Default: a tiny Qwen3-VL, built once.")
     ] = None,
     model_name: Annotated[str | None, typer.Option(help="Name that clients use; default: --model as given.")] = None,
+    also_sample: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]MODEL[@GPUS]",
+            help="A further base model, for sampling only, such as a teacher; may be repeated. GPUS as in 2,3.",
+        ),
+    ] = None,
+    also_train: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]MODEL[@GPUS]", help="A further base model with a trainer of its own; may be repeated."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="REST port of the gateway; 0 takes a free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port of the gateway; 0 takes a free one.")] = 8001,
@@ -78,13 +104,10 @@ def up(
 ) -> None:
     """Start renderer, sampler, trainer and gateway on this machine, and stop them with Ctrl-C."""
     console = Console()
+    further = [_further_model(text, False) for text in also_sample or ()]
+    further += [_further_model(text, True) for text in also_train or ()]
     path = model or _tiny_model(console)
-    if path.startswith((".", "/", "~")) and not (pathlib.Path(path).expanduser() / "config.json").is_file():
-        raise typer.BadParameter(
-            f"{path} has no config.json; name a checkpoint directory or a hub name", param_hint="--model"
-        )
-    if refusal := _refusal(path):
-        raise typer.Exit(_complain(refusal))
+    _check_model(path, "--model")
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not (is_loopback(host) or api_key or api_key_file or may_have_keys(state_dir)):
         make_first_key(state_dir)
@@ -108,8 +131,11 @@ def up(
         drain_s=drain_s,
         trainer_gpus=tuple(filter(None, trainer_gpus.split(","))),
         sampler_gpus=tuple(filter(None, sampler_gpus.split(","))),
+        further_models=tuple(further),
         log_level=log_level,
     )
+    if len({served.label for served in options.models}) < len(options.models):
+        raise typer.BadParameter("two base models have the same name", param_hint="--also-sample, --also-train")
     raise typer.Exit(asyncio.run(_run(options, console)))
 
 
@@ -118,7 +144,8 @@ def status(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:
     """Show what `fovea up` runs here and whether it is healthy."""
     state = _state(state_dir)
     healthy = _all_healthy(state)
-    title = f"Fovea at {state['base_url']}, model {state['model_name']}"
+    names = " and ".join([state["model_name"], *state["further_models"]])
+    title = f"Fovea at {state['base_url']}, model {names}"
     table = Table(
         "service", "gRPC", "metrics", "pid", "up for", "restarts", "health", title=title, title_justify="left"
     )
@@ -179,39 +206,73 @@ def restart(
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def keys(context: typer.Context) -> None:
     """Create, list, expire and revoke the API keys of a gateway; see `fovea keys --help`."""
-    raise typer.Exit(
-        subprocess.run([sys.executable, "-m", "gateway.access.keys_command", *context.args], check=False).returncode
-    )
+    _pass_on("gateway.access.keys_command", *context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def owners(context: typer.Context) -> None:
     """Show and set what each owner may have: shares and limits; see `fovea owners --help`."""
-    raise typer.Exit(_owners_command("owners", context))
+    _pass_on("gateway.access.owners_command", "owners", *context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def usage(context: typer.Context) -> None:
     """Show what owners have used, by key and day; see `fovea usage --help`."""
-    raise typer.Exit(_owners_command("usage", context))
+    _pass_on("gateway.access.owners_command", "usage", *context.args)
 
 
-def _owners_command(name: str, context: typer.Context) -> int:
-    command = [sys.executable, "-m", "gateway.access.owners_command", name, *context.args]
-    return subprocess.run(command, check=False).returncode
+@sessions_app.command("list")
+def list_sessions(
+    owner: Annotated[str, typer.Option(help="Of another owner, or * for all; needs a key of scope admin.")] = "",
+    gateway: Address = "",
+    api_key: ApiKey = PUBLISHED_KEY,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+) -> None:
+    """Show parked sessions, those that have waited longest first."""
+    found = _ask(gateway, state_dir, api_key, lambda client: client.parked_sessions(owner))
+    table = Table("session", "owner", "parked since", "MiB", "models")
+    for each in found:
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.parked_at))
+        table.add_row(each.session_id, each.owner, since, f"{each.size_bytes / 2**20:.1f}", str(len(each.model_ids)))
+    Console().print(table)
+
+
+@sessions_app.command("end")
+def end_session(
+    session_id: Annotated[str, typer.Argument(help="Of a session, parked or not.")],
+    gateway: Address = "",
+    api_key: ApiKey = PUBLISHED_KEY,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+) -> None:
+    """End a session, and delete its models with all that is kept of them. Checkpoints stay."""
+    _ask(gateway, state_dir, api_key, lambda client: client.finish_session(session_id))
+
+
+def _ask(
+    address: str, state_dir: pathlib.Path, api_key: str, ask: Callable[[GatewayClient], Coroutine[Any, Any, T]]
+) -> T:
+    """What a gateway answers: that of an address, or the one that `fovea up` runs here."""
+
+    async def call() -> T:
+        async with GatewayClient(address or _state(state_dir)["services"]["gateway"]["address"], api_key) as client:
+            return await ask(client)
+
+    try:
+        return asyncio.run(call())
+    except FoveaError as error:
+        raise typer.Exit(_complain(error.message)) from None
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def downgrade(context: typer.Context) -> None:
     """Give the database of a stopped gateway an earlier version's tables; see `fovea downgrade --help`."""
-    module = "gateway.database.downgrade_command"
-    raise typer.Exit(subprocess.run([sys.executable, "-m", module, *context.args], check=False).returncode)
+    _pass_on("gateway.database.downgrade_command", *context.args)
 
 
 @models_app.command(context_settings=PASSED_ON, add_help_option=False)
 def check(context: typer.Context) -> None:
     """Try a checkpoint directory on the CPU, part by part; see `fovea models check --help`."""
-    raise typer.Exit(subprocess.run([sys.executable, "-m", "parity", *context.args], check=False).returncode)
+    _pass_on("parity", *context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
@@ -219,13 +280,13 @@ def conformance(context: typer.Context) -> None:
     """Check any Tinker server against the API's contract; see `fovea conformance --help`."""
     if importlib.util.find_spec("tinker") is None:
         raise typer.Exit(_complain("the checks drive the official SDK; install it: pip install tinker==0.38.0"))
-    raise typer.Exit(subprocess.run([sys.executable, "-m", "conformance", *context.args], check=False).returncode)
+    _pass_on("conformance", *context.args)
 
 
 @app.command(context_settings=PASSED_ON)
 def demo(context: typer.Context) -> None:
     """Fine-tune a tiny vision-language model on real digit scans; see `fovea demo -- --help`."""
-    raise typer.Exit(subprocess.run([sys.executable, "-m", "demo", *context.args], check=False).returncode)
+    _pass_on("demo", *context.args)
 
 
 @app.command()
@@ -234,8 +295,34 @@ def version() -> None:
     typer.echo(fovea.__version__)
 
 
+def _pass_on(module: str, *arguments: str) -> NoReturn:
+    raise typer.Exit(subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode)
+
+
 async def _run(options: UpOptions, console: Console) -> int:
     return await Supervisor(options, console).run()
+
+
+def _further_model(text: str, is_trained: bool) -> ServedModel:
+    """Reads [NAME=]MODEL[@GPUS]."""
+    flag = "--also-train" if is_trained else "--also-sample"
+    name, equals, rest = text.partition("=")
+    model, _, gpus = (rest if equals else text).partition("@")
+    _check_model(model, flag)
+    devices = tuple(filter(None, gpus.split(",")))
+    served = ServedModel(name if equals else model, model, is_trained, devices, devices)
+    if not served.label:
+        raise typer.BadParameter(f"{text!r} has no name; write NAME=MODEL", param_hint=flag)
+    return served
+
+
+def _check_model(model: str, flag: str) -> None:
+    if model.startswith((".", "/", "~")) and not (pathlib.Path(model).expanduser() / "config.json").is_file():
+        raise typer.BadParameter(
+            f"{model} has no config.json; name a checkpoint directory or a hub name", param_hint=flag
+        )
+    if refusal := _refusal(model):
+        raise typer.Exit(_complain(refusal))
 
 
 def _refusal(model: str) -> str:

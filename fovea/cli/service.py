@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fovea.runtime.children import die_with_parent
@@ -23,6 +24,7 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
 _JITTER = 0.2
 
+_LAST_WORDS_S = 5.0  # for what a process has started to end with it: SIGKILL is sent, but a busy machine takes its time
 _LAST_LINES = 20  # of what a process prints: where its cause of death is looked for
 _LONGEST_LINE = 2**20
 _LONGEST_CAUSE = 200
@@ -30,6 +32,10 @@ _ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal)\b|^[\w.]*(Error|Exception|Taken|F
 _TIME_AND_LEVEL = re.compile(r"^[\d:.]+ (ERROR|CRITICAL) +")
 _SILENT_ENDS = (signal.SIGKILL, signal.SIGTERM)
 """Sent from outside: nothing that the process has printed says why."""
+
+
+OF_MODEL = "-"
+"""In a service's name, between its kind and the base model that it is for, if that is not the default one."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,10 @@ class ServiceSpec:
         health_name: Full gRPC service name to ask for health.
         environment: Added to the environment.
         metrics_port: Where its Prometheus metrics are.
-        temporary_dir: For its temporary files, emptied before it starts and when it has ended: a killed process leaves
-            some. Empty for the system's.
+        temporary_dir: For its temporary files, removed once it has ended, with all that it had started, and again
+            before it starts: a killed process leaves some. Made in a folder that is this user's alone. Empty for the
+            system's.
+        starts_after: Name of a service that must have served before this one is started; empty for none.
     """
 
     name: str
@@ -54,6 +62,12 @@ class ServiceSpec:
     metrics_port: int
     environment: dict[str, str] = field(default_factory=dict)
     temporary_dir: str = ""
+    starts_after: str = ""
+
+    @property
+    def kind(self) -> str:
+        """renderer, sampler, trainer or gateway."""
+        return self.name.partition(OF_MODEL)[0]
 
 
 class ServiceFailed(Exception):
@@ -125,14 +139,14 @@ class Service:
         self._stopping = True
         process = self._process
         if process is None or process.returncode is not None:
+            await self._remove_temporary_dir()  # what `run` has begun, which may be cancelled now
             return
         process.terminate()
         try:
             await asyncio.wait_for(process.wait(), timeout_s)
         except TimeoutError:
             self._on_line(self.spec.name, f"did not end within {timeout_s:.0f} s and is killed")
-        self._kill_group(process.pid)
-        await process.wait()
+        await self._clear_up(process)
 
     async def _run_once(self, on_start: Callable[[], None]) -> str:
         """One life of the process; returns how it ended, and of what."""
@@ -145,11 +159,7 @@ class Service:
             await self.stop(0.0)
         on_start()
         code = await process.wait()
-        # Children that outlive their parent would hold its ports.
-        self._kill_group(process.pid)
-        assert self._reader is not None
-        await self._reader
-        self._empty_temporary_dir()
+        await self._clear_up(process)
         how = signal.Signals(-code).name if code < 0 else f"code {code}"
         return f"{how} ({cause})" if -code not in _SILENT_ENDS and (cause := self._cause()) else how
 
@@ -163,8 +173,8 @@ class Service:
     async def _start(self) -> asyncio.subprocess.Process:
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOVEA_SUPERVISED": "1"} | self.spec.environment
         if self.spec.temporary_dir:
-            self._empty_temporary_dir()
-            os.makedirs(self.spec.temporary_dir)
+            await self._remove_temporary_dir()
+            self._make_temporary_dir()
             environment["TMPDIR"] = self.spec.temporary_dir
         # Without bytecode every process would compile torch and vllm anew: 20 s instead of 8.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -207,9 +217,30 @@ class Service:
             if rest:
                 self._note_line(rest)
 
-    def _empty_temporary_dir(self) -> None:
-        if self.spec.temporary_dir:
-            shutil.rmtree(self.spec.temporary_dir, ignore_errors=True)
+    async def _clear_up(self, process: asyncio.subprocess.Process) -> None:
+        """After the end of a process: that of all it had started, then its temporary files."""
+        self._kill_group(process.pid)  # children that outlive their parent would hold its ports
+        await process.wait()
+        assert self._reader is not None
+        # All of them hold the pipe, which ends with the last one. One that left the group may go on for long.
+        await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
+        await self._remove_temporary_dir()
+
+    def _make_temporary_dir(self) -> None:
+        shared = Path(self.spec.temporary_dir).parent
+        shared.mkdir(mode=0o700, exist_ok=True)
+        if shared.lstat().st_uid != os.getuid():  # in a folder for all: its name can be guessed
+            raise PermissionError(f"{shared} belongs to another user: set TMPDIR to a folder of your own")
+        os.mkdir(self.spec.temporary_dir)
+
+    async def _remove_temporary_dir(self) -> None:
+        """Tries again for some seconds: somebody who is just ending may still make files there."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while self.spec.temporary_dir and not _remove(Path(self.spec.temporary_dir)):
+            if time.monotonic() > deadline:
+                self._on_line(self.spec.name, f"temporary files in {self.spec.temporary_dir} cannot be removed")
+                return
+            await asyncio.sleep(0.05)
 
     def _note_line(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip()
@@ -222,3 +253,9 @@ class Service:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
             return
+
+
+def _remove(folder: Path) -> bool:
+    """Whether nothing is left of it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()

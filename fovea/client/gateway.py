@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
-from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc, trainer_pb2, weights_pb2
+from fovea.api.v1 import admin_pb2, admin_pb2_grpc, gateway_pb2, gateway_pb2_grpc, trainer_pb2, weights_pb2
 from fovea.client.channel import ServiceClient
 from fovea.client.trainer import ForwardBackwardResult
 from fovea.wire.conventions import GATEWAY_SERVICE, PIECE_BYTES
@@ -29,6 +29,7 @@ class GatewayClient(ServiceClient):
             address, [(GATEWAY_SERVICE, name) for name in names], (("x-api-key", api_key),), internal=False
         )
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self.channel)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self.channel)
 
     async def capabilities(self, timeout_s: float = 10.0) -> list[gateway_pb2.ServedModel]:
         """The served models."""
@@ -46,9 +47,14 @@ class GatewayClient(ServiceClient):
         await self._unary(self._stub.Heartbeat, gateway_pb2.HeartbeatRequest(session_id=session_id), SUBMIT_TIMEOUT_S)
 
     async def finish_session(self, session_id: str) -> None:
-        """Ends a session and frees its models."""
+        """Ends a session, with an admin's key anybody's, and frees its models."""
         request = gateway_pb2.FinishSessionRequest(session_id=session_id)
         await self._unary(self._stub.FinishSession, request, SUBMIT_TIMEOUT_S)
+
+    async def parked_sessions(self, owner: str = "") -> list[admin_pb2.ParkedSession]:
+        """Sessions that wait for their clients: one's own, with an admin's key an owner's, or everybody's (`*`)."""
+        request = admin_pb2.ListParkedSessionsRequest(owner=owner)
+        return list((await self._unary(self._admin.ListParkedSessions, request, SUBMIT_TIMEOUT_S)).sessions)
 
     async def create_model(
         self, session_id: str, model_seq_id: int, base_model: str, lora: weights_pb2.LoraConfig

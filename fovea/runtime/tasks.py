@@ -170,8 +170,8 @@ async def run_to_end(work: Coroutine[Any, Any, Value]) -> Value:
             if task.cancelled():
                 raise
             cancelled = error
-        except Exception:
-            break  # the task's own failure, raised below
+        except Exception:  # the work's own, whatever it is: the task is done, and its result raises it below
+            break
     if cancelled is not None:
         if not task.cancelled():
             task.exception()  # seen: the cancellation is what the caller gets
@@ -184,7 +184,7 @@ async def repeat(work: Callable[[], Coroutine[Any, Any, None]], period_s: float,
     while True:
         try:
             await work()
-        except Exception:
+        except Exception:  # whatever it is: one that ended the loop would be seen by nobody until a restart
             logger.exception("%s failed; it is tried again in %g s", name, period_s)
         await asyncio.sleep(period_s)
 

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from gateway.database.database import Database
 from gateway.database.schema import checkpoints, usage
-from gateway.scopes import CALLER, Scope
+from gateway.scopes import asked_owner
 
 _DAY_S = 24 * 3600
 _MOST_DAYS = 3660
@@ -103,13 +103,8 @@ async def usage_for(database: Database, asked: str, days: int) -> dict[str, Any]
 
     Raises PermissionDenied for somebody else's without the scope admin.
     """
-    caller = CALLER.get()
-    owner = asked or caller.owner
-    if owner != caller.owner:
-        caller.require(Scope.ADMIN, "usage of other owners")
-    return await database.read(
-        lambda connection: read_usage(connection, None if owner == "*" else owner, min(days, _MOST_DAYS))
-    )
+    owner = asked_owner(asked, "usage")
+    return await database.read(lambda connection: read_usage(connection, owner, min(days, _MOST_DAYS)))
 
 
 def stored_bytes(connection: sa.Connection, owner: str) -> int:

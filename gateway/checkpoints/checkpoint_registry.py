@@ -166,6 +166,10 @@ class Checkpoints:
         """A page of the caller's checkpoints, newest first, and how many there are."""
         return await self._database.read(lambda connection: rows_of_owner(connection, owner, limit, offset))
 
+    async def search(self, owner: str, with_public: bool) -> list[Checkpoint]:
+        """All checkpoints of the caller, and with `with_public` what others published; the newest first."""
+        return await self._database.read(lambda connection: rows_of_search(connection, owner, with_public))
+
     async def delete(self, owner: str, path: str) -> None:
         """Forgets a checkpoint and removes its folder."""
         await self._drop(await self.find_own(owner, path))
@@ -263,6 +267,16 @@ def rows_of_owner(connection: sa.Connection, owner: str, limit: int, offset: int
     page = [_to_checkpoint(row) for row in (connection.execute(query)).mappings()]
     counting = sa.select(sa.func.count()).select_from(checkpoints).where(where)
     return page, (connection.execute(counting)).scalar_one()
+
+
+def rows_of_search(connection: sa.Connection, owner: str, with_public: bool) -> list[Checkpoint]:
+    """An owner's checkpoints that have not expired, or all that it may read; the newest first."""
+    where = checkpoints.c.owner == owner
+    if with_public:
+        where |= published.c.path.is_not(None)
+    query = _selected().where(where & _living(time.time()))
+    newest_first = query.order_by(checkpoints.c.created_at.desc(), checkpoints.c.path.desc())
+    return [_to_checkpoint(row) for row in (connection.execute(newest_first)).mappings()]
 
 
 def public_models(now: float) -> sa.Select[Any]:

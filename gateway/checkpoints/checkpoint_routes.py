@@ -2,9 +2,11 @@
 
 import re
 from datetime import UTC, datetime
-from typing import Any
+from itertools import islice
+from typing import Any, Literal
 from urllib.parse import quote, urlencode
 
+from pydantic import AwareDatetime, Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -35,6 +37,44 @@ class SetTtl(Body):
     ttl_seconds: int | None
 
 
+class SearchOwner(Body):
+    """Whose checkpoints: the caller's own, or all that it may read."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] = Field([])
+
+
+class SearchCursor(Body):
+    """The last checkpoint of the page before."""
+
+    last_created_at: AwareDatetime
+    last_checkpoint_uuid: str
+
+
+class SearchCheckpoints(Body):
+    """POST checkpoints/search, of SDK 0.39."""
+
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = Field({})
+    checkpoint_type: Literal["training", "sampler", "external"] | None = None
+    owner: SearchOwner = SearchOwner()
+    base_models: list[str] | None = None
+    limit: int = Field(50, ge=1, le=200)
+    cursor: SearchCursor | None = None
+
+    def matches(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint is what is searched for, and comes after the cursor."""
+        return (
+            self.checkpoint_type in (None, _TYPES[checkpoint.segment])
+            and (self.base_models is None or checkpoint.base_model in self.base_models)
+            and self.user_metadata.items() <= (checkpoint.user_metadata or {}).items()
+            and (
+                self.cursor is None
+                or _place(checkpoint) < (self.cursor.last_created_at, self.cursor.last_checkpoint_uuid)
+            )
+        )
+
+
 class CheckpointRoutes:
     """Handlers of checkpoints."""
 
@@ -55,6 +95,7 @@ class CheckpointRoutes:
                 for method, action in (("DELETE", ""), ("PUT", "/ttl"), ("POST", "/publish"))
             ),
             endpoints.route("GET", "checkpoints", self.page, Scope.READ),
+            endpoints.route("POST", "checkpoints/search", self.search, Scope.READ),
         ]
 
     async def weights_info(self, request: Request, owner: str) -> Response:
@@ -83,6 +124,22 @@ class CheckpointRoutes:
         page, total = await self._checkpoints.page(owner, limit, offset)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
         return Json({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in page], "cursor": cursor})
+
+    async def search(self, request: Request, owner: str) -> Response:
+        """A page of the checkpoints that match, newest first, and where the next one begins."""
+        body = await parse_json(request, SearchCheckpoints, await read(request))
+        if body.project_ids is not None:
+            raise InvalidInput("project_ids: there are no projects here; leave it out", field="project_ids")
+        if body.owner.type == "user":
+            raise InvalidInput("owner: search your own or accessible ones; owners have no URNs here", field="owner")
+        found = await self._checkpoints.search(owner, with_public=body.owner.type == "accessible")
+        page = list(islice(filter(body.matches, found), body.limit + 1))
+        cursor = None
+        if len(page) > body.limit:
+            page.pop()
+            created_at, path = _place(page[-1])
+            cursor = {"last_created_at": created_at.isoformat(), "last_checkpoint_uuid": path}
+        return Json({"checkpoints": [checkpoint_json(each) for each in page], "next_cursor": cursor})
 
     async def delete(self, request: Request, owner: str) -> Response:
         await self._checkpoints.delete(owner, _path(request))
@@ -194,6 +251,11 @@ def _path(request: Request) -> str:
     return f"{SCHEME}{parts['run']}/{parts['segment']}/{parts['name']}"
 
 
+def _place(checkpoint: Checkpoint) -> tuple[datetime, str]:
+    """Where a checkpoint stands among all, in the precision of a cursor."""
+    return datetime.fromtimestamp(checkpoint.created_at, UTC), checkpoint.path
+
+
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     """A checkpoint as listings show it."""
     return {
@@ -201,6 +263,7 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "checkpoint_type": _TYPES[checkpoint.segment],
         "time": iso_time(checkpoint.created_at),
         "tinker_path": checkpoint.path,
+        "base_model": checkpoint.base_model,
         "size_bytes": checkpoint.size_bytes,
         "public": checkpoint.public,
         "user_metadata": checkpoint.user_metadata or None,

@@ -87,6 +87,11 @@ class Database:
         self._reader_threads.shutdown()
         self._engine.dispose()
 
+    def abandon(self) -> None:
+        """Lets go of connections and locks at once, as the end of the process does. What is queued is lost."""
+        self._writer.close()
+        self._engine.dispose()
+
     def check_room(self) -> None:
         """Raises Unavailable while the disk is so full that nothing new should be accepted."""
         if self._writer.reserve.is_spent:

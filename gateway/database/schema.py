@@ -244,3 +244,12 @@ journal_requests = sa.Table(
     sa.Column("seq_id", sa.BigInteger, primary_key=True),
     sa.Column("request", sa.LargeBinary, nullable=False),
 )
+
+# On what it was done. A table of its own: `create_all` adds it to an older database, whose entries have no row here.
+journal_numerics = sa.Table(
+    "journal_numerics",
+    metadata,
+    sa.Column("model_id", sa.Text, primary_key=True),
+    sa.Column("seq_id", sa.BigInteger, primary_key=True),
+    sa.Column("numerics", sa.JSON, nullable=False),
+)

@@ -24,6 +24,7 @@ from gateway.database.writer import Batched, Job
 from gateway.futures import future_rows as rows
 from gateway.futures.completions import Completion, CompletionLogs, Target
 from gateway.futures.future import Kind, Outcome, Pending, State, Submission
+from gateway.futures.result_room import ResultRoom
 from gateway.quotas import Quota
 
 logger = logging.getLogger(__name__)
@@ -41,19 +42,26 @@ class Futures:
         result_ttl_s: Seconds for which a result can be fetched again.
         quota: Limits how many an owner may have unfinished.
         owners: Limits how many tokens these may come to.
+        result_room: Limits how many bytes of results an owner keeps.
     """
 
     def __init__(
-        self, database: Database, result_ttl_s: float, quota: Quota, owners: Owners, clock: CautiousClock
+        self,
+        database: Database,
+        result_ttl_s: float,
+        quota: Quota,
+        owners: Owners,
+        clock: CautiousClock,
+        result_room: ResultRoom,
     ) -> None:
         self._database = database
         self._result_ttl_s = result_ttl_s
-        self._quota, self._owners, self._clock = quota, owners, clock
+        self._quota, self._owners, self._clock, self._result_room = quota, owners, clock, result_room
         self._tokens: Counter[str] = Counter()
         self._pending: dict[str, Pending] = {}
         # Owner and outcome by future id.
         self._recent: LRUCache[str, tuple[str, Outcome]] = LRUCache(_RECENT_BYTES, lambda kept: kept[1].held_bytes)
-        self._held_bytes = 0
+        self._held_bytes = self._kept_bytes = 0
         self._is_closing = False
         self._last_number = 0
         # By scope: of which failed commands, by seq_id, a client has been told.
@@ -231,13 +239,15 @@ class Futures:
         return pendings
 
     async def sweep(self) -> None:
-        """Drops results past their time."""
+        """Drops results past their time, or above their owner's share."""
         now, ttl_s = self._clock.now(), self._result_ttl_s
         self._results_until, dropped = await self._drop(rows.drop_results, self._results_until, now - ttl_s)
         self._rows_until, _ = await self._drop(rows.drop_rows, self._rows_until, now - ttl_s * _ROW_TTL_FACTOR)
         if dropped:
             logger.info("dropped %d results older than %.0f s", dropped, ttl_s)
             self._recent.clear()
+        for future_id in await self._result_room.bound(self._kept_bytes):
+            self._recent.pop(future_id, None)
 
     @contextmanager
     def counting(self, submission: Submission) -> Iterator[None]:
@@ -306,8 +316,8 @@ class Futures:
         if stored is None or stored.owner != owner:
             raise NotFound(f"there is no request {future_id!r}", field="request_id")
         if stored.outcome is None:
-            kept = f"results are kept for {self._result_ttl_s:.0f} s, or until the client acknowledges them"
-            raise Expired(f"the result of {future_id!r} is gone: {kept}")
+            kept = f"kept for {self._result_ttl_s:.0f} s, within max_result_bytes, or until the client acknowledges it"
+            raise Expired(f"the result of {future_id!r} is gone: it was {kept}")
         return stored.outcome
 
     async def _give_up(self, pending: Pending, error: FoveaError) -> None:
@@ -318,6 +328,7 @@ class Futures:
     async def _keep(self, pending: Pending, outcome: Outcome, effects: list[Job[Any]]) -> None:
         submission, finished_at = pending.submission, time.time()
         # Rises in order of the writes, also after a restart whose predecessor's rows have been dropped.
+        self._kept_bytes += len(outcome.result)
         number = self._last_number = max(self._last_number + 1, time.time_ns() // 1000)
         ended = rows.Finished(submission.future_id, outcome, finished_at, number, _used(pending))
         keep = Batched(rows.finish, ended)

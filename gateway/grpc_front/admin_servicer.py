@@ -22,6 +22,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     def __init__(self, parts: Parts) -> None:
         self._keys, self._owners, self._database = parts.keys, parts.owners, parts.database
+        self._sessions = parts.sessions
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Context) -> pb.CreateKeyResponse:
         """Makes a key."""
@@ -55,6 +56,24 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         found = await usage_for(self._database, request.owner, max(request.days, 0) or _DAYS)
         rows = [pb.UsageOfDay(**row) for row in found["usage"]]
         return pb.GetUsageResponse(usage=rows, stored_bytes=found["stored_bytes"])
+
+    async def ListParkedSessions(
+        self, request: pb.ListParkedSessionsRequest, context: Context
+    ) -> pb.ListParkedSessionsResponse:
+        self._keys.identify_call(context.invocation_metadata())
+        found = await self._sessions.parked_for(request.owner)
+        return pb.ListParkedSessionsResponse(
+            sessions=[
+                pb.ParkedSession(
+                    session_id=session.session_id,
+                    owner=session.owner,
+                    parked_at=session.parked_at,
+                    size_bytes=session.parked_bytes,
+                    model_ids=model_ids,
+                )
+                for session, model_ids in found
+            ]
+        )
 
 
 def _owner(owner: Owner) -> pb.Owner:

@@ -24,7 +24,7 @@ _METHODS: Mapping[str, Mapping[Scope, tuple[str, ...]]] = {
         ),
     },
     ADMIN_SERVICE: {
-        Scope.READ: ("GetUsage",),
+        Scope.READ: ("GetUsage", "ListParkedSessions"),
         Scope.ADMIN: ("CreateKey", "ListKeys", "RevokeKey", "ExpireKey", "PutOwner", "ListOwners"),
     },
 }  # fmt: skip

@@ -1,6 +1,14 @@
 """What connections and calls of gRPC clients may take, counted in bytes before anything is built out of them."""
 
+import asyncio
+import logging
+import os
+import socket
+import stat
+import struct
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -10,10 +18,18 @@ from fovea.api.v1 import gateway_pb2
 from fovea.runtime.server import open_files
 from fovea.wire.conventions import GATEWAY_SERVICE, MESSAGE_BYTES
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
+from gateway.http.connections import client_of
 from gateway.http.request_body import ELEMENT_BYTES, SMALL_BYTES, SMALL_ELEMENTS, check_protobuf_elements
 from gateway.quotas import QuotaUse
 from gateway.settings import GatewaySettings
 
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = "grpc.max_allowed_incoming_connections"
+_OPEN_FILES = "/proc/self/fd"
+_TCP_INFO_BYTES = 60
+_LAST_DATA = (44, 52)
+"""Where `tcp_info` of <linux/tcp.h> has the milliseconds since data was last sent, and last received."""
 _IDLE_MS = 120_000
 _KEEPALIVE_MS = 60_000
 _KEEPALIVE_TIMEOUT_MS = 20_000
@@ -29,12 +45,81 @@ def channel_limits(settings: GatewaySettings) -> dict[str, int]:
     gone is found out by pings.
     """
     return {
-        "grpc.max_allowed_incoming_connections": min(settings.max_connections, open_files() // 4),
+        MOST_CONNECTIONS: min(settings.max_connections, open_files() // 4),
         "grpc.server_handshake_timeout_ms": int(settings.request_timeout_s * 1000),
         "grpc.max_connection_idle_ms": _IDLE_MS,
         "grpc.keepalive_time_ms": _KEEPALIVE_MS,
         "grpc.keepalive_timeout_ms": _KEEPALIVE_TIMEOUT_MS,
     }
+
+
+class ConnectionShares:
+    """What `Connections` does for REST, as far as gRPC lets us: its core counts connections, but not whose they are.
+
+    One address may have as many as are free for all, so half if it is alone. What is above that is closed a moment
+    later, those that have been silent for longest; to gRPC's core it is the client that has gone.
+
+    Args:
+        port: Where gRPC listens.
+        most: How many connections its core lets in.
+    """
+
+    def __init__(self, port: int, most: int) -> None:
+        self._port, self._most = port, most
+
+    async def sweep(self) -> None:
+        """Closes what is above shares."""
+        if len(os.listdir(_OPEN_FILES)) > self._most // 2:  # else nobody can have more than is free
+            await asyncio.to_thread(self._close_surplus)
+
+    def _close_surplus(self) -> None:
+        of_client: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for descriptor in map(int, os.listdir(_OPEN_FILES)):
+            if found := self._look(descriptor):
+                client, silent_ms = found
+                of_client[client].append((silent_ms, descriptor))
+        total = sum(map(len, of_client.values()))
+        for client, own in sorted(of_client.items(), key=lambda each: len(each[1]), reverse=True):
+            surplus = (len(own) + total - self._most + 1) // 2
+            if surplus <= 0:
+                return
+            total -= surplus
+            logger.warning("closed %d of %d gRPC connections of %s", surplus, len(own), client)
+            for _, descriptor in sorted(own, reverse=True)[:surplus]:
+                self._look(descriptor, unwanted=client)
+
+    def _look(self, descriptor: int, unwanted: str = "") -> tuple[str, int] | None:
+        """Of an open file that is a connection to our port: whose it is, and for how many ms it has been silent.
+
+        Closes one of an unwanted client.
+        """
+        copy = _copied(descriptor)
+        if copy is None:
+            return None
+        with copy, suppress(OSError):  # one that listens, or is reset meanwhile
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == self._port:
+                client = client_of(copy.getpeername())
+                silent_ms = min(struct.unpack_from("=I", _tcp_info(copy), at)[0] for at in _LAST_DATA)
+                if client == unwanted:
+                    copy.shutdown(socket.SHUT_RDWR)
+                return client, silent_ms
+        return None
+
+
+def _copied(descriptor: int) -> socket.socket | None:
+    """A copy of an open file if it is a socket: whoever has the file may close it at any moment."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        return None
+    if stat.S_ISSOCK(os.fstat(copy).st_mode):
+        return socket.socket(fileno=copy)
+    os.close(copy)
+    return None
+
+
+def _tcp_info(connection: socket.socket) -> bytes:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
 
 
 class BoundedMessages(grpc.aio.ServerInterceptor):

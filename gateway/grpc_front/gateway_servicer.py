@@ -32,7 +32,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
     async def GetCapabilities(self, request: Any, context: Context) -> pb.GetCapabilitiesResponse:
         self._owner(context)
-        return pb.GetCapabilitiesResponse(models=[await self._parts.health.served_model()])
+        return pb.GetCapabilitiesResponse(models=await self._parts.health.served_models())
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
         session = await self._parts.sessions.create(
@@ -52,13 +52,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def SubmitCreateModel(
         self, request: pb.SubmitCreateModelRequest, context: Context
     ) -> pb.SubmitCreateModelResponse:
-        self._parts.sampling.check_base_model(request.base_model)
         future_id, _ = await self._parts.training.submit_create(self._owner(context), request)
         return pb.SubmitCreateModelResponse(future_id=future_id)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         model = await self._parts.models.get(self._owner(context), request.model_id)
-        return pb.GetModelResponse(base_model=model.base_model, lora=model.lora, tokenizer=self._settings.tokenizer_id)
+        tokenizer = self._parts.base_models.get(model.base_model).tokenizer_id
+        return pb.GetModelResponse(base_model=model.base_model, lora=model.lora, tokenizer=tokenizer)
 
     async def UploadImage(
         self, request_iterator: AsyncIterator[pb.UploadImageRequest], context: Context

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -10,12 +10,11 @@ from fovea.api.v1 import model_input_pb2, renderer_pb2
 from fovea.client import RendererClient
 from fovea.runtime.tasks import Backoff
 from fovea.wire import tensors
-from fovea.wire.errors import ContextOverflow, InvalidInput, ResourceExhausted, Unavailable
+from fovea.wire.errors import ContextOverflow, FailedPrecondition, InvalidInput, ResourceExhausted, Unavailable
 from gateway import gateway_metrics as metrics
 from gateway.discovery.discovery import Discovery
 from gateway.fair_queue import Turn
-from gateway.replicas.replicas import Replica, ReplicaLeft, Replicas, WeightOf
-from gateway.replicas.trainer_link import TrainerLink
+from gateway.replicas.replicas import CheckFiles, Replica, ReplicaLeft, Replicas, WeightOf, find_unlike
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +43,11 @@ class Renderer(Replica):
         address: str,
         concurrency: int,
         on_change: Callable[[], None],
-        trainer: TrainerLink,
+        check_files: CheckFiles,
         weight_of: WeightOf,
     ) -> None:
         super().__init__("renderer", address, concurrency, on_change, weight_of)
-        self._trainer = trainer
+        self._check_files = check_files
         self._client = RendererClient(address)
         self.info: renderer_pb2.GetRendererInfoResponse | None = None
 
@@ -59,33 +58,36 @@ class Renderer(Replica):
     async def ask(self) -> None:
         """Asks what it serves. Raises FailedPrecondition if it is not what the trainer trains."""
         info = await self.client.info(timeout_s=5.0)
-        self._trainer.check_files(f"the renderer at {self.address}", info.model_files)
+        self._check_files(f"the renderer at {self.address}", info.model_files)
         self.info = info
 
 
 class Renderers(Replicas[Renderer]):
-    """All renderers as one. Call `start` before use.
+    """All renderers of a base model as one. Call `start` before use.
 
     Args:
+        base_model: Its name.
         discovery: Where they are.
         concurrency: Calls inside one renderer at once; the rest wait here.
         retry_deadline_s: How long a render waits for any renderer to answer.
-        trainer: Whose model files they must have.
+        check_files: Whether they have the model that is trained.
         weight_of: An owner's share of the calls.
     """
 
     def __init__(
         self,
+        base_model: str,
         discovery: Discovery,
         concurrency: int,
         retry_deadline_s: float,
-        trainer: TrainerLink,
+        check_files: CheckFiles,
         weight_of: WeightOf,
     ) -> None:
         super().__init__(
             "renderer",
+            base_model,
             discovery,
-            lambda address, on_change: Renderer(address, concurrency, on_change, trainer, weight_of),
+            lambda address, on_change: Renderer(address, concurrency, on_change, check_files, weight_of),
         )
         self._retry_deadline_s = retry_deadline_s
         self._info: renderer_pb2.GetRendererInfoResponse | None = None
@@ -100,6 +102,15 @@ class Renderers(Replicas[Renderer]):
                     raise Unavailable("no renderer has answered yet")
                 await backoff.pause()
         return self._info
+
+    def check_files(self, who: str, files: Mapping[str, str]) -> None:
+        """Raises FailedPrecondition, naming it, for a file of the model that another service reads differently."""
+        for renderer in self.members:
+            own = renderer.info.model_files if renderer.info is not None else {}
+            if unlike := find_unlike(own, files):
+                raise FailedPrecondition(
+                    f"{who} has another {unlike} than the renderer at {renderer.address}: give both the same model"
+                )
 
     async def render(
         self, owner: str, model_input: model_input_pb2.ModelInput, field: str

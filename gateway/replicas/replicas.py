@@ -5,7 +5,7 @@ share the places of each by their weights.
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Generic, TypeVar
 
@@ -18,6 +18,15 @@ from gateway.fair_queue import FairQueue, Turn
 logger = logging.getLogger(__name__)
 
 WeightOf = Callable[[str], float]
+CheckFiles = Callable[[str, Mapping[str, str]], None]
+"""Raises FailedPrecondition if a service, named first, has other files of the model than those it works with."""
+
+
+def find_unlike(own: Mapping[str, str], files: Mapping[str, str]) -> str:
+    """Which of the model's files, by fingerprint, two services have both but not alike; empty if there is none."""
+    return next((name for name in own if name in files and files[name] != own[name]), "")
+
+
 _POLL_S = 2.0
 _POLL_DOWN_S = 0.3
 _AGAIN_S = 2.0
@@ -173,12 +182,15 @@ class Replicas(Generic[R]):
 
     Args:
         service: What they are, for logs and metrics.
+        base_model: Which one they serve, for metrics.
         discovery: Where they are.
         make: Makes one of an address, and of what it is to call when it comes up or goes down.
     """
 
-    def __init__(self, service: str, discovery: Discovery, make: Callable[[str, Callable[[], None]], R]) -> None:
-        self._service, self._discovery = service, discovery
+    def __init__(
+        self, service: str, base_model: str, discovery: Discovery, make: Callable[[str, Callable[[], None]], R]
+    ) -> None:
+        self._service, self._base_model, self._discovery = service, base_model, discovery
         self._make = make
         self._members: dict[str, R] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -270,8 +282,8 @@ class Replicas(Generic[R]):
         await member.watch()
 
     def _note(self) -> None:
-        metrics.REPLICAS.labels(self._service, "known").set(len(self._members))
-        metrics.REPLICAS.labels(self._service, "up").set(len(self.up))
+        metrics.REPLICAS.labels(self._service, self._base_model, "known").set(len(self._members))
+        metrics.REPLICAS.labels(self._service, self._base_model, "up").set(len(self.up))
         if self.up:
             self._any_up.set()
         else:

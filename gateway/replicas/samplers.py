@@ -13,8 +13,7 @@ from fovea.api.v1 import model_input_pb2, sampler_pb2
 from fovea.client import SamplerClient
 from fovea.wire.errors import FoveaError, Unavailable
 from gateway.discovery.discovery import Discovery
-from gateway.replicas.replicas import Replica, ReplicaLeft, Replicas, WeightOf
-from gateway.replicas.trainer_link import TrainerLink
+from gateway.replicas.replicas import CheckFiles, Replica, ReplicaLeft, Replicas, WeightOf
 from gateway.replicas.weights_lock import WeightsLock
 
 logger = logging.getLogger(__name__)
@@ -60,12 +59,12 @@ class Sampler(Replica):
         on_change: Callable[[], None],
         weights: Weights,
         peers: Callable[[], list["Sampler"]],
-        trainer: TrainerLink,
+        check_files: CheckFiles,
         weight_of: WeightOf,
     ) -> None:
         super().__init__("sampler", address, concurrency, on_change, weight_of)
         self._client = SamplerClient(address)
-        self._weights, self._peers, self._trainer = weights, peers, trainer
+        self._weights, self._peers, self._check_files = weights, peers, check_files
         self._behind_since: float | None = None
         self._concurrency = concurrency
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
@@ -89,10 +88,10 @@ class Sampler(Replica):
     async def ask(self) -> None:
         """Asks what it holds; a new engine has to be prepared anew.
 
-        Raises FailedPrecondition if it has another model than the trainer.
+        Raises FailedPrecondition if it has another model than the other services.
         """
         info = await self.client.info(timeout_s=5.0)
-        self._trainer.check_files(f"the sampler at {self.address}", info.model_files)
+        self._check_files(f"the sampler at {self.address}", info.model_files)
         if info.max_sequences:
             self._places.resize(min(self._concurrency, math.ceil(_FILL * info.max_sequences)))
         is_new = info.instance_id != self.instance_id
@@ -100,8 +99,10 @@ class Sampler(Replica):
         if is_new:
             logger.info("sampler %s answers, instance %s", self.address, info.instance_id)
             self.up = False
-            self.adapters = set(info.adapter_snapshot_ids)
+            self.adapters = set()
             self.weights_lock.reset(info.resident_snapshot_id)
+        # An earlier gateway may have had one pushed that has only come now.
+        self.adapters.update(info.adapter_snapshot_ids)
 
     def note_not_loaded(self, snapshot_id: str) -> None:
         """Notes that it says that it does not hold a snapshot."""
@@ -184,24 +185,32 @@ def prefix_keys(owner: str, snapshot_id: str, prompt: model_input_pb2.RenderedIn
 
 
 class Samplers(Replicas[Sampler]):
-    """All samplers. Call `start` before use.
+    """All samplers of a base model. Call `start` before use.
 
     Args:
+        base_model: Its name.
         discovery: Where they are.
         concurrency: Requests inside one sampler at once.
         weights: Brings weights to them.
-        trainer: Whose model files they must have.
+        check_files: Whether they have the model that the other services have.
         weight_of: An owner's share of the places in each.
     """
 
     def __init__(
-        self, discovery: Discovery, concurrency: int, weights: Weights, trainer: TrainerLink, weight_of: WeightOf
+        self,
+        base_model: str,
+        discovery: Discovery,
+        concurrency: int,
+        weights: Weights,
+        check_files: CheckFiles,
+        weight_of: WeightOf,
     ) -> None:
         super().__init__(
             "sampler",
+            base_model,
             discovery,
             lambda address, on_change: Sampler(
-                address, concurrency, on_change, weights, lambda: self.up, trainer, weight_of
+                address, concurrency, on_change, weights, lambda: self.up, check_files, weight_of
             ),
         )
         self._weights = weights

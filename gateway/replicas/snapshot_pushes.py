@@ -19,10 +19,10 @@ from cachetools import LRUCache
 from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.runtime import tracing
 from fovea.runtime.tasks import BackgroundTasks, SingleFlight
-from fovea.wire.errors import DeadlineExceeded, FoveaError, ModelLost, NotFound, Unavailable
+from fovea.wire.errors import DeadlineExceeded, FailedPrecondition, FoveaError, ModelLost, NotFound, Unavailable
 from gateway import gateway_metrics as metrics
 from gateway.database.database import Database
-from gateway.database.schema import sampling_sessions, snapshots
+from gateway.database.schema import models, sampling_sessions, snapshots
 from gateway.database.sql_engine import insert_new
 from gateway.replicas.samplers import Sampler
 from gateway.replicas.trainer_link import TrainerLink
@@ -60,10 +60,22 @@ class Residence(Protocol):
 
 
 class Snapshots:
-    """Pushes snapshots to samplers, once for all who wait."""
+    """Pushes the snapshots of one base model to its samplers, once for all who wait.
 
-    def __init__(self, database: Database, trainer: TrainerLink, residence: Residence, push_timeout_s: float) -> None:
+    Args:
+        trainer: None, as `residence`, for a base model that is served for sampling only.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        base_model: str,
+        trainer: TrainerLink | None,
+        residence: Residence | None,
+        push_timeout_s: float,
+    ) -> None:
         self._database = database
+        self._base_model = base_model
         self._trainer = trainer
         self._residence = residence
         self._push_timeout_s = push_timeout_s
@@ -166,7 +178,9 @@ class Snapshots:
 
     async def retire_unreachable(self, samplers: Callable[[], list[Sampler]]) -> None:
         """Frees what an earlier process, or a failed call, left behind."""
-        for snapshot_id in await self._database.read(ids_of_unreachable):
+        for snapshot_id in await self._database.read(
+            lambda connection: ids_of_unreachable(connection, self._base_model)
+        ):
             if snapshot_id not in self._being_freed:
                 self.retire(snapshot_id, samplers)
 
@@ -193,11 +207,11 @@ class Snapshots:
         self._recent.pop(snapshot_id, None)
         self._lost.discard(snapshot_id)
         holders = [sampler for sampler in samplers if snapshot_id in sampler.adapters]
-        for sampler in holders:
-            sampler.adapters.discard(snapshot_id)
-        calls = [sampler.client.drop_snapshot(snapshot_id) for sampler in holders]
+        calls = [_drop_from(sampler, snapshot_id) for sampler in holders]
+        if self._trainer is not None:
+            calls.append(self._trainer.client.forget_snapshot(snapshot_id))
         try:
-            await asyncio.gather(self._trainer.client.forget_snapshot(snapshot_id), *calls)
+            await asyncio.gather(*calls)
         except FoveaError as error:
             logger.warning("snapshot %s could not be freed: %s", snapshot_id, error)
             return False
@@ -233,6 +247,10 @@ class Snapshots:
         self, kept: KeptSnapshot | None, snapshot_id: str, addresses: list[str]
     ) -> trainer_pb2.PushSnapshotResponse:
         uri = kept.uri if kept else ""
+        if self._trainer is None or self._residence is None:
+            raise FailedPrecondition(
+                f"base model {self._base_model!r} is served for sampling only: without a trainer nobody pushes weights"
+            )
         if kept and not uri:
             await self._residence.check_snapshots(kept.identity.model_id)
         await self._trainer.require()
@@ -242,17 +260,31 @@ class Snapshots:
             if kept and not uri:  # the trainer may have restarted a moment ago
                 await self._trainer.look_again()
                 await self._residence.check_snapshots(kept.identity.model_id)
-            raise self._gone(snapshot_id) from None
+            raise self._gone(snapshot_id, kept) from None
         except DeadlineExceeded as error:
             raise Unavailable(f"the push of {snapshot_id or 'the base weights'} took too long: {error}") from None
 
-    def _gone(self, snapshot_id: str) -> FoveaError:
+    def _gone(self, snapshot_id: str, kept: KeptSnapshot | None) -> FoveaError:
         self._lost.add(snapshot_id)
+        is_full = kept is not None and kept.identity.kind == weights_pb2.SNAPSHOT_KIND_FULL
         return ModelLost(
-            f"snapshot {snapshot_id} was saved without a name, and the trainer holds it neither in memory nor for "
-            "recovery: it cannot be loaded again. Save weights with a name (save_weights_for_sampler) to "
-            "keep them"
+            f"snapshot {snapshot_id} was saved without a name, and the trainer holds it "
+            + (
+                "no longer: those of full parameters are in its memory alone"
+                if is_full
+                else "neither in memory nor for recovery"
+            )
+            + ". It cannot be loaded again. Save weights with a name (save_weights_for_sampler) to keep them"
         )
+
+
+async def _drop_from(sampler: Sampler, snapshot_id: str) -> None:
+    sampler.adapters.discard(snapshot_id)  # at once: nobody is to sample it there any more
+    try:
+        await sampler.client.drop_snapshot(snapshot_id)
+    except FoveaError:
+        sampler.adapters.add(snapshot_id)  # it may hold it still: the next look for orphans asks again
+        raise
 
 
 def _most_common_resident(samplers: list[Sampler]) -> str | None:
@@ -312,10 +344,12 @@ def ids_of_unnamed(connection: sa.Connection, model_ids: list[str]) -> list[str]
     return [row.snapshot_id for row in connection.execute(sa.select(snapshots.c.snapshot_id).where(where))]
 
 
-def ids_of_unreachable(connection: sa.Connection) -> list[str]:
-    """Ids of snapshots that are in memory only and that no sampling session, open or over, names."""
+def ids_of_unreachable(connection: sa.Connection, base_model: str) -> list[str]:
+    """Ids of a base model's snapshots that are in memory only and that no sampling session, open or over, names."""
     is_named = sa.exists().where(sampling_sessions.c.snapshot_id == snapshots.c.snapshot_id)
-    query = sa.select(snapshots.c.snapshot_id).where((snapshots.c.uri == "") & ~is_named)
+    joined = snapshots.join(models, models.c.model_id == snapshots.c.model_id)
+    where = (models.c.base_model == base_model) & (snapshots.c.uri == "") & ~is_named
+    query = sa.select(snapshots.c.snapshot_id).select_from(joined).where(where)
     return [row.snapshot_id for row in connection.execute(query)]
 
 

@@ -8,13 +8,13 @@ from contextlib import suppress
 from fovea.api.v1 import trainer_pb2
 from fovea.client import TrainerClient
 from fovea.wire.errors import FailedPrecondition, Unavailable
-from gateway.replicas.replicas import Peer
+from gateway.replicas.replicas import Peer, find_unlike
 
 logger = logging.getLogger(__name__)
 
 
 class TrainerLink(Peer):
-    """The one trainer of this gateway. Call `start` before use.
+    """The one trainer of a base model. Call `start` before use.
 
     Args:
         wait_s: How long a call waits for it once it went away.
@@ -68,8 +68,7 @@ class TrainerLink(Peer):
 
         Until the trainer was seen, all are alike.
         """
-        own = self.info.model_files if self.info is not None else {}
-        return next((name for name in own if name in files and files[name] != own[name]), "")
+        return find_unlike(self.info.model_files if self.info is not None else {}, files)
 
     async def require(self, patience_s: float = 0.0) -> trainer_pb2.GetTrainerInfoResponse:
         """What the trainer serves, once it is up. Raises Unavailable after a short wait, or after `patience_s`."""

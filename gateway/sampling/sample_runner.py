@@ -26,10 +26,10 @@ from gateway import gateway_metrics as metrics
 from gateway.fair_queue import Turn
 from gateway.futures.future import Kind, Pending, QueueState
 from gateway.gateway_metrics import stage
-from gateway.replicas.renderers import Renderers
+from gateway.replicas.base_models import BaseModel
 from gateway.replicas.replicas import ReplicaLeft
-from gateway.replicas.samplers import Sampler, Samplers
-from gateway.replicas.snapshot_pushes import Returning, Snapshots, Versions
+from gateway.replicas.samplers import Sampler
+from gateway.replicas.snapshot_pushes import Returning, Versions
 from gateway.sampling import sample_wire as targets
 from gateway.sampling.sample_wire import Cells
 from gateway.sampling.sampling_session import SamplingSession
@@ -57,6 +57,7 @@ class SampleWork:
 
     Attributes:
         pending: Its future; a stream's is not registered.
+        base: The base model that it is sampled from, adapted or not.
         sampling: Names the weights. Which ones may change until a try has its place in a sampler.
         at_once: Whether nobody reads along.
         snapshot_id: The weights of the last try.
@@ -65,6 +66,7 @@ class SampleWork:
     """
 
     pending: Pending
+    base: BaseModel
     sampling: SamplingSession
     request: gateway_pb2.SampleTokensRequest
     at_once: bool
@@ -95,16 +97,10 @@ class SampleRunner:
 
     def __init__(
         self,
-        renderers: Renderers,
-        samplers: Samplers,
-        snapshots: Snapshots,
         versions: Versions,
         retry_deadline_s: float,
         timeout_s: float,
     ) -> None:
-        self._renderers = renderers
-        self._samplers = samplers
-        self._snapshots = snapshots
         self._versions = versions
         self._retry_deadline_s = retry_deadline_s
         self._timeout_s = timeout_s
@@ -144,13 +140,13 @@ class SampleRunner:
         if work.rendered is None:
             work.pending.progress.wait_on("rendering the prompt")
             with stage("render", Kind.SAMPLE.value):
-                work.rendered = await self._renderers.render(
+                work.rendered = await work.base.renderers.render(
                     work.pending.submission.owner, work.request.prompt, "prompt"
                 )
             await self._check(work)
-        picked = self._samplers.pick(work.pending.submission.owner, work.sampling.snapshot_id, work.rendered)
-        most = self._samplers.info.max_context_length if self._samplers.info is not None else 0
-        turn = Turn(work.pending.submission.owner, most_tokens(work.request, len(work.rendered.tokens) // 4, most))
+        picked = work.base.samplers.pick(work.pending.submission.owner, work.sampling.snapshot_id, work.rendered)
+        tokens = most_tokens(work.request, len(work.rendered.tokens) // 4, work.base.max_context_length)
+        turn = Turn(work.pending.submission.owner, tokens)
         try:
             async with self._place(work, picked, turn) as sampler:
                 work.pending.progress.wait_on("sampling")
@@ -171,13 +167,13 @@ class SampleRunner:
             work.pending.begin()
             snapshot_id = work.snapshot_id = work.sampling.snapshot_id
             self._versions.want(snapshot_id)
-            held.enter_context(self._snapshots.using(snapshot_id))
+            held.enter_context(work.base.snapshots.using(snapshot_id))
             with stage("weights", Kind.SAMPLE.value):
-                resident = await self._snapshots.resident_for(snapshot_id)
+                resident = await work.base.snapshots.resident_for(snapshot_id)
                 await held.enter_async_context(sampler.weights_lock.hold(resident))
                 if resident != snapshot_id:
-                    peers = [peer for peer in self._samplers.up if peer.weights_lock.resident == resident]
-                    await self._snapshots.ensure_adapter(sampler, snapshot_id, peers)
+                    peers = [peer for peer in work.base.samplers.up if peer.weights_lock.resident == resident]
+                    await work.base.snapshots.ensure_adapter(sampler, snapshot_id, peers)
             sampler.check_stays()
             yield sampler
 
@@ -243,7 +239,7 @@ class SampleRunner:
                 ) from None
             work.pending.progress.wait_on(error.message, QueueState.PAUSED)
             await work.outage.pause()
-            await self._samplers.wait_up(work.outage.left_s)
+            await work.base.samplers.wait_up(work.outage.left_s)
         else:
             raise error
         metrics.SAMPLE_RETRIES.labels(error.reason).inc()
@@ -255,8 +251,8 @@ class SampleRunner:
         _check_last_n(work.request, length)
         if work.request.HasField("target_table"):
             work.cells = targets.read_table(work.request.target_table)
-            targets.check_table(work.cells, length, (await self._renderers.info()).vocabulary_size)
-        info = self._samplers.info
+            targets.check_table(work.cells, length, (await work.base.renderers.info()).vocabulary_size)
+        info = work.base.samplers.info
         if info is None:
             return  # the sampler itself checks too
         check_limits(work.request, info)

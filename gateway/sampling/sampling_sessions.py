@@ -27,9 +27,9 @@ from gateway.futures.future import (
     run_to_outcome,
 )  # fmt: skip
 from gateway.futures.futures import Futures
+from gateway.replicas.base_models import BaseModel, BaseModels
 from gateway.replicas.renderers import least_token_count
-from gateway.replicas.samplers import Samplers
-from gateway.replicas.snapshot_pushes import KeptSnapshot, Snapshots, version_of
+from gateway.replicas.snapshot_pushes import KeptSnapshot, version_of
 from gateway.sampling.sample_runner import SampleRunner, SampleWork, check_context, check_limits, most_tokens
 from gateway.sampling.sampling_session import SamplingSession
 from gateway.sessions.sessions import Session, Sessions, update_session
@@ -46,13 +46,11 @@ class Sampling:
         futures: Futures,
         sessions: Sessions,
         checkpoints: Checkpoints,
-        samplers: Samplers,
-        snapshots: Snapshots,
+        base_models: BaseModels,
         runner: SampleRunner,
-        model_name: str,
     ) -> None:
         self._database, self._futures, self._sessions, self._checkpoints = database, futures, sessions, checkpoints
-        self._samplers, self._snapshots, self._runner, self._model_name = samplers, snapshots, runner, model_name
+        self._base_models, self._runner = base_models, runner
         self._known: dict[str, SamplingSession] = {}
         self._newest: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -61,22 +59,32 @@ class Sampling:
 
     @property
     def max_context_length(self) -> int:
-        """Positions that the samplers take; 0 before one was seen."""
-        return self._samplers.info.max_context_length if self._samplers.info else 0
+        """Positions that the samplers of any base model take at most; 0 before one was seen."""
+        return max(base.max_context_length for base in self._base_models)
 
     async def open(
         self, owner: str, session_id: str, request_seq_id: int, base_model: str, model_path: str
     ) -> SamplingSession:
         """Opens a sampling session on the base model or on a saved snapshot; a repeat answers the first one.
 
-        Raises NotFound for an unknown session, model or path, InvalidInput if neither is named.
+        Raises NotFound for an unknown session, model or path, InvalidInput if neither is named or they do not fit.
         """
         session = await self._sessions.require(owner, session_id)
         if not base_model and not model_path:
             raise InvalidInput("name base_model or model_path", field="base_model")
-        self.check_base_model(base_model or self._model_name)
-        snapshot_id = (await self._checkpoints.find_sampler(owner, model_path)).snapshot_id if model_path else ""
-        sampling = self._make(session.session_id, owner, self._take_number(session), snapshot_id)
+        snapshot_id = ""
+        if base_model:
+            self._base_models.get(base_model)
+        if model_path:
+            checkpoint = await self._checkpoints.find_sampler(owner, model_path)
+            if base_model not in ("", checkpoint.base_model):
+                raise InvalidInput(
+                    f"{model_path} was trained on {checkpoint.base_model!r}, not on base_model {base_model!r}: leave "
+                    "base_model out",
+                    field="base_model",
+                )
+            base_model, snapshot_id = self._base_models.get(checkpoint.base_model).name, checkpoint.snapshot_id
+        sampling = self._make(session.session_id, owner, self._take_number(session), base_model, snapshot_id)
         sampling.request_seq_id, sampling.model_path = request_seq_id, model_path or None
         if not await self._database.write(lambda connection: _insert(connection, session, sampling)):
             known = await self._database.read(lambda connection: find_row(connection, session_id, request_seq_id))
@@ -86,15 +94,15 @@ class Sampling:
         return sampling
 
     def open_on_snapshot(
-        self, session_id: str, model_id: str, snapshot_id: str, inflight: bool
+        self, session_id: str, base_model: str, model_id: str, snapshot_id: str, inflight: bool
     ) -> tuple[SamplingSession, Job[Any]]:
-        """A sampling session on a model's unnamed weights, and the write that keeps it.
+        """A sampling session on the unnamed weights of a model of `base_model`, and the write that keeps it.
 
         With `inflight` it follows the model: the write moves it, and all others that follow, to these weights. Call
         `move_followers` once it is committed.
         """
         session = self._sessions.cached(session_id)
-        sampling = self._make(session_id, session.owner, self._take_number(session), snapshot_id)
+        sampling = self._make(session_id, session.owner, self._take_number(session), base_model, snapshot_id)
         sampling.followed_model_id = model_id if inflight else None
         self._known[sampling.sampling_session_id] = sampling
 
@@ -105,7 +113,7 @@ class Sampling:
 
         return sampling, job
 
-    async def move_followers(self, model_id: str, snapshot_id: str) -> None:
+    async def move_followers(self, base_model: str, model_id: str, snapshot_id: str) -> None:
         """Lets samples that begin from now on use a model's newest weights, and frees those that they replace."""
         for sampling in self._known.values():
             if sampling.followed_model_id == model_id:
@@ -113,7 +121,8 @@ class Sampling:
         replaced = self._newest.get(model_id)
         self._newest[model_id] = snapshot_id
         if replaced is not None and replaced != snapshot_id:
-            self._snapshots.retire(replaced, lambda: self._samplers.up)
+            base = self._base_models.get(base_model)
+            base.snapshots.retire(replaced, base.up_samplers)
 
     async def join(self, owner: str, sampling_session_id: str) -> int:
         """Counts one more client of a sampling session; returns its number, from 1. Raises NotFound, SessionEnded."""
@@ -123,11 +132,13 @@ class Sampling:
 
     async def sweep(self) -> None:
         """Frees snapshots that no sampling session names any more."""
-        await self._snapshots.retire_unreachable(lambda: self._samplers.up)
+        for base in self._base_models:
+            await base.snapshots.retire_unreachable(base.up_samplers)
 
-    def push_soon(self, kept: KeptSnapshot) -> None:
+    def push_soon(self, base_model: str, kept: KeptSnapshot) -> None:
         """Brings an adapter to the samplers in the background; if that fails, the first sample tries again."""
-        self._pushes.start(self._push(kept), f"early push of {kept.identity.snapshot_id}")
+        base = self._base_models.get(base_model)
+        self._pushes.start(self._push(base, kept), f"early push of {kept.identity.snapshot_id}")
 
     async def get(self, owner: str, sampling_session_id: str) -> SamplingSession:
         """A sampling session of the caller. Raises NotFound."""
@@ -156,14 +167,14 @@ class Sampling:
         send the same again, and ContextOverflow, which they expect at once.
         """
         sampling = await self.get(owner, sampling_session_id)
-        await self._check_usable(owner, sampling)
+        base = await self._check_usable(owner, sampling)
         own_id = future_id(sampling_session_id, check_seq_id(seq_id, "seq_id", 0))
-        rejection = rejection or self._rejection(request)
+        rejection = rejection or _rejection(base, request)
         if isinstance(rejection, ContextOverflow):
             raise rejection
         submission = Submission(
             own_id, Kind.SAMPLE, owner, sampling.session_id, sampling_session_id, seq_id, rejection,
-            token_count=self._token_count(request),
+            token_count=_token_count(base, request),
         )  # fmt: skip
         await self._futures.submit(submission, request.SerializeToString(), self._start)
         return own_id, sequence_ids(own_id, 0 if rejection else request.sample_count)
@@ -193,16 +204,16 @@ class Sampling:
     ) -> AsyncIterator[gateway_pb2.SampleTokensResponse]:
         """Samples now, without a future; leaving the iterator frees the engine. A target table comes back first."""
         sampling = await self.get(owner, request.sampling_session_id)
-        await self._check_usable(owner, sampling)
-        if rejection := self._rejection(request):
+        base = await self._check_usable(owner, sampling)
+        if rejection := _rejection(base, request):
             raise rejection
         sampling_id = sampling.sampling_session_id
         submission = Submission(
             f"{sampling_id}:{uuid.uuid4().hex[:12]}", Kind.SAMPLE, owner, sampling.session_id, sampling_id, seq_id=0,
-            token_count=self._token_count(request),
+            token_count=_token_count(base, request),
         )  # fmt: skip
         pending = Pending(submission, request=None)
-        work = SampleWork(pending, sampling, request, at_once=False)
+        work = SampleWork(pending, base, sampling, request, at_once=False)
         is_begun = False
         with self._futures.counting(submission):
             try:
@@ -215,21 +226,21 @@ class Sampling:
             finally:
                 await self._futures.keep_usage(pending)
 
-    def check_base_model(self, base_model: str) -> None:
-        """Raises NotFound for a model that is not served here."""
-        if base_model != self._model_name:
-            raise NotFound(f"base_model {base_model!r} is not served; this is {self._model_name!r}", field="base_model")
-
     def forget(self, session_id: str) -> None:
         """Drops what is in memory of a session that is over."""
         self._known = {key: known for key, known in self._known.items() if known.session_id != session_id}
         self._newest = {key: newest for key, newest in self._newest.items() if not key.startswith(f"{session_id}:")}
 
-    async def _check_usable(self, owner: str, sampling: SamplingSession) -> None:
-        """Raises SessionEnded, or NotFound once the saved weights have expired, been deleted or taken back."""
+    async def _check_usable(self, owner: str, sampling: SamplingSession) -> BaseModel:
+        """The base model to sample.
+
+        Raises SessionEnded, or NotFound once the saved weights have expired, been deleted or taken back, or the base
+        model is not served any more.
+        """
         await self._sessions.require(owner, sampling.session_id)
         if sampling.model_path:
             await self._checkpoints.check_sampled(owner, sampling.model_path, sampling.snapshot_id)
+        return self._base_models.get(sampling.base_model)
 
     async def drain(self, timeout_s: float) -> None:
         """Begins no further sample, and gives those that a sampler works on `timeout_s` to end."""
@@ -247,22 +258,6 @@ class Sampling:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _rejection(self, request: gateway_pb2.SampleTokensRequest) -> FoveaError | None:
-        info = self._samplers.info
-        if info is None:
-            return None
-        params = request.params
-        try:
-            check_limits(request, info)
-            max_tokens = params.max_tokens if params.HasField("max_tokens") else 1
-            check_context(least_token_count(request.prompt), max_tokens, info.max_context_length)
-        except FoveaError as error:
-            return error
-        return None
-
-    def _token_count(self, request: gateway_pb2.SampleTokensRequest) -> int:
-        return most_tokens(request, least_token_count(request.prompt), self.max_context_length)
-
     async def _run(self, pending: Pending) -> None:
         done, outcome = await run_to_outcome(pending, self._sample(pending))
         await self._futures.finish(pending, outcome, done.effects)
@@ -275,26 +270,47 @@ class Sampling:
         sampling = await self.get(submission.owner, submission.scope)
         version = version_of(sampling.snapshot_id)
         pending.progress.sampled = version[0] if version else sampling.base_model
-        return Done([*await self._runner.collect(SampleWork(pending, sampling, request, at_once=True))])
+        work = SampleWork(pending, self._base_models.get(sampling.base_model), sampling, request, at_once=True)
+        return Done([*await self._runner.collect(work)])
 
-    async def _push(self, kept: KeptSnapshot) -> None:
-        self._snapshots.remember(kept)
-        samplers, snapshot_id = self._samplers.up, kept.identity.snapshot_id
+    @staticmethod
+    async def _push(base: BaseModel, kept: KeptSnapshot) -> None:
+        base.snapshots.remember(kept)
+        samplers, snapshot_id = base.samplers.up, kept.identity.snapshot_id
         try:
             if samplers:
-                with self._snapshots.using(snapshot_id):
-                    await self._snapshots.ensure_adapter(samplers[0], snapshot_id, samplers)
+                with base.snapshots.using(snapshot_id):
+                    await base.snapshots.ensure_adapter(samplers[0], snapshot_id, samplers)
         except FoveaError as error:
             logger.warning("early push of %s failed: %s", snapshot_id, error)
 
-    def _make(self, session_id: str, owner: str, number: int, snapshot_id: str) -> SamplingSession:
+    @staticmethod
+    def _make(session_id: str, owner: str, number: int, base_model: str, snapshot_id: str) -> SamplingSession:
         sampling_id = id_of_sampling_session(session_id, number)
-        return SamplingSession(sampling_id, session_id, owner, self._model_name, snapshot_id=snapshot_id)
+        return SamplingSession(sampling_id, session_id, owner, base_model, snapshot_id=snapshot_id)
 
     @staticmethod
     def _take_number(session: Session) -> int:
         session.next_sampling_number += 1
         return session.next_sampling_number - 1
+
+
+def _rejection(base: BaseModel, request: gateway_pb2.SampleTokensRequest) -> FoveaError | None:
+    info = base.samplers.info
+    if info is None:
+        return None
+    params = request.params
+    try:
+        check_limits(request, info)
+        max_tokens = params.max_tokens if params.HasField("max_tokens") else 1
+        check_context(least_token_count(request.prompt), max_tokens, info.max_context_length)
+    except FoveaError as error:
+        return error
+    return None
+
+
+def _token_count(base: BaseModel, request: gateway_pb2.SampleTokensRequest) -> int:
+    return most_tokens(request, least_token_count(request.prompt), base.max_context_length)
 
 
 def _insert(connection: Any, session: Session, sampling: SamplingSession) -> bool:

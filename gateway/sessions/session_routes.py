@@ -90,18 +90,13 @@ class SessionRoutes:
         return Json({"sessions": await self._sessions.page(owner, limit, offset)})
 
     async def parked(self, request: Request, owner: str) -> Response:
-        """The caller's parked sessions, what has waited longest first, each with its size; to finish one deletes it."""
-        check_query(request)
-        return Json({"sessions": [await self._parked_json(session) for session in await self._sessions.parked(owner)]})
+        """Parked sessions, what has waited longest first, each with its size; to finish one deletes it.
 
-    async def _parked_json(self, session: Session) -> dict[str, Any]:
-        model_ids, _ = await self._sessions.contents(session)
-        return {
-            "session_id": session.session_id,
-            "parked_at": session.parked_at,
-            "size_bytes": session.parked_bytes,
-            "training_run_ids": model_ids,
-        }
+        The caller's, or with the scope admin another owner's, or everybody's (`owner=*`).
+        """
+        check_query(request, "owner")
+        found = await self._sessions.parked_for(request.query_params.get("owner", ""))
+        return Json({"sessions": [_parked_json(session, model_ids) for session, model_ids in found]})
 
     async def get(self, request: Request, owner: str) -> Response:
         """What a session owns."""
@@ -110,3 +105,13 @@ class SessionRoutes:
         metadata = {name: str(value) for name, value in session.user_metadata.items()}
         answer = {"training_run_ids": model_ids, "sampler_ids": sampler_ids, "user_metadata": metadata}
         return Json(answer | ({"display_name": session.display_name} if session.display_name else {}))
+
+
+def _parked_json(session: Session, model_ids: list[str]) -> dict[str, Any]:
+    return {
+        "session_id": session.session_id,
+        "owner": session.owner,
+        "parked_at": session.parked_at,
+        "size_bytes": session.parked_bytes,
+        "training_run_ids": model_ids,
+    }

@@ -19,7 +19,7 @@ from gateway.database.database import Database
 from gateway.database.schema import models, sampling_sessions, sessions
 from gateway.database.sql_engine import insert_new
 from gateway.quotas import Quota
-from gateway.scopes import CALLER, Scope
+from gateway.scopes import CALLER, Scope, asked_owner
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,12 @@ class Sessions:
         return session
 
     async def finish(self, owner: str, session_id: str, reason: str, detail: str | None) -> None:
-        """Ends a session. The first reason stays. Raises PermissionDenied for what the key could not make."""
-        session = await self.get(owner, session_id)
+        """Ends a session, with the scope admin anybody's. The first reason stays.
+
+        Raises NotFound, PermissionDenied for what the key could not make.
+        """
+        is_admin = CALLER.get().scope.includes(Scope.ADMIN)
+        session = await (self.load(session_id) if is_admin else self.get(owner, session_id))
         model_ids, sampling_ids = await self.contents(session)
         if model_ids or sampling_ids:
             needed = Scope.TRAIN if model_ids else Scope.SAMPLE
@@ -203,6 +207,11 @@ class Sessions:
     async def parked(self, owner: str | None = None) -> list[Session]:
         """Parked sessions, those that have waited longest first: an owner's, or all."""
         return await self._database.read(lambda connection: parked_sessions(connection, owner))
+
+    async def parked_for(self, asked: str) -> list[tuple[Session, list[str]]]:
+        """The same for a caller who asked about an owner, as `asked_owner` has it; with the ids of their models."""
+        owner = asked_owner(asked, "sessions")
+        return [(session, (await self.contents(session))[0]) for session in await self.parked(owner)]
 
     async def _take_up(self, session: Session) -> Session:
         session = self._sessions.setdefault(session.session_id, session)

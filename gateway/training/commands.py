@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from fovea.wire.errors import FoveaError, NotFound, Unavailable
 from gateway.futures.future import Done, Kind, Outcome, Pending, Submission, run_to_outcome
 from gateway.futures.futures import Futures
+from gateway.replicas.trainer_link import TrainerLink
 from gateway.training.batches import BATCH_KINDS, Batches
 from gateway.training.journal import Journal
 from gateway.training.models import Model, Models, ModelState
@@ -22,9 +23,11 @@ Command = Callable[[Model, Pending, bytes], Awaitable[Done]]
 
 
 class CommandRunner:
-    """Runs training commands: the model must be there, the outcome is kept, a failure has consequences.
+    """Runs training commands on models of one base model: the model must be there, the outcome is kept, a failure has
+    consequences.
 
     Args:
+        trainer: Of this base model, as are `residence` and `batches`.
         commands: What is done for each kind.
     """
 
@@ -32,13 +35,26 @@ class CommandRunner:
         self,
         futures: Futures,
         models: Models,
+        trainer: TrainerLink,
         residence: Residence,
         journal: Journal,
         batches: Batches,
         commands: Mapping[Kind, Command],
     ) -> None:
         self._futures, self._models, self._residence, self._journal = futures, models, residence, journal
-        self._batches, self._commands = batches, commands
+        self._trainer, self._batches, self._commands = trainer, batches, commands
+
+    def begin(self, pending: Pending) -> None:
+        """Starts on what can be done before a command's turn comes."""
+        if pending.submission.kind in BATCH_KINDS:
+            self._batches.begin(pending)
+
+    async def free(self, model: Model) -> None:
+        """Has the trainer free a model that is over."""
+        try:
+            await self._trainer.client.delete_model(model.model_id)
+        except FoveaError as error:
+            logger.warning("model %s could not be freed: %s", model.model_id, error)
 
     async def run(self, pending: Pending) -> None:
         """Runs a command and ends its future, together with what must be remembered of its model. Never raises."""
@@ -76,18 +92,22 @@ class CommandRunner:
         await self._futures.set_running(pending, [self._models.saving(model)])
         blob = await self._futures.request_of(pending)
         while True:
+            asked = model.trainer_instance  # by the time it fails, the model may be back in the next one
             try:
                 return await self._commands[submission.kind](model, pending, blob)
             except (Unavailable, NotFound) as error:
                 if is_creation:
                     raise
-                await self._residence.mend(model, pending, error)
+                await self._residence.mend(model, pending, error, asked)
 
     async def _end(self, model: Model, pending: Pending, done: Done, outcome: Outcome) -> None:
         submission = pending.submission
         is_first = submission.kind is Kind.FORWARD_BACKWARD and not model.is_accumulating
         _note_end(model, submission, outcome.error)
-        effects = [*done.effects, *self._journal.record(model, submission, done, outcome.error, is_first)]
+        effects = [
+            *done.effects,
+            *self._journal.record(self._trainer, model, submission, done, outcome.error, is_first),
+        ]
         if submission.kind in BATCH_KINDS:
             self._batches.drop(pending)
         model.next_seq_id = max(model.next_seq_id, submission.seq_id + 1)

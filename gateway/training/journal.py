@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from fovea.wire.errors import FailedPrecondition, FoveaError, ResourceExhausted
 from gateway import gateway_metrics as metrics
 from gateway.database.database import Database
-from gateway.database.schema import future_requests, journal, journal_requests
+from gateway.database.schema import future_requests, journal, journal_numerics, journal_requests, models
 from gateway.database.writer import Job
 from gateway.futures.future import Done, Kind, Submission
 from gateway.replicas.trainer_link import TrainerLink
@@ -26,7 +26,7 @@ from gateway.training.models import Model, Models
 
 logger = logging.getLogger(__name__)
 
-_TABLES = (journal, journal_requests)
+_TABLES = (journal, journal_requests, journal_numerics)
 _CHANGING = (Kind.CREATE_MODEL, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_STATE, Kind.SAVE_FOR_SAMPLER)
 _CLEARED = (FailedPrecondition, ResourceExhausted)
 """What a step fails with that dropped the gradients; anything else was refused before it touched them."""
@@ -42,6 +42,7 @@ class Entry:
         subject: What it was done with: the id of the snapshot that it took, or the folder that it loaded.
         digest: Of the answer that its client was given.
         size_bytes: Of its request.
+        numerics: Of the trainer that did it, as that tells them; empty of entries from before they were kept.
     """
 
     model_id: str
@@ -53,6 +54,7 @@ class Entry:
     subject: str
     digest: str
     size_bytes: int = 0
+    numerics: dict[str, str] = field(default_factory=dict)
 
 
 class Journal:
@@ -63,13 +65,19 @@ class Journal:
             can be restored only from its next durable point.
     """
 
-    def __init__(self, database: Database, models: Models, trainer: TrainerLink, capacity_bytes: int) -> None:
-        self._database, self._models, self._trainer = database, models, trainer
+    def __init__(self, database: Database, models: Models, capacity_bytes: int) -> None:
+        self._database, self._models = database, models
         self._capacity_bytes = capacity_bytes
-        self._trimmed: dict[str, int] = {}
+        self._trimmed: dict[str, dict[str, int]] = {}
 
     def record(
-        self, model: Model, submission: Submission, done: Done, error: FoveaError | None, drops_gradients: bool
+        self,
+        trainer: TrainerLink,
+        model: Model,
+        submission: Submission,
+        done: Done,
+        error: FoveaError | None,
+        drops_gradients: bool,
     ) -> list[Job[Any]]:
         """What is to be written together with the outcome of a command; nothing if it did not change its model.
 
@@ -79,7 +87,7 @@ class Journal:
         is_named = submission.kind is Kind.SAVE_FOR_SAMPLER and not done.subject  # in storage already
         if submission.kind not in _CHANGING or (error is not None and not is_cleared) or is_named:
             return []
-        if self._trainer.info is None or not self._trainer.info.keeps_recovery:
+        if trainer.info is None or not trainer.info.keeps_recovery:
             model.journaled_since = None
             return []
         if submission.kind is Kind.CREATE_MODEL:
@@ -87,6 +95,7 @@ class Journal:
         entry = Entry(
             model.model_id, submission.seq_id, model.owner, model.session_id, submission.kind,
             drops_gradients or is_cleared, done.subject, digest_of(done.result),
+            numerics=dict(trainer.info.numerics),
         )  # fmt: skip
         return [lambda connection: _move(connection, submission.future_id, entry)]
 
@@ -98,13 +107,18 @@ class Journal:
         """The request of a command."""
         return await self._database.read(lambda connection: _request(connection, entry))
 
-    async def trim(self) -> None:
-        """Forgets what is durable by now, as the trainer last said."""
-        said = self._trainer.info.durable_seq_ids if self._trainer.info is not None else {}
-        until = {model_id: seq_id for model_id, seq_id in said.items() if self._trimmed.get(model_id) != seq_id}
+    async def trim(self, trainer: TrainerLink) -> None:
+        """Forgets what is durable by now, as a trainer last said; a model remembers from where on it has all."""
+        said = trainer.info.durable_seq_ids if trainer.info is not None else {}
+        trimmed = self._trimmed.get(trainer.address, {})
+        until = {model_id: seq_id for model_id, seq_id in said.items() if trimmed.get(model_id) != seq_id}
+        for model_id, seq_id in until.items():
+            model = self._models.find(model_id)
+            if model is not None and model.journaled_since is not None:
+                model.journaled_since = max(model.journaled_since, seq_id + 1)
         if until:
             await self._database.write(lambda connection: _trim(connection, until))
-        self._trimmed = dict(said)
+        self._trimmed[trainer.address] = dict(said)
 
     async def bound(self) -> None:
         """Gives up what an owner keeps beyond its share: the trainer's storage has failed for long."""
@@ -159,12 +173,15 @@ def _move(connection: sa.Connection, future_id: str, entry: Entry) -> None:
     request: bytes = connection.execute(given).scalar_one()
     connection.execute(sa.insert(journal_requests).values(**place, request=request))
     row = {**vars(entry), "kind": entry.kind.value, "size_bytes": len(request)}
+    connection.execute(sa.insert(journal_numerics).values(**place, numerics=row.pop("numerics")))
     connection.execute(sa.insert(journal).values(**row))
 
 
 def _entries(connection: sa.Connection, model_id: str) -> list[Entry]:
-    query = sa.select(journal).where(journal.c.model_id == model_id).order_by(journal.c.seq_id)
-    return [Entry(**{**row, "kind": Kind(row["kind"])}) for row in connection.execute(query).mappings()]
+    same = (journal_numerics.c.model_id == journal.c.model_id) & (journal_numerics.c.seq_id == journal.c.seq_id)
+    query = sa.select(journal, journal_numerics.c.numerics).outerjoin(journal_numerics, same)
+    found = connection.execute(query.where(journal.c.model_id == model_id).order_by(journal.c.seq_id)).mappings()
+    return [Entry(**{**row, "kind": Kind(row["kind"]), "numerics": row["numerics"] or {}}) for row in found]
 
 
 def _request(connection: sa.Connection, entry: Entry) -> bytes:
@@ -179,6 +196,9 @@ def _trim(connection: sa.Connection, until: dict[str, int]) -> None:
     for table in _TABLES:
         where = (table.c.model_id == sa.bindparam("model")) & (table.c.seq_id <= sa.bindparam("until"))
         connection.execute(sa.delete(table).where(where), rows)
+    since = models.c.journaled_since
+    where = (models.c.model_id == sa.bindparam("model")) & (since <= sa.bindparam("until"))
+    connection.execute(sa.update(models).where(where).values(journaled_since=sa.bindparam("until") + 1), rows)
 
 
 def _drop(connection: sa.Connection, model_ids: list[str]) -> None:

@@ -3,6 +3,8 @@
 import enum
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +16,7 @@ from gateway.access.owners import Owners
 from gateway.checkpoints.checkpoint import TRAINING
 from gateway.checkpoints.checkpoint_registry import public_models, rows_of_model
 from gateway.database.database import Database
-from gateway.database.schema import models, sessions
+from gateway.database.schema import custom_losses, journal, models, sessions
 from gateway.database.sql_engine import insert_new
 from gateway.database.writer import Job
 
@@ -46,8 +48,8 @@ class Model:
         failed_seq_id: A forward_backward that failed since the last step: the next step would be on partial gradients.
         is_accumulating: Whether a forward_backward has succeeded since the last step, taken or not. Until then, what
             gradients the trainer may hold are no part of the next step.
-        journaled_since: The first command from which on all that changed it are in the journal or durable; None of a
-            trainer that keeps no recovery: then its memory alone has the model.
+        journaled_since: The first command from which on all that changed it are in the journal; None of a trainer that
+            keeps no recovery: then its memory alone has the model.
         model_files: Fingerprints of the base model's files, as of the trainer that made it.
     """
 
@@ -82,6 +84,7 @@ class Models:
     def __init__(self, database: Database, most_per_owner: int, owners: Owners) -> None:
         self._database, self._most_per_owner, self._owners = database, most_per_owner, owners
         self._models: dict[str, Model] = {}
+        self._returning: set[str] = set()
 
     async def add(self, model: Model) -> Model:
         """Keeps a new model; returns the one that has its id already, if there is one."""
@@ -110,9 +113,10 @@ class Models:
         """Keeps a model in memory until its session is over; returns the one that is there already, if it is."""
         return self._models.setdefault(model.model_id, model)
 
-    def ready(self) -> list[Model]:
-        """Models in memory that are being trained."""
-        return [model for model in self._models.values() if model.state is ModelState.READY]
+    def ready(self, base_model: str) -> list[Model]:
+        """Models of a base model, in memory, that are being trained."""
+        ready = (model for model in self._models.values() if model.state is ModelState.READY)
+        return [model for model in ready if model.base_model == base_model]
 
     def find(self, model_id: str) -> Model | None:
         """A model that may be in use: None if it is not in memory."""
@@ -128,15 +132,13 @@ class Models:
         for model in await self._database.read(living_rows):
             self._models.setdefault(model.model_id, model)
 
-    async def orphans(self) -> set[str]:
-        """The sessions that are over and have models in training all the same: an earlier gateway was stopped first."""
-        living = [model.model_id for model in await self._database.read(living_rows)]
-        over = await self._database.read(lambda connection: ids_of_ended_sessions(connection, living))
-        return {self._models[model_id].session_id for model_id in over}
+    async def unfreed_sessions(self) -> list[str]:
+        """The sessions that are over and own something all the same: an earlier gateway ended before it was freed."""
+        return await self._database.read(ids_of_unfreed_sessions)
 
-    async def of_session(self, session_id: str) -> list[str]:
-        """Ids of a session's models."""
-        return await self._database.read(lambda connection: ids_of_session(connection, session_id))
+    async def of_session(self, session_id: str, base_model: str | None = None) -> list[str]:
+        """Ids of a session's models, of all base models or of one."""
+        return await self._database.read(lambda connection: ids_of_session(connection, session_id, base_model))
 
     def saving(self, model: Model) -> Job[None]:
         """A write of the model as it is now."""
@@ -157,12 +159,23 @@ class Models:
             model.state, model.state_reason = ModelState.ENDED, reason
             await self.save(model)
 
+    @contextmanager
+    def returning(self, model: Model, trainer_instance: str) -> Iterator[None]:
+        """Counts a model as one that the trainer holds, from now on. Raises as `check_share` does."""
+        self.check_share(model, trainer_instance)
+        self._returning.add(model.model_id)
+        try:
+            yield
+        finally:
+            self._returning.discard(model.model_id)
+
     def check_share(self, model: Model, trainer_instance: str) -> None:
-        """Raises ResourceExhausted if this trainer holds, or is making, as many of the owner's models as it may."""
+        """Raises ResourceExhausted if this trainer holds, or is given, as many of the owner's models as it may."""
         held = [
             other
             for other in self._models.values()
-            if (other.owner, other.trainer_instance) == (model.owner, trainer_instance)
+            if other.owner == model.owner
+            and (other.trainer_instance == trainer_instance or other.model_id in self._returning)
             and other.state in (ModelState.CREATING, ModelState.READY)
             and other is not model
         ]
@@ -234,9 +247,11 @@ def living_rows(connection: sa.Connection) -> list[Model]:
     return [_from_row(row) for row in (connection.execute(query)).mappings()]
 
 
-def ids_of_session(connection: sa.Connection, session_id: str) -> list[str]:
-    """Ids of a session's models."""
+def ids_of_session(connection: sa.Connection, session_id: str, base_model: str | None = None) -> list[str]:
+    """Ids of a session's models, of all base models or of one."""
     query = sa.select(models.c.model_id).where(models.c.session_id == session_id).order_by(models.c.created_at)
+    if base_model is not None:
+        query = query.where(models.c.base_model == base_model)
     return [row.model_id for row in connection.execute(query)]
 
 
@@ -252,6 +267,23 @@ def ids_of_ended_sessions(connection: sa.Connection, model_ids: list[str]) -> li
     joined = models.join(sessions, models.c.session_id == sessions.c.session_id)
     where = models.c.model_id.in_(model_ids) & sessions.c.ended_at.is_not(None)
     return list(connection.scalars(sa.select(models.c.model_id).select_from(joined).where(where)))
+
+
+def known_ids(connection: sa.Connection, model_ids: list[str]) -> list[str]:
+    """Those of some models that have a row."""
+    return list(connection.scalars(sa.select(models.c.model_id).where(models.c.model_id.in_(model_ids))))
+
+
+def ids_of_unfreed_sessions(connection: sa.Connection) -> list[str]:
+    """Sessions that are over, of which there are models in training, commands in the journal, or losses."""
+    living = models.c.state.in_([ModelState.CREATING.value, ModelState.READY.value])
+    owning = sa.union(
+        sa.select(models.c.session_id).where(living),
+        sa.select(journal.c.session_id),
+        sa.select(custom_losses.c.session_id),
+    )
+    where = sessions.c.ended_at.is_not(None) & sessions.c.session_id.in_(owning)
+    return list(connection.scalars(sa.select(sessions.c.session_id).where(where)))
 
 
 def all_ids(connection: sa.Connection) -> list[str]:

@@ -11,10 +11,10 @@ from fovea.wire.errors import FoveaError
 from gateway.checkpoints.checkpoint import folder_name
 from gateway.checkpoints.checkpoint_registry import Checkpoints, named_uris
 from gateway.database.database import Database
-from gateway.replicas.samplers import Samplers
-from gateway.replicas.snapshot_pushes import Snapshots, ids_of_unnamed, version_of
+from gateway.replicas.base_models import BaseModel, BaseModels
+from gateway.replicas.snapshot_pushes import ids_of_unnamed, version_of
 from gateway.replicas.trainer_link import TrainerLink
-from gateway.training.models import all_ids, ids_of_ended_sessions, ids_of_over
+from gateway.training.models import all_ids, ids_of_ended_sessions, ids_of_over, known_ids
 
 logger = logging.getLogger(__name__)
 
@@ -25,30 +25,39 @@ class OrphanCollector:
     def __init__(
         self,
         database: Database,
-        trainer: TrainerLink,
-        samplers: Samplers,
-        snapshots: Snapshots,
+        base_models: BaseModels,
         checkpoints: Checkpoints,
     ) -> None:
         self._database = database
-        self._trainer = trainer
-        self._samplers = samplers
-        self._snapshots = snapshots
+        self._base_models = base_models
         self._checkpoints = checkpoints
         self._suspects: set[str] = set()
+        self._foreign: set[str] = set()
 
-    async def free_models(self) -> None:
-        """Has the trainer free the models that are over, and files of them. Raises FoveaError if it does not answer."""
-        info = await self._trainer.client.info(with_kept=True)
+    async def free_models(self, trainer: TrainerLink) -> None:
+        """Has a trainer free the models that are over, and files of them. Raises FoveaError if it does not answer.
+
+        Files of models that no row here names stay, and are told of once: their database may come back.
+        """
+        info = await trainer.client.info(with_kept=True)
         held = [*info.model_ids, *info.kept_model_ids]
+        foreign = set(info.kept_model_ids) - set(await self._database.read(lambda c: known_ids(c, held)))
+        if foreign - self._foreign:
+            logger.warning(
+                "the trainer keeps files of %d models for recovery that this gateway does not know, such as %s: they "
+                "are another gateway's, or of a database that was lost; if so, remove them by hand",
+                len(foreign),
+                min(foreign),
+            )
+        self._foreign = foreign
         for model_id in await self._database.read(lambda connection: ids_of_over(connection, held)):
             logger.warning("the trainer still keeps model %s, which is over: it is freed", model_id)
-            await self._trainer.client.delete_model(model_id)
+            await trainer.client.delete_model(model_id)
 
-    async def free_adapters(self) -> None:
-        """Has samplers and trainer free the unnamed snapshots of sessions that are over."""
+    async def free_adapters(self, base: BaseModel) -> None:
+        """Has samplers and trainer of a base model free the unnamed snapshots of sessions that are over."""
         of_model: dict[str, set[str]] = {}
-        for sampler in self._samplers.up:
+        for sampler in base.samplers.up:
             for snapshot_id in sampler.adapters:
                 if version := version_of(snapshot_id):
                     of_model.setdefault(version[0], set()).add(snapshot_id)
@@ -59,7 +68,7 @@ class OrphanCollector:
             snapshot_id for snapshot_id in unnamed if snapshot_id in of_model[snapshot_id.partition("@")[0]]
         ]:
             logger.warning("samplers still hold %d snapshots of sessions that are over: freed", len(unnamed))
-            await self._snapshots.forget(over, self._samplers.up)
+            await base.snapshots.forget(over, base.samplers.up)
 
     async def remove_folders(self) -> None:
         """Removes folders of our models that no checkpoint names, once they were found so twice.
@@ -85,12 +94,13 @@ class OrphanCollector:
 
     async def sweep(self, with_folders: bool) -> None:
         """All of it. What cannot be reached is tried again at the next call."""
-        try:
-            if self._trainer.up:
-                await self.free_models()
-            await self.free_adapters()
-        except FoveaError as error:
-            logger.warning("orphans in the trainer or in samplers could not be freed: %s", error)
+        for base in self._base_models:
+            try:
+                if base.trainer is not None and base.trainer.up:
+                    await self.free_models(base.trainer)
+                await self.free_adapters(base)
+            except FoveaError as error:
+                logger.warning("orphans in the trainer or in samplers of %s could not be freed: %s", base.name, error)
         if with_folders:
             await self.remove_folders()
 

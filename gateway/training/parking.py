@@ -1,12 +1,13 @@
 """Parks the sessions of clients that have fallen silent, where the trainer can keep their models; else they end."""
 
 import logging
+from collections.abc import Mapping
 
 from fovea.runtime.cautious_clock import CautiousClock
 from fovea.wire.errors import FoveaError
 from gateway import gateway_metrics as metrics
 from gateway.futures.futures import Futures
-from gateway.replicas.trainer_link import TrainerLink
+from gateway.replicas.base_models import BaseModels
 from gateway.sessions.sessions import Session, Sessions
 from gateway.training.models import Models, ModelState
 from gateway.training.residence import Residence
@@ -29,22 +30,23 @@ class Parking:
         sessions: Sessions,
         models: Models,
         training: Training,
-        residence: Residence,
-        trainer: TrainerLink,
+        residences: Mapping[str, Residence],
+        base_models: BaseModels,
         ttl_s: float,
         most_bytes: int,
         clock: CautiousClock,
     ) -> None:
         self._futures, self._sessions, self._models, self._training = futures, sessions, models, training
-        self._residence, self._trainer = residence, trainer
+        self._residences, self._base_models = residences, base_models
         self._ttl_s, self._most_bytes, self._clock = ttl_s, most_bytes, clock
 
     async def sweep(self) -> None:
         """Parks or ends what is silent, then ends what was parked too long or takes too much."""
+        infos = [trainer.info for trainer in self._base_models.trainers]
         for session in self._sessions.silent():
-            if self._trainer.info is None:
-                continue  # whether it can keep them is not known yet
-            if not self._trainer.info.keeps_recovery:
+            if None in infos:
+                continue  # whether they can keep them is not known yet
+            if infos and not any(info.keeps_recovery for info in infos if info is not None):
                 await self._sessions.expire(session)
             elif not self._is_busy(session):
                 await self._park(session)
@@ -56,11 +58,13 @@ class Parking:
             model = self._models.find(model_id)
             if model is None or model.state is not ModelState.READY or not model.trainer_instance:
                 continue
+            if model.base_model not in self._residences:  # not trained here any more: nobody can park it
+                continue
             if model.journaled_since is None:  # of a trainer that kept no recovery: nothing can be parked
                 await self._sessions.expire(session)
                 return
             try:
-                size_bytes += await self._residence.park(model)
+                size_bytes += await self._residences[model.base_model].park(model)
             except FoveaError as error:
                 logger.warning("session %s is not parked yet: %s", session.session_id, error)
                 return

@@ -24,7 +24,8 @@ class Replay:
     """Runs the journal's commands again, with their numbers: what the trainer has done already it only answers again.
 
     So a replay that broke off begins anew from wherever the trainer stands. An answer that differs from the first one,
-    which its client has, is logged as an error and counted.
+    which its client has, is logged as an error and counted; by a trainer of other numerics, such as another number of
+    ranks, it is only counted.
 
     Args:
         timeout_s: Deadline of one call to the trainer that changes no weights.
@@ -49,7 +50,14 @@ class Replay:
             tell: Called with what is being done, for whoever waits.
         """
         tell("the trainer restarted and reads this model back")
-        entries = await self._remaining(model, await self._restore(model))
+        entries = await self._remaining(model, *await self._restore(model))
+        if unlike := next(filter(None, map(self._other_numerics, entries)), ""):
+            logger.warning(
+                "model %s comes back to a trainer with other numerics (%s): what is run again, and what follows, may "
+                "differ in the last bits",
+                model.model_id,
+                unlike,
+            )
         for number, entry in enumerate(entries, 1):
             tell(f"the trainer restarted: command {number} of {len(entries)} of this model is run again")
             try:
@@ -61,25 +69,25 @@ class Replay:
                 ) from None
         return len(entries)
 
-    async def _restore(self, model: Model) -> int | None:
-        """The last command that is in the model as the trainer restored it; None if it has nothing of it."""
+    async def _restore(self, model: Model) -> tuple[int | None, str]:
+        """The last command that is in the model as the trainer restored it; or None, and why it has nothing of it."""
         lora = model.lora if model.lora.rank else None
         try:
             restored = await self._trainer.client.restore_model(model.model_id, lora, self._timeout_s)
-        except NotFound:
-            return None
+        except NotFound as error:
+            return None, error.message
         # Now it says what is durable of the model: 0 may be a checkpoint that it was made from, or nothing yet.
         await self._trainer.look_again()
-        await self._journal.trim()
-        return restored.seq_id
+        await self._journal.trim(self._trainer)
+        return restored.seq_id, ""
 
-    async def _remaining(self, model: Model, restored: int | None) -> list[Entry]:
+    async def _remaining(self, model: Model, restored: int | None, problem: str) -> list[Entry]:
         entries = await self._journal.entries(model.model_id)
         if restored is None:
             if not entries or entries[0].kind is not Kind.CREATE_MODEL:
                 raise ModelLost(
                     f"the trainer at {self._trainer.address} that held model {model.model_id} restarted, and has no "
-                    "durable point of it"
+                    f"durable point of it ({problem})"
                 )
             # What it may have answered for a model that it did not know is no answer.
             await self._trainer.client.delete_model(model.model_id, self._timeout_s)
@@ -87,7 +95,8 @@ class Replay:
         if model.journaled_since is None or model.journaled_since > restored + 1:
             raise ModelLost(
                 f"the trainer at {self._trainer.address} restarted, its durable point of model {model.model_id} is "
-                f"that of request {restored}, and what came then is not in the journal, which was full"
+                f"that of request {restored}, and what came then is not in the journal: a newer point was there and "
+                "is damaged, or the journal was full"
             )
         # A model that stands at 0 may have been made without what it was to load.
         return [entry for entry in entries if entry.seq_id > restored or entry.seq_id == restored == 0]
@@ -138,12 +147,19 @@ class Replay:
         self._note(entry, digest_of(result) == entry.digest)
 
     def _note(self, entry: Entry, is_equal: bool) -> None:
-        metrics.REPLAYED.labels("equal" if is_equal else "different").inc()
-        if not is_equal:
+        is_expected = is_equal or bool(self._other_numerics(entry))
+        metrics.REPLAYED.labels("equal" if is_equal else "rounded" if is_expected else "different").inc()
+        if not is_expected:
             logger.error(
-                "request %d (%s) of model %s was run again and came to another answer than its client was given: was "
-                "the trainer started with other ranks or another device, or does a kernel of it round by chance?",
+                "request %d (%s) of model %s was run again and came to another answer than its client was given, by a "
+                "trainer that is alike: does a kernel of it round by chance?",
                 entry.seq_id,
                 entry.kind,
                 entry.model_id,
             )
+
+    def _other_numerics(self, entry: Entry) -> str:
+        """In what the trainer is unlike the one that did a command, in words; empty if in nothing that is known."""
+        now = self._trainer.info.numerics if self._trainer.info is not None else {}
+        unlike = [name for name, value in entry.numerics.items() if now.get(name, value) != value]
+        return ", ".join(f"{name} {now[name]} instead of {entry.numerics[name]}" for name in sorted(unlike))

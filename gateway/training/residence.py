@@ -39,21 +39,29 @@ _FULL_S = 2.0
 
 
 class Residence:
-    """Moves models into the trainer and out of it, each by one task at a time.
+    """Moves models of one base model into its trainer and out of it, each by one task at a time.
 
     Args:
         patience_s: How long a command that an earlier process sent waits for a trainer that keeps no recovery.
     """
 
     def __init__(
-        self, models: Models, journal: Journal, replay: Replay, trainer: TrainerLink, patience_s: float
+        self,
+        base_model: str,
+        models: Models,
+        journal: Journal,
+        replay: Replay,
+        trainer: TrainerLink,
+        patience_s: float,
     ) -> None:
+        self._base_model = base_model
         self._models, self._journal, self._replay, self._trainer = models, journal, replay, trainer
         self._patience_s = patience_s
         self._moves: dict[str, asyncio.Task[Any]] = {}
         self._doing: dict[str, str] = {}
         self._over: dict[str, SessionEnded] = {}
         self._not_before: dict[str, float] = {}
+        self._refusals: dict[str, str] = {}
 
     async def require(self, model: Model, pending: Pending) -> None:
         """Returns once the trainer holds a model, as its last command left it.
@@ -76,10 +84,14 @@ class Residence:
             if not move.cancelled() and (error := move.exception()):
                 await self._bear(model, error)
 
-    async def mend(self, model: Model, pending: Pending, error: FoveaError) -> None:
-        """After a call failed: returns, the model in the trainer, if the command is to be run again; else raises."""
+    async def mend(self, model: Model, pending: Pending, error: FoveaError, asked: str) -> None:
+        """After a call failed: returns, the model in the trainer, if the command is to be run again; else raises.
+
+        Args:
+            asked: The instance of the trainer that was called.
+        """
         instance = await self._trainer.look_again()
-        is_same = instance == model.trainer_instance
+        is_same = instance == asked
         if isinstance(error, ModelLost) or (is_same and not isinstance(error, BrokenOff)):
             raise error
         await asyncio.sleep(_AGAIN_S)
@@ -99,7 +111,7 @@ class Residence:
 
     async def sweep(self) -> None:
         """Brings back what another instance of the trainer held, whether somebody waits for it or not."""
-        for model in self._models.ready():
+        for model in self._models.ready(self._base_model):
             is_due = time.monotonic() >= self._not_before.get(model.model_id, 0.0)
             is_free = is_due and model.model_id not in self._moves
             info = self._trainer.info if self._trainer.up else None
@@ -131,6 +143,7 @@ class Residence:
         for model_id in model_ids:
             self._over.pop(model_id, None)
             self._not_before.pop(model_id, None)
+            self._refusals.pop(model_id, None)
 
     async def stop(self) -> None:
         """Gives up all moves, for the end of the process: the next one begins them anew."""
@@ -166,7 +179,9 @@ class Residence:
             self._doing.pop(model.model_id, None)
             if not task.cancelled() and (error := task.exception()):
                 self._not_before[model.model_id] = time.monotonic() + _FULL_S
-                logger.warning("model %s could not be moved: %s", model.model_id, error)
+                if self._refusals.get(model.model_id) != str(error):  # it is tried again and again
+                    logger.warning("model %s could not be moved: %s", model.model_id, error)
+                self._refusals[model.model_id] = str(error)
 
         task.add_done_callback(end)
         return task
@@ -178,12 +193,14 @@ class Residence:
         def tell(words: str) -> None:
             self._doing[model.model_id] = words
 
-        try:
-            count = await self._replay.bring_back(model, tell)
-        except ModelLost as error:
-            raise await self._models.lose(model, error.message) from None
-        model.trainer_instance = info.instance_id
+        with self._models.returning(model, info.instance_id):
+            try:
+                count = await self._replay.bring_back(model, tell)
+            except ModelLost as error:
+                raise await self._models.lose(model, error.message) from None
+            model.trainer_instance = info.instance_id
         await self._models.save(model)
+        self._refusals.pop(model.model_id, None)
         seconds = time.perf_counter() - started
         metrics.RESTORE_SECONDS.observe(seconds)
         logger.info("model %s is back in %.2f s, %d commands were run again", model.model_id, seconds, count)

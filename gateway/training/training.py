@@ -12,13 +12,13 @@ from google.protobuf.message import Message
 
 from fovea.api.v1 import gateway_pb2
 from fovea.runtime.tasks import BackgroundTasks
-from fovea.wire.errors import FoveaError, InvalidInput, SessionEnded
+from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, SessionEnded
 from gateway.futures.future import Kind, Outcome, Pending, Submission, check_seq_id, future_id, join_messages
 from gateway.futures.futures import Futures
+from gateway.replicas.base_models import BaseModels
 from gateway.replicas.renderers import least_token_count
-from gateway.replicas.trainer_link import TrainerLink
 from gateway.sessions.sessions import Session, Sessions, check_metadata
-from gateway.training.batches import BATCH_KINDS, Batches
+from gateway.training.batches import BATCH_KINDS
 from gateway.training.commands import CommandRunner
 from gateway.training.journal import Journal
 from gateway.training.models import Model, Models, ModelState, id_of_model
@@ -147,6 +147,9 @@ class Training:
 
     Content that is wrong never refuses a submission: it fails the future when its turn comes, because a client that was
     refused one of several requests would wait forever for the others (tinker-contract.md, section 3).
+
+    Args:
+        runners: By base model, as are the residences: those that have a trainer.
     """
 
     def __init__(
@@ -154,16 +157,14 @@ class Training:
         futures: Futures,
         sessions: Sessions,
         models: Models,
-        batches: Batches,
-        runner: CommandRunner,
-        residence: Residence,
+        base_models: BaseModels,
+        runners: Mapping[str, CommandRunner],
+        residences: Mapping[str, Residence],
         journal: Journal,
-        trainer: TrainerLink,
         gap_timeout_s: float,
     ) -> None:
-        self._futures, self._sessions, self._models = futures, sessions, models
-        self._batches, self._runner, self._trainer = batches, runner, trainer
-        self._residence, self._journal = residence, journal
+        self._futures, self._sessions, self._models, self._base_models = futures, sessions, models, base_models
+        self._runners, self._residences, self._journal = runners, residences, journal
         self._gap_timeout_s = gap_timeout_s
         self._queues: dict[str, CommandQueue] = {}
         self._refusals = BackgroundTasks()
@@ -173,9 +174,10 @@ class Training:
     ) -> tuple[str, str]:
         """Accepts the creation of a model; returns the future's id and the model's.
 
-        Raises NotFound, SessionEnded for the session, InvalidInput for too much metadata, ResourceExhausted above the
-        owner's share.
+        Raises NotFound for the base model, and InvalidInput if it is for sampling only; NotFound, SessionEnded for the
+        session, InvalidInput for too much metadata, ResourceExhausted above the owner's share.
         """
+        self._base_models.check_trained(request.base_model)
         session = await self._sessions.require(owner, request.session_id)
         check_metadata(dict(request.user_metadata))
         self._futures.check_quota(owner)
@@ -254,28 +256,41 @@ class Training:
         """Hands an accepted command to its model's queue. The model is in memory, unless its session has just ended."""
         submission = pending.submission
         model = self._models.find(submission.scope)
-        if model is None:
-            error = SessionEnded(f"session {submission.session_id} is over: open a new one")
-            self._refusals.start(self._runner.refuse(pending, error), f"refuse {submission.future_id}")
+        runner = self._runners.get(model.base_model) if model else None
+        if model is None or runner is None:
+            self._refusals.start(self._refuse(pending), f"refuse {submission.future_id}")
             return
         queue = self._queues.get(model.model_id)
         if queue is None:
-            queue = self._queues[model.model_id] = self._new_queue(model)
-        if submission.kind in BATCH_KINDS:
-            self._batches.begin(pending)
+            queue = self._queues[model.model_id] = self._new_queue(model, runner)
+        runner.begin(pending)
         queue.add(pending)
+
+    async def _refuse(self, pending: Pending) -> None:
+        submission = pending.submission
+        model = await self._models.load(submission.scope)
+        if runner := self._runners.get(model.base_model):
+            error = SessionEnded(f"session {submission.session_id} is over: open a new one")
+            await runner.refuse(pending, error)
+        else:
+            gone = FailedPrecondition(
+                f"model {model.model_id} is of base model {model.base_model!r}, which is not trained here any more"
+            )
+            await self._futures.finish(pending, Outcome(submission.kind, b"", gone))
 
     async def end_session(self, session: Session, error: SessionEnded) -> None:
         """Discards what a session's models have queued, then frees them."""
         model_ids = await self._models.of_session(session.session_id)
-        await self._residence.leave(model_ids, error)
+        for residence in self._residences.values():
+            await residence.leave(model_ids, error)
         for model_id in model_ids:
             queue = self._queues.pop(model_id, None)
             if queue is not None:
                 await queue.close(error)
             await self._free(await self._models.load(model_id), error.message)
         self._models.forget(session.session_id)
-        self._residence.forget(model_ids)
+        for residence in self._residences.values():
+            residence.forget(model_ids)
         await self._journal.forget(model_ids)
 
     def forget_idle(self, session_id: str) -> None:
@@ -297,19 +312,15 @@ class Training:
     async def _free(self, model: Model, reason: str) -> None:
         is_held = model.state is ModelState.READY
         await self._models.end(model, reason)
-        if not is_held:
-            return
-        try:
-            await self._trainer.client.delete_model(model.model_id)
-        except FoveaError as error:
-            logger.warning("model %s could not be freed: %s", model.model_id, error)
+        if is_held and (runner := self._runners.get(model.base_model)):
+            await runner.free(model)
 
-    def _new_queue(self, model: Model) -> CommandQueue:
+    def _new_queue(self, model: Model, runner: CommandRunner) -> CommandQueue:
         return CommandQueue(
             model.model_id,
             model.next_seq_id,
-            self._runner.run,
-            self._runner.refuse,
-            lambda first, last: self._runner.skip(model, first, last),
+            runner.run,
+            runner.refuse,
+            lambda first, last: runner.skip(model, first, last),
             self._gap_timeout_s,
         )

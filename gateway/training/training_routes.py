@@ -14,6 +14,7 @@ from fovea.api.v1 import gateway_pb2, trainer_pb2, weights_pb2
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.custom_loss import MAX_GRAPH_BYTES
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, SessionEnded, Unimplemented
+from gateway.checkpoints.checkpoint_registry import Checkpoints
 from gateway.futures.future import Kind, ResultEncoder, in_order, split_messages
 from gateway.http.endpoint import Endpoints, Json
 from gateway.http.request_body import (
@@ -26,7 +27,7 @@ from gateway.http.request_body import (
     peek_address,
     read,
 )
-from gateway.sampling.sampling_sessions import Sampling
+from gateway.replicas.base_models import BaseModels
 from gateway.scopes import Scope
 from gateway.settings import GatewaySettings
 from gateway.training import training_wire as wire
@@ -51,11 +52,12 @@ class TrainingRoutes:
         training: Training,
         models: Models,
         custom_losses: CustomLosses,
-        sampling: Sampling,
+        base_models: BaseModels,
+        checkpoints: Checkpoints,
         settings: GatewaySettings,
     ) -> None:
         self._training, self._models, self._custom_losses = training, models, custom_losses
-        self._sampling, self._settings = sampling, settings
+        self._base_models, self._checkpoints, self._settings = base_models, checkpoints, settings
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         handlers = {
@@ -76,7 +78,6 @@ class TrainingRoutes:
     async def create_model(self, request: Request, owner: str) -> Response:
         """Submits a fresh model."""
         body = await parse_json(request, wire.CreateModel, await read(request))
-        self._sampling.check_base_model(body.base_model)
         message = gateway_pb2.SubmitCreateModelRequest(
             session_id=body.session_id,
             model_seq_id=body.model_seq_id,
@@ -95,7 +96,7 @@ class TrainingRoutes:
     async def get_info(self, request: Request, owner: str) -> Response:
         body = await parse_json(request, wire.GetInfo, await read(request))
         model = await self._models.get(owner, body.model_id)
-        name, tokenizer_id = model.base_model, self._settings.tokenizer_id
+        name, tokenizer_id = model.base_model, self._base_models.get(model.base_model).tokenizer_id
         return Json(
             {
                 "type": "get_info",
@@ -168,17 +169,25 @@ class TrainingRoutes:
         body = await parse_json(request, wire.LoadWeights, blob)
         if body.model_seq_id is None or body.model_id is not None or body.seq_id is not None:
             raise InvalidInput("send session_id with model_seq_id, or model_id with seq_id", field="model_seq_id")
-        self._sampling.check_base_model(body.base_model or self._settings.model_name)
         creation = gateway_pb2.SubmitCreateModelRequest(
             session_id=body.session_id,
             model_seq_id=body.model_seq_id,
-            base_model=self._settings.model_name,
+            base_model=body.base_model or await self._base_model_of(owner, body.path),
             user_metadata=_texts(body.user_metadata),
             from_path=body.path,
             optimizer=body.optimizer,
         )
         future_id, model_id = await self._training.submit_create(owner, creation, _unsupported_load(body))
         return Json({"request_id": future_id, "model_id": model_id})
+
+    async def _base_model_of(self, owner: str, path: str) -> str:
+        """The base model of a checkpoint; the default one, which refuses it in its turn, if that is not served here."""
+        default = self._base_models.default.name
+        try:
+            base_model = (await self._checkpoints.find_training(owner, path)).base_model
+        except FoveaError:  # told again when its turn comes, as a failed future
+            return default
+        return base_model if self._base_models.find(base_model) else default
 
     async def save_weights_external(self, request: Request, owner: str) -> Response:
         return await self._submit(

@@ -201,15 +201,15 @@ class SaveCommands:
             saved.path = checkpoint.path
         else:
             sampling, effect = self._sampling.open_on_snapshot(
-                model.session_id, model.model_id, own_id, request.inflight
+                model.session_id, model.base_model, model.model_id, own_id, request.inflight
             )
             effects.append(effect)
             saved.sampling_session_id = sampling.sampling_session_id
             if frozen.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
                 # The client will sample next: push while it asks, and before the commands that it queues behind.
-                self._sampling.push_soon(kept)
+                self._sampling.push_soon(model.base_model, kept)
             if request.inflight:
-                afterwards.append(lambda: self._sampling.move_followers(model.model_id, own_id))
+                afterwards.append(lambda: self._sampling.move_followers(model.base_model, model.model_id, own_id))
         result = [gateway_pb2.WaitFutureResponse(snapshot_saved=saved)]
         return Done([*result], effects, afterwards, subject="" if checkpoint else own_id)
 

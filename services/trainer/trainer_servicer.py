@@ -83,6 +83,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             keeps_recovery=self._keeper is not None,
             durable_seq_ids=self._keeper.durable_seq_ids if self._keeper else {},
             kept_model_ids=await self._keeper.away() if self._keeper and request.with_kept else [],
+            numerics=engine.numerics,
         )
 
     async def CreateModel(

@@ -43,7 +43,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots import weight_files
 from services.trainer.snapshots.checkpoint_folder import CheckpointRoots
 from services.trainer.snapshots.recovery_folder import RecoveryFolder
-from services.trainer.snapshots.recovery_writer import KeptState, RecoveryWriter, RestoredModel
+from services.trainer.snapshots.recovery_writer import KeptState, RecoveryWriter, RestoredModel, numerics_of
 from services.trainer.snapshots.snapshot_store import SnapshotStore, packed, specs_of
 from services.trainer.snapshots.snapshot_taker import SnapshotTaker
 from services.trainer.snapshots.training_state import StateStore
@@ -86,13 +86,15 @@ class TrainingEngine:
         self.full = SnapshotStore(settings.snapshot_memory_mib * MIB)
         self._load(model_dir)
         self.model_files = fingerprints(model_dir)
+        self.numerics = numerics_of(settings, self.dtype, device, self.world_size)
+        """What the last bits of what is computed depend on, by name."""
         self._roots = CheckpointRoots(settings.checkpoints)
         self._states = StateStore(control, settings.model)
         self.recovery: RecoveryWriter | None = None
         """What keeps durable points, if any are kept."""
         if place := control.broadcast(settings.recovery):  # as rank 0 was told: what follows takes all ranks
             folder = control.agree(lambda: RecoveryFolder(place))
-            self.recovery = RecoveryWriter(folder, control, device, settings.model, self.model_files)
+            self.recovery = RecoveryWriter(folder, control, device, settings.model, self.model_files, self.numerics)
         self._snapshots = SnapshotTaker(
             control, self._sharded, self.adapters, self.full, self._memory_budget, model_dir, settings.model
         )

@@ -3,8 +3,9 @@
 import os
 import pathlib
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,33 @@ class Stack:
     def address(self, service: str) -> str:
         """host:port of a service's gRPC server."""
         return str(self.state["services"][service]["address"])
+
+    def processes(self, service: str) -> list[psutil.Process]:
+        """A service's process and everything below it."""
+        for child in psutil.Process(self.state["pid"]).children():
+            with suppress(psutil.NoSuchProcess):  # killed a moment ago
+                if {service, f"services.{service}"} & set(child.cmdline()):
+                    return [child, *child.children(recursive=True)]
+        return []
+
+    def rank(self, number: int) -> psutil.Process | None:
+        """A rank of the trainer that runs, or the launcher of all (-1)."""
+        found = self.processes("trainer")
+        if number < 0:
+            return found[0] if found else None
+        of_ranks = (one for one in found if "services.trainer" in " ".join(one.cmdline()))
+        return next((one for one in of_ranks if one.environ().get("RANK") == str(number)), None)
+
+    def kill(self, victim: str) -> None:
+        """Ends the gateway, a rank or the launcher (-1) as it is now, once it is there."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            found = self.processes("gateway")[:1] if victim == "gateway" else [self.rank(int(victim))]
+            if found and found[0] is not None:
+                found[0].kill()
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"{victim} did not come back")
 
     def service_client(self) -> tinker.ServiceClient:
         """The official SDK, pointed here; close it to free its models."""

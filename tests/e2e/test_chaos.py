@@ -34,10 +34,6 @@ def disturbed(portal: BlockingPortal, tmp_path_factory: pytest.TempPathFactory) 
         assert left == []
 
 
-@pytest.mark.skipif(
-    not os.environ.get("FOVEA_CHAOS"),
-    reason="leaves a temporary file now and then (docs/robustness.md); FOVEA_CHAOS=1 asks for it",
-)
 @pytest.mark.timeout(600)  # beside another lane on two cores it took 177 s
 def test_twenty_faults(disturbed: chaos.stack.Stack, portal: BlockingPortal, tmp_path: Path) -> None:
     """The brief form of `make chaos`."""

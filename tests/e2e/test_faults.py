@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from unittest import mock
@@ -44,16 +43,6 @@ def fragile() -> Iterator[Stack]:
         yield stack
 
 
-def processes(stack: Stack, service: str) -> list[psutil.Process]:
-    """A service's process and everything below it."""
-    supervisor = psutil.Process(stack.state["pid"])
-    for child in supervisor.children():
-        with suppress(psutil.NoSuchProcess):  # killed a moment ago
-            if {service, f"services.{service}"} & set(child.cmdline()):
-                return [child, *child.children(recursive=True)]
-    return []
-
-
 def train(stack: Stack, seed: int, rounds: int) -> list[float]:
     """The losses of a model of its own, each call sent before the one before it has ended; then what it scores."""
     builder = PromptBuilder(AutoTokenizer.from_pretrained(stack.model))
@@ -87,15 +76,6 @@ def test_nobody_talks_to_a_service_without_a_certificate(fragile: Stack, name: s
         assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-def rank_of(stack: Stack, number: int) -> psutil.Process | None:
-    """A rank of the trainer that runs, or the launcher of all (-1)."""
-    found = processes(stack, "trainer")
-    if number < 0:
-        return found[0] if found else None
-    ranks = [p for p in found if p.environ().get("RANK") == str(number) and "services.trainer" in " ".join(p.cmdline())]
-    return ranks[0] if ranks else None
-
-
 def test_gateway_and_trainer_killed_again_and_again(fragile: Stack) -> None:
     """Clients of the plain SDK see a pause: no command is lost or done twice, all numbers are the same to the bit."""
     seeds, rounds, chance = (1, 2, 3), 30, random.Random(12)
@@ -108,7 +88,7 @@ def test_gateway_and_trainer_killed_again_and_again(fragile: Stack) -> None:
             time.sleep(chance.uniform(1.0, 3.0))
             returned = fragile.log.read_text().count(RETURNED)
             for victim in victims:
-                kill(fragile, victim)
+                fragile.kill(victim)
             killed = time.monotonic()
             if victims != ["gateway"]:
                 returned += len(seeds)
@@ -117,18 +97,6 @@ def test_gateway_and_trainer_killed_again_and_again(fragile: Stack) -> None:
         assert not any(each.done() for each in running), "the last kill met no work"
         assert [each.result() for each in running] == undisturbed
     assert "came to another answer" not in fragile.log.read_text()
-
-
-def kill(stack: Stack, victim: str) -> None:
-    """Ends the gateway, a rank or the launcher (-1) as it is now, once it is there."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        found = processes(stack, "gateway")[:1] if victim == "gateway" else [rank_of(stack, int(victim))]
-        if found and found[0] is not None:
-            found[0].kill()
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{victim} did not come back")
 
 
 def train_in_halves(stack: Stack, told: "Queue[list[float]]", go_on: Event) -> None:
@@ -164,7 +132,7 @@ def test_a_client_that_was_stopped_for_long_goes_on(fragile: Stack) -> None:
             stopped = psutil.Process(client.pid)
             stopped.suspend()
             asyncio.run(eventually(lambda: metric_total(metrics, "fovea_gateway_parked_sessions") >= 1, 120))
-            kill(fragile, "0")
+            fragile.kill("0")
             stopped.resume()
         go_on.set()
         halves.append(told.get(timeout=120))

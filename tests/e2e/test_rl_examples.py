@@ -15,12 +15,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_an_example_runs(name: str, stack: Stack, tmp_path: pathlib.Path) -> None:
     server = ["--base-url", stack.base_url, "--api-key", API_KEY]
     size = ["--steps", "2", "--groups", "8", "--warm-up", "1", "--held-out", "8", "--seed", "5"]
+    module, *options = EXAMPLES[name]
     run = subprocess.run(
-        [sys.executable, ROOT / "examples" / f"{name}.py", *server, *size, "--out", tmp_path],
+        [sys.executable, "-m", f"examples.{module}", *options, *server, *size, "--out", tmp_path],
+        cwd=ROOT,
         env=os.environ | {"TINKER_TELEMETRY": "0"},
         capture_output=True,
         text=True,
@@ -30,7 +32,8 @@ def test_an_example_runs(name: str, stack: Stack, tmp_path: pathlib.Path) -> Non
     result = json.loads((tmp_path / f"{name}-5.json").read_text())
     assert result["example"] == name
     assert result["prefix_breaks"] == 0
+    assert result["largest_log_ratio"] < 1e-3
     assert len(result["rewards"]) == 2
-    for moment in ("random", "before", "after"):
+    for moment in ("cloned", "before", "after"):
         assert 0.0 <= result[moment] <= 1.0
-    assert "data:image/png" in (tmp_path / f"{name}-5.html").read_text()
+    assert "data:image/" in (tmp_path / f"{name}-5.html").read_text()

@@ -166,3 +166,29 @@ class GetUsageResponse(_message.Message):
     usage: _containers.RepeatedCompositeFieldContainer[UsageOfDay]
     stored_bytes: _containers.ScalarMap[str, int]
     def __init__(self, usage: _Optional[_Iterable[_Union[UsageOfDay, _Mapping]]] = ..., stored_bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ListParkedSessionsRequest(_message.Message):
+    __slots__ = ("owner",)
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    def __init__(self, owner: _Optional[str] = ...) -> None: ...
+
+class ParkedSession(_message.Message):
+    __slots__ = ("session_id", "owner", "parked_at", "size_bytes", "model_ids")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    PARKED_AT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    owner: str
+    parked_at: float
+    size_bytes: int
+    model_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_id: _Optional[str] = ..., owner: _Optional[str] = ..., parked_at: _Optional[float] = ..., size_bytes: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListParkedSessionsResponse(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[ParkedSession]
+    def __init__(self, sessions: _Optional[_Iterable[_Union[ParkedSession, _Mapping]]] = ...) -> None: ...

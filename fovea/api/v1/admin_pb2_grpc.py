@@ -71,6 +71,11 @@ class AdminServiceStub(object):
                 request_serializer=fovea_dot_api_dot_v1_dot_admin__pb2.GetUsageRequest.SerializeToString,
                 response_deserializer=fovea_dot_api_dot_v1_dot_admin__pb2.GetUsageResponse.FromString,
                 _registered_method=True)
+        self.ListParkedSessions = channel.unary_unary(
+                '/fovea.api.v1.AdminService/ListParkedSessions',
+                request_serializer=fovea_dot_api_dot_v1_dot_admin__pb2.ListParkedSessionsRequest.SerializeToString,
+                response_deserializer=fovea_dot_api_dot_v1_dot_admin__pb2.ListParkedSessionsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -127,6 +132,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListParkedSessions(self, request, context):
+        """Sessions whose models wait on the trainer's storage for their client, those that have waited longest first: the
+        caller's own with any key. GatewayService.FinishSession ends one, with the scope admin anybody's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +177,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetUsage,
                     request_deserializer=fovea_dot_api_dot_v1_dot_admin__pb2.GetUsageRequest.FromString,
                     response_serializer=fovea_dot_api_dot_v1_dot_admin__pb2.GetUsageResponse.SerializeToString,
+            ),
+            'ListParkedSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListParkedSessions,
+                    request_deserializer=fovea_dot_api_dot_v1_dot_admin__pb2.ListParkedSessionsRequest.FromString,
+                    response_serializer=fovea_dot_api_dot_v1_dot_admin__pb2.ListParkedSessionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -357,6 +375,33 @@ class AdminService(object):
             '/fovea.api.v1.AdminService/GetUsage',
             fovea_dot_api_dot_v1_dot_admin__pb2.GetUsageRequest.SerializeToString,
             fovea_dot_api_dot_v1_dot_admin__pb2.GetUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListParkedSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fovea.api.v1.AdminService/ListParkedSessions',
+            fovea_dot_api_dot_v1_dot_admin__pb2.ListParkedSessionsRequest.SerializeToString,
+            fovea_dot_api_dot_v1_dot_admin__pb2.ListParkedSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

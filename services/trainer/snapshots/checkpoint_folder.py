@@ -1,8 +1,10 @@
 """Folders of checkpoints at a path or an fsspec URL, written whole or not at all, below the roots of this trainer."""
 
+import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +16,15 @@ from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import InvalidInput, NotFound
 from services.trainer.ranks.control_group import ControlGroup
 
+logger = logging.getLogger(__name__)
+
 Parts = Iterable[bytes | memoryview]
 """What a file holds, one after the other."""
+
+Checksums = dict[str, int]
+"""CRC-32 of files, by path within their folder."""
+
+_READ_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,18 @@ class Folder:
             with self.files.open(f"{self.path}/{name}", "wb") as file:
                 for part in data:
                     file.write(part)
+
+    def checksum(self, name: str) -> int | None:
+        """CRC-32 of a file; None if it cannot be read."""
+        found = 0
+        try:
+            with self.files.open(f"{self.path}/{name}", "rb") as file:
+                while part := file.read(_READ_BYTES):
+                    found = zlib.crc32(part, found)
+        except OSError as error:
+            logger.warning("%s/%s cannot be read: %s", self.path, name, error)
+            return None
+        return found
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file below, by its path within the folder; nothing if there is no such folder."""
@@ -123,27 +144,56 @@ class Folder:
             self.files.rm(self.path, recursive=True)
 
 
-def write_folder(uri: str, files: Mapping[str, bytes | Parts], last: Callable[[Folder], None] | None = None) -> int:
+Describe = Callable[[Folder, Checksums], None]
+"""Writes what describes the files of a folder, given it with them in it, and their checksums."""
+
+
+def write_folder(uri: str, files: Mapping[str, bytes | Parts], last: Describe | None = None) -> int:
     """Writes all files and puts them at `uri` at once; returns their size in bytes.
 
     Args:
         uri: Where.
         files: What each file holds, by name.
-        last: Writes what describes the files, given the folder with them in it.
+        last: Writes what describes them.
     """
     target = Folder.at(uri)
     staging = target.stage()
+    sums: Checksums = {}
     try:
         for name, data in files.items():
-            staging.write(name, data)
+            staging.write(name, data if last is None else _summed(name, data, sums))
         if last is not None:
-            last(staging)
+            last(staging, sums)
         size_bytes = staging.size_bytes()
         target.commit(staging)
     except BaseException:
         staging.discard()
         raise
     return size_bytes
+
+
+def _summed(name: str, data: bytes | Parts, sums: Checksums) -> Iterator[bytes | memoryview]:
+    """What a file holds, whose checksum is noted as it passes."""
+    sums[name] = 0
+    for part in [data] if isinstance(data, bytes) else data:
+        sums[name] = zlib.crc32(part, sums[name])
+        yield part
+
+
+class SummedFile:
+    """A file that is written from its beginning to its end, and the CRC-32 of what it was given."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.checksum = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """As the file does."""
+        self.checksum = zlib.crc32(data, self.checksum)
+        return int(self._file.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def stage_together(control: ControlGroup, uri: str) -> tuple[Folder, Folder]:

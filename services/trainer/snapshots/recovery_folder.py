@@ -3,25 +3,24 @@
     ROOT/MODEL/SEQ_ID/               a state as SaveState writes it, and `fovea_point.json`
     ROOT/MODEL/snapshots/SNAPSHOT/   a snapshot as TakeSnapshot writes it
 
-Names are quoted. A folder of a point that lacks what its description lists is none.
+Names are quoted. A folder of a point that lacks what its description lists is none. Whether the
+files hold what was written is looked at before a model is made from them.
 """
 
 import json
 import logging
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 from urllib.parse import quote, unquote
 
 from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
-from services.trainer.snapshots.checkpoint_folder import Folder
+from services.trainer.snapshots.checkpoint_folder import Checksums, Folder
 
 logger = logging.getLogger(__name__)
 
 POINT = "fovea_point.json"
 SNAPSHOTS = "snapshots"
-KEPT_S = 30 * 24 * 3600.0
-"""Age at which the files of a model that nobody has asked for, or deleted, are removed at a start."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,10 @@ class Point:
         answer: Of that command, as JSON holds it.
         lora: Settings of an adapter; None of full parameters.
         base: Digest of the base's files.
-        written_at: Seconds since 1970.
+        written_at: Seconds since 1970, for people who look.
         files: Bytes of each other file, by path.
+        numerics: Of the trainer that wrote it.
+        checksums: Of the same files.
     """
 
     seq_id: int
@@ -45,6 +46,8 @@ class Point:
     base: str
     written_at: float
     files: dict[str, int]
+    numerics: dict[str, str] = field(default_factory=dict)
+    checksums: Checksums = field(default_factory=dict)
 
     def write_to(self, folder: Folder) -> None:
         """Puts the description beside the files that it describes."""
@@ -87,11 +90,11 @@ class RecoveryFolder:
 
     def newest(self, model_id: str) -> tuple[str, Point] | None:
         """URL and description of the newest whole point of a model."""
-        for seq_id in sorted(self._points(model_id), reverse=True):
-            url = self.point_url(model_id, seq_id)
-            if found := Point.of(Folder.at(url)):
-                return url, found
-        return None
+        return next(self._whole(model_id), None)
+
+    def whole(self, model_id: str) -> list[tuple[str, Point]]:
+        """The same of all whole points, the newest first: there are several if it was just being replaced."""
+        return list(self._whole(model_id))
 
     def drop_older(self, model_id: str, seq_id: int) -> None:
         """Removes all points of a model but one."""
@@ -124,18 +127,22 @@ class RecoveryFolder:
         return Folder.at(self._root.url(_quoted(model_id))).size_bytes()
 
     def sweep(self) -> None:
-        """At a start: removes what an earlier instance was writing, and models that are older than `KEPT_S`."""
+        """At a start: removes what an earlier instance was writing.
+
+        Which models are over the gateway alone knows, and says: their age says nothing, if the clock may be wrong.
+        """
         for model_id in self.model_ids():
             folder = Folder.at(self._root.url(_quoted(model_id)))
-            snapshots = Folder.at(folder.url(SNAPSHOTS))
-            for parent in (folder, snapshots):
+            for parent in (folder, Folder.at(folder.url(SNAPSHOTS))):
                 for name in self._names(parent):
                     if STAGING_SUFFIX in name or REPLACED_SUFFIX in name:
                         Folder.at(parent.url(name)).discard()
-            found = self.newest(model_id)
-            if found is not None and found[1].written_at < time.time() - KEPT_S:
-                logger.warning("nobody has asked for model %s in %.0f days: removed", model_id, KEPT_S / 86400)
-                folder.discard()
+
+    def _whole(self, model_id: str) -> Iterator[tuple[str, Point]]:
+        for seq_id in sorted(self._points(model_id), reverse=True):
+            url = self.point_url(model_id, seq_id)
+            if found := Point.of(Folder.at(url)):
+                yield url, found
 
     def _points(self, model_id: str) -> list[int]:
         names = self._names(Folder.at(self._root.url(_quoted(model_id))))

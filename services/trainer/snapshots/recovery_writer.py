@@ -5,6 +5,7 @@ written is an error of `KeepState` or of the future that it gives, which `Recove
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,18 +16,26 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+import fovea
 from fovea.wire.errors import NotFound
 from services.trainer.model.trained_model import TrainedModel
 from services.trainer.ranks.control_group import ControlGroup
-from services.trainer.snapshots.checkpoint_folder import Folder
+from services.trainer.settings import TrainerSettings
+from services.trainer.snapshots.checkpoint_folder import Checksums, Folder
 from services.trainer.snapshots.recovery_folder import Point, RecoveryFolder
 from services.trainer.snapshots.snapshot_store import SnapshotStore
 from services.trainer.snapshots.snapshot_taker import write_snapshot
 from services.trainer.snapshots.training_state import ModelState, StateStore, state_of
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ALIGNMENT = 64
+_ROUNDING = (
+    "threads", "head_dtype", "expert_parallel", "token_budget", "patch_budget", "memory_limit_mib", "recompute",
+    "logit_chunk_mib", "keep_gathered",
+)  # fmt: skip
+"""Settings that decide what is computed together, and so in what order numbers are added."""
 
 
 class HostCopies:
@@ -116,6 +125,7 @@ class RecoveryWriter:
         device: Of this rank.
         base_model: Name of the base, for files.
         base_files: Digests of the base's files, by name: points of another base are none.
+        numerics: What the last bits of what is computed depend on, by name.
     """
 
     def __init__(
@@ -125,11 +135,13 @@ class RecoveryWriter:
         device: torch.device,
         base_model: str,
         base_files: Mapping[str, str],
+        numerics: Mapping[str, str],
     ) -> None:
         self.folder = folder
         self._control = control
         self._base_model = base_model
         self._base = sha256(json.dumps(sorted(base_files.items())).encode()).hexdigest()
+        self._numerics = dict(numerics)
         # Ranks talk of what they write beside what they talk of commands.
         self._states = StateStore(ControlGroup(), base_model)
         self._copies = HostCopies(device)
@@ -150,6 +162,10 @@ class RecoveryWriter:
     def restored(self, model_id: str, point: Point) -> None:
         """To be called when a model was made from a point."""
         self._changes[model_id] = Change(point.seq_id, point.answer, 0)
+        unlike = [name for name, value in self._numerics.items() if point.numerics.get(name, value) != value]
+        if unlike and self._control.rank == 0:
+            words = ", ".join(f"{name} {self._numerics[name]} instead of {point.numerics[name]}" for name in unlike)
+            logger.warning("model %s goes on with other numerics than before: %s", model_id, words)
 
     def changes_of(self, model_id: str) -> int:
         """How often a model's weights have changed since it was made. From any thread."""
@@ -169,17 +185,24 @@ class RecoveryWriter:
         return KeptState(change.seq_id, change.count, self._writing)
 
     def find(self, model_id: str) -> tuple[str, Point]:
-        """URL and description of the newest whole point of a model on this base. Collective. Raises NotFound."""
+        """URL and description of the newest undamaged point of a model on this base. Collective. Raises NotFound."""
+        damage = ""
+        for url, point in self._control.on_rank_0(lambda: self.folder.whole(model_id)):
+            if point.base != self._base:
+                raise NotFound(f"{url} is of another base than {self._base_model}", field="model_id")
+            if not (damaged := self._damaged_file(url, point)):
+                return url, point
+            damage = f": {url} is damaged, {damaged} is not what was written"
+            logger.error("%s is damaged: %s is not what was written", url, damaged)
+        raise NotFound(f"no durable point of model {model_id!r} is kept{damage}", field="model_id")
 
-        def found() -> tuple[str, Point]:
-            newest = self.folder.newest(model_id)
-            if newest is None:
-                raise NotFound(f"no durable point of model {model_id!r} is kept", field="model_id")
-            if newest[1].base != self._base:
-                raise NotFound(f"{newest[0]} is of another base than {self._base_model}", field="model_id")
-            return newest
-
-        return self._control.on_rank_0(found)
+    def _damaged_file(self, url: str, point: Point) -> str:
+        """A file of a point that is not what was written; empty if there is none. Every rank reads its share."""
+        folder, share = Folder.at(url), sorted(point.checksums)[self._control.rank :: self._control.world_size]
+        damaged = self._control.agree(
+            lambda: [name for name in share if folder.checksum(name) != point.checksums[name]]
+        )
+        return self._control.broadcast(" ".join(name for each in self._control.gather(damaged) for name in each))
 
     def find_snapshot(self, snapshot_id: str) -> str | None:
         """URL of a snapshot that is kept. Collective."""
@@ -211,12 +234,26 @@ class RecoveryWriter:
     def _write(self, model_id: str, state: ModelState, change: Change) -> int:
         self._copies.wait()
 
-        def describe(folder: Folder) -> None:
+        def describe(folder: Folder, checksums: Checksums) -> None:
             lora = asdict(state.lora) if state.lora else None
-            files = folder.sizes()
-            Point(change.seq_id, state.step, change.answer, lora, self._base, time.time(), files).write_to(folder)
+            point = Point(change.seq_id, state.step, change.answer, lora, self._base, time.time(), folder.sizes())
+            replace(point, numerics=self._numerics, checksums=checksums).write_to(folder)
 
         size_bytes = self._states.write(state, self.folder.point_url(model_id, change.seq_id), describe)
         if self._control.rank == 0:
             self.folder.drop_older(model_id, change.seq_id)
         return size_bytes
+
+
+def numerics_of(settings: TrainerSettings, dtype: torch.dtype, device: torch.device, world_size: int) -> dict[str, str]:
+    """What the last bits of what a trainer computes depend on, by name."""
+    is_cpu = device.type == "cpu"
+    found = {
+        "fovea": fovea.__version__,
+        "torch": torch.__version__,
+        "ranks": world_size,
+        "device": torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device),
+        "dtype": dtype,
+        **{name: getattr(settings, name) for name in _ROUNDING},
+    }
+    return {name: str(value) for name, value in found.items()}

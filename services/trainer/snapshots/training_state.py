@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pickle
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,15 @@ from services.trainer.model.trained_model import AdapterModel, FullModel, Traine
 from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.ranks.plain_pickle import MetadataUnpickler
 from services.trainer.snapshots import weight_files
-from services.trainer.snapshots.checkpoint_folder import Folder, Parts, stage_together, write_folder
+from services.trainer.snapshots.checkpoint_folder import (
+    Checksums,
+    Describe,
+    Folder,
+    Parts,
+    SummedFile,
+    stage_together,
+    write_folder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,25 +56,43 @@ FORMAT = 1
 
 
 class WrittenFiles(FileSystem):
-    """Files below a folder whose disk is named when it is full."""
+    """Files below a folder whose disk is named when it is full.
 
-    def __init__(self, place: str) -> None:
+    Args:
+        place: What the folder will be.
+        is_summed: Whether to note the checksums of what is written.
+    """
+
+    def __init__(self, place: str, is_summed: bool) -> None:
         super().__init__()
-        self._place = place
+        self._place, self._is_summed = place, is_summed
+        self.checksums: Checksums = {}
+        """By name: all files are in one folder."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """As FileSystem does. Raises ResourceExhausted if the disk is full."""
         with naming_full_disk(self._place), super().create_stream(path, mode) as stream:
-            yield stream
+            if not (self._is_summed and "w" in mode):
+                yield stream
+                return
+            summed = SummedFile(stream)
+            yield cast(io.IOBase, summed)
+            self.checksums[os.path.basename(path)] = summed.checksum
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        if (found := self.checksums.pop(os.path.basename(path), None)) is not None:
+            self.checksums[os.path.basename(new_path)] = found
 
 
 class Writer(FsspecWriter):
     """Writes a checkpoint that will be at `place`."""
 
-    def __init__(self, url: str, place: str) -> None:
+    def __init__(self, url: str, place: str, is_summed: bool) -> None:
         super().__init__(url)
-        self.fs = WrittenFiles(place)  # type: ignore[assignment]
+        self.written = WrittenFiles(place, is_summed)
+        self.fs = self.written  # type: ignore[assignment]
         self.path = self.fs.init_path(url)
 
 
@@ -152,13 +179,13 @@ class StateStore:
         """Replaces the folder at `uri`; returns its size in bytes."""
         return self.write(state_of(model, self._control.rank), uri)
 
-    def write(self, state: ModelState, uri: str, last: Callable[[Folder], None] | None = None) -> int:
+    def write(self, state: ModelState, uri: str, last: Describe | None = None) -> int:
         """Replaces the folder at `uri`; returns its size in bytes.
 
         Args:
             state: Of a model, whether it exists still or not.
             uri: Where.
-            last: Writes what describes the files, on rank 0, given the folder with them in it.
+            last: Writes what describes the files, on rank 0.
         """
         if state.lora is None:
             return self._write_full(state, uri, last)
@@ -197,15 +224,17 @@ class StateStore:
         model.weights.flat.copy_(model.weights.part(flat))
         model.optimizer.load([{key: model.weights.part(moment) for key, moment in moments.items()}], step)
 
-    def _write_full(self, state: ModelState, uri: str, last: Callable[[Folder], None] | None) -> int:
+    def _write_full(self, state: ModelState, uri: str, last: Describe | None) -> int:
         target, staging = stage_together(self._control, uri)
+        writer = Writer(staging.url(DCP), target.path, is_summed=last is not None)
         try:
-            writer = Writer(staging.url(DCP), target.path)
             save_checkpoint(dict(state.tensors), storage_writer=writer, process_group=self._control.group)
         except CheckpointException as error:
             self._control.on_rank_0(staging.discard)
             raise _checkpoint_failure(error, uri) from None
-        return self._control.on_rank_0(lambda: _finish_full(target, staging, state, last))
+        found = self._control.gather(writer.written.checksums)
+        sums = {f"{DCP}/{name}": value for each in found for name, value in each.items()}
+        return self._control.on_rank_0(lambda: _finish_full(target, staging, state, last, sums))
 
     def _load_full(self, model: FullModel, uri: str, optimizer: bool, step: int) -> None:
         folder = self._control.agree(lambda: Folder.at(uri))
@@ -278,11 +307,11 @@ def _check_shapes(reader: PlainReader, state: dict[str, Any], uri: str) -> None:
                 )
 
 
-def _finish_full(target: Folder, staging: Folder, state: ModelState, last: Callable[[Folder], None] | None) -> int:
+def _finish_full(target: Folder, staging: Folder, state: ModelState, last: Describe | None, sums: Checksums) -> int:
     try:
         staging.write(STATE, _state_json(state))
         if last is not None:
-            last(staging)
+            last(staging, {**sums, STATE: zlib.crc32(_state_json(state))})
         size_bytes = staging.size_bytes()
         target.commit(staging)
     except BaseException:

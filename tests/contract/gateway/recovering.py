@@ -34,6 +34,7 @@ class RecoveringTrainer(FakeTrainer):
         is_disk_slow: Whether points are left out for now.
         answers_lost: Steps to come that are taken and durable, but whose caller finds the trainer dead.
         chance: Mixed into what is computed, as by a kernel that rounds as it likes.
+        numerics: What it says that its rounding depends on.
     """
 
     def __init__(self, samplers: Callable[[], list[FakeSampler]]) -> None:
@@ -42,6 +43,7 @@ class RecoveringTrainer(FakeTrainer):
         self.is_disk_slow = False
         self.answers_lost = 0
         self.chance = ""
+        self.numerics = {"ranks": "2", "dtype": "float32"}
         self.last_seq_ids: dict[str, int] = {}
         super().__init__(samplers)
 
@@ -52,6 +54,7 @@ class RecoveringTrainer(FakeTrainer):
     async def GetTrainerInfo(self, request: Any, context: Context) -> trainer_pb2.GetTrainerInfoResponse:
         info = await super().GetTrainerInfo(request, context)
         info.keeps_recovery = True
+        info.numerics.update(self.numerics)
         for model_id in self.models.keys() & self.points.keys():
             info.durable_seq_ids[model_id] = self.points[model_id][0]
         info.kept_model_ids.extend(self.points.keys() - self.models.keys() if request.with_kept else ())
@@ -136,7 +139,7 @@ class RecoveringTrainer(FakeTrainer):
     async def TakeSnapshot(self, request: Any, context: Context) -> trainer_pb2.TakeSnapshotResponse:
         response = await super().TakeSnapshot(request, context)
         response.snapshot.digest = chained(self.models[request.model_id]["weights"])
-        if not self.is_disk_slow:
+        if not self.is_disk_slow and response.snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
             self.kept_snapshots[request.snapshot_id] = response.snapshot
         return response
 

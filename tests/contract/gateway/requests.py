@@ -97,11 +97,12 @@ class Rest:
         """A ready model."""
         if not self.session_id:
             await self.open_session()
-        answer = await self.ok(
-            "create_model", session_id=self.session_id, model_seq_id=number, base_model=MODEL,
-            lora_config={"rank": rank, "train_unembed": True, "train_mlp": True, "train_attn": True},
-            optimizer_config={"type": "adamw"}, type="create_model", **more,
-        )  # fmt: skip
+        body: dict[str, Any] = {
+            "session_id": self.session_id, "model_seq_id": number, "base_model": MODEL,
+            "lora_config": {"rank": rank, "train_unembed": True, "train_mlp": True, "train_attn": True},
+            "optimizer_config": {"type": "adamw"}, "type": "create_model",
+        }  # fmt: skip
+        answer = await self.ok("create_model", **(body | more))
         created = await self.result(answer["request_id"])
         assert created.get("model_id") == f"{self.session_id}:train:{number}", created
         return str(created["model_id"])

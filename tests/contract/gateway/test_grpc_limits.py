@@ -25,6 +25,7 @@ from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.test_connections import Pair, ending
 from tests.contract.gateway.test_grpc_front import KEYED, create
+from tests.waiting import eventually
 
 _MIB = 2**20
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -64,16 +65,40 @@ async def test_who_does_not_shake_hands_is_not_kept(stand: Stand, data: bytes) -
         await ending(await connect(stand, data))
 
 
-async def test_connections_are_counted(stand: Stand) -> None:
+async def test_connections_are_counted_and_shared_by_address(stand: Stand) -> None:
     async with limited(stand, max_connections=20) as stub:
         await stub.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=KEYED)
         others = [await connect(stand, PREFACE + SETTINGS) for _ in range(19)]
         for reader, _ in others:
             assert await asyncio.wait_for(reader.readexactly(1), 20) == b"\0", "the server's own handshake"
-        assert await ending(await connect(stand, PREFACE + SETTINGS)) == b""
+        # 127.0.0.2 stands for another machine: of a full house it would not be let in.
+        await eventually(lambda: _is_let_in(stand, "127.0.0.2"))
+        assert 9 <= await _ended([reader for reader, _ in others]) <= 11, "as many as are free may stay"
         await stub.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=KEYED)
         for _, writer in others:
             writer.close()
+
+
+async def _ended(readers: list[asyncio.StreamReader]) -> int:
+    """How many connections have ended, once some have and no more do."""
+    reading = [asyncio.create_task(reader.read()) for reader in readers]
+    await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+    done, pending = await asyncio.wait(reading, timeout=3.0)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    return len(done)
+
+
+async def _is_let_in(stand: Stand, address: str) -> bool:
+    assert stand.gateway is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", stand.gateway.grpc.port, local_addr=(address, 0))
+    writer.write(PREFACE + SETTINGS)
+    with contextlib.suppress(ConnectionError):
+        found = await asyncio.wait_for(reader.read(1), 20)
+        writer.close()
+        return found == b"\0"
+    return False
 
 
 async def test_streams_of_a_connection_are_bounded_above_what_clients_need(stand: Stand) -> None:

@@ -72,6 +72,8 @@ REST: dict[tuple[str, str], Answer] = {
         refused: Answer(READ, own=404)
         for refused in [
             ("POST", "sessions/search"),
+            ("POST", "external_weights_upload_start"),
+            ("POST", "external_weights_upload_finish"),
             ("PUT", "sessions/{session_id}/project"),
             ("POST", "auth/token"),
             ("DELETE", "auth/apikey/me"),
@@ -101,6 +103,7 @@ REST: dict[tuple[str, str], Answer] = {
     ("POST", "copy_weights"): Answer(TRAIN, body="copy_weights"),
     ("POST", "weights_info"): Answer(READ, body="weights_info"),
     ("GET", "checkpoints"): Answer(READ, other=200),
+    ("POST", "checkpoints/search"): Answer(READ, other=200, body="checkpoints/search"),
     ("PUT", f"{CHECKPOINT}/ttl"): Answer(TRAIN, body="ttl"),
     # Unpublished again before another owner asks.
     ("POST", f"{CHECKPOINT}/publish"): Answer(TRAIN),
@@ -140,6 +143,7 @@ GRPC: dict[str, tuple[Scope, str]] = {
     "GatewayService/WaitFuture": (READ, "NOT_FOUND"),
     "GatewayService/FinishSession": (READ, "NOT_FOUND"),
     "AdminService/GetUsage": (READ, "OK"),
+    "AdminService/ListParkedSessions": (READ, "OK"),
     "AdminService/PutOwner": (ADMIN, "PERMISSION_DENIED"),
     "AdminService/ListOwners": (ADMIN, "PERMISSION_DENIED"),
     "AdminService/CreateKey": (ADMIN, "PERMISSION_DENIED"),
@@ -276,6 +280,7 @@ def _messages(world: World) -> dict[str, list[Message]]:
         "GetCapabilitiesRequest": [gateway_pb2.GetCapabilitiesRequest()],
         "CreateKeyRequest": [admin_pb2.CreateKeyRequest(owner="carol", scope="read")],
         "GetUsageRequest": [admin_pb2.GetUsageRequest()],
+        "ListParkedSessionsRequest": [admin_pb2.ListParkedSessionsRequest()],
         "PutOwnerRequest": [admin_pb2.PutOwnerRequest(owner=admin_pb2.Owner(owner="alice", weight=2.0))],
         "ListOwnersRequest": [admin_pb2.ListOwnersRequest()],
         "ListKeysRequest": [admin_pb2.ListKeysRequest()],

@@ -8,6 +8,7 @@ from prometheus_client import REGISTRY
 from fovea.wire.errors import SnapshotNotLoaded
 from gateway.replicas.snapshot_pushes import version_of
 from tests.contract.gateway.conftest import KEY, Stand, running
+from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest
 from tests.waiting import eventually
 
@@ -112,7 +113,7 @@ async def test_a_sampler_that_misses_pushes_lags(stand: Stand, rest: Rest) -> No
         await rest.result((await rest.sample(sampling_session_id, 1)).json()["request_id"])
     await stand.gateway.parts.health.set_gauges()
     assert value("fovea_gateway_sampler_version_lag", **lag) == 0
-    (sampler,) = stand.gateway.parts.samplers.up
+    (sampler,) = stand.gateway.parts.base_models.default.samplers.up
     newest = max(sampler.adapters, key=lambda held: version_of(held) or ("", 0))
     sampler.adapters.discard(newest)
     await stand.gateway.parts.health.set_gauges()
@@ -136,7 +137,8 @@ async def test_replicas_and_restarts_are_counted(stand: Stand) -> None:
     assert stand.gateway is not None
     before = count("fovea_gateway_trainer_restarts_total")
     await stand.gateway.parts.health.set_gauges()
-    up = {service: value("fovea_gateway_replicas", service=service, state="up") for service in ("sampler", "trainer")}
+    labels = {"base_model": MODEL, "state": "up"}
+    up = {service: value("fovea_gateway_replicas", service=service, **labels) for service in ("sampler", "trainer")}
     assert up == {"sampler": 1, "trainer": 1}
     await stand.trainer.stop()
     stand.trainer.restart()

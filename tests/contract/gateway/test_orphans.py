@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from fovea.wire.errors import Unavailable
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.keeping import KeepingTrainer
 from tests.contract.gateway.requests import Rest
@@ -38,6 +39,40 @@ async def test_a_model_that_is_over_and_still_held_is_freed(stand: Stand, rest: 
     await gateway.parts.models.end(await gateway.parts.models.load(model_id), "its session is over")
     await gateway.parts.orphans.sweep(with_folders=False)
     assert set(stand.trainer.models) == {kept, "somebody-elses"}
+
+
+async def test_an_adapter_that_a_sampler_was_too_busy_to_drop_is_dropped_later(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await rest.snapshot(model_id, 1)
+    await eventually(lambda: stand.sampler.adapters == {f"{model_id}@1"})
+    stand.sampler.failures["DropSnapshot"] = [Unavailable("not now")]
+    gateway = stand.gateway
+    assert gateway is not None
+    await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
+    await eventually(lambda: not stand.sampler.failures["DropSnapshot"])
+    await eventually(lambda: gateway.parts.models.find(model_id) is None)
+    assert stand.sampler.adapters
+    await gateway.parts.orphans.sweep(with_folders=False)
+    assert not stand.sampler.adapters
+
+
+async def test_an_adapter_that_an_earlier_gateway_had_pushed_is_dropped_with_its_session(
+    stand: Stand, rest: Rest
+) -> None:
+    model_id = await rest.create_model()
+    await rest.snapshot(model_id, 1)
+    snapshot_id = f"{model_id}@1"
+    await eventually(lambda: stand.sampler.adapters == {snapshot_id})
+    stand.sampler.adapters.clear()
+    await stand.stop()
+    await stand.start()
+    stand.sampler.adapters.add(snapshot_id)  # the push that was begun for the gateway before
+    gateway = stand.gateway
+    assert gateway is not None
+    samplers = gateway.parts.base_models.default.samplers
+    await eventually(lambda: any(snapshot_id in sampler.adapters for sampler in samplers.up))
+    await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
+    await eventually(lambda: not stand.sampler.adapters)
 
 
 def plant(folder: Path) -> None:
@@ -93,4 +128,4 @@ async def test_nothing_of_a_session_that_is_over_stays_in_memory(stand: Stand, r
     assert (await rest.post("get_info", model_id=model_id)).status_code == 200
     assert (await rest.forward_backward(model_id, 2)).status_code == 410
     assert gateway.parts.models.find(model_id) is None
-    assert rest.session_id not in gateway.parts.sessions._sessions
+    await eventually(lambda: rest.session_id not in gateway.parts.sessions._sessions)

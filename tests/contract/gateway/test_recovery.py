@@ -2,13 +2,18 @@
 
 import asyncio
 import logging
+import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.contract.gateway.conftest import Stand, running
+from fovea.client import GatewayClient
+from fovea.wire.errors import NotFound, PermissionDenied
+from gateway.scopes import Scope
+from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.recovering import RecoveringTrainer
 from tests.contract.gateway.requests import Rest, image_datum, text_datum
 from tests.waiting import eventually
@@ -248,6 +253,25 @@ async def test_an_answer_that_differs_is_an_alarm(
     assert (await rest.result(f"{model_id}:3")) == first[-1], "what was answered stays"
 
 
+async def test_a_trainer_with_other_ranks_goes_on_without_an_alarm(
+    stand: RecoveringStand, rest: Rest, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand.trainer.is_disk_slow = True
+    model_id = await rest.create_model()
+    await answers(rest, await submit(rest, model_id, 1, 1))
+    stand.trainer.numerics["ranks"], stand.trainer.chance = "1", "summed in another order"
+    for first in (4, 7):  # the second time what the first trainer did is still in the journal
+        caplog.clear()
+        await stand.kill_trainer()
+        done = await answers(rest, await submit(rest, model_id, first, 1))
+        assert not any("error" in each for each in done)
+        said = [
+            record.message for record in caplog.records if "other numerics (ranks 1 instead of 2)" in record.message
+        ]
+        assert len(said) == 1
+        assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
 async def test_a_trainer_with_another_model_is_refused_by_name(stand: RecoveringStand, rest: Rest) -> None:
     stand.trainer.model_files = {"config.json": "a"}
     await stand.stop()
@@ -277,7 +301,7 @@ async def test_a_session_that_ends_takes_along_who_waits(stand: RecoveringStand,
 
 
 async def test_a_model_that_ended_while_the_trainer_was_away_leaves_no_files(
-    stand: RecoveringStand, rest: Rest
+    stand: RecoveringStand, rest: Rest, caplog: pytest.LogCaptureFixture
 ) -> None:
     gone, kept = await rest.create_model(0), await rest.create_model(1)
     for model_id in (gone, kept):
@@ -289,8 +313,12 @@ async def test_a_model_that_ended_while_the_trainer_was_away_leaves_no_files(
     await stand.kill_trainer()
     await eventually(lambda: kept in stand.trainer.models)
     assert gone not in stand.trainer.models
-    await gateway.parts.orphans.sweep(with_folders=False)
-    assert stand.trainer.points.keys() == {kept}
+    stand.trainer.points["of a lost database"] = stand.trainer.points[kept]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            await gateway.parts.orphans.sweep(with_folders=False)
+    assert stand.trainer.points.keys() == {kept, "of a lost database"}
+    assert sum("1 models for recovery that this gateway does not know" in each.message for each in caplog.records) == 1
 
 
 @pytest.mark.parametrize("has_gradients", [False, True])
@@ -342,3 +370,118 @@ async def test_parked_sessions_end_above_their_bytes_and_by_hand(stand: Recoveri
     await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
     await eventually(lambda: second not in stand.trainer.points)
     assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
+
+
+async def test_parked_models_wait_for_their_owners_share(stand: RecoveringStand, rest: Rest) -> None:
+    await stand.stop()
+    await stand.start(session_ttl_s=0.5, max_models_per_owner=2)
+    parked = [await rest.create_model(number) for number in range(2)]
+    for model_id in parked:
+        await answers(rest, await submit(rest, model_id, 1, 1))
+    await eventually(lambda: not stand.trainer.models)
+    await stand.stop()
+    await stand.start(session_ttl_s=600.0)
+    async with stand.http() as http:
+        other = Rest(http)
+        await other.open_session()
+        await other.create_model()
+        ids = [(await submit(rest, model_id, 4, 1))[0] for model_id in parked]
+
+        async def reasons() -> list[str]:
+            found = [(await rest.poll(request_id)).json() for request_id in ids]
+            return [each.get("queue_state_reason", "") for each in found]
+
+        async def is_told_why() -> bool:
+            return any("no room" in each and "max_models_per_owner is 2" in each for each in await reasons())
+
+        await eventually(is_told_why)
+        assert len(stand.trainer.models) == 2, "one of the two found room beside the other session's"
+        await other.ok(f"sessions/{other.session_id}/finish", reason={"type": "success"}, detail=None)
+    assert not any("error" in each for each in await answers(rest, ids))
+
+
+async def test_parked_sessions_are_seen_and_ended_over_grpc_and_by_command(stand: RecoveringStand, rest: Rest) -> None:
+    await stand.stop()
+    await stand.start(session_ttl_s=0.5)
+    model_id = await rest.create_model()
+    await answers(rest, await submit(rest, model_id, 1, 1))
+    gateway = stand.gateway
+    assert gateway is not None
+    ring = gateway.parts.keys
+    owner = ring.identify(KEY).owner
+    admin, _ = await ring.create("root", "", Scope.ADMIN, None)
+    other, _ = await ring.create("bob", "", Scope.TRAIN, None)
+    async with GatewayClient(gateway.grpc.address, KEY) as mine, GatewayClient(gateway.grpc.address, other) as bobs:
+
+        async def is_parked() -> bool:
+            return bool(await mine.parked_sessions())
+
+        await eventually(is_parked)
+        (found,) = await mine.parked_sessions()
+        assert (found.session_id, found.owner, found.size_bytes) == (rest.session_id, owner, 1000)
+        assert list(found.model_ids) == [model_id]
+        assert await bobs.parked_sessions() == []
+        with pytest.raises(PermissionDenied, match="sessions of other owners"):
+            await bobs.parked_sessions("*")
+        with pytest.raises(NotFound):
+            await bobs.finish_session(rest.session_id)
+    assert rest.session_id in await sessions_command(stand, admin, "list", "--owner", "*")
+    await sessions_command(stand, admin, "end", rest.session_id)
+    await eventually(lambda: model_id not in stand.trainer.points)
+
+
+async def sessions_command(stand: RecoveringStand, key: str, *arguments: str) -> str:
+    """What `fovea sessions` prints."""
+    assert stand.gateway is not None
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "fovea.cli.main", "sessions", *arguments, "--gateway", stand.gateway.grpc.address,
+        env={**os.environ, "TINKER_API_KEY": key, "COLUMNS": "200"}, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    return out.decode()
+
+
+async def test_unnamed_snapshots_of_full_parameters_are_taken_again_or_named(
+    stand: RecoveringStand, rest: Rest
+) -> None:
+    """No storage keeps them: what is newer than the durable point comes back by replay."""
+    model_id = await rest.create_model(rank=0)
+    await answers(rest, await submit(rest, model_id, 1, 1))
+    older = await rest.snapshot(model_id, 4, 0)
+    await answers(rest, await submit(rest, model_id, 5, 1))
+    newer = await rest.snapshot(model_id, 8, 1)
+    await stand.kill_trainer()
+    await stand.sampler.stop()
+    stand.sampler.restart()
+    await stand.sampler.start()
+    sampled = await rest.result((await rest.sample(newer, 0)).json()["request_id"])
+    assert "sequences" in sampled
+    gone = await rest.result((await rest.sample(older, 0)).json()["request_id"])
+    assert gone["reason"] == "MODEL_LOST"
+    assert "full parameters" in gone["error"]
+    assert "save_weights_for_sampler" in gone["error"]
+
+
+async def test_an_older_point_than_was_durable_is_not_gone_on_from(stand: RecoveringStand, rest: Rest) -> None:
+    """The trainer falls back to it where the newest is damaged; what lies between has left the journal."""
+    model_id = await rest.create_model()
+    await answers(rest, await submit(rest, model_id, 1, 1))
+    older = stand.trainer.points[model_id]
+    await answers(rest, await submit(rest, model_id, 4, 1))
+    gateway = stand.gateway
+    assert gateway is not None
+    journal = gateway.parts.journal
+
+    async def is_trimmed() -> bool:
+        return not await journal.entries(model_id)
+
+    await eventually(is_trimmed)
+    await stand.stop()
+    stand.trainer.points[model_id] = older
+    await stand.kill_trainer()
+    await stand.start()
+    lost = await rest.result((await rest.forward_backward(model_id, 7)).json()["request_id"])
+    assert lost["reason"] == "MODEL_LOST"
+    assert "is that of request 3" in lost["error"]
+    assert "damaged" in lost["error"]

@@ -114,7 +114,7 @@ async def test_an_adapter_that_no_sampler_takes_is_refused_when_it_is_created(st
     taken = await rest.ok("create_model", model_seq_id=1, lora_config=lora | {"train_mlp": False}, **asked)
     assert (await rest.result(taken["request_id"]))["model_id"].endswith(":train:1")
     await stand.sampler.stop()
-    await eventually(lambda: stand.gateway is not None and not stand.gateway.parts.samplers.up)
+    await eventually(lambda: stand.gateway is not None and not stand.gateway.parts.base_models.default.samplers.up)
     assert await rest.create_model(2), "nobody to ask"
 
 
@@ -270,9 +270,9 @@ async def test_services_that_read_another_model_than_the_trainer_are_named_and_n
         parts = stand.gateway.parts
 
         def refused() -> bool:
-            return parts.renderers.up == [] and [one.address for one in parts.samplers.up] == [
-                stand.samplers[1].address
-            ]
+            return parts.base_models.default.renderers.up == [] and [
+                one.address for one in parts.base_models.default.samplers.up
+            ] == [stand.samplers[1].address]
 
         await eventually(refused)
         assert parts.health.missing() == ["a renderer"]

@@ -149,7 +149,7 @@ async def test_streams_count_as_well(stand: Stand, alice: Rest, bob: Rest, stub:
     session = await base_session(alice)
     calls = [stub.SampleTokens(sample_request(session), metadata=keyed(ALICE)) for _ in range(10)]
     assert stand.gateway is not None
-    (sampler,) = stand.gateway.parts.samplers.members
+    (sampler,) = stand.gateway.parts.base_models.default.samplers.members
     await eventually(lambda: sampler.queued == 10)
     error = await told(stub.SampleTokens(sample_request(session), metadata=keyed(ALICE)))
     assert isinstance(error, ResourceExhausted)
@@ -170,7 +170,7 @@ async def test_owners_are_served_by_turns(stand: Stand, alice: Rest, bob: Rest) 
     await eventually(lambda: stand.sampler.running == 1)
     last = (await bob.sample(his, 0)).json()["request_id"]
     assert stand.gateway is not None
-    (sampler,) = stand.gateway.parts.samplers.members
+    (sampler,) = stand.gateway.parts.base_models.default.samplers.members
     await eventually(lambda: sampler.waiting == 9)
     stand.sampler.open.set()
     for request_id in ids:
@@ -189,7 +189,7 @@ async def test_who_waits_for_a_sampler_is_told_why(stand: Stand, alice: Rest, bo
     await eventually(lambda: stand.sampler.running == 1)
     last = (await bob.sample(his, 0)).json()["request_id"]
     assert stand.gateway is not None
-    (sampler,) = stand.gateway.parts.samplers.members
+    (sampler,) = stand.gateway.parts.base_models.default.samplers.members
     await eventually(lambda: sampler.waiting == 3)
     told = [(await rest.poll(request_id)).json() for rest, request_id in ((alice, ids[2]), (bob, last))]
     assert [answer["queue_state"] for answer in told] == ["paused_capacity"] * 2

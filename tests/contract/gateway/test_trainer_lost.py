@@ -18,12 +18,10 @@ async def test_restarted_trainer_has_lost_its_models(stand: Stand, rest: Rest) -
     stand.trainer.restart()
     answer = await rest.result((await rest.forward_backward(model_id, 4)).json()["request_id"])
     assert answer["category"] == "server" or "no model" in answer["error"]
-    gateway = stand.gateway
-    assert gateway is not None
+    assert stand.gateway is not None
+    (trainer,) = stand.gateway.parts.base_models.trainers
     instance_id = stand.trainer.instance_id
-    await eventually(
-        lambda: gateway.parts.trainer.info is not None and gateway.parts.trainer.info.instance_id == instance_id
-    )
+    await eventually(lambda: trainer.info is not None and trainer.info.instance_id == instance_id)
     answer = await rest.result((await rest.forward_backward(model_id, 5)).json()["request_id"])
     assert answer["category"] == "server"
     assert "restarted" in answer["error"]
@@ -117,9 +115,9 @@ async def test_a_step_of_which_nobody_learns_what_it_did_takes_its_model_along(s
     assert saved["path"] in (await rest.result(step))["error"]
     trainer.open.set()
     await trainer.start()
-    gateway = stand.gateway
-    assert gateway is not None
-    await eventually(lambda: gateway.parts.trainer.up)
+    assert stand.gateway is not None
+    (link,) = stand.gateway.parts.base_models.trainers
+    await eventually(lambda: link.up)
     after = await rest.result((await rest.forward_backward(model_id, 3)).json()["request_id"])
     assert saved["path"] in after["error"], "it was said to be gone, so it is"
 

@@ -9,7 +9,8 @@ from tests.contract.gateway.requests import GRAPH
 ROUTES = (
     "create_session", "session_heartbeat", "sessions/sess-none/finish", "create_model", "get_info", "optim_step",
     "save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights", "load_weights?a",
-    "copy_weights", "weights_info", "create_custom_loss", "create_sampling_session", "join_sampling_session", "asample",
+    "copy_weights", "weights_info", "checkpoints/search", "create_custom_loss", "create_sampling_session",
+    "join_sampling_session", "asample",
     "asample?empty",     "retrieve_future", "retrieve_futures", "cancel_future",
 )  # fmt: skip
 
@@ -55,6 +56,10 @@ class Bodies:
                                       "base_model": MODEL, "user_metadata": {"a": "b"}},
             "copy_weights": made | {"source_path": f"tinker://{self.model_id}/weights/a", "ttl_seconds": 7200},
             "weights_info": {"tinker_path": f"tinker://{self.model_id}/weights/a"},
+            "checkpoints/search": {"project_ids": None, "user_metadata": {"a": "b"}, "checkpoint_type": "training",
+                                   "owner": {"type": "own"}, "base_models": [MODEL], "limit": 5,
+                                   "cursor": {"last_created_at": "2026-11-06T00:00:00+00:00",
+                                              "last_checkpoint_uuid": "a"}},
             "create_custom_loss": {"session_id": self.session_id, "custom_loss_seq_id": number, "name": "n",
                                    "inputs": [{"name": "logprobs", "rank": 1}], "graph": GRAPH},
             "create_sampling_session": {"session_id": self.session_id, "sampling_session_seq_id": number,

@@ -7,8 +7,8 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tests.e2e.trainer.receiving_sampler import ReceivingSampler
 from tests.e2e.trainer.trainer_process import TrainerProcess
 
 STEPS = 6
+COMMANDS = 3 * STEPS
 LORA = weights_pb2.LoraConfig(rank=4, seed=3, train_attention=True, train_mlp=True, train_unembedding=True)
 KINDS = {"adapter": LORA, "full": None}
 
@@ -49,9 +50,9 @@ class Gateway:
     async def create(self, client: TrainerClient) -> None:
         await client.create_model(self.model_id, self.lora)
 
-    async def train(self, client: TrainerClient, steps: int = STEPS) -> None:
+    async def train(self, client: TrainerClient, until: int = COMMANDS) -> None:
         """All commands that have no answer yet: two passes and a step, over and over; a snapshot after the second."""
-        for seq_id in range(len(self.answers) + 1, 3 * steps + 1):
+        for seq_id in range(len(self.answers) + 1, until + 1):
             self.answers[seq_id] = await self.command(client, seq_id)
 
     async def command(self, client: TrainerClient, seq_id: int) -> Any:
@@ -97,10 +98,10 @@ class Ground:
         """What is kept for recovery."""
         return self.folder / "recovery"
 
-    async def start(self, *arguments: str) -> TrainerClient:
+    async def start(self, *arguments: str, ranks: int = 2) -> TrainerClient:
         self.count += 1
         log = self.folder / f"trainer-{self.count}.log"
-        self.process = TrainerProcess(tinyvlm.ensure("qwen3"), log, *self.arguments, *arguments)
+        self.process = TrainerProcess(tinyvlm.ensure("qwen3"), log, *self.arguments, *arguments, ranks=ranks)
         return await self.process.ready()
 
     async def kill(self, victim: int | None) -> None:
@@ -159,6 +160,13 @@ async def _until_durable(client: TrainerClient, model_id: str, seq_id: int) -> N
         await asyncio.sleep(0.02)
 
 
+def flip(path: Path) -> None:
+    """Turns one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize(("kind", "victims"), [("adapter", (1, None, 0)), ("full", (1,))])
 async def test_killed_at_any_moment_it_comes_back_as_it_was(
     ground: Ground, kind: str, victims: tuple[int | None, ...]
@@ -167,22 +175,23 @@ async def test_killed_at_any_moment_it_comes_back_as_it_was(
     client = await ground.start()
     undisturbed = Gateway(ground.images, "u", KINDS[kind])
     await undisturbed.create(client)
-    began = time.monotonic()
-    await undisturbed.train(client)
-    took = time.monotonic() - began
+    ends = [time.monotonic()]
+    for seq_id in range(1, COMMANDS + 1):
+        await undisturbed.train(client, seq_id)
+        ends.append(time.monotonic())
+    shortest_s = min(later - earlier for earlier, later in pairwise(ends))
     expected = await ground.weights(client, "u")
     await client.delete_model("u")
     assert not list(ground.kept.glob("u/*"))
     disturbed = Gateway(ground.images, "d", KINDS[kind])
     await disturbed.create(client)
     restored = []
-    for victim in victims:
-        training = asyncio.create_task(disturbed.train(client))
-        await asyncio.sleep(chance.uniform(0.3, 0.6) * took)
+    for victim, answered in zip(victims, sorted(chance.sample(range(7, COMMANDS - 4), len(victims))), strict=True):
+        await disturbed.train(client, answered)
+        training = asyncio.create_task(disturbed.train(client))  # five commands at least, of which one may end
+        await asyncio.sleep(chance.uniform(0.0, shortest_s))
         await ground.kill(victim)
-        with suppress(
-            FoveaError
-        ):  # on a busy machine it may have ended by then: what is not durable is lost all the same
+        with pytest.raises(FoveaError):
             await training
         await client.close()
         client = await ground.start()
@@ -205,17 +214,17 @@ async def test_storage_that_fails_parking_snapshots_and_damage(
     client = await ground.start()
     gateway = Gateway(ground.images, "a.b/c", LORA)
     await gateway.create(client)
-    await gateway.train(client, 2)
+    await gateway.train(client, 6)
     with pytest.raises(Unavailable, match="cannot be made durable"):
         await client.park_model("a.b/c")
     info = await client.info()
     assert (info.keeps_recovery, dict(info.durable_seq_ids)) == (True, {})
     ground.kept.unlink()
-    await gateway.train(client, 3)
+    await gateway.train(client, 9)
     await _until_durable(client, "a.b/c", 9)
     first = tmp_path / "first"
     shutil.copytree(ground.kept / "a%2Eb%2Fc" / "9", first)
-    await gateway.train(client, 4)
+    await gateway.train(client, 12)
     parked = await client.park_model("a.b/c")
     size_bytes = sum(path.stat().st_size for path in ground.kept.rglob("*") if path.is_file())
     assert (parked.seq_id, parked.size_bytes) == (12, size_bytes)
@@ -226,11 +235,12 @@ async def test_storage_that_fails_parking_snapshots_and_damage(
     await ground.kill(0)
     await client.close()
 
-    (ground.kept / "a%2Eb%2Fc" / "12" / "optimizer.safetensors").write_bytes(b"torn")
+    flip(ground.kept / "a%2Eb%2Fc" / "12" / "optimizer.safetensors")
     shutil.copytree(first, ground.kept / "a%2Eb%2Fc" / "9")
     shutil.copytree(first, ground.kept / "a%2Eb%2Fc" / f"15{STAGING_SUFFIX}1")
     client = await ground.start()
     assert await gateway.restore(client) == 9
+    await _until_durable(client, "a.b/c", 12)
     assert not list(ground.kept.rglob(f"*{STAGING_SUFFIX}*"))
     response = await client.push_snapshot("a.b/c@2", [sampler.address])
     assert response.snapshot == gateway.snapshot
@@ -241,4 +251,34 @@ async def test_storage_that_fails_parking_snapshots_and_damage(
     assert not list(ground.kept.iterdir())
     with pytest.raises(NotFound, match="no durable point"):
         await client.restore_model("a.b/c", LORA)
+    await ground.stop(client)
+
+
+async def test_another_number_of_ranks_takes_the_models_as_they_are(ground: Ground) -> None:
+    client = await ground.start()
+    gateways = [Gateway(ground.images, model_id, lora) for model_id, lora in KINDS.items()]
+    before = {}
+    for gateway in gateways:  # one after the other: all parameters need the trainer for themselves
+        await gateway.create(client)
+        await gateway.train(client, 6)
+        before[gateway.model_id] = await ground.weights(client, gateway.model_id)
+        assert (await client.park_model(gateway.model_id)).seq_id == 6
+    assert (await client.info()).numerics["ranks"] == "2"
+    await ground.kill(0)
+    await client.close()
+
+    client = await ground.start(ranks=1)
+    for gateway in gateways:
+        restored = await client.restore_model(gateway.model_id, gateway.lora)
+        assert (restored.seq_id, restored.step) == (6, 2)
+        after = await ground.weights(client, gateway.model_id)
+        assert all(torch.equal(after[name], tensor) for name, tensor in before[gateway.model_id].items())
+        await gateway.train(client, 9)
+        await client.park_model(gateway.model_id)
+    (shard,) = (ground.kept / "full" / "9" / "dcp").glob("*.distcp")
+    flip(shard)
+    with pytest.raises(NotFound, match=f"damaged, dcp/{shard.name} is not what was written"):
+        await client.restore_model("full", None)
+    assert ground.process is not None
+    assert ground.process.log.read_text().count("other numerics than before: ranks 1 instead of 2") == 2
     await ground.stop(client)

@@ -32,6 +32,19 @@ def test_an_answer_is_split(text: str, answer: Answer) -> None:
     assert read_answer(text, is_cut=False) == answer
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "calc_score", "arguments": "{\\"value\\": 7}"}',
+        '{"function": "calc_score", "arguments": {"value": 7}}',
+        '{"type": "function", "function": {"name": "calc_score", "arguments": "{\\"value\\": 7}"}}',
+    ],
+)
+def test_a_call_is_read_in_other_shapes(call: str) -> None:
+    answer = read_answer(f"<tool_call>{call}</tool_call>", is_cut=False)
+    assert answer.tool_calls == (ToolCall("calc_score", {"value": 7}),)
+
+
 def test_a_cut_answer_says_so() -> None:
     assert read_answer("re", is_cut=True) == Answer("re", is_cut=True)
 
@@ -45,6 +58,10 @@ def test_a_cut_answer_says_so() -> None:
         ('<tool_call>{"name": 3}</tool_call>', 'must be an object with a "name"'),
         ('<tool_call>{"name": "look", "arguments": [1]}</tool_call>', '"arguments" must be an object'),
         ('<tool_call>{"name": "look", "args": {}}</tool_call>', "unknown field 'args'"),
+        ('<tool_call>{"name": "look", "arguments": "{7"}</tool_call>', '"arguments" that are not JSON'),
+        ('<tool_call>{"name": "look", "arguments": "7"}</tool_call>', '"arguments" must be an object'),
+        ('<tool_call>{"function": {"arguments": {}}}</tool_call>', 'must be an object with a "name"'),
+        ('<tool_call>{"function": 3}</tool_call>', 'must be an object with a "name"'),
         (f"<tool_call>{'[' * 100_000}</tool_call>", "tool_call[0] is not JSON"),
     ],
 )

@@ -1,13 +1,15 @@
-"""The size of a picture is read from the header of its file."""
+"""Messages and their pictures, whose size is read from the header of the file."""
 
+import base64
 import io
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.messages import Picture
+from fovea_rollout.messages import Picture, parse_message
 
 PNG = Picture.of_pixels(np.zeros((4, 8, 3), np.uint8))
 
@@ -26,6 +28,41 @@ def test_a_jpeg_that_is_shown_turned_has_the_size_that_is_shown() -> None:
         image.save(buffer, "JPEG", exif=exif)
         sizes.append(Picture.of_bytes(buffer.getvalue()).size)
     assert sizes == [(8, 4), (4, 8)]
+
+
+def webp(**options: Any) -> bytes:
+    pixels = np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "WEBP", lossless=True, **options)
+    return buffer.getvalue()
+
+
+def test_a_webp_becomes_a_png_of_the_same_pixels() -> None:
+    uri = f"data:image/webp;base64,{base64.b64encode(webp()).decode()}"
+    part = {"type": "image_url", "image_url": {"url": uri}}
+    (picture,) = parse_message({"role": "user", "content": [part]}).pictures
+    assert (picture.format, picture.size) == ("png", (8, 4))
+    with Image.open(io.BytesIO(picture.data)) as image:
+        assert np.asarray(image).ravel().tolist() == list(range(4 * 8 * 3))
+
+
+def test_a_webp_that_is_shown_turned_is_turned() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert Picture.of_bytes(webp(exif=exif)).size == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (webp()[:30], "image is a WebP file that cannot be read"),
+        (webp(save_all=True, append_images=[Image.new("RGB", (8, 4))]), "image is a film of 2 pictures"),
+        (b"GIF89a", "image is neither a PNG nor a JPEG nor a WebP file"),
+    ],
+)
+def test_other_files_are_refused(data: bytes, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        Picture.of_bytes(data)
 
 
 @pytest.mark.parametrize("data", [b"\x89PNG\r\n\x1a\nnothing", PNG.data[:20]])

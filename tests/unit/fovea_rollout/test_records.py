@@ -6,14 +6,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
 from fovea_rollout import environment
-from fovea_rollout.messages import Picture
+from fovea_rollout.messages import Message, Picture
 from fovea_rollout.records import Record, environment_of, load_records, parse_record, shuffled
 
 PICTURE = Picture.of_pixels(np.zeros((4, 4, 3), np.uint8))
+WIDE = Picture.of_pixels(np.zeros((4, 8, 3), np.uint8))
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -27,6 +30,44 @@ def row(**changes: Any) -> dict[str, Any]:
         "reward_spec": {"method": "rule", "ground_truth": 7},
         "level": 3,
     } | changes
+
+
+def image_url(picture: Picture) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": picture.data_uri}}
+
+
+def geometry(**changes: Any) -> dict[str, Any]:
+    """A row of Geometry-3K, as its recipe writes them, with two pictures."""
+    problem = "<image><image>Find x in both triangles."
+    return {
+        "prompt": [
+            {
+                "role": "user",
+                "content": [image_url(PICTURE), image_url(WIDE), {"type": "text", "text": problem}],
+            }
+        ],
+        "env_class": "geometry3k",
+        "reward_spec": {"method": "rule", "ground_truth": "3 \\sqrt { 2 }"},
+        "extra_info": {"split": "train", "index": 7, "problem": problem, "answer": "3 \\sqrt { 2 }"},
+    } | changes
+
+
+def ticket(**changes: Any) -> dict[str, Any]:
+    """A row of VisGym's recipe: the environment makes prompt and reward."""
+    return {
+        "prompt": [{"role": "user", "content": "placeholder"}],
+        "env_class": "visgym",
+        "visgym_env_id": "maze_2d/easy",
+    } | changes
+
+
+def write_as(path: pathlib.Path, rows: list[dict[str, Any]]) -> pathlib.Path:
+    if path.suffix == ".jsonl":
+        return write(path, *rows)
+    # Columns are taken from the first row alone.
+    names = dict.fromkeys(name for one in rows for name in one)
+    parquet.write_table(pyarrow.Table.from_pylist([{name: one.get(name) for name in names} for one in rows]), path)
+    return path
 
 
 def write(path: pathlib.Path, *rows: Any) -> pathlib.Path:
@@ -44,8 +85,6 @@ def test_json_lines(tmp_path: pathlib.Path) -> None:
 
 
 def test_parquet_fills_structs_with_nulls(tmp_path: pathlib.Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([row(), row(env_class=None)]), path)
     with pytest.raises(InvalidInput, match=r"a\.parquet:2: env_class is None"):
@@ -56,6 +95,47 @@ def test_parquet_fills_structs_with_nulls(tmp_path: pathlib.Path) -> None:
     path.write_bytes(b"not parquet at all")
     with pytest.raises(InvalidInput, match="is not a parquet file"):
         load_records(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_of_geometry3k(tmp_path: pathlib.Path, suffix: str) -> None:
+    path = write_as(tmp_path / f"train{suffix}", [geometry(), geometry(extra_info={"split": "test", "index": 8})])
+    first, second = load_records(path)
+    assert first.prompt[0].parts == (PICTURE, WIDE, "<image><image>Find x in both triangles.")
+    assert first.columns == geometry() | {"prompt": first.prompt}
+    assert second.extra == {"extra_info": {"split": "test", "index": 8}}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_tickets_of_visgym(tmp_path: pathlib.Path, suffix: str) -> None:
+    options = {"visgym_kwargs": {"width": 5}, "max_turns": 10}
+    other = {"visgym_kwargs": {"walls": True}, "visgym_env_id": "sliding_block/easy"}
+    rows = [ticket(), ticket(seed=3), ticket(**options), ticket(**other)]
+    records = load_records(write_as(tmp_path / f"train{suffix}", rows))
+    assert [record.columns | {"prompt": rows[0]["prompt"]} for record in records] == rows
+    assert {record.prompt[0].text for record in records} == {"placeholder"}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_broken_row_of_a_recipe_is_named(tmp_path: pathlib.Path, suffix: str) -> None:
+    cut = PICTURE.data_uri.replace("image/png", "image/jpeg")[:40]
+    broken = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": cut}}]}]
+    path = write_as(tmp_path / f"train{suffix}", [geometry(), geometry(prompt=broken)])
+    with pytest.raises(InvalidInput, match=rf"train\{suffix}:2: prompt\[0\]\.content\[0\]\.image_url\.url"):
+        load_records(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_messages_of_a_prompt_have_names(tmp_path: pathlib.Path, suffix: str) -> None:
+    prompt = [
+        {"role": "user", "content": "Look.", "name": "ann"},
+        {"role": "tool", "content": "Nothing.", "name": "look", "tool_call_id": "call_1"},
+    ]
+    (record,) = load_records(write_as(tmp_path / f"a{suffix}", [ticket(prompt=prompt)]))
+    assert record.prompt == (
+        Message("user", ("Look.",), name="ann"),
+        Message("tool", ("Nothing.",), name="look", tool_call_id="call_1"),
+    )
 
 
 def test_parquet_without_pyarrow_says_what_to_do(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +155,9 @@ def test_parquet_without_pyarrow_says_what_to_do(tmp_path: pathlib.Path, monkeyp
         (row(prompt="How many?"), r"a\.jsonl:2: prompt is 'How many\?'; it must be a list of messages"),
         (row(env_class=3), r"a\.jsonl:2: env_class is 3; it must be a name"),
         (row(reward_spec={"method": "model"}), r"a\.jsonl:2: reward_spec is .*write \{'method': 'rule'"),
+        (row(reward_spec="7"), r"a\.jsonl:2: reward_spec is '7'; write \{'method': 'rule'"),
+        (ticket(env_class=None), r"a\.jsonl:2: env_class is None; it must be a name"),
+        (row(prompt=[{"role": "user", "content": "x", "name": 3}]), r"a\.jsonl:2: prompt\[0\]\.name is 3"),
         (row(prompt=[{"role": "me", "content": "x"}]), r"a\.jsonl:2: prompt\[0\]\.role is 'me'"),
         (
             row(prompt=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}]),

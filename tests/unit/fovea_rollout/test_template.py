@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -244,6 +245,7 @@ def test_an_answer_is_read(name: str, text: str, answer: Answer) -> None:
         ("tiny/qwen3_vl", [Message("system", ("Hi", RED)), user("Hi")], "history[0]", "no picture in a 'system'"),
         ("tiny/qwen3_vl", [user("Hi", "a <|image_pad|>")], "history[0].parts[1]", "reserved"),
         ("tiny/qwen3_vl", [user("⟦fovea:answer:0⟧")], "history[0].parts[0]", "reserved"),
+        ("tiny/qwen3_vl", [Message("user", ("Hi",), name="<|image_pad|>")], "history[0].name", "reserved"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused_by_name(
@@ -261,6 +263,18 @@ def test_numbered_pictures_keep_their_numbers() -> None:
     for index in range(40):
         history += [sampled(name, f"answer {index}<|im_end|>"), user(RED)]
     assert "Picture 41: <|vision_start|>" in text_of(name, template.render(history))
+
+
+def test_a_template_may_write_names() -> None:
+    loaded = copy.copy(tokenizer("tiny/qwen3_vl"))
+    loaded.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }} {{ m.tool_call_id }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    prompt = ChatTemplate(loaded).render([user("Look"), Message("tool", ("7",), "look", "call_1")])
+    assert "<|im_start|>user  \nLook<|im_end|>\n<|im_start|>tool look call_1\n7<|im_end|>" in text_of(
+        "tiny/qwen3_vl", prompt
+    )
 
 
 def test_pictures_are_shared() -> None:

@@ -18,7 +18,8 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("FOVEA_GATEWAY_POLL_HOLD_S", "7")
     settings = GatewaySettings(model_name="n", model="/m", renderer=["r:1"], sampler=["s:1"], trainer="t:1")
     assert settings.poll_hold_s == 7
-    assert settings.tokenizer_id == "/m"
+    (base_model,) = settings.base_models
+    assert base_model.tokenizer_id == "/m"
     assert settings.store_url.startswith("sqlite:////")
     assert settings.checkpoint_root.endswith("fovea-state/checkpoints")
 
@@ -29,3 +30,13 @@ def test_storage_without_a_driver_is_refused_by_name(url: str) -> None:
         GatewaySettings(
             model_name="n", model="/m", renderer=["r:1"], sampler=["s:1"], trainer="t:1", checkpoint_dir=url
         )
+
+
+def test_base_models_have_names_of_their_own() -> None:
+    own = {"model_name": "n", "model": "/m", "renderer": ["r:1"], "sampler": ["s:1"]}
+    settings = GatewaySettings(**own, trainer="t:1", further_models=[own | {"model_name": "teacher"}])
+    assert [(base_model.model_name, base_model.trainer) for base_model in settings.base_models] == [
+        ("n", "t:1"), ("teacher", ""),
+    ]  # fmt: skip
+    with pytest.raises(ValidationError, match="two base models are called 'n'"):
+        GatewaySettings(**own, trainer="t:1", further_models=[own])

@@ -163,5 +163,19 @@ async def test_what_a_killed_process_leaves_in_its_temporary_folder_is_removed(t
     assert (left.exists(), own.exists()) == (False, True)
     assert own.parent == tmp_path / "own"
     await service.stop(5.0)
+    assert not own.parent.exists(), "a stop returns once it is removed"
     await running
-    assert not own.exists()
+
+
+async def test_a_temporary_folder_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ServiceSpec("worker", ("-c", ""), "127.0.0.1:1", "x", 0, {}, str(tmp_path / "own"))
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    hows: list[str] = []
+
+    def note(name: str, how: str, pause_s: float) -> None:
+        hows.append(how)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        await Service(spec, lambda *_: None).run(note, ignore)
+    assert hows == [f"a failed start ({tmp_path} belongs to another user: set TMPDIR to a folder of your own)"]

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,8 @@ from rich.console import Console
 from fovea.cli import service as service_module
 from fovea.cli import supervisor as supervisor_module
 from fovea.cli.service import ServiceSpec
-from fovea.cli.supervisor import StateFolder, Supervisor, UpOptions, base_url, service_specs
+from fovea.cli.service_specs import ServedModel, UpOptions, base_url, service_specs
+from fovea.cli.supervisor import StateFolder, Supervisor
 from fovea.runtime.hosts import free_ports
 from fovea.runtime.secret import VARIABLE
 
@@ -37,6 +39,36 @@ def test_four_services_on_different_ports() -> None:
         arguments = specs[name].arguments
         assert arguments[arguments.index("--renderer") + 1] == specs["renderer"].address
     assert base_url(OPTIONS) == "http://127.0.0.1:8000"
+
+
+def test_temporary_files_have_short_paths_however_deep_the_state_folder_is() -> None:
+    """vLLM's sockets, 37 characters more, have paths of 107 at most."""
+    deep, deeper = (replace(OPTIONS, state_dir=pathlib.Path("/", *depth * ["deep"])) for depth in (30, 31))
+    folders = [spec.temporary_dir for options in (deep, deep, deeper) for spec in service_specs(options)]
+    assert len(set(folders)) == 8, "of one state folder they stay the same"
+    assert max(map(len, folders)) <= len(tempfile.gettempdir()) + 24
+
+
+def test_further_models_have_services_of_their_own_behind_one_gateway() -> None:
+    teacher = ServedModel("org/teacher 2", "t", is_trained=False, sampler_gpus=("3",))
+    other = ServedModel("other", "o", is_trained=True, trainer_gpus=("1",), sampler_gpus=("1",))
+    specs = {spec.name: spec for spec in service_specs(replace(OPTIONS, further_models=(teacher, other)))}
+    assert list(specs) == [
+        "renderer", "sampler", "trainer", "renderer-org_teacher_2", "sampler-org_teacher_2",
+        "renderer-other", "sampler-other", "trainer-other", "gateway",
+    ]  # fmt: skip
+    ports = [spec.address for spec in specs.values()] + [spec.metrics_port for spec in specs.values()]
+    assert len(set(ports)) == 18
+    arguments = specs["gateway"].arguments
+    told = json.loads(arguments[arguments.index("--further-models") + 1])
+    assert [(each["model_name"], each["model"]) for each in told] == [("org/teacher 2", "t"), ("other", "o")]
+    assert (told[0]["trainer"], told[1]["trainer"]) == ("", specs["trainer-other"].address)
+    assert told[0]["sampler"] == [specs["sampler-org_teacher_2"].address]
+    assert specs["sampler-org_teacher_2"].environment["CUDA_VISIBLE_DEVICES"] == "3"
+    assert specs["sampler-other"].starts_after == "trainer-other"
+    kept = [specs[name].arguments for name in ("trainer", "trainer-other")]
+    assert [each[each.index("--recovery") + 1] for each in kept] == ["s/recovery", "s/recovery-other"]
+    assert [specs[name].kind for name in ("trainer-other", "gateway")] == ["trainer", "gateway"]
 
 
 def test_devices_are_visible_to_their_service_alone() -> None:
@@ -164,7 +196,8 @@ async def test_what_cannot_start_ends_all_at_once_with_its_cause(
 PRINTING = """
 import pathlib, sys
 from rich.console import Console
-from fovea.cli.supervisor import Supervisor, UpOptions
+from fovea.cli.service_specs import UpOptions
+from fovea.cli.supervisor import Supervisor
 options = UpOptions("m", "name", "127.0.0.1", 1, 2, 1, pathlib.Path(sys.argv[1]))
 supervisor = Supervisor(options, Console())
 for _ in range(3):

@@ -15,11 +15,14 @@ from gateway.database.database import Database
 from gateway.futures import future_rows as rows
 from gateway.futures.future import Kind, Outcome, Pending, State, Submission
 from gateway.futures.futures import Futures
+from gateway.futures.result_room import ResultRoom
 from gateway.quotas import Quota
 
 
-def submission(seq_id: int = 1, kind: Kind = Kind.OPTIM_STEP, rejection: FoveaError | None = None) -> Submission:
-    return Submission(f"m:{seq_id}", kind, "owner", "sess", "m", seq_id, rejection)
+def submission(
+    seq_id: int = 1, kind: Kind = Kind.OPTIM_STEP, rejection: FoveaError | None = None, owner: str = "owner"
+) -> Submission:
+    return Submission(f"m:{seq_id}", kind, owner, "sess", "m", seq_id, rejection)
 
 
 class Store:
@@ -28,12 +31,14 @@ class Store:
     def __init__(self, url: str) -> None:
         self.url = url
         self.started: dict[str, Pending] = {}
+        self.result_ttl_s, self.result_bytes = 0.05, 2**30
 
     async def open(self) -> Futures:
         self.database = Database(self.url)
         await self.database.open()
         quota = Quota("max_pending", 20_000, "unfinished requests")
-        return Futures(self.database, 0.05, quota, Owners(self.database), CautiousClock())
+        room = ResultRoom(self.database, self.result_bytes)
+        return Futures(self.database, self.result_ttl_s, quota, Owners(self.database), CautiousClock(), room)
 
     async def submit(self, futures: Futures, work: Submission) -> bool:
         return await futures.submit(work, b"request", self._start)
@@ -220,3 +225,32 @@ async def test_a_sweep_looks_at_what_is_due_alone(tmp_path: Path, monkeypatch: p
     with pytest.raises(Expired):
         await futures.wait(f"m:{count}", "owner", 0)
     await store.database.close()
+
+
+async def test_an_owner_that_keeps_more_results_than_its_share_loses_its_own_oldest(store: Store) -> None:
+    store.result_ttl_s, store.result_bytes = 3600.0, 1000
+    futures = await store.open()
+
+    async def end(seq_id: int, owner: str, size_bytes: int) -> None:
+        work = await store.started_by(futures, submission(seq_id, owner=owner))
+        await futures.finish(work, Outcome(Kind.OPTIM_STEP, b"x" * size_bytes))
+
+    await end(100, "quiet", 200)
+    for seq_id in range(8):
+        await end(seq_id, "owner", 100)
+    await futures.sweep()
+    # 400 it may have: as much is free beside the other's 200.
+    for seq_id in range(4):
+        with pytest.raises(Expired, match="max_result_bytes"):
+            await futures.wait(f"m:{seq_id}", "owner", 0)
+    for seq_id in range(4, 8):
+        assert isinstance(await futures.wait(f"m:{seq_id}", "owner", 0), Outcome)
+    assert isinstance(await futures.wait("m:100", "quiet", 0), Outcome)
+    await store.database.close()
+    futures = await store.open()  # what an earlier process kept counts too
+    await end(101, "owner", 300)
+    await futures.sweep()
+    with pytest.raises(Expired):
+        await futures.wait("m:6", "owner", 0)
+    assert isinstance(await futures.wait("m:7", "owner", 0), Outcome)
+    assert isinstance(await futures.wait("m:100", "quiet", 0), Outcome)

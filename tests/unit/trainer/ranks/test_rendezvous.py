@@ -54,6 +54,23 @@ def test_they_meet_in_any_order(node: Node, meet: Meet) -> None:
         assert host.store_listener.getsockname() == ("127.0.0.1", worker.store_port)
 
 
+def test_it_listens_at_the_masters_address_alone(node: Node, meet: Meet) -> None:
+    """127.0.0.2 stands for one network card of this machine, 127.0.0.1 for another."""
+    place = {"nodes": 2, "master_addr": "127.0.0.2"}
+    with ThreadPoolExecutor() as threads:
+        host = threads.submit(meet, node(0, **place))
+        worker = threads.submit(meet, node(1, **place))
+        store = host.result().store_listener
+        assert store is not None
+        assert store.getsockname() == ("127.0.0.2", worker.result().store_port)
+        # Node 0 goes on listening, to refuse who comes late.
+        with socket.create_connection(("127.0.0.2", node(0).master_port), timeout=5):
+            pass
+        for port in (node(0).master_port, worker.result().store_port):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
 def test_strangers_change_nothing(node: Node, meet: Meet) -> None:
     """Whoever reaches the port but does not know the secret, or says nothing."""
     with ThreadPoolExecutor() as threads:

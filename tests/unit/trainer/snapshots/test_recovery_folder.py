@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.trainer.snapshots.checkpoint_folder import Folder, write_folder
-from services.trainer.snapshots.recovery_folder import KEPT_S, Point, RecoveryFolder
+from services.trainer.snapshots.recovery_folder import Point, RecoveryFolder
 
 NAMES = ["plain", "a/b:train:0", "..", "100%@*"]
 
@@ -22,8 +22,8 @@ def _write(folder: RecoveryFolder, model_id: str, seq_id: int, age_s: float = 0.
     point = Point(seq_id, seq_id // 2, [{"loss": 0.1}, 3], None, "base", time.time() - age_s, {})
     written: list[Point] = []
 
-    def describe(staging: Folder) -> None:
-        written.append(dataclasses.replace(point, files=staging.sizes()))
+    def describe(staging: Folder, checksums: dict[str, int]) -> None:
+        written.append(dataclasses.replace(point, files=staging.sizes(), checksums=checksums))
         written[0].write_to(staging)
 
     write_folder(folder.point_url(model_id, seq_id), {"weights": b"123", "more": b"4"}, describe)
@@ -46,6 +46,18 @@ def test_the_newest_whole_point_counts(place: str) -> None:
         assert folder.newest(name) is None
 
 
+def test_a_flipped_bit_is_seen(place: str) -> None:
+    folder = RecoveryFolder(place)
+    older, newer = (_write(folder, "m", seq_id) for seq_id in (9, 10))
+    found = Folder.at(folder.point_url("m", 10))
+    assert {name: found.checksum(name) for name in newer.checksums} == newer.checksums
+    assert newer.checksums.keys() == newer.files.keys()
+    found.write("weights", b"122")
+    assert found.checksum("weights") != newer.checksums["weights"]
+    assert found.checksum("gone") is None
+    assert [point for _, point in folder.whole("m")] == [newer, older], "both have all their bytes"
+
+
 def test_models_and_snapshots_are_kept_apart(place: str) -> None:
     folder = RecoveryFolder(place)
     for name in NAMES:
@@ -63,14 +75,13 @@ def test_models_and_snapshots_are_kept_apart(place: str) -> None:
     folder.remove_snapshot("unknown")
 
 
-def test_a_start_removes_what_was_left_and_what_is_old(place: str) -> None:
+def test_a_start_removes_what_was_being_written_and_nothing_by_its_age(place: str) -> None:
     folder = RecoveryFolder(place)
     folder.sweep()
-    _write(folder, "old", 4, KEPT_S + 60)
-    kept = _write(folder, "young", 4, KEPT_S - 60)
-    staging = Folder.at(folder.point_url("young", 5)).stage()
+    points = {name: _write(folder, name, 4, age_s) for name, age_s in (("old", 1e9), ("of a clock set ahead", -1e9))}
+    staging = Folder.at(folder.point_url("old", 5)).stage()
     staging.write("part", b"1")
     folder.sweep()
-    assert folder.newest("old") is None
-    assert folder.newest("young") == (folder.point_url("young", 4), kept)
+    for name, point in points.items():
+        assert folder.newest(name) == (folder.point_url(name, 4), point)
     assert not staging.exists("part")

@@ -1,10 +1,12 @@
-"""Where the store of transfer groups listens. Groups themselves: tests/e2e/trainer/test_push.py."""
+"""Where transfer groups and their store listen. Groups of several: tests/e2e/trainer/test_push.py."""
 
 import socket
 
+import psutil
 import pytest
 
 from services.trainer.snapshots.transfer_groups import TransferGroups
+from tests.listeners import listeners
 
 
 @pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("0.0.0.0", True), ("::", True)])
@@ -21,3 +23,14 @@ def test_it_listens_where_the_trainer_does(host: str, is_open: bool) -> None:
     else:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", groups.port), timeout=5)
+
+
+def test_weights_are_sent_from_the_same_address() -> None:
+    before = listeners([psutil.Process()]).keys()
+    groups = TransferGroups.hosting("trainer", "127.0.0.2")
+    group = groups.open("g", 1, "gloo", 20.0, 20.0)
+    made = listeners([psutil.Process()]).keys() - before
+    assert f"127.0.0.2:{groups.port}" in made
+    assert len(made) > 1, "gloo's own"
+    assert {address.rpartition(":")[0] for address in made} == {"127.0.0.2"}
+    group.close()

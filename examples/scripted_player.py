@@ -1,4 +1,4 @@
-"""A player that knows what an answer looks like, and nothing else."""
+"""A player whose answers a program writes, for warm-ups and for bars."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 from fovea_rollout import Chunk, Picture, Policy, Sampled, SamplingSettings, WeightVersions
 
 
-class RandomPlayer:
-    """A policy whose answers are drawn without a look at the prompt.
+class ScriptedPlayer:
+    """A policy that is no model.
 
     Args:
         policy: Counts the tokens of pictures.
         tokenizer: Of the model that is to be taught.
-        draw: Draws an answer.
+        answer: Writes an answer to a prompt: from the pictures in it, or whatever they show.
     """
 
-    def __init__(self, policy: Policy, tokenizer: Any, draw: Callable[[], str]) -> None:
-        self._policy, self._tokenizer, self._draw = policy, tokenizer, draw
+    def __init__(self, policy: Policy, tokenizer: Any, answer: Callable[[Sequence[Chunk]], str]) -> None:
+        self._policy, self._tokenizer, self._answer = policy, tokenizer, answer
 
     async def sample(
         self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str
     ) -> Sampled:
         """See `Policy`. Log-probabilities are 0: whoever learns from these answers needs none."""
-        ids = (*self._tokenizer.encode(self._draw(), add_special_tokens=False), stop_ids[0])
+        ids = (*self._tokenizer.encode(self._answer(prompt), add_special_tokens=False), stop_ids[0])
         return Sampled(ids, (0.0,) * len(ids), "stop", WeightVersions(0, 0))
 
     async def token_count(self, picture: Picture) -> int:

@@ -3,7 +3,7 @@
 import itertools
 from typing import Any
 
-from examples.random_player import RandomPlayer
+from examples.scripted_player import ScriptedPlayer
 from fovea_rollout.messages import Picture
 from fovea_rollout.policy import SamplingSettings
 from tests.unit.fovea_rollout.scripted import END, PICTURE_TOKENS, ScriptedPolicy, ids_of
@@ -18,8 +18,8 @@ class Letters:
 async def test_it_says_what_was_drawn_and_ends_its_turn() -> None:
     answers = itertools.count(1)
     tokenizer: Any = Letters()
-    player = RandomPlayer(ScriptedPolicy(lambda _: "|"), tokenizer, lambda: str(next(answers)))
-    for expected in ("1", "2"):
+    player = ScriptedPlayer(ScriptedPolicy(lambda _: "|"), tokenizer, lambda prompt: f"{len(prompt)}{next(answers)}")
+    for expected in ("01", "02"):
         sampled = await player.sample([], SamplingSettings(), [END], "one")
         assert sampled.ids == (*ids_of(expected), END)
         assert len(sampled.logprobs) == len(sampled.ids)

@@ -1,0 +1,24 @@
+"""`python -m chaos.simulation --seeds 10000`, or `--seed N` for one, with its log."""
+
+import os
+import sys
+
+from chaos.simulation import surroundings
+
+
+def main() -> int:
+    """Prints what was found; 1 if a promise was broken."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "chaos.simulation", *sys.argv[1:]],
+            os.environ | {"PYTHONHASHSEED": "0"},
+        )
+    surroundings.install()
+    from chaos.simulation.command import run  # not before: modules keep the functions that they import
+
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

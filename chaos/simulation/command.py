@@ -1,0 +1,67 @@
+"""The command line: many seeds, or one with its log."""
+
+import argparse
+import logging
+import time
+from collections import Counter
+from pathlib import Path
+
+from chaos import checker
+from chaos.history import digest
+from chaos.simulation.database_files import make_template
+from chaos.simulation.seed_run import Outcome, run_seed
+from chaos.simulation.world import scratch_folder
+
+_TOLD_EACH = 500
+
+
+def run(arguments: list[str]) -> int:
+    """Runs what the arguments say; 1 if a promise was broken."""
+    parser = argparse.ArgumentParser(prog="python -m chaos.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=200, help="How many, from --first on.")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="Only this one, with its log.")
+    given = parser.parse_args(arguments)
+    with scratch_folder() as folder:
+        template = make_template(folder / "template.db")
+        if given.seed is not None:
+            return _replay(given.seed, template)
+        return _run_many(range(given.first, given.first + given.seeds), template)
+
+
+def _replay(seed: int, template: Path) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(created).3f %(name)s %(message)s")
+    outcome = run_seed(seed, template)
+    print(_line(outcome))
+    print(checker.told(outcome.violations))
+    return int(bool(outcome.violations))
+
+
+def _run_many(seeds: range, template: Path) -> int:
+    logging.getLogger().addHandler(logging.NullHandler())
+    begun = time.process_time()
+    totals: Counter[str] = Counter()
+    for seed in seeds:
+        outcome = run_seed(seed, template)
+        totals.update(seeds=1, commands=outcome.commands, faults=outcome.faults, virtual_s=round(outcome.virtual_s))
+        if outcome.violations:
+            totals["broken"] += 1
+            print(f"{_line(outcome)}\n{checker.told(outcome.violations)}", flush=True)
+        if totals["seeds"] % _TOLD_EACH == 0 or outcome.seed == seeds[-1]:
+            print(_summary(totals, time.process_time() - begun), flush=True)
+    return int(bool(totals["broken"]))
+
+
+def _summary(totals: Counter[str], seconds: float) -> str:
+    return (
+        f"{totals['seeds']} seeds, {totals['broken']} broke a promise; {totals['commands']} commands, "
+        f"{totals['faults']} faults, {totals['virtual_s'] / 3600:.1f} hours of their time in {seconds:.1f} s of "
+        f"processor time, {1000 * seconds / totals['seeds']:.0f} ms per seed"
+    )
+
+
+def _line(outcome: Outcome) -> str:
+    return (
+        f"seed {outcome.seed}: {outcome.commands} commands, {outcome.faults} faults, {outcome.virtual_s:.0f} s, "
+        f"{outcome.steps} steps, history {digest(outcome.trace)}"
+    )

@@ -1,0 +1,125 @@
+"""What befalls a world: faults at random moments, alone and in pairs, each healed after a while."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from chaos.simulation.world import ADDRESSES, GATEWAY, RENDERER, SAMPLERS, TRAINER, World
+
+logger = logging.getLogger("faults")
+
+_MOST_FAULTS = 5
+_PAUSE_S = 6.0
+_PAIRS = 0.3
+"""The share of faults that come while another one lasts."""
+_LOSSES = (0.0, 0.02, 0.1)
+
+
+class Nemesis:
+    """Makes faults while clients work.
+
+    Attributes:
+        count: How many it has made.
+        last_s: When the last one was healed.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world, self._chance = world, world.chance
+        self.count, self.last_s = 0, 0.0
+        self._kinds: list[Callable[[], Awaitable[None]]] = [
+            self._kill_gateway, self._kill_gateway, self._restart_gateway, self._kill_trainer, self._kill_trainer,
+            self._kill_sampler, self._kill_renderer, self._freeze, self._cut, self._hang, self._slow_down,
+            self._break_off, self._fill_disk, self._evict,
+        ]  # fmt: skip
+        world.network.losses = self._chance.choice(_LOSSES)
+
+    async def run(self) -> None:
+        """All of them; returns once everything is healed."""
+        planned = self._chance.randint(1, _MOST_FAULTS)
+        under_way: list[asyncio.Task[None]] = []
+        while self.count < planned:
+            await asyncio.sleep(self._chance.uniform(0.0, _PAUSE_S))
+            under_way.append(asyncio.create_task(self._make(self._chance.choice(self._kinds))))
+            if self._chance.random() > _PAIRS:
+                await asyncio.gather(*under_way)
+        await asyncio.gather(*under_way)
+        self._world.network.losses = 0.0
+        self.last_s = self._world.now()
+
+    async def _make(self, fault: Callable[[], Awaitable[None]]) -> None:
+        self.count += 1
+        number, name = self.count, fault.__name__.strip("_").replace("_", " ")
+        logger.info("fault %d: %s", number, name)
+        await fault()
+        logger.info("fault %d is healed", number)
+
+    async def _for_a_while(self, most_s: float) -> None:
+        await asyncio.sleep(self._chance.choice((0.01, 0.3, 1.0)) * self._chance.uniform(0.0, most_s))
+
+    async def _kill_gateway(self) -> None:
+        await self._kill(GATEWAY, 10.0)
+
+    async def _kill_trainer(self) -> None:
+        await self._kill(TRAINER, 60.0)
+
+    async def _kill_sampler(self) -> None:
+        await self._kill(self._chance.choice(SAMPLERS), 60.0)
+
+    async def _kill_renderer(self) -> None:
+        await self._kill(RENDERER, 20.0)
+
+    async def _kill(self, address: str, most_s: float) -> None:
+        if address in self._world.processes:  # else another fault has it
+            self._world.kill(address)
+            await self._for_a_while(most_s)
+            self._world.start(address)
+
+    async def _restart_gateway(self) -> None:
+        if GATEWAY in self._world.processes:
+            await self._world.stop_gateway()
+            await self._for_a_while(5.0)
+            self._world.start(GATEWAY)
+
+    async def _freeze(self) -> None:
+        """As by SIGSTOP."""
+        process = self._world.processes.get(self._chance.choice(ADDRESSES))
+        if process is not None and process.frozen is None:
+            process.freeze()
+            await self._for_a_while(20.0)
+            process.thaw()
+
+    async def _cut(self) -> None:
+        """Calls to one part fail at once."""
+        address = self._chance.choice(ADDRESSES)
+        self._world.network.cut.add(address)
+        self._world.network.break_off(address)
+        await self._for_a_while(30.0)
+        self._world.network.cut.discard(address)
+
+    async def _hang(self) -> None:
+        """Messages to and from one part wait."""
+        address, event = self._chance.choice(ADDRESSES), asyncio.Event()
+        self._world.network.hanging[address] = event
+        await self._for_a_while(20.0)
+        event.set()
+        if self._world.network.hanging.get(address) is event:
+            del self._world.network.hanging[address]
+
+    async def _slow_down(self) -> None:
+        address = self._chance.choice(ADDRESSES)
+        self._world.network.slow[address] = self._chance.uniform(0.1, 3.0)
+        await self._for_a_while(30.0)
+        self._world.network.slow.pop(address, None)
+
+    async def _break_off(self) -> None:
+        """Ends the connections to one part."""
+        self._world.network.break_off(self._chance.choice(ADDRESSES))
+
+    async def _fill_disk(self) -> None:
+        self._world.files.fill()
+        await self._for_a_while(30.0)
+        self._world.files.make_room()
+
+    async def _evict(self) -> None:
+        """A sampler forgets all adapters, as by lack of memory."""
+        self._world.samplers[self._chance.choice(SAMPLERS)].adapters.clear()

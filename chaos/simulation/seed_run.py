@@ -1,0 +1,180 @@
+"""One seed from beginning to end: parts start, clients work, faults happen, and every promise is checked."""
+
+import asyncio
+import gc
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos import checker
+from chaos.checker import Violation
+from chaos.inventory import Inventory
+from chaos.simulation import surroundings
+from chaos.simulation.database_files import DatabaseFiles
+from chaos.simulation.event_loop import Stuck
+from chaos.simulation.faults import Nemesis
+from chaos.simulation.world import World, scratch_folder
+
+_GIVE_UP_S = 1800.0
+_LEAVES_WITHIN_S = 240.0
+_LOOK_S = 2.0
+
+
+@dataclass
+class Outcome:
+    """Of one seed.
+
+    Attributes:
+        trace: What happened, for people and to compare two runs.
+    """
+
+    seed: int
+    commands: int = 0
+    faults: int = 0
+    virtual_s: float = 0.0
+    steps: int = 0
+    violations: list[Violation] = field(default_factory=list)
+    trace: str = ""
+
+
+class _Alarms(logging.Handler):
+    """What the gateway logs as an error: no fault here is one that it may not bear."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f": {record.exc_info[1]!r}"
+        self.told.append(text)
+
+
+_EXPECTED = ("the disk of ",)
+"""Alarms that a fault here is meant to raise."""
+
+
+def run_seed(seed: int, template: Path) -> Outcome:
+    """All of one seed."""
+    with scratch_folder() as folder, _quiet():
+        return _run(World(seed, DatabaseFiles(folder, template)))
+
+
+def _run(world: World) -> Outcome:
+    alarms, outcome = _Alarms(), Outcome(world.seed)
+    logging.getLogger().addHandler(alarms)
+    try:
+        with surroundings.inside(world):
+            world.loop.run(_live(world, outcome))
+    except Stuck as error:
+        outcome.violations.append(Violation("in time", str(error)))
+    finally:
+        logging.getLogger().removeHandler(alarms)
+    told = [text for text in alarms.told if not text.startswith(_EXPECTED)]
+    outcome.violations += [Violation("no alarm", text) for text in [*told, *world.loop.complaints]]
+    outcome.commands, outcome.virtual_s = len(world.history.commands), world.now()
+    outcome.steps = world.loop.steps
+    outcome.trace = repr((world.history, world.now(), world.loop.steps))
+    return outcome
+
+
+async def _live(world: World, outcome: Outcome) -> None:
+    await world.start_all()
+    nemesis = Nemesis(world)
+    clients = [asyncio.create_task(client.run(), name=client.name) for client in world.clients]
+    disturbing = asyncio.create_task(nemesis.run())
+    _, unfinished = await asyncio.wait([*clients, disturbing], timeout=_GIVE_UP_S)
+    outcome.faults = nemesis.count
+    for task in unfinished:
+        outcome.violations.append(Violation("in time", f"{task.get_name()} has not ended after {_GIVE_UP_S:.0f} s"))
+        task.cancel()
+    if disturbing.done():
+        disturbing.result()
+    for client, task in zip(world.clients, clients, strict=True):
+        if task.done() and not task.cancelled() and (error := task.exception()):
+            outcome.violations.append(Violation("answered once", f"{client.name} gave up: {error!r}"))
+    await _settle(world, outcome)
+    left = await world.stop_gateway()
+    outcome.violations += [Violation("nothing left", f"task {name} goes on after the stop") for name in left]
+    outcome.violations += _check(world, nemesis.last_s)
+
+
+async def _settle(world: World, outcome: Outcome) -> None:
+    """Waits until what ended sessions owned is gone."""
+    deadline = world.now() + _LEAVES_WITHIN_S
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        differing = checker.nothing_left(_found(world), _should(world))
+        if not differing or world.now() > deadline:
+            break
+    outcome.violations += differing
+
+
+def _found(world: World) -> Inventory:
+    assert world.trainer is not None
+    assert world.parts is not None
+    found = Inventory({name: count for name, count in world.files.rows().items() if name in _ROWS})
+    found["models in the trainer"] = len(world.trainer.models)
+    found["durable points"] = len(world.trainer_disk.points)
+    found["snapshots kept for recovery"] = len(world.trainer_disk.snapshots)
+    # Named ones may be sampled again, and leave for others when a sampler is full.
+    named = {snapshot_id for (snapshot_id,) in world.files.read("SELECT snapshot_id FROM snapshots WHERE uri <> ''")}
+    found["adapters in samplers"] = sum(len(sampler.adapters.keys() - named) for sampler in world.samplers.values())
+    found["pending futures"] = world.parts.futures.pending_count
+    return +found
+
+
+_ROWS = ("rows of journal", "rows of journal_requests", "rows of sessions", "rows of models")
+
+
+def _should(world: World) -> Inventory:
+    """What clients that ended their sessions leave: results and names, which they may still ask for."""
+    clients = len(world.clients)
+    return Inventory({"rows of sessions": clients, "rows of models": clients})
+
+
+def _check(world: World, last_fault_s: float) -> list[Violation]:
+    disk = world.trainer_disk
+    saved: dict[str, dict[str, str]] = {}
+    should: dict[str, dict[str, str]] = {}
+    for client in world.clients:
+        kept = {**client.saved, **client.saved_for_samplers}
+        should |= {path: {"weights": weights} for path, weights in kept.items()}
+    for path, uri in world.files.read("SELECT path, uri FROM checkpoints"):
+        if uri in disk.saved:
+            saved[path] = {"weights": disk.saved[uri].weights}
+    history, undisturbed = world.history, world.undisturbed
+    last = {client.model_id: client.last_seq_id for client in world.clients}
+    ledger = [finish for finish in world.files.ledger(last) if finish.seq_id <= last[finish.scope]]
+    return [
+        *checker.answered_once(history),
+        *checker.in_order(history, ledger),
+        *checker.same_results(history, undisturbed),
+        *checker.same_weights(saved, should),
+        *checker.named_snapshot(history, undisturbed),
+        *checker.in_time(history, 1000.0 + last_fault_s),
+    ]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No collection while a seed runs, which would come at other moments the next time; and no word of what is
+    collected afterwards: processes that were killed had not ended."""
+    hook = sys.unraisablehook
+    gc.freeze()  # what the imports left is not looked at again
+    gc.disable()
+    try:
+        yield
+    finally:
+        sys.unraisablehook = lambda _: None
+        logging.disable()
+        with warnings.catch_warnings(action="ignore"):
+            gc.collect()
+        logging.disable(logging.NOTSET)
+        sys.unraisablehook = hook
+        gc.enable()

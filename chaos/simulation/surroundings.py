@@ -1,0 +1,115 @@
+"""What the operating system and the network give a process, made up: to be installed before the gateway is imported.
+
+Modules keep what they import, such as `field(default_factory=time.time)`: so functions are put in place once, and ask
+whichever world is current. Outside a world they are the real ones.
+"""
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import grpc
+import sqlalchemy as sa
+
+EPOCH_S = 1_800_000_000.0
+"""When each world begins."""
+_TIMES: dict[str, Callable[[float], float]] = {
+    "time": lambda now: EPOCH_S + now,
+    "time_ns": lambda now: int((EPOCH_S + now) * 1e9),
+    "monotonic": lambda now: 1000.0 + now,
+    "perf_counter": lambda now: now,
+}
+
+
+class Surroundings(Protocol):
+    """One world, as its processes see it."""
+
+    def now(self) -> float:
+        """Seconds since it began."""
+        ...
+
+    def entropy(self, count: int) -> bytes:
+        """Bytes that follow from its seed."""
+        ...
+
+    def open_channel(self, address: str) -> Any:
+        """What gRPC would give for an address."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Of its disk."""
+        ...
+
+    def limit(self, connection: sa.Connection) -> None:
+        """Before each transaction: lets the database take no more than there is."""
+        ...
+
+
+_current: list[Surroundings] = []
+
+
+@contextmanager
+def inside(world: Surroundings) -> Iterator[None]:
+    """Makes a world the current one."""
+    _current.append(world)
+    random.seed(world.entropy(16))  # what modules draw without a generator of their own
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def install() -> None:
+    """Puts the functions in place, for the rest of this process."""
+    for name, told in _TIMES.items():
+        setattr(time, name, _timed(getattr(time, name), told))
+    real_clock, real_entropy = time.clock_gettime, os.urandom
+    real_channel, real_disk, real_allocate = grpc.aio.insecure_channel, os.statvfs, os.posix_fallocate
+
+    def clock(number: int) -> float:
+        return _current[-1].now() if _current else real_clock(number)
+
+    def entropy(count: int) -> bytes:
+        return _current[-1].entropy(count) if _current else real_entropy(count)
+
+    def open_channel(address: str, *rest: Any, **options: Any) -> Any:
+        return _current[-1].open_channel(address) if _current else real_channel(address, *rest, **options)
+
+    def disk(path: Any) -> Any:
+        return _Disk(_current[-1].free_bytes()) if _current else real_disk(path)
+
+    def allocate(descriptor: int, offset: int, length: int) -> None:
+        if not _current:
+            real_allocate(descriptor, offset, length)
+
+    for module, name, made_up in (
+        (time, "clock_gettime", clock),
+        (os, "urandom", entropy),
+        (random, "_urandom", entropy),  # of SystemRandom, and so of `secrets`
+        (grpc.aio, "insecure_channel", open_channel),
+        (os, "statvfs", disk),
+        (os, "posix_fallocate", allocate),
+    ):
+        setattr(module, name, made_up)
+
+    @sa.event.listens_for(sa.Engine, "begin")
+    def begin(connection: sa.Connection) -> None:
+        if _current:
+            _current[-1].limit(connection)
+
+
+class _Disk:
+    """What `os.statvfs` tells."""
+
+    f_frsize = 1
+
+    def __init__(self, free_bytes: int) -> None:
+        self.f_bavail = self.f_bfree = free_bytes
+        self.f_blocks = 2**40
+
+
+def _timed(real: Callable[[], float], told: Callable[[float], float]) -> Callable[[], float]:
+    return lambda: told(_current[-1].now()) if _current else real()

@@ -1,0 +1,188 @@
+"""One seed's world: the parts of a Fovea, those who use it, and what befalls them."""
+
+import asyncio
+import logging
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from chaos.history import History
+from chaos.simulation.client import Client
+from chaos.simulation.database_files import DatabaseFiles
+from chaos.simulation.event_loop import Process, VirtualLoop
+from chaos.simulation.fake_sampler import FakeRenderer, FakeSampler
+from chaos.simulation.fake_trainer import MODEL, FakeTrainer, TrainerDisk
+from chaos.simulation.network import HttpAnswer, Network, ask_app
+from gateway.api import build_api
+from gateway.app import Upkeep
+from gateway.parts import Parts
+from gateway.settings import GatewaySettings
+
+logger = logging.getLogger("world")
+
+GATEWAY, TRAINER, RENDERER = "gateway:8000", "trainer:1", "renderer:1"
+SAMPLERS = ("sampler-0:1", "sampler-1:1")
+ADDRESSES = (GATEWAY, TRAINER, RENDERER, *SAMPLERS)
+_THREAD_S = 0.004
+_DRAIN_S = 5.0
+
+
+class World:
+    """The parts and the network between them. To be used inside its loop.
+
+    Args:
+        seed: All follows from it.
+        files: The database, which outlives gateways.
+
+    Attributes:
+        clients: Whoever uses it.
+        history: What clients asked and were answered.
+        undisturbed: What they should have been answered.
+        parts: Of the present gateway, None while there is none.
+    """
+
+    def __init__(self, seed: int, files: DatabaseFiles) -> None:
+        self.seed, self.files = seed, files
+        self.chance = random.Random(f"{seed}")
+        delays, entropy = random.Random(f"{seed} threads"), random.Random(f"{seed} entropy")
+        self._entropy = entropy
+        self.loop = VirtualLoop(lambda: delays.uniform(0.0, _THREAD_S))  # type: ignore[abstract]  # sockets and the like
+        self.network = Network(random.Random(f"{seed} network"))
+        self.history, self.undisturbed = History(), History()
+        self.trainer_disk = TrainerDisk()
+        self.trainer: FakeTrainer | None = None
+        self.samplers: dict[str, FakeSampler] = {}
+        self.processes: dict[str, Process] = {}
+        self.dead: list[Process] = []
+        self.parts: Parts | None = None
+        self._upkeep: Upkeep | None = None
+        self._beginning: asyncio.Task[None] | None = None
+        self._app: Any = None
+        self._settings = GatewaySettings(
+            model_name=MODEL, model=MODEL, renderer=[RENDERER], sampler=list(SAMPLERS), trainer=TRAINER, port=0,
+            state_dir=files.folder, checkpoint_dir="memory://checkpoints", drain_s=_DRAIN_S, session_ttl_s=60.0,
+        )  # fmt: skip
+        self._instances = 0
+        self._slowness = self.chance.choice((0.1, 1.0, 10.0))
+        self.clients = [self._client(number) for number in range(self.chance.randint(1, 3))]
+
+    def now(self) -> float:
+        """Seconds since it began."""
+        return self.loop.time()
+
+    def entropy(self, count: int) -> bytes:
+        """For names that are drawn."""
+        return self._entropy.randbytes(count)
+
+    def open_channel(self, address: str) -> Any:
+        """What the gateway's clients call through."""
+        return self.network.open_channel(address)
+
+    def free_bytes(self) -> int:
+        """Of the disk of the state."""
+        return self.files.free_bytes()
+
+    def limit(self, connection: sa.Connection) -> None:
+        """Lets the database take no more than there is."""
+        self.files.limit(connection)
+
+    async def start_all(self) -> None:
+        """The parts, in no order that matters."""
+        for address in (TRAINER, RENDERER, *SAMPLERS, GATEWAY):
+            self.start(address)
+
+    def start(self, address: str) -> None:
+        """Begins a new process at an address, where none is."""
+        self._instances += 1
+        process = self.processes[address] = Process(f"{address.partition(':')[0]}#{self._instances}")
+        instance_id = process.name
+        chance = random.Random(f"{self.seed} {instance_id}")
+        logger.info("%s starts", process.name)
+        if address == GATEWAY:
+            process.context.run(self._start_gateway, process)
+            return
+        listener = self.network.listen(address, process)
+        if address == TRAINER:
+            self.trainer = FakeTrainer(instance_id, self.trainer_disk, self._reached_samplers, chance, self._slowness)
+            process.context.run(self.trainer.begin, listener, process)
+        elif address == RENDERER:
+            FakeRenderer().begin(listener, process)
+        else:
+            self.samplers[address] = FakeSampler(instance_id, chance)
+            self.samplers[address].begin(listener, process)
+
+    def kill(self, address: str) -> None:
+        """Ends a process as SIGKILL does."""
+        process = self.processes.pop(address)
+        logger.info("%s is killed", process.name)
+        process.kill()
+        self.dead.append(process)
+        self.network.close(address)
+        if address == GATEWAY:
+            assert self.parts is not None
+            self.parts.database.abandon()
+            self.network.drop_caller(process)
+            self.parts = None
+
+    async def stop_gateway(self) -> list[str]:
+        """Ends the gateway as SIGTERM does; returns the names of tasks that go on all the same."""
+        process, upkeep, beginning = self.processes.pop(GATEWAY), self._upkeep, self._beginning
+        assert upkeep is not None
+        assert beginning is not None
+        logger.info("%s is told to stop", process.name)
+
+        async def end() -> None:
+            beginning.cancel()
+            await asyncio.gather(beginning, return_exceptions=True)
+            await upkeep.drain()
+            self.network.close(GATEWAY)
+            await upkeep.end()
+
+        await process.start(end())
+        await asyncio.sleep(0.0)  # for what is called when a task is done
+        left = [task.get_name() for task in process.tasks.values()]
+        process.kill()
+        self.dead.append(process)
+        self.parts = None
+        return left
+
+    def _start_gateway(self, process: Process) -> None:
+        settings = self._settings
+        ready = asyncio.Event()
+        parts = self.parts = Parts(settings, on_superseded=lambda: None)
+        self._upkeep = Upkeep(settings, parts, ready)
+        self._app = build_api(parts, settings, ready)
+        self.network.listen(GATEWAY, process)
+        self._beginning = process.start(self._upkeep.begin(), f"{process.name} begins")
+
+    def _reached_samplers(self) -> dict[str, FakeSampler]:
+        away = {*self.network.cut, *self.network.hanging}
+        return {each: self.samplers[each] for each in SAMPLERS if each in self.processes and each not in away}
+
+    def _client(self, number: int) -> Client:
+        chance = random.Random(f"{self.seed} client {number}")
+        rounds = chance.randint(2, 4)
+        return Client(f"client-{number}", chance, self._post, self.history, self.undisturbed, rounds)
+
+    async def _post(self, route: str, headers: dict[str, str], body: bytes) -> HttpAnswer:
+        """One HTTP request of a client."""
+        return await self.network.post(
+            GATEWAY, lambda: ask_app(self._app, f"/api/v1/{route}", {"X-API-Key": "tml-local", **headers}, body)
+        )
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder in memory."""
+    folder = Path(tempfile.mkdtemp(prefix="fovea-simulation-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)

@@ -1,0 +1,134 @@
+"""Reinforcement learning with Geometry-3K's protocol on drawn problems: thinking, a tool that scores, `\\boxed{}`.
+
+The rows are written as the recipe has them, JPEG pictures included, and read back, as a real set is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import pathlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from examples.experiment import Experiment, read_arguments
+from fovea_rollout import Chunk, LoopSettings, Picture, RolloutSettings, SamplingSettings, load_records
+from fovea_rollout.geometry3k_environment import MAX_TURNS, Geometry3kEnvironment, geometry3k_environment
+from fovea_rollout.records import Record
+
+SIDE, UNIT, WIDEST = 64, 16, 3
+QUESTION = "How long is the diagonal, in squares?"
+TOOL_SHARE = 0.5
+"""How often the cloned player scores an answer before it gives one."""
+INK, PAPER, LINE = (40, 60, 220), (250, 250, 250), (150, 150, 150)
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def draw_rectangle(width: int, height: int, column: int, row: int) -> Pixels:
+    """A filled rectangle on squared paper, uint8 [64, 64, 3]."""
+    pixels = np.full((SIDE, SIDE, 3), PAPER, np.uint8)
+    pixels[row * UNIT : (row + height) * UNIT, column * UNIT : (column + width) * UNIT] = INK
+    pixels[::UNIT] = pixels[:, ::UNIT] = LINE
+    return pixels
+
+
+def read_rectangle(pixels: Pixels) -> tuple[int, int]:
+    """Width and height in squares of what `draw_rectangle` drew, after JPEG."""
+    centres = pixels[UNIT // 2 :: UNIT, UNIT // 2 :: UNIT].astype(int)
+    is_inked = np.abs(centres - INK).sum(axis=2) < np.abs(centres - PAPER).sum(axis=2)
+    return int(is_inked.any(axis=0).sum()), int(is_inked.any(axis=1).sum())
+
+
+def diagonal(width: int, height: int) -> str:
+    """Its length as the set writes roots: `2 \\sqrt { 2 }`."""
+    square = width**2 + height**2
+    factor = max(one for one in (1, 2, 3) if square % one**2 == 0)
+    root = f"\\sqrt {{ {square // factor**2} }}"
+    return root if factor == 1 else f"{factor} {root}"
+
+
+def draw_row(rng: np.random.Generator, split: str, index: int) -> dict[str, Any]:
+    """A row of the recipe's shape; every width and height is as likely."""
+    width, height = (int(side) for side in rng.integers(1, WIDEST + 1, size=2))
+    column, row = (int(rng.integers(SIDE // UNIT - side + 1)) for side in (width, height))
+    file = io.BytesIO()
+    Image.fromarray(draw_rectangle(width, height, column, row)).save(file, "JPEG", quality=90)
+    url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    answer = diagonal(width, height)
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
+    return {
+        "prompt": [{"role": "user", "content": content}],
+        "env_class": "geometry3k",
+        "reward_spec": {"method": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index, "problem": f"<image>{QUESTION}", "answer": answer},
+    }
+
+
+def write_rows(path: pathlib.Path, rng: np.random.Generator, count: int) -> list[Record]:
+    """Writes problems into a file of JSON lines, and reads it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = (json.dumps(draw_row(rng, path.stem, index)) for index in range(count))
+    path.write_text("".join(f"{row}\n" for row in rows))
+    return load_records(path)
+
+
+class Player:
+    """Thinks of what it sees, and answers as if it had seen some other rectangle: half of the time it asks the tool."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+
+    def answer(self, prompt: Sequence[Chunk]) -> str:
+        """What it writes; without a tool call where only the answer is wanted."""
+        pictures = [chunk for chunk in prompt if isinstance(chunk, Picture)]
+        with Image.open(io.BytesIO(pictures[-1].data)) as image:
+            width, height = read_rectangle(np.asarray(image.convert("RGB")))
+        guess = diagonal(*(int(side) for side in self._rng.integers(1, WIDEST + 1, size=2))).replace(" ", "")
+        thought = f"<think>\n{width} by {height}\n</think>\n\n"
+        if self._rng.random() > TOOL_SHARE:
+            return f"{thought}\\boxed{{{guess}}}"
+        call = json.dumps({"name": "calc_score", "arguments": {"answer": guess}})
+        return f"{thought}<tool_call>{call}</tool_call>"
+
+
+def sources_of(records: Sequence[Record]) -> list[partial[Geometry3kEnvironment]]:
+    """Each is one source of rollouts."""
+    return [partial(geometry3k_environment, record.columns) for record in records]
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """Runs the example."""
+    rng = np.random.default_rng(arguments.seed)
+    folder = arguments.out / f"geometry3k-{arguments.seed}"
+    held_out = sources_of(write_rows(folder / "test.jsonl", rng, arguments.held_out))
+    train = sources_of(write_rows(folder / "train.jsonl", rng, 400))
+    rollout = RolloutSettings(SamplingSettings(max_tokens=64, seed=arguments.seed), max_turns=MAX_TURNS)
+    experiment = await Experiment.begin("rl_geometry3k", arguments, rollout)
+    await experiment.warm_up(train, Player(rng).answer)
+    await experiment.measure("before", held_out)
+    settings = LoopSettings(
+        steps=arguments.steps,
+        groups_per_step=arguments.groups,
+        group_size=8,
+        learning_rate=7e-4,
+        estimator="dr_grpo",
+        adam={"eps": 1e-8, "grad_clip_norm": 1.0},
+        rollout=rollout,
+        seed=arguments.seed,
+    )
+    await experiment.learn(train, settings)
+    await experiment.measure("after", held_out)
+    experiment.write()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(read_arguments(__doc__, steps=40, groups=16, warm_up=100)))

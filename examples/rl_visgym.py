@@ -1,0 +1,141 @@
+"""Reinforcement learning on VisGym's tickets: free reasoning, tagged answers with pairs, and pairs that nest.
+
+The warm-up clones a player that describes its picture rightly, and does what it should half of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from examples.experiment import Experiment, read_arguments
+from examples.picture_games import MAZE, TILES, Maze, Pixels, Tiles
+from fovea_rollout import Chunk, LoopSettings, Picture, RolloutSettings, SamplingSettings
+from fovea_rollout.records import parse_record
+from fovea_rollout.visgym_environment import WORDS, Answering, visgym_environment
+
+SKILL = 0.5
+"""How often the cloned player does what it should."""
+_NAMES = {action: word for word, action in WORDS.items()}
+
+
+@dataclass(frozen=True)
+class Game:
+    """A way of acting, and the player that is cloned.
+
+    Attributes:
+        environment: `visgym_env_id` of the tickets.
+        max_tokens: Of an answer.
+        write: Writes an answer to the frame; draws from the generator what to do.
+    """
+
+    environment: str
+    answering: Answering
+    max_turns: int
+    max_tokens: int
+    write: Callable[[Pixels, np.random.Generator], str]
+
+
+def _move(maze: Maze, rng: np.random.Generator) -> tuple[str, Any]:
+    actions = list(WORDS.values())
+    if rng.random() > SKILL:
+        return actions[rng.integers(len(actions))]
+    best = maze.best_way()
+    return ("stop", "stop") if best is None else ("move", best)
+
+
+def _seen(maze: Maze) -> str:
+    (row, column), (goal_row, goal_column) = maze.agent, maze.goal
+    return f"I am at {row} {column}, the red is at {goal_row} {goal_column}."
+
+
+def _reasoned(frame: Pixels, rng: np.random.Generator) -> str:
+    maze = Maze.seen_in(frame)
+    return f"{_seen(maze)} <action>{_NAMES[_move(maze, rng)]}</action>"
+
+
+def _tagged(frame: Pixels, rng: np.random.Generator) -> str:
+    maze = Maze.seen_in(frame)
+    action = _move(maze, rng)
+    return _in_tags(_seen(maze), _NAMES[action], action)
+
+
+def _nested(frame: Pixels, rng: np.random.Generator) -> str:
+    tiles = Tiles.seen_in(frame)
+    best = tiles.best_swap()
+    if rng.random() > SKILL:
+        one, other = (divmod(int(place), 2) for place in rng.choice(4, 2, replace=False))
+        best = None if rng.random() < 0.2 else (one, other)
+    action = ("stop", "stop") if best is None else ("swap", best)
+    return _in_tags(" ".join(tiles.tiles), "order" if best is None else "swap", action)
+
+
+def _in_tags(seen: str, why: str, action: tuple[str, Any]) -> str:
+    return f"<observation>{seen}</observation><justification>{why}</justification><action>{action!r}</action>"
+
+
+GAMES = {
+    "reasoned": Game(MAZE, "instruct", 6, 48, _reasoned),
+    "tagged": Game(MAZE, "tagged", 6, 80, _tagged),
+    "nested": Game(TILES, "tagged", 4, 80, _nested),
+}
+
+
+def draw_sources(rng: np.random.Generator, count: int, game: Game) -> list[Callable[[], Any]]:
+    """Tickets with seeds; each is one source of rollouts."""
+    make = partial(visgym_environment, answering=game.answering, asks=False)
+    tickets = [
+        parse_record(
+            {
+                "prompt": [{"role": "user", "content": "placeholder"}],
+                "env_class": "visgym",
+                "visgym_env_id": game.environment,
+                "max_turns": game.max_turns,
+                "seed": int(seed),
+            }
+        )
+        for seed in rng.integers(2**31, size=count)
+    ]
+    return [partial(make, ticket.columns) for ticket in tickets]
+
+
+def last_frame(prompt: Sequence[Chunk]) -> Pixels:
+    """The newest picture of a prompt, uint8 [height, width, 3]."""
+    picture = next(chunk for chunk in reversed(prompt) if isinstance(chunk, Picture))
+    with Image.open(io.BytesIO(picture.data)) as image:
+        return np.asarray(image)
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """Runs the example."""
+    game, rng = GAMES[arguments.answers], np.random.default_rng(arguments.seed)
+    held_out, train = draw_sources(rng, arguments.held_out, game), draw_sources(rng, 1000, game)
+    rollout = RolloutSettings(SamplingSettings(game.max_tokens, seed=arguments.seed), game.max_turns)
+    experiment = await Experiment.begin(f"rl_visgym_{arguments.answers}", arguments, rollout)
+    await experiment.warm_up(train, lambda prompt: game.write(last_frame(prompt), rng))
+    await experiment.measure("before", held_out)
+    settings = LoopSettings(
+        steps=arguments.steps,
+        groups_per_step=arguments.groups,
+        group_size=8,
+        learning_rate=7e-4,
+        estimator="dr_grpo",
+        adam={"eps": 1e-8, "grad_clip_norm": 1.0},
+        rollout=rollout,
+        seed=arguments.seed,
+    )
+    await experiment.learn(train, settings)
+    await experiment.measure("after", held_out)
+    experiment.write()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(read_arguments(__doc__, steps=40, groups=16, warm_up=200, answers=tuple(GAMES))))

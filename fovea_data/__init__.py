@@ -1,0 +1,45 @@
+"""Your own data: pictures and chats as what the Tinker API trains on, and supervised fine-tuning in ten lines.
+
+Works with any server that speaks the Tinker API. Names are imported when they are first used, since the SDK takes
+seconds to load.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fovea_data.conversation import Conversation as Conversation
+    from fovea_data.conversation import RowReader as RowReader
+    from fovea_data.dataset import Dataset as Dataset
+    from fovea_data.dataset import image_folder as image_folder
+    from fovea_data.dataset import load_chats as load_chats
+    from fovea_data.encoder import Encoder as Encoder
+    from fovea_data.fine_tuning import FineTuneSettings as FineTuneSettings
+    from fovea_data.fine_tuning import fine_tune as fine_tune
+    from fovea_data.loggers import Logger as Logger
+    from fovea_data.picture_tokens import PictureTokens as PictureTokens
+    from fovea_data.picture_tokens import token_count as token_count
+    from fovea_data.pictures import read_picture as read_picture
+    from fovea_data.tuned_model import TunedModel as TunedModel
+
+_PUBLIC = {
+    "conversation": ("Conversation", "RowReader"),
+    "dataset": ("Dataset", "image_folder", "load_chats"),
+    "encoder": ("Encoder",),
+    "fine_tuning": ("FineTuneSettings", "fine_tune"),
+    "loggers": ("Logger",),
+    "picture_tokens": ("PictureTokens", "token_count"),
+    "pictures": ("read_picture",),
+    "tuned_model": ("TunedModel",),
+}
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

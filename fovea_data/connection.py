@@ -1,0 +1,87 @@
+"""A server, a model under training on it, and what belongs to the model: its encoder, a learning rate, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import tinker
+
+from fovea.runtime.model_files import language_entries, read_json
+from fovea.wire.errors import FailedPrecondition, NotFound
+from fovea_data.encoder import Encoder
+from fovea_data.picture_tokens import PictureTokens, ask_server, checkpoint_directory, checkpoint_formula
+
+SupportedModel = tinker.types.SupportedModel
+
+_WIDTH, _RATE, _POWER = 2000, 4e-4, 0.75
+"""A LoRA's learning rate falls with the width of the model: 3e-3 was best at 128 (make demo), 1e-4 to 5e-4 are what
+recipes for widths of 2,000 to 4,000 have."""
+
+
+class Server:
+    """A server that speaks the Tinker API, through the SDK; without arguments that of the environment variables."""
+
+    def __init__(self, base_url: str | None, api_key: str | None) -> None:
+        self.service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
+        self.rest = tinker.RestClient(base_url=base_url, api_key=api_key)
+
+    def model(self, name: str | None) -> SupportedModel:
+        """A model by its name; None is the first that can be trained.
+
+        Raises:
+            NotFound: The server has no such model, and names those that it has.
+            FailedPrecondition: It trains none.
+        """
+        models = [one for one in self.rest.get_server_capabilities().result().supported_models if one.model_name]
+        if name is None:
+            trainable = [one for one in models if one.trainable is not False]
+            if not trainable:
+                raise FailedPrecondition("the server has no model to train")
+            return trainable[0]
+        for one in models:
+            if one.model_name == name:
+                return one
+        raise NotFound(f"the server has no model {name!r}, only {[one.model_name for one in models]}", field="model")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A model under training.
+
+    Attributes:
+        learning_rate: For AdamW, by the model's width.
+    """
+
+    server: Server
+    training: tinker.TrainingClient
+    encoder: Encoder
+    learning_rate: float
+
+    @classmethod
+    def open(cls, server: Server, model: SupportedModel, state: str, *, rank: int, seed: int) -> Connection:
+        """Makes a LoRA of a model, or goes on from a saved state if there is one. Raises what the SDK raises.
+
+        The checkpoint's small files, which lie where the tokenizer's do, tell how many tokens pictures take; where they
+        do not, a sampling client of the base model is asked, which is made for the first picture.
+        """
+        service, name = server.service, str(model.model_name)
+        if state:
+            training = service.create_training_client_from_state_with_optimizer(state).result()
+        else:
+            training = service.create_lora_training_client(base_model=name, rank=rank, seed=seed).result()
+        tokenizer = training.get_tokenizer()
+        files = checkpoint_directory(str(tokenizer.name_or_path))
+        text = language_entries(read_json(files / "config.json"))
+        sampling = cache(lambda: service.create_sampling_client(base_model=name).result())
+        tokens = PictureTokens(checkpoint_formula(files), lambda picture: ask_server(sampling(), picture))
+        encoder = Encoder(tokenizer, tokens, vocabulary=text.get("vocab_size"), max_tokens=model.max_context_length)
+        return cls(server, training, encoder, _RATE * (_WIDTH / text["hidden_size"]) ** _POWER)
+
+    def sampling(self, weights: str) -> tinker.SamplingClient:
+        """Samples from a checkpoint."""
+        return self.server.service.create_sampling_client(model_path=weights).result()
+
+    def delete(self, path: str) -> None:
+        """Deletes a checkpoint that is not needed any more."""
+        self.server.rest.delete_checkpoint_from_tinker_path(path).result()

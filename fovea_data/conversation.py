@@ -1,0 +1,202 @@
+"""A row of a dataset as a conversation to learn from: what was said, and which answers count."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from fovea.wire.errors import InvalidInput
+from fovea_data.pictures import read_picture
+from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN, read_answer
+from fovea_rollout.messages import Message, Part, Picture, Role
+
+_IMAGE_MARK = "<image>"
+_MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content", "weight"}
+_PICTURE_FIELDS = {"image": "image", "image_url": "image_url", "input_image": "image_url"}
+"""By a part's type: its field that holds the picture."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What was said, ending with an answer.
+
+    Attributes:
+        messages: In order. Assistant's messages are text, thinking in `<think>` tags before the answer.
+        is_learnt: For each message whether it is an answer that the loss counts.
+        where: Names the row in errors, as in `chats.jsonl:17`.
+    """
+
+    messages: tuple[Message, ...]
+    is_learnt: tuple[bool, ...]
+    where: str
+
+    @property
+    def question(self) -> tuple[Message, ...]:
+        """All before the last answer."""
+        return self.messages[:-1]
+
+    @property
+    def answer(self) -> str:
+        """The last answer, thinking left out."""
+        return read_answer(self.messages[-1].text, is_cut=False).text
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Reads rows.
+
+    Attributes:
+        folder: What relative paths of pictures begin at.
+        max_side: Pixels that the longer side of a picture may have; larger ones are shrunk. None keeps every size.
+    """
+
+    folder: pathlib.Path | None = None
+    max_side: int | None = None
+
+    def conversation(self, row: Any, where: str) -> Conversation:
+        """Reads `{"messages": [...]}`, or `{"prompt": ..., "completion": ...}`, each messages or a text.
+
+        Messages have OpenAI's shape (parts `text` and `image_url`) or Hugging Face's (parts `image`). Pictures of a
+        column `images` or `image` take the places of parts `{"type": "image"}` without one, or of `<image>` in
+        texts; where there are neither, they come first in the first user message. An answer with `"weight": 0` is
+        read, not learnt. Other columns are left alone.
+
+        Raises:
+            InvalidInput: Naming `where` and the field.
+        """
+        if not isinstance(row, Mapping):
+            raise InvalidInput(f"{where}: a row must be an object, not {type(row).__name__}", field=where)
+        if row.get("messages") is not None:
+            messages = self.messages(row["messages"], f"{where}: messages", row)
+            weights: list[Any] = [one.get("weight") if isinstance(one, Mapping) else None for one in row["messages"]]
+        elif row.get("prompt") is not None and row.get("completion") is not None:
+            prompt, completion = as_messages(row["prompt"], "user"), as_messages(row["completion"], "assistant")
+            messages = self.messages([*prompt, *completion], f"{where}: prompt and completion", row)
+            weights = [0] * len(prompt) + [1] * len(completion)
+        else:
+            raise InvalidInput(
+                f"{where}: has neither messages nor prompt and completion, only {sorted(row)}", field=where
+            )
+        return learnt(messages, weights, where)
+
+    def messages(self, messages: Any, where: str, row: Mapping[str, Any] | None = None) -> tuple[Message, ...]:
+        """Reads messages, and the pictures that `row` has in columns. Raises InvalidInput naming `where`."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise InvalidInput(f"{where} must be a list of messages", field=where)
+        pictures = _Column(self._column(row or {}, where), where)
+        read = [self._message(one, f"{where}[{index}]", pictures) for index, one in enumerate(messages)]
+        if not pictures.is_touched and (left := pictures.rest()):
+            first = next((index for index, one in enumerate(read) if one.role == "user"), None)
+            if first is None:
+                raise InvalidInput(f"{where} has no user message, to which its pictures belong", field=where)
+            read[first] = Message("user", (*left, *read[first].parts))
+        if left := pictures.rest():
+            raise InvalidInput(f"{where} leaves {len(left)} pictures of the row without a place", field=where)
+        return tuple(read)
+
+    def _column(self, row: Mapping[str, Any], where: str) -> list[Picture]:
+        found = row.get("images") if row.get("images") is not None else row.get("image")
+        values = [] if found is None else found if isinstance(found, (list, tuple)) else [found]
+        return [self._picture(value, f"{where}: picture {index} of the row") for index, value in enumerate(values)]
+
+    def _picture(self, value: Any, where: str) -> Picture:
+        return read_picture(value, where, folder=self.folder, max_side=self.max_side)
+
+    def _message(self, message: Any, where: str, pictures: _Column) -> Message:
+        if isinstance(message, Message):
+            return message
+        if not isinstance(message, Mapping):
+            raise InvalidInput(f"{where} must be an object, not {type(message).__name__}", field=where)
+        # Parquet gives all objects of a column the same fields, null where one has none.
+        if unknown := sorted(
+            name for name, value in message.items() if value is not None and name not in _MESSAGE_FIELDS
+        ):
+            fix = "; write calls into content, as the model writes them" if unknown[0] == "tool_calls" else ""
+            raise InvalidInput(f"{where} has the unknown field {unknown[0]!r}{fix}", field=where)
+        role: Any = message.get("role")
+        if role not in get_args(Role):
+            raise InvalidInput(f"{where}.role is {role!r}; use one of {get_args(Role)}", field=f"{where}.role")
+        parts = tuple(self._parts(message.get("content"), f"{where}.content", pictures))
+        if role == "assistant":
+            parts = (_answer_text(parts, message.get("reasoning_content"), where),)
+        names = {name: str(message[name]) for name in ("name", "tool_call_id") if message.get(name) is not None}
+        return Message(role, parts, **names)
+
+    def _parts(self, content: Any, where: str, pictures: _Column) -> Iterator[Part]:
+        if isinstance(content, str):
+            yield from pictures.spliced(content)
+            return
+        if not isinstance(content, Sequence) or not content:
+            raise InvalidInput(f"{where} must be a text or a list of parts", field=where)
+        for index, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind == "text" and isinstance(part.get("text"), str):
+                yield from pictures.spliced(part["text"])
+            elif kind in _PICTURE_FIELDS:
+                value = part.get(_PICTURE_FIELDS[kind])
+                here = f"{where}[{index}].{_PICTURE_FIELDS[kind]}"
+                yield pictures.take(here) if value is None else self._picture(value, here)
+            else:
+                raise InvalidInput(f"{where}[{index}].type is {kind!r}; use 'text' or 'image_url'", field=where)
+
+
+class _Column:
+    """The pictures of a row's column, which messages take one after another."""
+
+    def __init__(self, pictures: list[Picture], where: str) -> None:
+        self._pictures, self._where, self._taken = pictures, where, 0
+        self.is_touched = False
+
+    def take(self, where: str) -> Picture:
+        """The next one. Raises InvalidInput if there is none."""
+        self.is_touched = True
+        if self._taken == len(self._pictures):
+            raise InvalidInput(f"{where} is missing: the row has {self._taken} pictures in its column", field=where)
+        self._taken += 1
+        return self._pictures[self._taken - 1]
+
+    def spliced(self, text: str) -> Iterator[Part]:
+        """A text with pictures in the places of its marks; without a column, marks are text."""
+        for place, run in enumerate(text.split(_IMAGE_MARK) if self._pictures else [text]):
+            if place:
+                yield self.take(f"{self._where}: {_IMAGE_MARK}")
+            if run:
+                yield run
+
+    def rest(self) -> list[Picture]:
+        """Those that are left, once."""
+        left, self._taken = self._pictures[self._taken :], len(self._pictures)
+        return left
+
+
+def as_messages(said: Any, role: Role) -> list[Any]:
+    """Messages as they are; a text as one of `role`."""
+    return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
+
+
+def learnt(messages: Sequence[Message], weights: Sequence[Any], where: str) -> Conversation:
+    """A conversation whose answers of weight 0 are not learnt. Raises InvalidInput naming `where`."""
+    if messages[-1].role != "assistant":
+        raise InvalidInput(
+            f"{where}: ends with a {messages[-1].role!r} message, which nothing answers: end with the assistant's",
+            field=where,
+        )
+    if odd := [weight for weight in weights if weight not in (None, 0, 1)]:
+        raise InvalidInput(f"{where}: weight is {odd[0]!r}; use 0 or 1", field=where)
+    is_learnt = tuple(
+        message.role == "assistant" and weight != 0 for message, weight in zip(messages, weights, strict=True)
+    )
+    if not any(is_learnt):
+        raise InvalidInput(f"{where}: every answer has weight 0: there is nothing to learn", field=where)
+    return Conversation(tuple(messages), is_learnt, where)
+
+
+def _answer_text(parts: Sequence[Part], reasoning: Any, where: str) -> str:
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) != len(parts):
+        raise InvalidInput(f"{where}: an assistant's message has a picture; models answer in text", field=where)
+    if not (text := "".join(texts)):
+        raise InvalidInput(f"{where}.content is empty", field=where)
+    return f"{THINK_OPEN}\n{reasoning}\n{THINK_CLOSE}\n\n{text}" if reasoning else text

@@ -1,0 +1,145 @@
+"""Datasets: conversations that are read when they are asked for, from files, folders and Hugging Face `datasets`."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fovea.wire.errors import InvalidInput
+from fovea_data.conversation import Conversation, RowReader
+from fovea_data.rows import BLOCKS_IN_MEMORY, ImageFolder, Indices, Joined, JsonLines, Listed, Parquet, Rows
+
+QUESTION = "What is in this picture?"
+Convert = Callable[[Any], Mapping[str, Any]]
+
+
+class Dataset:
+    """Conversations by index. Made by `image_folder` and `load_chats`.
+
+    Attributes:
+        indices: Rows of the source that belong to it, int64 [N], ascending.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        indices: Indices | None = None,
+        *,
+        convert: Convert | None = None,
+        max_side: int | None = None,
+    ) -> None:
+        self._rows, self._convert, self._max_side = rows, convert, max_side
+        self.indices = np.arange(len(rows), dtype=np.int64) if indices is None else indices
+        if not len(self.indices):
+            raise InvalidInput("the dataset has no rows", field="rows")
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Conversation:
+        """Raises InvalidInput naming the row if it is broken, IndexError if there is none."""
+        place = int(self.indices[index])
+        row = self._rows.row(place)
+        reader = RowReader(self._rows.folder(place), self._max_side)
+        return reader.conversation(self._convert(row) if self._convert else row, self._rows.where(place))
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return (self[index] for index in range(len(self)))
+
+    def split(self, held_out: float, seed: int = 0) -> tuple[Dataset, Dataset]:
+        """A dataset to train on and a held-out one, drawn by the seed.
+
+        Args:
+            held_out: Share of the rows that are held out, between 0 and 1.
+        """
+        count = round(len(self) * held_out)
+        if not 0 < count < len(self):
+            raise InvalidInput(
+                f"held_out is {held_out}: of {len(self)} rows it would hold out {count}", field="held_out"
+            )
+        drawn = np.random.default_rng(seed).permutation(self.indices)
+        train, rest = np.sort(drawn[count:]), np.sort(drawn[:count])
+        return self._part(train), self._part(rest)
+
+    def order(self, seed: int, epoch: int) -> Indices:
+        """In which order an epoch takes the rows, int64 [N].
+
+        Rows that are read in blocks (row groups of Parquet) are shuffled within as many blocks as stay in memory.
+        """
+        rng = np.random.default_rng([seed, epoch])
+        _, blocks = np.unique(self._rows.blocks(self.indices), return_inverse=True)
+        windows = rng.permutation(int(blocks.max()) + 1)[blocks] // BLOCKS_IN_MEMORY
+        order: Indices = np.lexsort((rng.random(len(self)), windows)).astype(np.int64)
+        return order
+
+    def problems(self, limit: int = 20) -> list[str]:
+        """What is wrong with its rows, one line per broken row, up to a limit: reads all rows."""
+        found: list[str] = []
+        for index in range(len(self)):
+            try:
+                self[index]
+            except InvalidInput as error:
+                found.append(error.message)
+                if len(found) == limit:
+                    break
+        return found
+
+    def _part(self, indices: Indices) -> Dataset:
+        return Dataset(self._rows, indices, convert=self._convert, max_side=self._max_side)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the number of rows, and which of them belong to it."""
+        return f"{len(self)} of {len(self._rows)} rows, {hashlib.sha256(self.indices.tobytes()).hexdigest()[:16]}"
+
+
+def image_folder(path: str | pathlib.Path, question: str = QUESTION, *, max_side: int | None = 512) -> Dataset:
+    """Pictures in a folder per class, `path/CLASS/any.png`: each is shown with a question; the class is the answer.
+
+    Args:
+        path: The folder.
+        question: What is asked about each.
+        max_side: Pixels that the longer side may have; larger pictures are shrunk. None keeps every size.
+
+    Raises:
+        NotFound: There is no such folder.
+        InvalidInput: It has no pictures in folders, or a file of another kind.
+    """
+    return Dataset(ImageFolder(pathlib.Path(path), question), max_side=max_side)
+
+
+def load_chats(
+    *sources: str | pathlib.Path | Sequence[Mapping[str, Any]],
+    convert: Convert | None = None,
+    max_side: int | None = None,
+) -> Dataset:
+    """Conversations of `.jsonl` and `.parquet` files, lists and Hugging Face datasets; `RowReader` has their shapes.
+
+    Args:
+        sources: One or more, read one after another. Relative paths of pictures begin at their file's folder.
+        convert: Makes a row of a known shape of one of yours.
+        max_side: Pixels that the longer side of a picture may have; larger ones are shrunk. None keeps every size.
+
+    Raises:
+        NotFound: There is no such file.
+        InvalidInput: A source is of another kind. Rows are read, and refused by name, when they are asked for.
+        FailedPrecondition: Parquet without pyarrow.
+    """
+    if not sources:
+        raise InvalidInput("give a file, a list or a Hugging Face dataset", field="sources")
+    parts = [_rows(one, f"rows{number}" if number else "rows") for number, one in enumerate(sources)]
+    return Dataset(parts[0] if len(parts) == 1 else Joined(parts), convert=convert, max_side=max_side)
+
+
+def _rows(source: str | pathlib.Path | Sequence[Mapping[str, Any]], name: str) -> Rows:
+    if not isinstance(source, (str, pathlib.Path)):
+        return Listed(source, name)
+    path = pathlib.Path(source)
+    kinds: dict[str, Callable[[pathlib.Path], Rows]] = {".jsonl": JsonLines, ".parquet": Parquet}
+    if path.suffix not in kinds:
+        raise InvalidInput(f"{path} is neither .jsonl nor .parquet: convert it to one of the two", field="path")
+    return kinds[path.suffix](path)

@@ -1,0 +1,35 @@
+"""Progress of a fine-tuning run on the terminal: one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fovea_rollout.progress import ProgressLines
+
+
+class FineTuneProgress(ProgressLines):
+    """Steps, the loss, and the figures of the last evaluation. A context manager.
+
+    Args:
+        steps: The number of steps in all.
+        done: Those taken before.
+        is_shown: Whether anything is shown; None shows it on a terminal only.
+    """
+
+    def __init__(self, steps: int, done: int, is_shown: bool | None) -> None:
+        super().__init__(is_shown)
+        self._task = self._bar.add_task("steps", total=steps, completed=done, words="")
+        self._loss, self._evaluation = "", ""
+
+    def count_step(self, step: int, loss: float) -> None:
+        """Shows a step."""
+        self._loss = f"loss {loss:.3f}"
+        self._show(step)
+
+    def count_evaluation(self, figures: Mapping[str, float]) -> None:
+        """Shows the figures of an evaluation."""
+        self._evaluation = "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
+        self._show(None)
+
+    def _show(self, step: int | None) -> None:
+        self._bar.update(self._task, completed=step, words=self._loss + self._evaluation)

@@ -1,0 +1,213 @@
+"""Raw rows by index, read from disk when they are asked for: what is not in use is not in memory."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
+
+Indices = npt.NDArray[np.int64]
+
+BLOCKS_IN_MEMORY = 8
+"""Blocks of rows that are shuffled with one another, and kept."""
+
+_PICTURE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+
+
+class Rows(ABC):
+    """Rows of a dataset, and what each is called in errors."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def row(self, index: int) -> Any:
+        """One row. Raises InvalidInput naming it if it cannot be read."""
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """What a row is called, as in `chats.jsonl:17`."""
+
+    def folder(self, index: int) -> pathlib.Path | None:
+        """What a row's relative paths begin at; None is the working directory."""
+        return None
+
+    def blocks(self, indices: Indices) -> Indices:
+        """For each row the number of the block that it is read with, int64 [N]; one by one by default."""
+        return np.zeros(len(indices), np.int64)
+
+
+class JsonLines(Rows):
+    """A file with one JSON object per line. Only where lines begin is kept: 8 bytes per row."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = _existing(path)
+        offsets, numbers, offset = [], [], 0
+        with self._path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    offsets.append(offset)
+                    numbers.append(number)
+                offset += len(line)
+        self._offsets, self._numbers = np.array(offsets, np.int64), np.array(numbers, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def row(self, index: int) -> Any:
+        with self._path.open("rb") as lines:
+            lines.seek(int(self._offsets[index]))
+            line = lines.readline()
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            where = self.where(index)
+            raise InvalidInput(f"{where}: this is not JSON: {error}", field=where) from None
+
+    def where(self, index: int) -> str:
+        return f"{self._path}:{self._numbers[index]}"
+
+    def folder(self, index: int) -> pathlib.Path:
+        return self._path.parent
+
+
+class Parquet(Rows):
+    """A Parquet file, of which a few row groups are in memory. Rows are counted from 1 in errors."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        try:
+            import pyarrow  # type: ignore[import-not-found, import-untyped]
+            import pyarrow.parquet  # type: ignore[import-not-found, import-untyped]
+        except ImportError:
+            raise FailedPrecondition(f"{path} needs pyarrow: install it, or convert the file to .jsonl") from None
+        self._path = _existing(path)
+        try:
+            self._file = pyarrow.parquet.ParquetFile(self._path)
+        except pyarrow.ArrowInvalid as error:
+            raise InvalidInput(f"{path} is not a Parquet file: {error}", field="path") from None
+        counts = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
+        self._ends = np.cumsum(counts, dtype=np.int64)
+        self._group = lru_cache(maxsize=BLOCKS_IN_MEMORY)(self._file.read_row_group)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def row(self, index: int) -> Any:
+        (group,) = self.blocks(np.array([index])).tolist()
+        begin = int(self._ends[group - 1]) if group else 0
+        return self._group(group).slice(index - begin, 1).to_pylist()[0]
+
+    def where(self, index: int) -> str:
+        return f"{self._path}:{index + 1}"
+
+    def folder(self, index: int) -> pathlib.Path:
+        return self._path.parent
+
+    def blocks(self, indices: Indices) -> Indices:
+        return np.searchsorted(self._ends, indices, side="right").astype(np.int64)
+
+
+class Listed(Rows):
+    """Rows of a list, or of a Hugging Face `datasets.Dataset`, which maps its files into memory."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+            raise InvalidInput(
+                f"{name} is a {type(rows).__name__}, whose rows come in one order only: write it to a .jsonl or"
+                " .parquet file, which is read row by row in any order, however large it is",
+                field=name,
+            )
+        self._rows, self._name = rows, name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Any:
+        return self._rows[index]
+
+    def where(self, index: int) -> str:
+        return f"{self._name}[{index}]"
+
+
+class ImageFolder(Rows):
+    """Pictures in a folder per class: a row is `{"prompt": question and picture, "completion": the folder's name}`.
+
+    Underscores in a folder's name are read as blanks. Files of other kinds are refused, hidden ones left out.
+    """
+
+    def __init__(self, folder: pathlib.Path, question: str) -> None:
+        if not folder.is_dir():
+            raise NotFound(f"there is no folder {folder}", field="path")
+        self._question = question
+        classes = sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+        self._files = [file for one in classes for file in sorted(one.iterdir()) if not file.name.startswith(".")]
+        if not self._files:
+            raise InvalidInput(
+                f"{folder} has no pictures in folders: put those of each class into a folder with its name",
+                field="path",
+            )
+        odd = [file for file in self._files if file.suffix.lower() not in _PICTURE_SUFFIXES]
+        if odd:
+            raise InvalidInput(f"{odd[0]} is no picture: take it out of the folder", field=str(odd[0]))
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def row(self, index: int) -> Any:
+        file = self._files[index]
+        content = [{"type": "image", "image": file.resolve()}, {"type": "text", "text": self._question}]
+        return {"prompt": [{"role": "user", "content": content}], "completion": file.parent.name.replace("_", " ")}
+
+    def where(self, index: int) -> str:
+        return str(self._files[index])
+
+
+class Joined(Rows):
+    """Rows of several sources, one after another."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def row(self, index: int) -> Any:
+        part, place = self._place(index)
+        return self._parts[part].row(place)
+
+    def where(self, index: int) -> str:
+        part, place = self._place(index)
+        return self._parts[part].where(place)
+
+    def folder(self, index: int) -> pathlib.Path | None:
+        part, place = self._place(index)
+        return self._parts[part].folder(place)
+
+    def blocks(self, indices: Indices) -> Indices:
+        found = np.zeros(len(indices), np.int64)
+        begin = first = 0
+        for part, end in zip(self._parts, self._ends.tolist(), strict=True):
+            inside = (indices >= begin) & (indices < end)
+            found[inside] = first + part.blocks(indices[inside] - begin)
+            first += int(part.blocks(np.array([len(part) - 1])).max()) + 1 if len(part) else 0
+            begin = end
+        return found
+
+    def _place(self, index: int) -> tuple[int, int]:
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return part, index - (int(self._ends[part - 1]) if part else 0)
+
+
+def _existing(path: pathlib.Path) -> pathlib.Path:
+    if not path.is_file():
+        raise NotFound(f"there is no file {path}", field="path")
+    return path

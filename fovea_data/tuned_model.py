@@ -1,0 +1,99 @@
+"""What a fine-tuning run leaves: a model to ask, its checkpoints, and the figures of the run."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import tinker
+
+from fovea.wire.errors import FailedPrecondition, InvalidInput
+from fovea_data.connection import Connection
+from fovea_data.conversation import Conversation
+from fovea_data.encoder import Encoder
+from fovea_data.pictures import read_picture
+from fovea_rollout.messages import Message, Part, Picture
+
+
+@dataclass(frozen=True)
+class TunedModel:
+    """A fine-tuned model.
+
+    Attributes:
+        connection: The client that trained it, with the weights of the last step, and its encoder.
+        weights: Checkpoint of the best evaluation, `tinker://...`: to sample from, to download, to merge.
+        state: Checkpoint of the last step with the optimizer's state: to train on from.
+        sampling: Samples from `weights`; None if the run was without a sampler.
+        history: What `metrics.jsonl` has: one mapping per step or evaluation.
+    """
+
+    connection: Connection
+    weights: str
+    state: str
+    sampling: tinker.SamplingClient | None
+    history: Sequence[dict[str, float]]
+
+    def close(self) -> None:
+        """Ends the session: the server forgets what is not saved."""
+        self.connection.server.service.close("success")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close()
+
+    @property
+    def losses(self) -> list[float]:
+        """Mean loss of an answer's tokens in nats, by step."""
+        return [row["loss"] for row in self.history if "loss" in row]
+
+    @property
+    def best(self) -> dict[str, float]:
+        """Of the best evaluation `held_out_loss`, and `accuracy` if there is a sampler; empty without held-out rows."""
+        found = [row for row in self.history if "held_out_loss" in row]
+        return min(found, key=lambda row: row["held_out_loss"], default={})
+
+    def ask(self, *parts: str | Picture | pathlib.Path, max_tokens: int = 256) -> str:
+        """What the model answers to a message, greedily.
+
+        Args:
+            parts: Texts, pictures, and paths of pictures, in order.
+            max_tokens: The most tokens of the answer.
+        """
+        read: list[Part] = [read_picture(part) if isinstance(part, pathlib.Path) else part for part in parts]
+        return self.answers([(Message("user", tuple(read)),)], max_tokens)[0]
+
+    def answers(self, questions: Sequence[Sequence[Message]], max_tokens: int = 256) -> list[str]:
+        """What the model answers to each question, greedily.
+
+        Raises:
+            FailedPrecondition: The run was without a sampler.
+        """
+        if self.sampling is None:
+            raise FailedPrecondition("this run was without a sampler: create a sampling client from `weights`")
+        return answers(self.sampling, self.connection.encoder, questions, max_tokens)
+
+
+def answers(
+    sampling: tinker.SamplingClient, encoder: Encoder, questions: Sequence[Sequence[Message]], max_tokens: int
+) -> list[str]:
+    """Greedy answers, all asked at once. Raises what the SDK raises."""
+    params = tinker.SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=list(encoder.stop_ids))
+    pending = [sampling.sample(encoder.prompt(one), num_samples=1, sampling_params=params) for one in questions]
+    sequences = [future.result().sequences[0] for future in pending]
+    return [encoder.read(one.tokens, is_cut=one.stop_reason == "length") for one in sequences]
+
+
+def exact_match(answer: str, conversation: Conversation) -> float:
+    """1 if an answer is the row's, apart from blanks around it."""
+    return float(answer.strip() == conversation.answer.strip())
+
+
+def check_positive(**values: float) -> None:
+    """Raises InvalidInput naming the first value that is not above 0."""
+    for name, value in values.items():
+        if value <= 0:
+            raise InvalidInput(f"{name} is {value}; it must be above 0", field=name)

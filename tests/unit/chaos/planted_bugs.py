@@ -1,0 +1,106 @@
+"""Bugs to be found: `python -m tests.unit.chaos.planted_bugs NAME` plants one in the gateway and runs seeds until one
+breaks a promise; prints which.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from chaos.simulation import surroundings
+
+MOST_SEEDS = 200
+
+
+def answer_not_kept() -> None:
+    """What else a command changed is not written together with its answer."""
+    from gateway.futures.futures import Futures
+
+    keep = Futures.finish
+    _put(Futures, "finish", lambda self, pending, outcome, also=(): keep(self, pending, outcome))
+
+
+def journal_row_dropped() -> None:
+    """Steps leave no row in the journal."""
+    from gateway.futures.future import Kind
+    from gateway.training.journal import Journal
+
+    record = Journal.record
+
+    def leave_out(self: Journal, model: Any, submission: Any, *rest: Any) -> Any:
+        return [] if submission.kind is Kind.OPTIM_STEP else record(self, model, submission, *rest)
+
+    _put(Journal, "record", leave_out)
+
+
+def replay_skips_a_command() -> None:
+    """The first command after a durable point is not run again."""
+    from gateway.training.replay import Replay
+
+    remaining = Replay._remaining
+
+    async def skip(self: Replay, model: Any, restored: int | None) -> Any:
+        return (await remaining(self, model, restored))[bool(restored) :]
+
+    _put(Replay, "_remaining", skip)
+
+
+def commands_without_numbers() -> None:
+    """The trainer is not told which step it is asked for, so that it takes one twice if it is asked twice."""
+    from fovea.client import TrainerClient
+
+    step = TrainerClient.optim_step
+    _put(TrainerClient, "optim_step", lambda self, model_id, adam, timeout_s=None, seq_id=0: step(self, model_id, adam))
+
+
+def submission_not_kept() -> None:
+    """A submission is accepted and not written down."""
+    from gateway.futures import futures
+
+    _put(futures.rows, "insert", lambda connection, accepted: [True for _ in accepted])
+
+
+def newest_snapshot_sampled() -> None:
+    """Sampling sessions follow their model, where clients asked for one snapshot."""
+    from gateway.sampling.sampling_sessions import Sampling
+
+    begin = Sampling.open_on_snapshot
+    _put(Sampling, "open_on_snapshot", lambda self, session_id, model_id, snapshot_id, inflight: begin(
+        self, session_id, model_id, snapshot_id, True
+    ))  # fmt: skip
+
+
+BUGS: list[Callable[[], None]] = [
+    answer_not_kept, journal_row_dropped, replay_skips_a_command, commands_without_numbers, submission_not_kept,
+    newest_snapshot_sampled,
+]  # fmt: skip
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
+
+
+def main(name: str) -> int:
+    """0 if it was found."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        command = [sys.executable, "-m", "tests.unit.chaos.planted_bugs", name]
+        os.execve(sys.executable, command, os.environ | {"PYTHONHASHSEED": "0"})
+    surroundings.install()
+    from chaos.simulation.database_files import make_template
+    from chaos.simulation.seed_run import run_seed
+    from chaos.simulation.world import scratch_folder
+
+    logging.getLogger().addHandler(logging.NullHandler())
+    next(bug for bug in BUGS if bug.__name__ == name)()
+    with scratch_folder() as folder:
+        template = make_template(folder / "template.db")
+        for seed in range(MOST_SEEDS):
+            if violations := run_seed(seed, template).violations:
+                print(f"seed {seed}: {violations[0]}")
+                return 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,198 @@
+"""Datasets of every source: lengths, order, splits, and rows that are named when they are broken."""
+
+import json
+import pathlib
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from fovea.wire.errors import InvalidInput, NotFound
+from fovea_data import Dataset, image_folder, load_chats
+from fovea_data.rows import BLOCKS_IN_MEMORY
+from tests.unit.fovea_data.pictures import encoded, write
+
+
+def chat(number: int, **columns: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": f"{number}!"}],
+        **columns,
+    }
+
+
+def jsonl(path: pathlib.Path, rows: list[dict[str, Any]]) -> pathlib.Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def parquet(path: pathlib.Path, rows: list[dict[str, Any]], group: int = 4) -> pathlib.Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=group)
+    return path
+
+
+def answers(dataset: Dataset) -> list[str]:
+    return [one.answer for one in dataset]
+
+
+SOURCES: Mapping[str, Callable[[pathlib.Path], Dataset]] = {
+    "jsonl": lambda folder: load_chats(jsonl(folder / "a.jsonl", [chat(i) for i in range(20)])),
+    "parquet": lambda folder: load_chats(parquet(folder / "a.parquet", [chat(i) for i in range(20)])),
+    "list": lambda folder: load_chats([chat(i) for i in range(20)]),
+    "three together": lambda folder: load_chats(
+        jsonl(folder / "a.jsonl", [chat(i) for i in range(6)]),
+        parquet(folder / "b.parquet", [chat(i) for i in range(6, 15)]),
+        [chat(i) for i in range(15, 20)],
+    ),
+}
+
+
+@pytest.fixture(params=SOURCES)
+def dataset(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Dataset:
+    return SOURCES[request.param](tmp_path)
+
+
+def test_every_source_has_its_rows_in_order(dataset: Dataset) -> None:
+    assert answers(dataset) == [f"{number}!" for number in range(20)]
+    assert dataset[7].question[0].text == "7?"
+
+
+def test_an_order_has_every_row_once_and_follows_from_seed_and_epoch(dataset: Dataset) -> None:
+    first = dataset.order(3, 0)
+    assert sorted(first) == list(range(20))
+    np.testing.assert_array_equal(first, dataset.order(3, 0))
+    assert not np.array_equal(first, dataset.order(3, 1))
+    assert not np.array_equal(first, dataset.order(4, 0))
+
+
+def test_a_split_shares_the_rows_out(dataset: Dataset) -> None:
+    train, held_out = dataset.split(0.25, seed=1)
+    assert (len(train), len(held_out)) == (15, 5)
+    assert sorted(answers(train) + answers(held_out)) == sorted(answers(dataset))
+    assert answers(dataset.split(0.25, seed=1)[1]) == answers(held_out) != answers(dataset.split(0.25, seed=2)[1])
+    assert train.fingerprint != held_out.fingerprint
+    assert sorted(held_out.order(0, 0)) == list(range(5))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 1.0])
+def test_a_split_without_rows_is_refused(share: float, dataset: Dataset) -> None:
+    with pytest.raises(InvalidInput, match=f"held_out is {share}: of 20 rows"):
+        dataset.split(share)
+
+
+def test_pictures_of_a_file_are_found_beside_it(tmp_path: pathlib.Path) -> None:
+    write(tmp_path / "pictures" / "a.png", encoded("PNG"))
+    rows = [{"prompt": "?", "completion": "red", "image": "pictures/a.png"}]
+    for source in (jsonl(tmp_path / "a.jsonl", rows), parquet(tmp_path / "a.parquet", rows)):
+        (one,) = load_chats(source)
+        assert one.messages[0].pictures[0].data == encoded("PNG")
+
+
+def test_parquet_has_pictures_and_fields_that_are_null(tmp_path: pathlib.Path) -> None:
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "?"}]
+    said = [
+        {"role": "user", "content": parts, "name": None},
+        {"role": "assistant", "content": [parts[1]], "name": "ada"},
+    ]
+    (one,) = load_chats(
+        parquet(tmp_path / "a.parquet", [{"messages": said, "images": [{"bytes": encoded("WEBP"), "path": None}]}])
+    )
+    assert one.messages[0].pictures[0].format == "png"
+
+
+def test_rows_of_a_shape_of_ones_own_are_converted() -> None:
+    (one,) = load_chats(
+        [{"q": "2 + 2?", "a": 4}], convert=lambda row: {"prompt": row["q"], "completion": str(row["a"])}
+    )
+    assert one.answer == "4"
+
+
+def test_a_folder_per_class(tmp_path: pathlib.Path) -> None:
+    for name, kind in (
+        ("red_kite/a.webp", "WEBP"),
+        ("red_kite/b.jpg", "JPEG"),
+        ("owl/c.png", "PNG"),
+        (".cache/d.png", "PNG"),
+    ):
+        write(tmp_path / name, encoded(kind, size=(64, 32)))
+    found = image_folder(tmp_path, "Which bird?", max_side=16)
+    assert answers(found) == ["owl", "red kite", "red kite"]
+    assert {one.messages[0].text for one in found} == {"Which bird?"}
+    assert {one.messages[0].pictures[0].size for one in found} == {(16, 8)}
+
+
+def test_broken_rows_are_named_by_line_and_all_at_once(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(chat(0)) + '\n\n{"messages": \n' + json.dumps(chat(1, images=["lost.png"])) + "\n[1]\n")
+    dataset = load_chats(path)
+    assert len(dataset) == 4
+    with pytest.raises(InvalidInput, match=rf"^{path}:3: this is not JSON"):
+        dataset[1]
+    problems = dataset.problems()
+    assert [problem.split(": ")[0] for problem in problems] == [f"{path}:3", f"{path}:4", f"{path}:5"]
+    assert "No such file" in problems[1]
+    assert len(dataset.problems(limit=2)) == 2
+
+
+def test_broken_rows_of_other_sources_are_named(tmp_path: pathlib.Path) -> None:
+    broken = {"messages": [{"role": "user", "content": "?"}]}
+    assert load_chats([chat(0), broken]).problems()[0].startswith("rows[1]: ends with a 'user' message")
+    path = parquet(tmp_path / "a.parquet", [chat(0), chat(1), broken], group=2)
+    assert load_chats(path).problems()[0].startswith(f"{path}:3: ends with")
+    bad = write(tmp_path / "classes" / "owl" / "a.png", encoded("PNG")[:50])
+    assert image_folder(tmp_path / "classes").problems()[0].startswith(f"{bad}: ")
+
+
+def test_sources_that_cannot_be_read_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(NotFound, match=r"there is no file .*missing\.jsonl"):
+        load_chats(tmp_path / "missing.jsonl")
+    with pytest.raises(InvalidInput, match=r"a\.csv is neither \.jsonl nor \.parquet"):
+        load_chats(tmp_path / "a.csv")
+    with pytest.raises(InvalidInput, match=r"a\.parquet is not a Parquet file"):
+        load_chats(write(tmp_path / "a.parquet", b"PK"))
+    with pytest.raises(InvalidInput, match="the dataset has no rows"):
+        load_chats([])
+    with pytest.raises(NotFound, match="there is no folder"):
+        image_folder(tmp_path / "missing")
+    with pytest.raises(InvalidInput, match="has no pictures in folders"):
+        image_folder(tmp_path)
+    notes = write(tmp_path / "owl" / "notes.txt", b"hoo")
+    with pytest.raises(InvalidInput, match=f"{notes} is no picture"):
+        image_folder(tmp_path)
+
+
+def test_rows_that_come_in_one_order_only_are_refused() -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield chat(0)
+
+    with pytest.raises(InvalidInput, match="rows is a generator, whose rows come in one order only: write it to"):
+        load_chats(rows())  # type: ignore[arg-type]
+
+
+def test_lines_larger_than_memory_are_read_one_by_one(tmp_path: pathlib.Path) -> None:
+    filler = "x" * 100_000
+    path = jsonl(tmp_path / "a.jsonl", [chat(number, filler=filler) for number in range(300)])
+    tracemalloc.start()
+    dataset = load_chats(path)
+    for row in dataset.order(0, 0).tolist():
+        assert dataset[row].answer == f"{row}!"
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert path.stat().st_size > 30_000_000 > 10 * peak
+
+
+def test_row_groups_larger_than_memory_are_read_a_few_at_a_time(tmp_path: pathlib.Path) -> None:
+    groups, size = 10 * BLOCKS_IN_MEMORY, 5
+    rng = np.random.default_rng(0)
+    rows = [chat(number, filler=rng.bytes(50_000)) for number in range(groups * size)]
+    path = parquet(tmp_path / "a.parquet", rows, group=size)
+    del rows
+    dataset = load_chats(path)
+    before, peak = pyarrow.total_allocated_bytes(), 0
+    for row in dataset.order(0, 0).tolist():
+        assert dataset[row].answer == f"{row}!"
+        peak = max(peak, pyarrow.total_allocated_bytes() - before)
+    assert path.stat().st_size > 20_000_000 > 4 * peak

@@ -1,0 +1,123 @@
+"""The file that a killed run goes on from, and the figures that are kept of it."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from fovea.wire.errors import FailedPrecondition, InvalidInput
+from fovea_data import FineTuneSettings
+from fovea_data.loggers import JsonLinesLogger, open_loggers
+from fovea_data.run_state import RunState
+
+IDENTITY = {"model": "tiny", "epochs": 3, "betas": (0.9, 0.95)}
+
+
+def test_a_state_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
+    state = RunState.begin_or_resume(tmp_path / "state.json", IDENTITY)
+    assert (state.step, state.state) == (0, "")
+    state.step, state.state, state.best_loss = 30, "tinker://a/weights/b", 0.1 + 0.2
+    state.save(tmp_path / "state.json")
+    assert RunState.begin_or_resume(tmp_path / "state.json", IDENTITY) == state
+
+
+def test_a_run_of_other_settings_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    RunState.begin_or_resume(tmp_path / "state.json", IDENTITY).save(tmp_path / "state.json")
+    with pytest.raises(InvalidInput, match="of a run whose epochs is 3, not 4: give another folder"):
+        RunState.begin_or_resume(tmp_path / "state.json", {**IDENTITY, "epochs": 4})
+
+
+def test_figures_of_steps_that_are_taken_again_are_dropped(tmp_path: pathlib.Path) -> None:
+    first = JsonLinesLogger(tmp_path / "metrics.jsonl", 0)
+    for step in (1, 2, 3):
+        first.log(step, {"loss": 1 / step})
+    first.close()
+    with first.path.open("a") as file:
+        file.write('{"step": 4, "lo')  # a kill
+    second = JsonLinesLogger(tmp_path / "metrics.jsonl", 2)
+    second.log(3, {"loss": 0.25})
+    assert [(row["step"], row["loss"]) for row in second.rows()] == [(1, 1.0), (2, 0.5), (3, 0.25)]
+    second.close()
+
+
+class Board:
+    """What stands for TensorBoard's writer, which is not installed for tests."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.rows, self.is_closed = pathlib.Path(folder), list[tuple[str, float, int]](), False
+        boards.append(self)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.rows.append((name, value, step))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+boards: list[Board] = []
+
+
+def test_tensorboard_gets_every_figure(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = types.ModuleType("tensorboard.summary")
+    board.Writer = Board  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", board)
+    (logger,) = open_loggers(["tensorboard"], tmp_path)
+    logger.log(3, {"loss": 0.5, "learning_rate": 1e-3})
+    logger.close()
+    assert boards[-1].rows == [("loss", 0.5, 3), ("learning_rate", 1e-3, 3)]
+    assert boards[-1].is_closed
+    assert boards[-1].folder == tmp_path / "tensorboard"
+
+
+class Kept:
+    """A logger of one's own."""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_loggers_of_ones_own_are_taken(tmp_path: pathlib.Path) -> None:
+    mine = Kept()
+    assert open_loggers([mine], tmp_path) == [mine]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_logger_that_is_not_installed_is_refused(
+    name: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(FailedPrecondition, match=f"logger '{name}' needs its package: pip install {name}"):
+        open_loggers([name], tmp_path)
+
+
+def test_an_unknown_logger_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(InvalidInput, match=r"logger 'paper' is unknown; use \['mlflow', 'tensorboard', 'wandb'\]"):
+        open_loggers(["paper"], tmp_path)  # type: ignore[list-item]
+
+
+def test_the_rate_rises_and_falls() -> None:
+    settings = FineTuneSettings(warm_up=0.1)
+    rates = [settings.rate_factor(step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == pytest.approx(rates[9], abs=0.03)
+    assert sorted(rates[10:], reverse=True) == rates[10:]
+    assert rates[-1] < 0.001
+
+
+@pytest.mark.parametrize("change", [{"epochs": 0}, {"batch_size": 0}, {"broken_rows": "keep"}])
+def test_settings_that_are_wrong_are_named(change: dict[str, Any]) -> None:
+    (name,) = change
+    with pytest.raises(InvalidInput, match=f"^{name} is"):
+        dataclasses.replace(FineTuneSettings(), **change)
+
+
+def test_a_state_is_plain_json(tmp_path: pathlib.Path) -> None:
+    RunState.begin_or_resume(tmp_path / "state.json", IDENTITY).save(tmp_path / "state.json")
+    assert json.loads((tmp_path / "state.json").read_text())["identity"]["betas"] == [0.9, 0.95]

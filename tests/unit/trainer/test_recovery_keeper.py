@@ -1,0 +1,204 @@
+"""What is made durable when: the real keeper, queue and writer, and a folder that is slow, or cannot be written to."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fovea.api.v1 import weights_pb2
+from fovea.wire.errors import NotFound, Unavailable
+from services.trainer.command_queue import CommandQueue, KeepState, Shutdown, resolve
+from services.trainer.model.lora import LoraInjector, LoraSettings
+from services.trainer.model.model_family import LoraTarget, Role
+from services.trainer.model.trained_model import AdapterModel
+from services.trainer.ranks.control_group import ControlGroup
+from services.trainer.recovery_keeper import RecoveryKeeper
+from services.trainer.settings import TrainerSettings
+from services.trainer.snapshots.recovery_folder import RecoveryFolder
+from services.trainer.snapshots.recovery_writer import RecoveryWriter
+from services.trainer.snapshots.snapshot_store import PACKED, SnapshotStore, StoredSnapshot, packed, specs_of
+from tests.waiting import eventually
+
+CPU = torch.device("cpu")
+LORA = LoraSettings(2, 32.0, 1, True, True, False, False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """A group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@dataclass
+class Engine:
+    """The parts of a `TrainingEngine` that the keeper asks for, with adapters of one small module."""
+
+    recovery: RecoveryWriter
+    adapters: SnapshotStore = field(default_factory=lambda: SnapshotStore(2**20))
+    models: dict[str, AdapterModel] = field(default_factory=dict)
+
+
+class Trainer:
+    """A trainer's rank 0: commands run on a thread, which notes of each state what was durable when it was copied.
+
+    Args:
+        root: Folder of recovery.
+        lag_s: As `--recovery-lag-s`.
+    """
+
+    def __init__(self, root: Path, lag_s: float = 0.0) -> None:
+        self.folder = RecoveryFolder(str(root))
+        self.engine = Engine(RecoveryWriter(self.folder, ControlGroup(), CPU, "base", {}, {}))
+        self.queue = CommandQueue(60)
+        self.queue.open()
+        settings = TrainerSettings(model="base", recovery_lag_s=lag_s)
+        self.keeper = RecoveryKeeper(settings, self.queue, lambda: cast(Any, self.engine))
+        self.copied: list[tuple[str, int, list[str]]] = []
+        self.snapshots: list[str] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def create(self, model_id: str) -> None:
+        targets = [LoraTarget("model.layers.0.mlp.up_proj", nn.Linear(6, 8, bias=False), Role.MLP, False)]
+        self.engine.models[model_id] = AdapterModel(
+            model_id, LORA, targets, LoraInjector(targets), CPU, torch.float32, None
+        )
+
+    def change(self, model_id: str, *seq_ids: int) -> None:
+        """As steps do."""
+        for seq_id in seq_ids:
+            self.engine.recovery.changed(model_id, seq_id, {"seq_id": seq_id})
+            self.keeper.changed(model_id)
+
+    def take(self, model_id: str, snapshot_id: str) -> None:
+        """As TakeSnapshot does without a place."""
+        tensors = dict(self.engine.models[model_id].weights.named(self.engine.models[model_id].weights.flat.detach()))
+        specs = specs_of(tensors)
+        identity = weights_pb2.Snapshot(snapshot_id=snapshot_id, model_id=model_id)
+        held = StoredSnapshot(identity, {PACKED: packed(specs, tensors.values())}, specs, LORA.message())
+        self.engine.adapters.put(held)
+        self.snapshots.append(snapshot_id)
+        self.keeper.taken(model_id, snapshot_id)
+
+    def hold(self) -> threading.Event:
+        """Makes storage slow: nothing is written until this is set."""
+        gate = threading.Event()
+        self.engine.recovery.in_order(gate.wait)
+        return gate
+
+    def durable(self, **wanted: int) -> bool:
+        """Whether just these commands are in the points, as the keeper says and as the folder has it."""
+        found = {model_id: self.folder.newest(model_id) for model_id in wanted}
+        kept = {model_id: each[1].seq_id for model_id, each in found.items() if each}
+        return self.keeper.durable_seq_ids == kept == wanted
+
+    def stop(self) -> None:
+        self.queue.shut_down()
+        self._thread.join()
+        self.engine.recovery.close()
+
+    def _serve(self) -> None:
+        while not isinstance((job := self.queue.next()).command, Shutdown):
+            assert isinstance(job.command, KeepState)
+            model_id = job.command.model_id
+            if model_id not in self.engine.models:
+                resolve(job.result, error=NotFound(f"{model_id} is gone"))
+                continue
+            kept = self.engine.recovery.keep(self.engine.models[model_id])
+            self.copied.append((model_id, kept.seq_id, list(filter(self.folder.find_snapshot, self.snapshots))))
+            resolve(job.result, kept)
+
+
+@pytest.fixture
+async def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Trainer]:
+    made = Trainer(tmp_path / "recovery", *getattr(request, "param", ()))
+    for model_id in ("a", "b"):
+        made.create(model_id)
+    running = asyncio.create_task(made.keeper.run())
+    yield made
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    made.stop()
+
+
+async def test_snapshots_come_before_states_and_what_changed_first_comes_first(trainer: Trainer) -> None:
+    slow = trainer.hold()
+    trainer.take("b", "b@1")
+    await eventually(lambda: trainer.engine.adapters.get("b@1") is not None)
+    trainer.change("a", 1, 2)
+    trainer.change("b", 1)
+    trainer.take("a", "a@1")
+    trainer.change("a", 3)
+    slow.set()
+    await eventually(lambda: trainer.durable(a=3, b=1))
+    assert trainer.copied == [("a", 3, ["b@1", "a@1"]), ("b", 1, ["b@1", "a@1"])]
+
+
+async def test_what_changes_while_storage_is_busy_is_written_once_and_keeps_nobody_waiting(trainer: Trainer) -> None:
+    await eventually(lambda: not trainer.copied)
+    slow = trainer.hold()
+    trainer.change("a", 1)
+    await eventually(lambda: len(trainer.copied) == 1)
+    again = trainer.hold()
+    trainer.change("a", 2, 3, 4)
+    trainer.change("b", 1)
+    slow.set()
+    await eventually(lambda: len(trainer.copied) == 2)
+    trainer.change("a", 5, 6)  # it never rests
+    again.set()
+    await eventually(lambda: trainer.durable(a=6, b=1))
+    assert [each[:2] for each in trainer.copied] == [("a", 1), ("a", 4), ("b", 1), ("a", 6)]
+
+
+@pytest.mark.parametrize("trainer", [(3600.0,)], indirect=True)
+async def test_a_lag_puts_points_off_but_for_who_waits(trainer: Trainer) -> None:
+    trainer.change("a", 1)
+    await eventually(lambda: trainer.durable(a=1))
+    trainer.change("a", 2)
+    trainer.change("b", 1)
+    await eventually(lambda: trainer.durable(a=1, b=1))
+    seq_id, size_bytes = await trainer.keeper.flush("a")
+    assert (seq_id, size_bytes) == (2, trainer.folder.size_bytes("a"))
+    assert [each[:2] for each in trainer.copied] == [("a", 1), ("b", 1), ("a", 2)]
+
+
+async def test_storage_that_fails_costs_nothing_but_time(trainer: Trainer, tmp_path: Path) -> None:
+    await trainer.keeper.kept("a")  # the sweep at the start is over
+    in_the_way = tmp_path / "recovery"
+    in_the_way.write_text("no folder can be made here")
+    trainer.take("a", "a@1")
+    trainer.change("a", 1)
+    with pytest.raises(Unavailable, match="cannot be made durable"):
+        await trainer.keeper.flush("a")
+    in_the_way.unlink()
+    seq_id, _ = await trainer.keeper.flush("a")
+    assert seq_id == 1
+    assert trainer.durable(a=1)
+    assert trainer.copied == [("a", 1, ["a@1"])]
+
+
+async def test_what_waits_of_a_model_that_is_freed_is_not_written(trainer: Trainer) -> None:
+    slow = trainer.hold()
+    trainer.change("b", 1)
+    await eventually(lambda: len(trainer.copied) == 1)
+    trainer.take("a", "a@1")
+    trainer.change("a", 1)
+    del trainer.engine.models["a"]
+    trainer.engine.recovery.forget("a")
+    trainer.keeper.forget("a")
+    slow.set()
+    await eventually(lambda: trainer.durable(b=1))
+    await trainer.keeper.flush("b")
+    assert await trainer.keeper.kept("a") == (0, 0)
+    assert [each[0] for each in trainer.copied] == ["b"]
