@@ -11,7 +11,6 @@ import asyncio
 import json
 import multiprocessing
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any
 import psutil
 
 from benchmarks.figure import emit, quantile
+from fovea.runtime.hosts import free_ports
 
 KEY = "tml-local"
 MODEL = "fovea/fake-vl"
@@ -229,9 +229,7 @@ async def gateway(fakes: Sequence[str], command: Sequence[str]) -> AsyncIterator
         command: What Python is to run, such as `-m gateway`.
     """
     renderer, sampler, trainer = fakes
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     with tempfile.TemporaryDirectory() as folder:
         flags = {
             "model-name": MODEL, "model": "/models/fake", "renderer": renderer, "sampler": sampler,

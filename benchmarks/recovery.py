@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import os
 import pathlib
-import socket
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from benchmarks.figure import emit
 from benchmarks.running import metric_total
 from fovea.api.v1 import model_input_pb2, trainer_pb2, weights_pb2
 from fovea.client import TrainerClient
+from fovea.runtime.hosts import free_ports
 from fovea.wire import tensors
 
 _MODEL = "m"
@@ -62,15 +62,10 @@ class Trainer:
             info = await self.client.info()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 @asynccontextmanager
 async def trainer(options: argparse.Namespace, log: pathlib.Path, recovery: str) -> AsyncIterator[Trainer]:
     """Starts one; ends it."""
-    port, metrics = _free_port(), _free_port()
+    port, metrics = free_ports(2)
     arguments = ["--model", options.model, "--port", str(port), "--metrics-port", str(metrics), "--recovery", recovery]
     arguments += ["--ranks", str(options.ranks), "--memory-limit-mib", str(options.memory_limit_mib)]
     with log.open("w") as output:

@@ -133,8 +133,9 @@ class Parts:
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
         steps = self._steps[base.name]
         creating = CreationCommands(
-            self.models, self.checkpoints, self.sessions, trainer, base.samplers, timeout_s, patience_s
-        )
+            self.models, self.checkpoints, self.sessions, trainer, base.samplers, timeout_s, patience_s,
+            lambda: self.parking.make_room(base.name),
+        )  # fmt: skip
         saving = SaveCommands(self.checkpoints, self.sampling, trainer, timeout_s)
         commands: dict[Kind, Command] = {
             Kind.CREATE_MODEL: creating.create_model,

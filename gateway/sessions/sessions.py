@@ -184,10 +184,10 @@ class Sessions:
         """Open sessions without heartbeat for longer than they may be."""
         return [session for session in self._sessions.values() if self.is_silent(session)]
 
-    def is_silent(self, session: Session) -> bool:
-        """Whether a session is open, and its client has not been heard of for longer than it may be."""
+    def is_silent(self, session: Session, after_s: float | None = None) -> bool:
+        """Whether an open session's client has not been heard of for longer than it may be, or than `after_s`."""
         now = time.monotonic()  # the wall's clock may jump, which would end the sessions of clients that are well
-        is_late = now - self._alive_at.get(session.session_id, now) > self._ttl_s
+        is_late = now - self._alive_at.get(session.session_id, now) > (self._ttl_s if after_s is None else after_s)
         return session.ended_at is None and session.parked_at is None and is_late
 
     async def expire(self, session: Session, detail: str = "") -> None:

@@ -1,5 +1,6 @@
 """Parks the sessions of clients that have fallen silent, where the trainer can keep their models; else they end."""
 
+import asyncio
 import logging
 from collections.abc import Mapping
 
@@ -14,6 +15,11 @@ from gateway.training.residence import Residence
 from gateway.training.training import Training
 
 logger = logging.getLogger(__name__)
+
+_LATE_S = 15.0
+_QUIET_S = 30.0
+"""Without a heartbeat, of which the SDK sends one in ten seconds: a client may be gone; its models make room."""
+_LOOK_S = 0.5
 
 
 class Parking:
@@ -52,7 +58,28 @@ class Parking:
                 await self._park(session)
         await self._bound()
 
-    async def _park(self, session: Session) -> None:
+    async def make_room(self, base_model: str) -> bool:
+        """Parks models of clients that seem to be gone, before their time, since a new model wants their room.
+
+        Waits for clients whose last heartbeat is late. Returns whether the trainer has become emptier.
+        """
+        while True:
+            holders = [session for session in self._holders(base_model) if self._sessions.is_silent(session, _LATE_S)]
+            quiet = [session for session in holders if self._sessions.is_silent(session, _QUIET_S)]
+            for session in quiet:
+                await self._park(session, _QUIET_S)
+            if quiet or not holders:
+                return any(session.parked_at is not None for session in quiet)
+            await asyncio.sleep(_LOOK_S)
+
+    def _holders(self, base_model: str) -> list[Session]:
+        """Sessions with models in the trainer, all of which it can keep, that wait for nothing."""
+        held = [model for model in self._models.ready(base_model) if model.trainer_instance]
+        fixed = {model.session_id for model in held if model.journaled_since is None}
+        found = {model.session_id: self._sessions.cached(model.session_id) for model in held}
+        return [session for session in found.values() if session.session_id not in fixed and not self._is_busy(session)]
+
+    async def _park(self, session: Session, after_s: float | None = None) -> None:
         size_bytes = 0
         for model_id in await self._models.of_session(session.session_id):
             model = self._models.find(model_id)
@@ -68,7 +95,7 @@ class Parking:
             except FoveaError as error:
                 logger.warning("session %s is not parked yet: %s", session.session_id, error)
                 return
-        if self._sessions.is_silent(session) and not self._is_busy(session):
+        if self._sessions.is_silent(session, after_s) and not self._is_busy(session):
             self._training.forget_idle(session.session_id)
             await self._sessions.park(session, size_bytes)
 

@@ -11,7 +11,7 @@ from typing import Any
 from fovea.api.v1 import gateway_pb2, weights_pb2
 from fovea.runtime.tasks import Backoff
 from fovea.wire.conventions import PLAIN_SUFFIX
-from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unavailable
+from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotFound, ResourceExhausted, Unavailable
 from gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, TRAINING, Checkpoint
 from gateway.checkpoints.checkpoint_registry import Checkpoints, check_ttl, put_row
 from gateway.checkpoints.exports import complete_export, parse_recipients
@@ -36,6 +36,7 @@ class CreationCommands:
     Args:
         timeout_s: Deadline of one call to the trainer that changes no model.
         patience_s: How long a creation, which loses nothing by it, waits for a trainer that restarts.
+        make_room: Parks models of clients that are gone; says whether it could.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class CreationCommands:
         samplers: Samplers,
         timeout_s: float,
         patience_s: float,
+        make_room: Callable[[], Awaitable[bool]],
     ) -> None:
         self._models, self._checkpoints, self._sessions, self._trainer = models, checkpoints, sessions, trainer
         self._samplers = samplers
         self._timeout_s, self._patience_s = timeout_s, patience_s
+        self._make_room = make_room
 
     async def create_model(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Makes a fresh model, or one from a checkpoint. Either way the model's state says how it went."""
@@ -91,6 +94,10 @@ class CreationCommands:
                 if backoff.is_over or (isinstance(error, NotFound) and is_same):
                     raise
                 await backoff.pause()
+            except (FailedPrecondition, ResourceExhausted) as error:
+                pending.progress.wait_on(f"{error.message} Waiting for clients that seem to be gone", QueueState.PAUSED)
+                if not await self._make_room():
+                    raise
 
     async def _create(
         self, model: Model, request: gateway_pb2.SubmitCreateModelRequest, max_lora_rank: int

@@ -285,7 +285,10 @@ class TrainingEngine:
         url, point = self.recovery.find(model_id)
         if point.lora != (asdict(command.lora) if command.lora else None):
             raise InvalidInput(f"model {model_id!r} was created with {point.lora}", field="kind")
-        self._create(command_queue.CreateModel(model_id, command.lora))
+        try:
+            self._create(command_queue.CreateModel(model_id, command.lora))
+        except FailedPrecondition as error:  # others are in its way: a model that was here before can wait
+            raise ResourceExhausted(error.message, field=error.field) from None
         try:
             self._states.load(self.models[model_id], url, optimizer=True)
         except FoveaError as error:

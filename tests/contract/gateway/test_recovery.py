@@ -13,6 +13,7 @@ import pytest
 from fovea.client import GatewayClient
 from fovea.wire.errors import NotFound, PermissionDenied
 from gateway.scopes import Scope
+from gateway.training import parking
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.recovering import RecoveringTrainer
 from tests.contract.gateway.requests import Rest, image_datum, text_datum
@@ -398,6 +399,26 @@ async def test_parked_models_wait_for_their_owners_share(stand: RecoveringStand,
         assert len(stand.trainer.models) == 2, "one of the two found room beside the other session's"
         await other.ok(f"sessions/{other.session_id}/finish", reason={"type": "success"}, detail=None)
     assert not any("error" in each for each in await answers(rest, ids))
+
+
+async def test_models_of_a_client_that_is_gone_make_room_before_their_time(
+    stand: RecoveringStand, rest: Rest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parking, "_QUIET_S", 0.5)
+    gone = await rest.create_model()
+    done = await answers(rest, await submit(rest, gone, 1, 1))
+    async with stand.http() as http:
+        other = Rest(http)
+        await other.open_session()
+        with pytest.raises(AssertionError, match="other models exist"):
+            await other.create_model(0, rank=0)  # its client was heard of a moment ago
+        monkeypatch.setattr(parking, "_LATE_S", 0.0)
+        await other.create_model(1, rank=0)
+        assert list(stand.trainer.models) == [f"{other.session_id}:train:1"]
+        assert [each["training_run_ids"] for each in await parked_sessions(rest)] == [[gone]]
+        await other.ok(f"sessions/{other.session_id}/finish", reason={"type": "success"}, detail=None)
+    done += await answers(rest, await submit(rest, gone, 4, 1))
+    assert not any("error" in each for each in done), "it comes back when its client does"
 
 
 async def test_parked_sessions_are_seen_and_ended_over_grpc_and_by_command(stand: RecoveringStand, rest: Rest) -> None:

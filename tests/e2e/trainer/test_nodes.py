@@ -14,6 +14,7 @@ import pytest
 
 from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.client import TrainerClient
+from fovea.runtime.hosts import free_ports
 from fovea.wire.errors import Unavailable
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import datum, datums_of, header, logprobs_of, text
@@ -93,8 +94,7 @@ async def test_node_0_never_comes(qwen3_vl: Bench, tmp_path: Path) -> None:
 
 
 async def test_told_to_stop_while_it_waits_for_others(qwen3_vl: Bench, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     node = _lone_node(qwen3_vl, tmp_path, 0, port, "600")
     while not _listens(port):
         assert node.process.poll() is None, node.log.read_text()

@@ -21,7 +21,7 @@ import tinyvlm
 from fovea.api.v1 import weights_pb2
 from fovea.client import TrainerClient
 from fovea.wire.conventions import STAGING_SUFFIX
-from fovea.wire.errors import FoveaError, NotFound, Unavailable
+from fovea.wire.errors import FoveaError, NotFound, ResourceExhausted, Unavailable
 from tests.e2e.trainer.conftest import adam
 from tests.e2e.trainer.examples import datum, header, logprobs_of, text
 from tests.e2e.trainer.image_service import ImageService
@@ -271,6 +271,9 @@ async def test_another_number_of_ranks_takes_the_models_as_they_are(ground: Grou
     for gateway in gateways:
         restored = await client.restore_model(gateway.model_id, gateway.lora)
         assert (restored.seq_id, restored.step) == (6, 2)
+        in_the_way = next(other for other in gateways if other is not gateway)
+        with pytest.raises(ResourceExhausted):  # a model that was here before waits for room
+            await client.restore_model(in_the_way.model_id, in_the_way.lora)
         after = await ground.weights(client, gateway.model_id)
         assert all(torch.equal(after[name], tensor) for name, tensor in before[gateway.model_id].items())
         await gateway.train(client, 9)

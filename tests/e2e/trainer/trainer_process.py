@@ -4,13 +4,13 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from fovea.client import TrainerClient
+from fovea.runtime.hosts import free_ports
 
 ROOT = Path(__file__).parents[3]
 START_TIMEOUT_S = 120.0
@@ -20,8 +20,7 @@ class TrainerProcess:
     """`python -m services.trainer` on a free port."""
 
     def __init__(self, model_dir: Path, log: Path, *arguments: str, ranks: int = 2) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.address = f"127.0.0.1:{self.port}"
         self.log = log
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

@@ -1,10 +1,10 @@
 """Two nodes on one machine: what two pods run, with their own ports."""
 
-import socket
 from pathlib import Path
 
 import psutil
 
+from fovea.runtime.hosts import free_ports
 from tests.e2e.trainer.trainer_process import TrainerProcess
 
 
@@ -12,9 +12,8 @@ class TwoNodes:
     """A trainer of two nodes with `ranks` ranks each; node 0 serves."""
 
     def __init__(self, model_dir: Path, folder: Path, ranks: int, *arguments: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        meeting = ["--nodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+        (port,) = free_ports(1)
+        meeting = ["--nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
         self.leader, self.follower = (
             TrainerProcess(
                 model_dir,

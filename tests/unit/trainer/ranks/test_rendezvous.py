@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fovea.runtime.hosts import free_ports
 from fovea.runtime.secret import VARIABLE
 from services.trainer.ranks.handshake import AuthenticationFailed, connect
 from services.trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
@@ -20,8 +21,7 @@ Meet = Callable[[TrainerSettings], Rendezvous]
 @pytest.fixture
 def node() -> Node:
     """Settings of one node of a trainer of three."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
 
     def settings(node_rank: int, timeout_s: float = 60.0, **more: Any) -> TrainerSettings:
         place = {"nodes": 3, "master_addr": "127.0.0.1", "master_port": port}
