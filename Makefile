@@ -51,7 +51,7 @@ lint: setup ## Format, lint, types, imports, protos
 	$(BIN)/buf lint
 
 check: lint ## The fast inner loop: lint and the unit tests
-	$(BIN)/python -m pytest -q tests/unit -m "not slow"
+	$(BIN)/python -m pytest -q $(LANES) tests/unit -m "not slow"
 
 cookbook: setup ## The real tinker-cookbook's recipes against Fovea, in client environments of their own
 	$(BIN)/python -m cookbook
