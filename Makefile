@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl up test fuzz lint check chaos simulate conformance cookbook models clients k8s images format e2e gpu bench protos chart lock clean
+.PHONY: help setup demo rl up test fuzz lint check chaos simulate conformance cookbook models clients k8s images environments format e2e gpu bench protos chart lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -55,6 +55,10 @@ check: lint ## The fast inner loop: lint and the unit tests
 
 cookbook: setup ## The real tinker-cookbook's recipes against Fovea, in client environments of their own
 	$(BIN)/python -m cookbook
+
+environments: setup ## The adapters for `verifiers` and OpenEnv on the real packages, which lie beside .venv
+	$(BIN)/uv pip install --quiet --require-hashes --target .environments/site-packages -r requirements/environments.txt
+	PYTHONPATH=.environments/site-packages $(BIN)/python -m pytest -W default $(addprefix tests/unit/fovea_rollout/test_,verifiers_environment.py openenv_environment.py)
 
 conformance: setup ## All checks of the Tinker API against a fresh Fovea; writes docs/conformance.json and the matrix
 	$(BIN)/python -m conformance.fresh --cookbook --json docs/conformance.json --html .fovea/conformance.html

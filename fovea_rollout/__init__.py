@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fovea_rollout.loop import train as train
     from fovea_rollout.messages import Message as Message
     from fovea_rollout.messages import Picture as Picture
+    from fovea_rollout.openenv_environment import OpenEnvEnvironment as OpenEnvEnvironment
     from fovea_rollout.policy import Chunk as Chunk
     from fovea_rollout.policy import Policy as Policy
     from fovea_rollout.policy import Sampled as Sampled
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from fovea_rollout.trajectory import Segment as Segment
     from fovea_rollout.trajectory import Trajectory as Trajectory
     from fovea_rollout.trajectory import Turn as Turn
+    from fovea_rollout.verifiers_environment import VerifiersEnvironment as VerifiersEnvironment
+    from fovea_rollout.verifiers_environment import verifiers_sources as verifiers_sources
+    from fovea_rollout.verifiers_environment import verifiers_tools as verifiers_tools
     from fovea_rollout.viewer import write_viewer as write_viewer
 
 _PUBLIC = {
@@ -56,6 +60,7 @@ _PUBLIC = {
     "gymnasium_environment": ("GymnasiumEnvironment", "Rules"),
     "loop": ("LoopSettings", "train"),
     "messages": ("Message", "Picture"),
+    "openenv_environment": ("OpenEnvEnvironment",),
     "policy": ("Chunk", "Policy", "Sampled", "SamplingSettings", "Tokens", "WeightVersions"),
     "records": ("Record", "load_records", "shuffled"),
     "rollout": ("RolloutSettings", "run_rollout", "run_rollouts"),
@@ -64,6 +69,7 @@ _PUBLIC = {
     "tinker_policy": ("TinkerPolicy",),
     "training_batch": ("TrainingDatum", "training_datums"),
     "trajectory": ("Failure", "Segment", "Trajectory", "Turn"),
+    "verifiers_environment": ("VerifiersEnvironment", "verifiers_sources", "verifiers_tools"),
     "viewer": ("write_viewer",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
