@@ -1,4 +1,4 @@
-"""`fovea up | down | demo | status | restart | keys | owners | usage | sessions | models | conformance`."""
+"""`fovea up | down | demo | status | restart | keys | owners | usage | sessions | models | conformance | evaluate`."""
 
 import asyncio
 import importlib.util
@@ -281,6 +281,14 @@ def conformance(context: typer.Context) -> None:
     if importlib.util.find_spec("tinker") is None:
         raise typer.Exit(_complain("the checks drive the official SDK; install it: pip install tinker==0.38.0"))
     _pass_on("conformance", *context.args)
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def evaluate(context: typer.Context) -> None:
+    """Measure a served model on your rows: pictures by class, chats or records; see `fovea evaluate --help`."""
+    if importlib.util.find_spec("tinker") is None:
+        raise typer.Exit(_complain("this asks through the official SDK; install it: pip install tinker==0.38.0"))
+    _pass_on("fovea_data.evaluate", *context.args)
 
 
 @app.command(context_settings=PASSED_ON)

@@ -1,0 +1,212 @@
+"""`python -m fovea_data.evaluate MODEL DATA`, also `fovea evaluate`: how good a served model is on rows of yours.
+
+Of chats and picture folders, the accuracy: the share of rows whose answer is said to the letter. Of rollout records
+(rows with `env_class`), the mean reward of an episode each. Both with the standard error of the mean over rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated, Literal
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+import numpy as np
+import tinker
+import typer
+
+from fovea.wire.errors import FoveaError
+from fovea_data.conversation import Conversation
+from fovea_data.dataset import QUESTION, Dataset, image_folder, load_chats
+from fovea_data.rows import JsonLines, Parquet
+from fovea_data.tuned_model import check_positive, exact_match
+from fovea_rollout import (
+    Answer,
+    ChatTemplate,
+    Environment,
+    Message,
+    Policy,
+    RolloutSettings,
+    SamplingSettings,
+    Step,
+    TinkerPolicy,
+    evaluate,
+    load_records,
+)
+from fovea_rollout.records import Source
+
+Kind = Literal["accuracy", "reward"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was seen.
+
+    Attributes:
+        kind: What `mean` is of: the accuracy of rows, or the reward of episodes.
+        mean: Over the rows that count; None if none does.
+        standard_error: Of the mean, from the spread of the rows; None for fewer than two.
+        rows: Those that count.
+        failed: Those that do not: rows that are broken, or too long, and whatever the server or an environment raised.
+        first_failure: What went wrong with the first of them; empty if nothing did.
+        metrics: The environments' own, averaged over rows.
+    """
+
+    model: str
+    data: str
+    kind: Kind
+    mean: float | None
+    standard_error: float | None
+    rows: int
+    failed: int
+    first_failure: str
+    metrics: dict[str, float]
+
+    def __str__(self) -> str:
+        figure = f"{self.kind} of no row" if self.mean is None else f"{self.kind} {self.mean:.4f}"
+        if self.standard_error is not None:
+            figure += f" ± {self.standard_error:.4f}"
+        lines = [f"{figure}, {self.rows} rows", *(f"  {name} {value:.4f}" for name, value in self.metrics.items())]
+        if self.failed:
+            lines.append(f"{self.failed} rows left out; the first: {self.first_failure}")
+        return "\n".join(lines)
+
+
+class RowEnvironment:
+    """One row of a dataset: its question, and 1 for its answer to the letter."""
+
+    def __init__(self, dataset: Dataset, index: int) -> None:
+        self._dataset, self._index = dataset, index
+        self._row: Conversation
+
+    def reset(self) -> Sequence[Message]:
+        """The question. Raises InvalidInput naming the row if it is broken."""
+        self._row = self._dataset[self._index]
+        return self._row.question
+
+    def step(self, answer: Answer) -> Step:
+        """One answer ends it."""
+        return Step((), exact_match(answer.text, self._row), True)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def read_sources(path: pathlib.Path, question: str = QUESTION, limit: int | None = None) -> tuple[Kind, list[Source]]:
+    """What is played of a picture folder, or of a `.jsonl` or `.parquet` file of records or of chats.
+
+    Args:
+        question: Asked about each picture of a folder.
+        limit: The most rows, evenly spread over the data; None for all.
+
+    Raises:
+        NotFound: There is no such file or folder.
+        InvalidInput: It is of another kind, or a record is broken.
+    """
+    sources: list[Source]
+    is_file = path.suffix in (".jsonl", ".parquet")
+    if is_file and _has_records(path):
+        kind: Kind = "reward"
+        sources = list(load_records(path))
+    else:
+        kind = "accuracy"
+        dataset = load_chats(path) if is_file else image_folder(path, question)
+        makes: list[Callable[[], Environment]] = [partial(RowEnvironment, dataset, at) for at in range(len(dataset))]
+        sources = list(makes)
+    if limit is not None and limit < len(sources):
+        check_positive(limit=limit)
+        sources = [sources[index] for index in np.linspace(0, len(sources) - 1, limit).round().astype(int)]
+    return kind, sources
+
+
+async def measure(
+    policy: Policy,
+    template: ChatTemplate,
+    kind: Kind,
+    sources: Sequence[Source],
+    settings: RolloutSettings,
+    *,
+    model: str = "",
+    data: str = "",
+    concurrency: int = 64,
+    progress: bool | None = False,
+) -> Report:
+    """Plays one episode per source."""
+    found = await evaluate(policy, template, sources, settings, concurrency=concurrency, progress=progress)
+    # A rollout without a turn has no answer: its question alone was too long.
+    rewards = [one.reward for one in found.trajectories if one.is_scored]
+    failed = [one for one in found.trajectories if not one.is_scored]
+    why = failed[0].failure if failed else None
+    first = why.error if why else "the question does not fit into the context" if failed else ""
+    error = float(np.std(rewards, ddof=1)) / math.sqrt(len(rewards)) if len(rewards) > 1 else None
+    mean = float(np.mean(rewards)) if rewards else None
+    return Report(model, data, kind, mean, error, len(rewards), len(failed), first, dict(found.metrics))
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Name of a base model, or the tinker:// path of a sampler checkpoint.")],
+    data: Annotated[
+        pathlib.Path, typer.Argument(help="A folder of pictures by class, or a .jsonl or .parquet file.", exists=True)
+    ],
+    base_url: Annotated[str, typer.Option(envvar="TINKER_BASE_URL", help="The server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str, typer.Option(envvar="TINKER_API_KEY", help="A key that it accepts; prefer the variable.")
+    ] = "tml-local",
+    question: Annotated[str, typer.Option(help="Asked about each picture of a folder.")] = QUESTION,
+    limit: Annotated[int | None, typer.Option(min=1, help="The most rows, evenly spread; default: all.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 256,
+    max_turns: Annotated[int, typer.Option(min=1, help="Of an episode.")] = 8,
+    max_context: Annotated[int, typer.Option(min=1, help="Tokens of a whole episode.")] = 4096,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print how good a model is on a dataset. Ends with 1 if a row could not be played, with 2 if nothing could."""
+    settings = RolloutSettings(
+        SamplingSettings(max_tokens, temperature, seed=seed), max_turns=max_turns, max_context=max_context
+    )
+    try:
+        kind, sources = read_sources(data, question, limit)
+        service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
+        if model.startswith("tinker://"):
+            sampling = service.create_sampling_client(model_path=model).result()
+        else:
+            sampling = service.create_sampling_client(base_model=model).result()
+        played = measure(
+            TinkerPolicy(sampling),
+            ChatTemplate(sampling.get_tokenizer()),
+            kind,
+            sources,
+            settings,
+            model=model,
+            data=str(data),
+            concurrency=concurrency,
+            progress=None,
+        )
+        report = asyncio.run(played)
+        service.close("success")
+    except (FoveaError, tinker.TinkerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    print(json.dumps(asdict(report)) if as_json else report)
+    raise typer.Exit(0 if not report.failed else 1 if report.rows else 2)
+
+
+def _has_records(path: pathlib.Path) -> bool:
+    """Whether the first row names an environment. Raises InvalidInput naming it if it cannot be read."""
+    rows = JsonLines(path) if path.suffix == ".jsonl" else Parquet(path)
+    row = rows.row(0) if len(rows) else None
+    return isinstance(row, dict) and row.get("env_class") is not None
+
+
+if __name__ == "__main__":
+    typer.run(main)
