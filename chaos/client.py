@@ -6,7 +6,7 @@ import io
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -52,14 +52,20 @@ class Client:
         self._saved: list[str] = []
         self._probe = tinker.ModelInput.from_ints([self._random.randrange(VOCABULARY) for _ in range(24)])
         number = recorder.invoked("create_model")
-        self._training = service.create_lora_training_client(
+        creating = service.create_lora_training_client(
             base_model=base_model, rank=4, seed=self._random.randrange(2**31)
-        ).result(timeout=LONGEST_S)
-        recorder.answered(number, model_id=self._training.model_id)
+        )
+        self._training = self._answer(number, creating, lambda training: {"model_id": training.model_id})
 
     def round(self, number: int) -> None:
         """Two batches and a step; at times also samples from new and old weights, a saved state, or one loaded."""
         before, self._waiting = self._waiting, []
+        try:
+            self._begin(number)
+        finally:
+            self._wait(before)
+
+    def _begin(self, number: int) -> None:
         for _ in range(2):
             data = [self._datum() for _ in range(self._random.randint(1, 3))]
             self._send(
@@ -77,14 +83,12 @@ class Client:
             path = self._random.choice(self._saved)
             loading = self._training.load_state_with_optimizer(path)
             self._send("load_state", loading, lambda _: {}, round=number)
-        self._wait(before)
 
     def save(self, name: str, number: int) -> None:
         """Saves weights and moments, when all before is answered."""
         self.finish()
         command = self._recorder.invoked("save_state", round=number, name=name)
-        path = self._training.save_state(name).result(timeout=LONGEST_S).path
-        self._recorder.answered(command, path=path)
+        path = self._answer(command, self._training.save_state(name), lambda saved: {"path": saved.path}).path
         self._saved.append(path)
 
     def finish(self) -> None:
@@ -94,8 +98,7 @@ class Client:
 
     def _take_snapshot(self, number: int) -> None:
         command = self._recorder.invoked("snapshot", round=number)
-        sampler = self._training.save_weights_and_get_sampling_client().result(timeout=LONGEST_S)
-        self._recorder.answered(command)
+        sampler = self._answer(command, self._training.save_weights_and_get_sampling_client(), lambda _: {})
         self._samplers.append((number, sampler))
         score = sampler.compute_logprobs(self._probe)
         self._send("score", score, lambda logprobs: {"logprobs": logprobs[1:]}, round=number, snapshot=number)
@@ -114,18 +117,19 @@ class Client:
 
     def _wait(self, waiting: list[tuple[int, Future[Any], Callable[[Any], dict[str, Any]]]]) -> None:
         """All at once: each answer has the time at which it came."""
-
-        def wait(number: int, future: Future[Any], told: Callable[[Any], dict[str, Any]]) -> None:
-            try:
-                value = future.result(timeout=LONGEST_S)
-            except Exception as error:
-                self._recorder.failed(number, f"{type(error).__name__}: {error}")
-                raise
-            self._recorder.answered(number, **told(value))
-
         with ThreadPoolExecutor(max_workers=max(len(waiting), 1)) as pool:
-            for done in [pool.submit(wait, *one) for one in waiting]:
+            for done in [pool.submit(self._answer, *one) for one in waiting]:
                 done.result()
+
+    def _answer(self, number: int, future: Future[Result], told: Callable[[Result], dict[str, Any]]) -> Result:
+        """Waits for one, and notes what came, be it an error."""
+        try:
+            value = future.result(timeout=LONGEST_S)
+        except Exception as error:
+            self._recorder.failed(number, f"{type(error).__name__}: {error}")
+            raise
+        self._recorder.answered(number, **told(value))
+        return value
 
     def _datum(self) -> tinker.Datum:
         """Tokens, one time in three around an image; every position is scored."""
@@ -176,6 +180,30 @@ def _rounds(given: int | None, stop: Path) -> Iterator[int]:
         yield number
 
 
+def train(
+    service: tinker.ServiceClient,
+    base_model: str,
+    name: str,
+    recorder: Recorder,
+    rounds: Iterable[int],
+    pause_s: float = 0.0,
+) -> None:
+    """A client from its first command to its last. If one fails, those sent before it have their answers noted.
+
+    Args:
+        pause_s: Between rounds.
+    """
+    client = Client(service, base_model, name, recorder)
+    number = -1
+    try:
+        for number in rounds:
+            client.round(number)
+            time.sleep(pause_s)
+        client.save("final", number)
+    finally:
+        client.finish()
+
+
 def main() -> None:
     """Trains until told to stop, saves, and ends its session."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -191,12 +219,8 @@ def main() -> None:
         given.history.open("w") as file,
         tinker.ServiceClient(base_url=given.base_url, api_key="tml-local") as service,
     ):
-        client = Client(service, given.model, given.name, Recorder(file, given.name))
-        number = -1
-        for number in _rounds(given.rounds, given.stop):
-            client.round(number)
-            time.sleep(given.pause_s)
-        client.save("final", number)
+        rounds = _rounds(given.rounds, given.stop)
+        train(service, given.model, given.name, Recorder(file, given.name), rounds, given.pause_s)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,9 @@ class Parts:
             Kind.SAVE_EXTERNAL: saving.save_external,
         }
         residence, batches = self.residences[base.name], self._batches[base.name]
-        return CommandRunner(self.futures, self.models, trainer, residence, self.journal, batches, commands)
+        return CommandRunner(
+            self.futures, self.models, trainer, residence, self.journal, batches, commands, settings.disk_wait_s
+        )
 
 
 def _check_nothing(who: str, files: Mapping[str, str]) -> None:

@@ -129,6 +129,9 @@ class GatewaySettings(ServiceSettings):
         120.0, ge=0, description="How long samples wait for a sampler, and new models for a trainer, to come back."
     )
     trainer_wait_s: float = Field(5.0, ge=0, description="How long a command waits for an unreachable trainer.")
+    disk_wait_s: float = Field(
+        3600.0, ge=0, description="How long a command that saves waits for room on a full disk, then it fails."
+    )
     sampler_concurrency: int = Field(256, gt=0, description="Requests in one sampler at once; the rest queue here.")
     trainer_concurrency: int = Field(
         2,

@@ -20,7 +20,7 @@ from chaos.simulation.fake_weights import FakeWeights, chained
 from chaos.simulation.network import Listener
 from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.wire import tensors
-from fovea.wire.errors import InvalidInput, NotFound
+from fovea.wire.errors import DiskFull, InvalidInput, NotFound
 from services.trainer.reply_cache import ReplyCache
 
 MODEL = "simulated"
@@ -62,6 +62,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         samplers: By address, those that are there now.
         chance: How long things take.
         slowness: Factor of the writer's time.
+        is_disk_full: Whether storage takes nothing now.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         samplers: Callable[[], dict[str, FakeSampler]],
         chance: random.Random,
         slowness: float,
+        is_disk_full: Callable[[], bool],
     ) -> None:
         self._instance_id, self._disk, self._samplers, self._chance = instance_id, disk, samplers, chance
-        self._slowness = slowness
+        self._slowness, self._is_disk_full = slowness, is_disk_full
         self.models: dict[str, FakeWeights] = {}
         self.snapshots: dict[str, Frozen] = {}
         self._replies = ReplyCache()
@@ -93,8 +95,12 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             model=MODEL, instance_id=self._instance_id, world_size=1, max_lora_rank=64, max_context_length=CONTEXT,
             model_ids=list(self.models), loss_functions=["cross_entropy"], keeps_recovery=True,
             durable_seq_ids={model_id: points[model_id].seq_id for model_id in self.models if model_id in points},
-            kept_model_ids=sorted(points.keys() - self.models.keys()) if request.with_kept else (),
+            kept_model_ids=sorted(self._kept() - self.models.keys()) if request.with_kept else (),
         )  # fmt: skip
+
+    def _kept(self) -> set[str]:
+        """Models of which something is on the disk, if only a snapshot: it is written before the first point."""
+        return {*self._disk.points, *(frozen.identity.model_id for frozen in self._disk.snapshots.values())}
 
     async def CreateModel(self, request: Any, context: Any) -> trainer_pb2.CreateModelResponse:
         async with self._one_at_a_time:
@@ -185,7 +191,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         async with self._one_at_a_time:
             await self._work(0.2)
             state = self._model(request.model_id).copy()
-            self._disk.saved[request.uri] = state
+            self._save(request.uri, state)
         return trainer_pb2.SaveStateResponse(size_bytes=100, step=state.step)
 
     async def LoadState(self, request: Any, context: Any) -> trainer_pb2.LoadStateResponse:
@@ -212,7 +218,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             )  # fmt: skip
             frozen = self.snapshots[request.snapshot_id] = Frozen(identity, model.weights)
             if request.uri:
-                self._disk.saved[request.uri] = frozen
+                self._save(request.uri, frozen)
             else:
                 self._write_soon((request.model_id, request.snapshot_id), frozen)
         return trainer_pb2.TakeSnapshotResponse(snapshot=identity)
@@ -236,6 +242,11 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self._disk.snapshots.pop(request.snapshot_id, None)
         self._waiting = {key: what for key, what in self._waiting.items() if key[1] != request.snapshot_id}
         return trainer_pb2.ForgetSnapshotResponse()
+
+    def _save(self, uri: str, what: FakeWeights | Frozen) -> None:
+        if self._is_disk_full():
+            raise DiskFull(f"the disk of {uri} is full", place=uri)
+        self._disk.saved[uri] = what
 
     def _model(self, model_id: str) -> FakeWeights:
         if model_id not in self.models:
@@ -270,8 +281,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 key = next(iter(self._waiting))
                 what = self._waiting[key]
                 await asyncio.sleep(self._slowness * self._chance.uniform(0.01, 1.0))
-                if self._waiting.get(key) is not what:
-                    continue  # replaced, or its model was deleted
+                if self._waiting.get(key) is not what or self._is_disk_full():
+                    continue  # replaced, its model was deleted, or it is tried again
                 del self._waiting[key]
                 if isinstance(what, Point):
                     self._disk.points[key[0]] = what

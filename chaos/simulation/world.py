@@ -110,7 +110,10 @@ class World:
             return
         listener = self.network.listen(address, process)
         if address == TRAINER:
-            self.trainer = FakeTrainer(instance_id, self.trainer_disk, self._reached_samplers, chance, self._slowness)
+            self.trainer = FakeTrainer(
+                instance_id, self.trainer_disk, self._reached_samplers, chance, self._slowness,
+                lambda: not self.free_bytes(),
+            )  # fmt: skip
             process.context.run(self.trainer.begin, listener, process)
         elif address == RENDERER:
             FakeRenderer().begin(listener, process)

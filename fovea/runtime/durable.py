@@ -8,7 +8,7 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from fovea.wire.errors import ResourceExhausted
+from fovea.wire.errors import DiskFull
 
 _WITHOUT_NAMES = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 """File systems that sync no folders, and folders above ours that are not ours to open."""
@@ -21,7 +21,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 @contextmanager
 def naming_full_disk(place: str) -> Iterator[None]:
-    """Raises ResourceExhausted that names a path or URL, instead of an error that says that its disk is full.
+    """Raises DiskFull that names a path or URL, instead of an error that says that its disk is full.
 
     Also instead of one that came of that: what writes an archive may fail once more when it closes it.
     """
@@ -33,9 +33,10 @@ def naming_full_disk(place: str) -> Iterator[None]:
             cause = cause.__context__
         if cause is None:
             raise
-        raise ResourceExhausted(
+        raise DiskFull(
             f"the disk of {place} is full, and nothing was kept there: delete checkpoints or have it made larger, then "
-            "send this again"
+            "send this again",
+            place=place,
         ) from error
 
 

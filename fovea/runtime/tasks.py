@@ -234,6 +234,10 @@ class Backoff:
     async def pause(self) -> None:
         """Waits before the next attempt, not beyond the deadline."""
         await asyncio.sleep(min(self.next_s, self.left_s))
+        self.lengthen()
+
+    def lengthen(self) -> None:
+        """Doubles the next pause, for a caller that has made this one in its own way."""
         self._set(min(2 * self._whole_s, self._longest_s))
 
     def _set(self, whole_s: float) -> None:

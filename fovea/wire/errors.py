@@ -11,6 +11,7 @@
             SessionEnded         FAILED_PRECONDITION  410  user     the session is over
         Expired                  FAILED_PRECONDITION  410  user     a result was kept long enough
         ResourceExhausted        RESOURCE_EXHAUSTED   429  user     a quota or a queue is full
+            DiskFull             RESOURCE_EXHAUSTED   507  server   storage has no room
         PayloadTooLarge          RESOURCE_EXHAUSTED   413  user     the body is above the limit
         Unauthenticated          UNAUTHENTICATED      401  user     no key, or a wrong one
         PermissionDenied         PERMISSION_DENIED    403  user     somebody else's
@@ -138,6 +139,13 @@ class ResourceExhausted(FoveaError):
     reason = "RESOURCE_EXHAUSTED"
     http_status = 429
     category: ClassVar[Category] = "user"
+
+
+class DiskFull(ResourceExhausted):
+    """Storage has no room; nothing half-written is left there."""
+
+    reason, http_status = "DISK_FULL", 507
+    category: ClassVar[Category] = "server"
 
 
 class PayloadTooLarge(ResourceExhausted):

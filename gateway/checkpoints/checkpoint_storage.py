@@ -41,7 +41,7 @@ class Storage:
         self._threads.shutdown(cancel_futures=True)
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Runs a function in one of the threads. Raises ResourceExhausted if it finds the disk full."""
+        """Runs a function in one of the threads. Raises DiskFull if it finds the disk full."""
         with naming_full_disk(self.root):
             return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 

@@ -8,8 +8,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from fovea.wire.errors import FoveaError, NotFound, Unavailable
-from gateway.futures.future import Done, Kind, Outcome, Pending, Submission, run_to_outcome
+from fovea.runtime.tasks import Backoff
+from fovea.wire.errors import DiskFull, FoveaError, NotFound, Unavailable
+from gateway.futures.future import Done, Kind, Outcome, Pending, QueueState, Submission, run_to_outcome
 from gateway.futures.futures import Futures
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.training.batches import BATCH_KINDS, Batches
@@ -18,6 +19,9 @@ from gateway.training.models import Model, Models, ModelState
 from gateway.training.residence import Residence
 
 logger = logging.getLogger(__name__)
+
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 1.0, 30.0
+"""Pauses between two tries to save on a full disk: each try writes what there is room for."""
 
 Command = Callable[[Model, Pending, bytes], Awaitable[Done]]
 
@@ -29,6 +33,7 @@ class CommandRunner:
     Args:
         trainer: Of this base model, as are `residence` and `batches`.
         commands: What is done for each kind.
+        disk_wait_s: How long a command that saves waits for room on a full disk.
     """
 
     def __init__(
@@ -40,9 +45,11 @@ class CommandRunner:
         journal: Journal,
         batches: Batches,
         commands: Mapping[Kind, Command],
+        disk_wait_s: float,
     ) -> None:
         self._futures, self._models, self._residence, self._journal = futures, models, residence, journal
         self._trainer, self._batches, self._commands = trainer, batches, commands
+        self._disk_wait_s = disk_wait_s
 
     def begin(self, pending: Pending) -> None:
         """Starts on what can be done before a command's turn comes."""
@@ -91,6 +98,7 @@ class CommandRunner:
         pending.progress.wait_on("running")
         await self._futures.set_running(pending, [self._models.saving(model)])
         blob = await self._futures.request_of(pending)
+        looks = Backoff(self._disk_wait_s, _FIRST_LOOK_S, _LONGEST_LOOK_S)
         while True:
             asked = model.trainer_instance  # by the time it fails, the model may be back in the next one
             try:
@@ -99,6 +107,23 @@ class CommandRunner:
                 if is_creation:
                     raise
                 await self._residence.mend(model, pending, error, asked)
+            except DiskFull as error:
+                if looks.is_over:
+                    raise
+                await self._wait_for_room(model, pending, error, looks)
+
+    async def _wait_for_room(self, model: Model, pending: Pending, error: DiskFull, looks: Backoff) -> None:
+        """A save changes no model and leaves nothing half-written, so it waits: what comes after it waits for its turn.
+
+        Raises SessionEnded.
+        """
+        place = error.metadata.get("place", "the checkpoints")
+        logger.warning("%s waits, the disk of %s is full", pending.submission.future_id, place)
+        words = f"the disk of {place} is full: this waits for room, delete checkpoints or have it made larger"
+        pending.progress.wait_on(words, QueueState.PAUSED)
+        await self._residence.pause(model, min(looks.next_s, looks.left_s))
+        looks.lengthen()
+        pending.progress.wait_on("running")
 
     async def _end(self, model: Model, pending: Pending, done: Done, outcome: Outcome) -> None:
         submission = pending.submission

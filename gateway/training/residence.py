@@ -100,6 +100,14 @@ class Residence:
         else:
             await self._require_kept_in_memory(model, pending.submission.kind, was_sent=True, patience_s=0.0)
 
+    async def pause(self, model: Model, seconds: float) -> None:
+        """Returns after a while, for a command that is to be tried again. Raises SessionEnded soon once that is so."""
+        ends_at = time.monotonic() + seconds
+        while (left_s := ends_at - time.monotonic()) > 0:
+            self._check_open(model)
+            await asyncio.sleep(min(left_s, _LOOK_S))
+        self._check_open(model)
+
     async def check_snapshots(self, model_id: str) -> None:
         """Raises Returning while a model is brought back, and with it snapshots that were not durable yet."""
         model = self._models.find(model_id)

@@ -66,7 +66,7 @@ class Folder:
         return bool(self.files.exists(f"{self.path}/{name}"))
 
     def write(self, name: str, data: bytes | Parts) -> None:
-        """Writes one file of a folder that `stage` made. Raises ResourceExhausted if the disk is full."""
+        """Writes one file of a folder that `stage` made. Raises DiskFull if the disk is full."""
         with naming_full_disk(self.path.partition(STAGING_SUFFIX)[0]):
             if isinstance(data, bytes):
                 self.files.pipe_file(f"{self.path}/{name}", data)
@@ -100,7 +100,7 @@ class Folder:
     def stage(self) -> "Folder":
         """Makes an empty folder beside this one, to be filled and then put in its place by `commit`.
 
-        Raises NotFound for a bucket that does not exist, ResourceExhausted if the disk is full.
+        Raises NotFound for a bucket that does not exist, DiskFull if the disk is full.
         """
         staging = Folder(self.files, f"{self.path}{STAGING_SUFFIX}{uuid.uuid4().hex[:8]}")
         if not self.files.async_impl:

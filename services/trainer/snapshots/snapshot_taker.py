@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.conventions import SNAPSHOT_FILE
-from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
+from fovea.wire.errors import AlreadyExists, FoveaError, InvalidInput, NotFound
 from fovea.wire.manifest import SnapshotDigest, padded_bytes
 from services.trainer.command_queue import TakeSnapshot
 from services.trainer.model.experts import ExpertLayout
@@ -188,13 +188,17 @@ class SnapshotTaker:
         target, staging = stage_together(self._control, uri)
         whole = weight_files.gathered(copies, model.shards, self._layouts)
         names = weight_files.in_files(model.shards, self._layouts)
-        weight_files.write_checkpoint(zip(names, whole, strict=True), staging, self._model_dir, self._control)
 
         def finish() -> None:
             staging.write(SNAPSHOT_FILE, _identity_json(identity))
             target.commit(staging)
 
-        self._control.on_rank_0(finish)
+        try:
+            weight_files.write_checkpoint(zip(names, whole, strict=True), staging, self._model_dir, self._control)
+            self._control.on_rank_0(finish)
+        except FoveaError:  # on all ranks alike; what is half-written takes room that others need
+            self._control.on_rank_0(staging.discard)
+            raise
 
 
 @dataclass(frozen=True)

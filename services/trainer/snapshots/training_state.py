@@ -71,7 +71,7 @@ class WrittenFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """As FileSystem does. Raises ResourceExhausted if the disk is full."""
+        """As FileSystem does. Raises DiskFull if the disk is full."""
         with naming_full_disk(self._place), super().create_stream(path, mode) as stream:
             if not (self._is_summed and "w" in mode):
                 yield stream

@@ -1,10 +1,17 @@
-"""A disk that is really full: nothing new is accepted, what gives room back works, and then all does."""
+"""A disk that is really full: nothing new is accepted, saves wait, what gives room back works, and then all does."""
 
 from pathlib import Path
 
 import pyrage  # type: ignore[import-untyped]
+import pytest
+import tinker
+
+from chaos import client
+from chaos.history import History, Recorder
+from fovea.wire.errors import DiskFull
 
 from tests.contract.gateway.conftest import Stand, running
+from tests.contract.gateway.fakes import IMAGE_TOKENS, MODEL
 from tests.contract.gateway.keeping import WEIGHT_BYTES, KeepingTrainer
 from tests.contract.gateway.requests import Rest
 from tests.small_disk import fill
@@ -38,7 +45,7 @@ async def test_what_the_gateway_keeps_itself_names_the_disk(small_disk: Path, tm
     root = small_disk / "kept"
     stand = Stand(tmp_path)
     stand.trainer = KeepingTrainer(lambda: stand.samplers)
-    async with running(stand, checkpoint_dir=str(root)) as stand, stand.http() as http:
+    async with running(stand, checkpoint_dir=str(root), disk_wait_s=0.0) as stand, stand.http() as http:
         rest = Rest(http)
         model_id = await rest.create_model()
         submitted = await rest.ok("save_weights", model_id=model_id, seq_id=1, path="state")
@@ -48,7 +55,7 @@ async def test_what_the_gateway_keeps_itself_names_the_disk(small_disk: Path, tm
         export = {"path": "out", "age_encryption_recipients": recipients}
         fill(small_disk / "junk")
         refused = await rest.post("copy_weights", **body)
-        assert refused.status_code == 429, refused.text
+        assert refused.status_code == 507, refused.text
         (small_disk / "junk").unlink()
         fill(small_disk / "junk", spare_bytes=WEIGHT_BYTES + 2**19)  # the trainer finds room, the gateway none
         failed = await rest.result(
@@ -57,6 +64,7 @@ async def test_what_the_gateway_keeps_itself_names_the_disk(small_disk: Path, tm
         for told in (refused.text, failed["error"]):
             assert f"the disk of {root} is full" in told
             assert "delete checkpoints" in told
+        assert failed["category"] == "server"
         (small_disk / "junk").unlink()
         assert await rest.ok("copy_weights", **body)
         again = await rest.ok("save_weights_external", model_id=model_id, seq_id=3, **export)
@@ -64,3 +72,51 @@ async def test_what_the_gateway_keeps_itself_names_the_disk(small_disk: Path, tm
         kept = {place.name.partition(".")[0] for place in root.glob("*/*/*")}
         assert kept == {"state", "out"}, "what failed left nothing"
         assert len(list(root.glob("*/*/*"))) == 3
+
+
+@pytest.mark.parametrize("route", ["save_weights", "save_weights_for_sampler"])
+async def test_a_save_waits_for_room_and_what_comes_after_it_for_its_turn(stand: Stand, rest: Rest, route: str) -> None:
+    model_id = await rest.create_model()
+    method = "SaveState" if route == "save_weights" else "TakeSnapshot"
+    stand.trainer.failures[method] = [DiskFull("the disk of /kept is full", place="/kept") for _ in range(2)]
+    saving = (await rest.ok(route, model_id=model_id, seq_id=1, path="a"))["request_id"]
+    step = (await rest.optim_step(model_id, 2))["request_id"]
+
+    async def says_why() -> bool:
+        answer = (await rest.poll(saving)).json()
+        return answer.get("queue_state") == "paused_capacity" and "/kept is full" in answer["queue_state_reason"]
+
+    await eventually(says_why)
+    assert (await rest.poll(step)).status_code == 408
+    assert "error" not in await rest.result(saving)
+    assert "error" not in await rest.result(step)
+    assert [name for name in stand.trainer.names() if name in (method, "OptimStep")] == [method] * 3 + ["OptimStep"]
+
+
+async def test_a_session_that_ends_does_not_wait_for_room(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    stand.trainer.failures["SaveState"] = [DiskFull("full", place="/kept")] * 1000
+    saving = (await rest.ok("save_weights", model_id=model_id, seq_id=1, path="a"))["request_id"]
+    await eventually(lambda: "SaveState" in stand.trainer.names())
+    await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
+    assert "is over" in (await rest.result(saving))["error"]
+
+
+async def test_a_client_of_chaos_notes_every_answer_though_a_save_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "IMAGE_TOKENS", IMAGE_TOKENS)
+    file = tmp_path / "history.jsonl"
+
+    def use(service: tinker.ServiceClient) -> None:
+        with file.open("w") as lines:
+            client.train(service, MODEL, "samples-1", Recorder(lines, "samples-1"), range(4))
+
+    async with running(Stand(tmp_path / "state"), disk_wait_s=0.0) as stand:
+        stand.trainer.failures["SaveState"] = [DiskFull("full", place="/kept")]
+        with pytest.raises(tinker.TinkerError, match="full"):
+            await stand.sdk(use)
+    commands = History.read([file]).commands.values()
+    failed = [one.operation for one in commands if one.answers[0].error]
+    assert failed == ["save_state"]
+    assert {one.arguments.get("round") for one in commands} == {None, 0, 1, 2}
