@@ -91,6 +91,16 @@ class Client:
         path = self._answer(command, self._training.save_state(name), lambda saved: {"path": saved.path}).path
         self._saved.append(path)
 
+    def end(self, number: int) -> None:
+        """Saves, and samples from the weights as they are: a part that was restarted meanwhile has then opened all that
+        it opens when it is first used, such as the port over which weights are sent."""
+        self.save("final", number)
+        if self._samples:
+            command = self._recorder.invoked("snapshot", round=number)
+            sampler = self._answer(command, self._training.save_weights_and_get_sampling_client(), lambda _: {})
+            self._samplers = [(number, sampler)]
+            self._sample(number)
+
     def finish(self) -> None:
         """Waits for everything."""
         waiting, self._waiting = self._waiting, []
@@ -199,7 +209,7 @@ def train(
         for number in rounds:
             client.round(number)
             time.sleep(pause_s)
-        client.save("final", number)
+        client.end(number)
     finally:
         client.finish()
 

@@ -20,6 +20,11 @@ _PATIENCE_S = 1.0
 """For which a place is kept: what comes next has only to be written down."""
 _LEAD = 0.5
 """A place is kept also for who is ahead of others by so much of its last piece: a step after a batch is small."""
+_EVEN = 0.125
+"""Who comes back, ahead of others by no more than this part of its next piece, is taken to be even: to collect so little
+would let a whole further piece of theirs go first."""
+_RECENT_S = 10.0
+"""Who has left no longer ago is expected back, and finds no more work before its own than while it was there."""
 
 
 @dataclass(eq=False)
@@ -77,8 +82,9 @@ class FairQueue:
     Args:
         places: How much work goes on at once.
         weight_of: An owner's weight, above 0.
-        alone: How much goes on at once while it is all one owner's, if that is more: so that a server that does one
-            thing at a time finds the next one when that ends, and yet nobody waits for what others have sent ahead.
+        alone: How much goes on at once while it is all one owner's, and no other was there lately, if that is more: so
+            that a server that does one thing at a time finds the next one when that ends, and yet nobody waits for what
+            others have sent ahead.
     """
 
     def __init__(self, places: int, weight_of: Callable[[str], float], alone: int = 0) -> None:
@@ -86,6 +92,7 @@ class FairQueue:
         self._inside = 0
         self._kept_for = ""
         self._flows: dict[str, _Flow] = {}
+        self._left_at: dict[str, float] = {}  # of owners, seconds of the loop's time
         self._now = 0.0  # virtual
         self._numbers = itertools.count()
         # Seconds that each token inside has had by now: the integral of 1 / (tokens inside).
@@ -132,7 +139,10 @@ class FairQueue:
 
     async def _wait(self, turn: Turn) -> None:
         turn.number, turn.arrived = next(self._numbers), self._now
-        self._flows.setdefault(turn.owner, _Flow()).waiting.append(turn)
+        flow = self._flows.setdefault(turn.owner, _Flow())
+        if not flow.waiting and not flow.inside and flow.finish - self._now <= _EVEN * self._share(turn):
+            flow.finish = min(flow.finish, self._now)
+        flow.waiting.append(turn)
         self._admit()
         try:
             await turn.admitted
@@ -148,8 +158,7 @@ class FairQueue:
             for flow in self._flows.values():
                 flow.forget_gone()
             starts = [(flow.start(), owner) for owner, flow in self._flows.items() if flow.waiting]
-            present = sum(1 for flow in self._flows.values() if flow.waiting or flow.inside)
-            if not starts or self._inside >= (self._alone if present == 1 else self._places):
+            if not starts or self._inside >= (self._alone if self._is_one_owners() else self._places):
                 return
             owner = min(starts)[1]
             if self._kept_for:
@@ -160,11 +169,20 @@ class FairQueue:
                 self._kept_for = ""
             self._let_in(owner)
 
+    def _is_one_owners(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        self._left_at = {owner: at for owner, at in self._left_at.items() if now - at < _RECENT_S}
+        present = {owner for owner, flow in self._flows.items() if flow.waiting or flow.inside}
+        return len(present | self._left_at.keys()) == 1
+
+    def _share(self, turn: Turn) -> float:
+        return turn.cost / self._weight_of(turn.owner)
+
     def _let_in(self, owner: str) -> None:
         flow = self._flows[owner]
         self._now, _ = flow.start()
         turn = flow.waiting.popleft()
-        flow.finish = self._now + turn.cost / self._weight_of(owner)
+        flow.finish = self._now + self._share(turn)
         flow.inside += 1
         self._inside += 1
         turn.admitted.set_result(None)
@@ -175,6 +193,7 @@ class FairQueue:
             flow.finish += (turn.used - turn.cost) / self._weight_of(turn.owner)
         flow.inside -= 1
         self._inside -= 1
+        self._left_at[turn.owner] = asyncio.get_running_loop().time()
         self._keep_place(turn, flow)
         self._admit()
         self._forget_absent()

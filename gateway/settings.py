@@ -137,7 +137,7 @@ class GatewaySettings(ServiceSettings):
         2,
         gt=0,
         description="Losses and steps at the trainer at once while all are one owner's: one runs, the next is there"
-        " when it ends. While several owners want the trainer, they have it by turns, one at a time.",
+        " when it ends. While several owners want the trainer, or did lately, they have it by turns, one at a time.",
     )
     renderer_concurrency: int = Field(
         32, gt=0, description="Render calls in one renderer at once; the rest queue here."

@@ -144,8 +144,13 @@ async def test_seconds_are_divided_by_tokens_and_add_up(monkeypatch: pytest.Monk
     assert (large.seconds, small.seconds) == pytest.approx((3.0, 2.0))
 
 
-async def test_one_owner_has_the_next_piece_of_work_sent_ahead_and_several_have_not() -> None:
+async def test_one_owner_has_the_next_piece_of_work_sent_ahead_and_several_have_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, now = asyncio.get_running_loop(), 100.0
+    time: Callable[[], float] = lambda: now  # noqa: E731
     line = Line(alone=2)
+    monkeypatch.setattr(loop, "time", time)
     await line.send("a", 4)
     assert line.owners() == "aa"
     await line.send("b", 1)
@@ -154,8 +159,33 @@ async def test_one_owner_has_the_next_piece_of_work_sent_ahead_and_several_have_
     await line.end()
     assert line.owners() == "aab"
     await line.end()
+    assert line.owners() == "aaba", "the other is expected back"
+    now += 11.0
+    await line.send("a", 1)
+    await asyncio.sleep(0)
     assert line.owners() == "aabaa"
     line.queue.resize(3)
+    for task in line.tasks:
+        task.cancel()
+
+
+async def test_a_step_waits_for_one_batch_of_a_flood_however_many_were_taken_before() -> None:
+    line = Line(alone=2)
+    await line.send("b", 1)
+    await line.end()
+    await line.send("a", 300, cost=2048)
+    for _ in range(100):
+        line.steady = "b"
+        await line.send("b", 1, cost=2048)
+        while not line.sent[-1].admitted.done():
+            await line.end()
+        await line.end()
+        await line.send("b", 1, cost=64)
+        line.steady = ""
+        while not line.sent[-1].admitted.done():
+            await line.end()
+        await line.end()
+    assert line.owners() == "b" + "abb" * 100 + "a"
     for task in line.tasks:
         task.cancel()
 
