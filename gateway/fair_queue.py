@@ -21,8 +21,8 @@ _PATIENCE_S = 1.0
 _LEAD = 0.5
 """A place is kept also for who is ahead of others by so much of its last piece: a step after a batch is small."""
 _EVEN = 0.125
-"""Who comes back, ahead of others by no more than this part of its next piece, is taken to be even: to collect so little
-would let a whole further piece of theirs go first."""
+"""Who comes back, ahead of others by no more than this part of its next piece, is taken to be even: to collect so
+little would let a whole further piece of theirs go first."""
 _RECENT_S = 10.0
 """Who has left no longer ago is expected back, and finds no more work before its own than while it was there."""
 

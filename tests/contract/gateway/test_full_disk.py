@@ -9,7 +9,6 @@ import tinker
 from chaos import client
 from chaos.history import History, Recorder
 from fovea.wire.errors import DiskFull
-
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import IMAGE_TOKENS, MODEL
 from tests.contract.gateway.keeping import WEIGHT_BYTES, KeepingTrainer
