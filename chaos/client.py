@@ -128,8 +128,9 @@ class Client:
     def _wait(self, waiting: list[tuple[int, Future[Any], Callable[[Any], dict[str, Any]]]]) -> None:
         """All at once: each answer has the time at which it came."""
         with ThreadPoolExecutor(max_workers=max(len(waiting), 1)) as pool:
-            for done in [pool.submit(self._answer, *one) for one in waiting]:
-                done.result()
+            answers = [pool.submit(self._answer, number, future, told) for number, future, told in waiting]
+            for answer in answers:
+                answer.result()
 
     def _answer(self, number: int, future: Future[Result], told: Callable[[Result], dict[str, Any]]) -> Result:
         """Waits for one, and notes what came, be it an error."""
