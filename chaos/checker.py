@@ -16,6 +16,7 @@ TRAINING = ("create_model", "forward_backward", "optim_step", "load_state", "sav
 _EXACT = ("forward_backward", "optim_step")
 _LINES, _LONGEST_LINE = 6, 400  # of each promise
 _SAMPLED = ("sample", "score")
+_ALARM = "came to another answer than its client was given"
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ def same_results(history: History, undisturbed: History) -> list[Violation]:
         if one.operation in _EXACT and _value(one) != _value(other):
             found.append(f"{one.name} answered {_value(one)}, undisturbed {_value(other)}")
     return _violations("same results", found)
+
+
+def no_alarm(log: str) -> list[Violation]:
+    """The gateway has told of no command that was run again and came to another answer than its client has."""
+    return _violations("same results", [line.strip() for line in log.splitlines() if _ALARM in line])
 
 
 def same_weights(saved: dict[str, dict[str, str]], undisturbed: dict[str, dict[str, str]]) -> list[Violation]:

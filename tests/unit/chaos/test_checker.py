@@ -170,6 +170,13 @@ def test_what_an_undisturbed_run_leaves_may_be_left_and_no_more() -> None:
     assert checker.nothing_left(Counter(usual), usual, ["port 4711"])
 
 
+def test_an_alarm_of_the_gateway_breaks_a_promise() -> None:
+    # In the words of gateway/training/replay.py.
+    alarm = "ERROR gateway: request 4 (optim_step) was run again and came to another answer than its client was given"
+    assert checker.no_alarm("INFO ready\nERROR the disk of /state is full\n") == []
+    assert checker.no_alarm(f"INFO ready\n{alarm}\n") == [Violation("same results", alarm)]
+
+
 def test_a_history_is_read_as_it_was_written() -> None:
     lines = [
         {"client": "c", "number": 0, "operation": "sample", "invoked_s": 1.0, "arguments": {"round": 4}},
