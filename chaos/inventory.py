@@ -15,6 +15,7 @@ import psutil
 from safetensors import safe_open
 
 from chaos.stack import Stack
+from fovea.api.v1 import weights_pb2
 
 _NUMBERS = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<=-)[a-z0-9_]{8}(?=/)|[0-9a-f]{8,}|\d+")
 """Of what is made anew each time: UUIDs, the names that `tempfile` draws, digests, counts."""
@@ -74,6 +75,14 @@ def ledger(stack: Stack, scopes: Iterable[str]) -> list[Finish]:
     query = "SELECT scope, seq_id, kind, state, finish_number FROM futures WHERE scope = ? ORDER BY seq_id"
     with _database(stack) as database:
         return [Finish(*row) for scope in scopes for row in database.execute(query, (scope,))]
+
+
+def snapshots(stack: Stack, model_id: str) -> list[str]:
+    """Digests of the weights of a model's snapshots, in the order in which they were taken."""
+    query = "SELECT identity FROM snapshots WHERE model_id = ? ORDER BY created_at"
+    with _database(stack) as database:
+        rows = database.execute(query, (model_id,)).fetchall()
+    return [weights_pb2.Snapshot.FromString(identity).digest for (identity,) in rows]
 
 
 def saved_tensors(stack: Stack, path: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from chaos import checker
 from chaos.checker import Violation
 from chaos.faults import Fault, Happened, write_log
 from chaos.history import History
-from chaos.inventory import Finish, Inventory, growth, ledger, saved_tensors, take
+from chaos.inventory import Finish, Inventory, growth, ledger, saved_tensors, snapshots, take
 from chaos.nemesis import Nemesis
 from chaos.stack import MODEL_NAME, Stack
 
@@ -28,7 +28,7 @@ class Seen:
     """What a run of all clients has shown.
 
     Attributes:
-        saved: Digests of the tensors of each saved state, by client and name.
+        saved: Digests of the tensors of each saved state, by client and name; of a snapshot, of all its weights.
         grown: What it has left.
         exits: Exit code of each client.
     """
@@ -177,6 +177,10 @@ def _seen(
         if one.operation == "save_state" and one.answers and not one.answers[0].error:
             name = f"{one.client} {one.arguments['name']}"
             saved[name] = saved_tensors(stack, one.answers[0].value["path"])
+    for one in made:
+        if not one.answers[0].error:
+            digests = snapshots(stack, one.answers[0].value["model_id"])
+            saved |= {f"{one.client} snapshot {number}": {"weights": each} for number, each in enumerate(digests)}
     scopes = [one.answers[0].value["model_id"] for one in made if not one.answers[0].error]
     return Seen(history, ledger(stack, scopes), saved, growth(before, now), exits, seconds)
 
