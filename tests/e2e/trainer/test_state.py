@@ -57,7 +57,7 @@ async def test_a_full_disk_is_named_and_nothing_else_is_lost(qwen3: Bench, kind:
         with pytest.raises(ResourceExhausted, match="is full"):
             await qwen3.client.take_snapshot(model_id, f"{model_id}@{spare_bytes}", f"{small_disk}/snapshot")
         (small_disk / "junk").unlink()
-    assert [place.name for place in small_disk.iterdir()] == ["first"], "what failed left nothing"
+    assert os.listdir(small_disk) == ["first"], "what failed left nothing"
     assert await qwen3.client.load_state(model_id, f"{small_disk}/first", optimizer=True) == 0, (
         "what was there is whole"
     )
