@@ -40,8 +40,8 @@ def replay_skips_a_command() -> None:
 
     remaining = Replay._remaining
 
-    async def skip(self: Replay, model: Any, restored: int | None) -> Any:
-        return (await remaining(self, model, restored))[bool(restored) :]
+    async def skip(self: Replay, model: Any, restored: int | None, problem: str) -> Any:
+        return (await remaining(self, model, restored, problem))[bool(restored) :]
 
     _put(Replay, "_remaining", skip)
 
@@ -66,8 +66,8 @@ def newest_snapshot_sampled() -> None:
     from gateway.sampling.sampling_sessions import Sampling
 
     begin = Sampling.open_on_snapshot
-    _put(Sampling, "open_on_snapshot", lambda self, session_id, model_id, snapshot_id, inflight: begin(
-        self, session_id, model_id, snapshot_id, True
+    _put(Sampling, "open_on_snapshot", lambda self, session_id, base_model, model_id, snapshot_id, inflight: begin(
+        self, session_id, base_model, model_id, snapshot_id, True
     ))  # fmt: skip
 
 
