@@ -96,7 +96,7 @@ def named_snapshot(history: History, undisturbed: History) -> list[Violation]:
     """
     found: list[str] = []
     for one, other in _pairs(history, undisturbed, found):
-        if one.operation not in _SAMPLED or not one.answers or not other.answers:
+        if one.operation not in _SAMPLED or not _is_told(one) or not _is_told(other):
             continue
         ours, theirs = _value(one), _value(other)
         where = f"{one.name} of snapshot {one.arguments.get('snapshot')}"
@@ -105,7 +105,7 @@ def named_snapshot(history: History, undisturbed: History) -> list[Violation]:
         elif (difference := _difference(ours["logprobs"], theirs["logprobs"])) > SAMPLE_TOLERANCE:
             found.append(f"{where} has other log-probabilities, by {difference:.1e}")
     for client in undisturbed.clients:
-        scores = [one for one in undisturbed.of(client) if one.operation == "score" and one.answers]
+        scores = [one for one in undisturbed.of(client) if one.operation == "score" and _is_told(one)]
         for before, after in pairwise(scores):
             difference = _difference(_value(before)["logprobs"], _value(after)["logprobs"])
             if difference < 10 * SAMPLE_TOLERANCE:
@@ -163,6 +163,11 @@ def _model(commands: Sequence[Command]) -> str:
     return next(
         (str(_value(one)["model_id"]) for one in commands if one.operation == "create_model" and one.answers), ""
     )
+
+
+def _is_told(command: Command) -> bool:
+    """Whether it has an answer that is no error; the others break another promise."""
+    return bool(command.answers) and not command.answers[0].error
 
 
 def _value(command: Command) -> dict[str, object]:

@@ -126,7 +126,10 @@ class GatewaySettings(ServiceSettings):
     push_timeout_s: float = Field(120.0, gt=0, description="Deadline of one push of weights to samplers.")
     sample_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one sample request in a sampler.")
     retry_deadline_s: float = Field(
-        120.0, ge=0, description="How long samples wait for a sampler, and new models for a trainer, to come back."
+        1800.0,
+        ge=0,
+        description="How long samples wait for a sampler, images for a renderer, and new models for a trainer, to come"
+        " back: longer than it takes to load a large model.",
     )
     trainer_wait_s: float = Field(5.0, ge=0, description="How long a command waits for an unreachable trainer.")
     disk_wait_s: float = Field(

@@ -50,6 +50,9 @@ _LONGEST_PAUSE_S = 0.5
 _MENDS = 30
 """How often one request may find its snapshot or its image evicted before we call it a fault."""
 
+_BREAKS = 10
+"""How many samplers may end while they have one request, before it is taken for what ends them."""
+
 
 @dataclass
 class SampleWork:
@@ -63,6 +66,8 @@ class SampleWork:
         snapshot_id: The weights of the last try.
         cells: What to score in the prompt.
         outage: Since a sampler first failed it.
+        mends: How often it found its snapshot or its image evicted.
+        breaks: How many samplers have ended while they had it.
     """
 
     pending: Pending
@@ -75,6 +80,7 @@ class SampleWork:
     cells: Cells | None = None
     outage: Backoff | None = None
     mends: int = 0
+    breaks: int = 0
 
 
 def check_context(prompt_tokens: int, max_tokens: int, max_context_length: int) -> None:
@@ -207,6 +213,7 @@ class SampleRunner:
             sampler.note_not_loaded(work.snapshot_id)
             raise
         except Unavailable as error:
+            work.breaks += 1
             sampler.mark_down(str(error))
             raise
 
@@ -236,6 +243,10 @@ class SampleRunner:
             if work.outage.is_over:
                 raise Unavailable(
                     f"gave up after {self._retry_deadline_s:.0f} s: {error.message}. Send the request again"
+                ) from None
+            if work.breaks > _BREAKS:
+                raise Unavailable(
+                    f"gave up: {work.breaks} times a sampler ended while it had this request: {error.message}"
                 ) from None
             work.pending.progress.wait_on(error.message, QueueState.PAUSED)
             await work.outage.pause()

@@ -9,7 +9,8 @@ import pytest
 import tinker
 from tinker import types
 
-from fovea.wire.errors import FeatureEvicted
+from fovea.wire.errors import FeatureEvicted, Unavailable
+from gateway.sampling import sample_runner
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL, FakeSampler
 from tests.contract.gateway.requests import Rest, image_input
@@ -154,6 +155,18 @@ async def test_sampler_that_stays_away_ends_in_a_clear_error(stand: Stand, rest:
     assert answer["category"] == "server"
     assert "gave up after" in answer["error"]
     await stand.sampler.start()
+
+
+async def test_a_request_that_ends_its_sampler_again_and_again_is_given_up(
+    stand: Stand, rest: Rest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_runner, "_BREAKS", 2)
+    sampling_id = await base_session(rest)
+    stand.sampler.failures["Sample"] += [Unavailable("the engine has died")] * 3
+    answer = await rest.result((await rest.sample(sampling_id, 0)).json()["request_id"])
+    assert answer["category"] == "server"
+    assert "3 times a sampler ended while it had this request: the engine has died" in answer["error"]
+    assert "sequences" in await rest.result((await rest.sample(sampling_id, 1)).json()["request_id"])
 
 
 async def test_evicted_image_is_rendered_again(stand: Stand, rest: Rest) -> None:

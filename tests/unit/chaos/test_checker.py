@@ -170,6 +170,14 @@ def test_what_an_undisturbed_run_leaves_may_be_left_and_no_more() -> None:
     assert checker.nothing_left(Counter(usual), usual, ["port 4711"])
 
 
+def test_a_sample_that_failed_breaks_one_promise_alone() -> None:
+    history = good()
+    command = history.commands[at(9)]
+    command.answers = [Answer(9.5, {}, "no sampler answers")]
+    assert checker.answered_once(history) == [Violation("answered once", f"{command.name} failed: no sampler answers")]
+    assert checker.named_snapshot(history, good()) == []
+
+
 def test_an_alarm_of_the_gateway_breaks_a_promise() -> None:
     # In the words of gateway/training/replay.py.
     alarm = "ERROR gateway: request 4 (optim_step) was run again and came to another answer than its client was given"
