@@ -23,6 +23,7 @@ class Server:
     """A server that speaks the Tinker API, through the SDK; without arguments that of the environment variables."""
 
     def __init__(self, base_url: str | None, api_key: str | None) -> None:
+        self.base_url, self.api_key = base_url, api_key
         self.service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
         self.rest = tinker.RestClient(base_url=base_url, api_key=api_key)
 

@@ -13,6 +13,7 @@ from fovea.wire.errors import FailedPrecondition, InvalidInput
 from fovea_data.connection import Connection
 from fovea_data.conversation import Conversation
 from fovea_data.encoder import Encoder
+from fovea_data.model_export import export_model
 from fovea_data.pictures import read_picture
 from fovea_rollout.messages import Message, Part, Picture
 
@@ -55,6 +56,13 @@ class TunedModel:
         """Of the best evaluation `held_out_loss`, and `accuracy` if there is a sampler; empty without held-out rows."""
         found = [row for row in self.history if "held_out_loss" in row]
         return min(found, key=lambda row: row["held_out_loss"], default={})
+
+    def export(self, directory: str | pathlib.Path, *, merged: bool = False, base: str | None = None) -> pathlib.Path:
+        """Writes `weights` as a PEFT adapter, or merged as a model that others load: see `export_model`."""
+        server = self.connection.server
+        return export_model(
+            self.weights, directory, merged=merged, base=base, base_url=server.base_url, api_key=server.api_key
+        )
 
     def ask(self, *parts: str | Picture | pathlib.Path, max_tokens: int = 256) -> str:
         """What the model answers to a message, greedily.

@@ -1,4 +1,6 @@
-"""`fovea up | down | demo | status | restart | keys | owners | usage | sessions | models | conformance | evaluate`."""
+"""`fovea up | down | demo | status | restart | keys | owners | usage | sessions | models | conformance | evaluate |
+export`.
+"""
 
 import asyncio
 import importlib.util
@@ -289,6 +291,14 @@ def evaluate(context: typer.Context) -> None:
     if importlib.util.find_spec("tinker") is None:
         raise typer.Exit(_complain("this asks through the official SDK; install it: pip install tinker==0.38.0"))
     _pass_on("fovea_data.evaluate", *context.args)
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def export(context: typer.Context) -> None:
+    """Write a checkpoint as a PEFT adapter or a merged model that others load; see `fovea export --help`."""
+    if importlib.util.find_spec("tinker") is None:
+        raise typer.Exit(_complain("this asks through the official SDK; install it: pip install tinker==0.38.0"))
+    _pass_on("fovea_data.model_export", *context.args)
 
 
 @app.command(context_settings=PASSED_ON)

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from fovea.wire.errors import InvalidInput
-from gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint, CheckpointPath
+from gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint
 from gateway.checkpoints.checkpoint_registry import Checkpoints
 from gateway.checkpoints.exports import Exports, Link
 from gateway.http.endpoint import Endpoints, Json, check_query, paging
@@ -181,17 +181,15 @@ class ExportRoutes:
         self._exports, self._base_path = exports, base_path
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
-        # Of all segments only this one: for the others the path below does not exist.
-        links = f"training_runs/{{run}}/checkpoints/{EXTERNAL}/{{name}}/external_weights_urls"
+        links = "training_runs/{run}/checkpoints/{segment}/{name}/external_weights_urls"
         return [
             endpoints.route("GET", links, self.links, Scope.READ),
-            endpoints.keyless_route("GET", "exports/{run}/{name}/{file:path}", self.file),
+            endpoints.keyless_route("GET", "exports/{run}/{segment}/{name}/{file:path}", self.file),
         ]
 
     async def links(self, request: Request, owner: str) -> Response:
         """A signed URL for each file, on the host that the client used, and when they expire."""
-        run, name = request.path_params["run"], request.path_params["name"]
-        links, expires_at = await self._exports.links(owner, str(CheckpointPath(run, EXTERNAL, name)))
+        links, expires_at = await self._exports.links(owner, _path(request))
         root = f"{request.url.scheme}://{request.url.netloc}{self._base_path}/api/v1/exports"
         urls = {link.file: f"{root}/{_link_path(link)}" for link in links}
         return Json({"urls": urls, "expires": datetime.fromtimestamp(expires_at, UTC).isoformat()})
@@ -203,7 +201,8 @@ class ExportRoutes:
             expires_at = int(query.get("expires", ""))
         except ValueError:
             raise InvalidInput("expires is missing from this link, or is no number", field="expires") from None
-        link = Link(parts["run"], parts["name"], parts["file"], expires_at, query.get("signature", ""))
+        places = (parts["run"], parts["segment"], parts["name"], parts["file"])
+        link = Link(*places, expires_at, query.get("signature", ""))
         file = await self._exports.follow(link)
         # The folder of an export is never written twice, so its name says which content this is.
         tag = f'"{file.uri.rpartition(".")[2]}-{file.size_bytes}"'
@@ -243,7 +242,7 @@ def parse_range(header: str | None, size_bytes: int) -> range | None:
 
 def _link_path(link: Link) -> str:
     query = urlencode({"expires": link.expires_at, "signature": link.signature})
-    return f"{quote(link.run)}/{quote(link.name)}/{quote(link.file)}?{query}"
+    return f"{quote(link.run)}/{link.segment}/{quote(link.name)}/{quote(link.file)}?{query}"
 
 
 def _path(request: Request) -> str:

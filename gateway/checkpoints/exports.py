@@ -1,4 +1,4 @@
-"""Exports: files of external weights, served to whoever has a link to one. Links are signed, and expire.
+"""Exports: files of weights, served to whoever has a link to one. Links are signed, and expire.
 
 Files may be encrypted by age (age-encryption.org/v1), by pyrage, which wraps the Rust implementation.
 """
@@ -15,7 +15,7 @@ import pyrage
 import sqlalchemy as sa
 
 from fovea.wire.errors import Internal, InvalidInput, PermissionDenied
-from gateway.checkpoints.checkpoint import EXTERNAL, Checkpoint, CheckpointPath
+from gateway.checkpoints.checkpoint import TRAINING, Checkpoint, CheckpointPath
 from gateway.checkpoints.checkpoint_registry import Checkpoints, get_row
 from gateway.checkpoints.checkpoint_storage import Storage
 from gateway.database import schema
@@ -45,6 +45,7 @@ class Link(NamedTuple):
     """
 
     run: str
+    segment: str
     name: str
     file: str
     expires_at: int
@@ -60,7 +61,7 @@ class ExportedFile(NamedTuple):
 
 
 class Exports:
-    """External weights. Call `open` before use."""
+    """External weights, and weights to sample from, which lie in the same formats. Call `open` before use."""
 
     def __init__(self, database: Database, checkpoints: Checkpoints) -> None:
         self._database, self._checkpoints = database, checkpoints
@@ -75,22 +76,24 @@ class Exports:
         self._key = await self._database.write(_take_secret)
 
     async def links(self, owner: str, path: str) -> tuple[list[Link], int]:
-        """A link to each file of an export that the caller may read, and when they expire.
+        """A link to each file of weights that the caller may read, and when they expire.
 
-        Raises NotFound, InvalidInput for a checkpoint of another kind.
+        Raises NotFound, InvalidInput for a training checkpoint.
         """
         checkpoint = await self._checkpoints.find(owner, path)
-        if checkpoint.segment != EXTERNAL:
+        if checkpoint.segment == TRAINING:
             raise InvalidInput(f"{path} is no export; make one with save_weights_external", field="path")
         expires_at = int(time.time()) + _LINK_TTL_S
         if checkpoint.expires_at is not None:
             expires_at = min(expires_at, int(checkpoint.expires_at))
         files = await self._storage.sizes(checkpoint.uri)
-        return [self._link(checkpoint, file, expires_at) for file in files], expires_at
+        # Of an export they are gone; weights to sample from keep them.
+        public = [file for file in files if not file.startswith(_PRIVATE)]
+        return [self._link(checkpoint, file, expires_at) for file in public], expires_at
 
     async def follow(self, link: Link) -> ExportedFile:
         """The file that a link leads to. Raises PermissionDenied for a link that is wrong, old, or to nothing."""
-        path = str(CheckpointPath(link.run, EXTERNAL, link.name))
+        path = str(CheckpointPath(link.run, link.segment, link.name))
         checkpoint = await self._database.read(lambda connection: get_row(connection, path))
         # One answer for a wrong link and for one to nothing: it must not tell strangers which exports exist.
         wrong = PermissionDenied(
@@ -115,7 +118,7 @@ class Exports:
         # The folder is new with every export: a link never leads to what later took the same name.
         text = "\0".join((checkpoint.uri, file, str(expires_at)))
         signature = hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
-        return Link(checkpoint.model_id, checkpoint.name, file, expires_at, signature)
+        return Link(checkpoint.model_id, checkpoint.segment, checkpoint.name, file, expires_at, signature)
 
 
 async def complete_export(storage: Storage, written: str, target: str, recipients: list[Recipient]) -> int:

@@ -107,6 +107,21 @@ async def test_an_export_is_downloaded_without_a_key(keeping: Stand, client: Res
     assert keeping.trainer.snapshots == {}
 
 
+async def test_weights_to_sample_from_are_downloaded_as_an_export_is(keeping: Stand, client: Rest) -> None:
+    model_id = await client.create_model()
+    body = {"model_id": model_id, "seq_id": 1, "path": "out"}
+    await client.result((await client.ok("save_weights_for_sampler", **body))["request_id"])
+    answer = (await client.http.get(links_of(model_id).replace("external_weights/", "sampler_weights/"))).json()
+    assert list(answer["urls"]) == [CONFIG, WEIGHTS], "what only trainers read is not shown"
+    url = answer["urls"][WEIGHTS]
+    assert (await client.http.get(url)).content == weights(0)
+    for wrong in (url.replace("sampler_weights", "external_weights"), url.replace(WEIGHTS, "fovea_lora.json")):
+        assert (await client.http.get(wrong)).status_code == 403
+    async with keeping.http(OTHER_KEY) as other:
+        refused = await other.get(links_of(model_id).replace("external_weights/", "sampler_weights/"))
+        assert refused.status_code == 404
+
+
 RANGES = [
     ("bytes=0-9", 206, 0, 10),
     ("bytes=1048570-2097160", 206, 1048570, 2097161),

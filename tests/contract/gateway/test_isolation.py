@@ -54,7 +54,7 @@ CHECKPOINT = "training_runs/{run}/checkpoints/{segment}/{name}"
 NAMED = "training_runs/{run}/checkpoints/{name}"
 REST: dict[tuple[str, str], Answer] = {
     ("GET", "healthz"): Answer(OPEN, other=200),
-    ("GET", "exports/{run}/{name}/{file:path}"): Answer(OPEN, own=400, other=400),  # no signature, nobody's
+    ("GET", "exports/{run}/{segment}/{name}/{file:path}"): Answer(OPEN, own=400, other=400),  # no signature, nobody's
     ("POST", "retrieve_future"): Answer(READ, body="retrieve_future"),
     ("POST", "cancel_future"): Answer(SAMPLE, other=200, body="cancel_future"),  # says nothing, and does nothing
     ("POST", "retrieve_futures"): Answer(SAMPLE, body="retrieve_futures"),
@@ -108,7 +108,7 @@ REST: dict[tuple[str, str], Answer] = {
     # Unpublished again before another owner asks.
     ("POST", f"{CHECKPOINT}/publish"): Answer(TRAIN),
     ("DELETE", f"{CHECKPOINT}/publish"): Answer(TRAIN),
-    ("GET", "training_runs/{run}/checkpoints/external_weights/{name}/external_weights_urls"): Answer(READ),
+    ("GET", f"{CHECKPOINT}/external_weights_urls"): Answer(READ, own=400),  # a training checkpoint
     ("DELETE", NAMED): Answer(TRAIN, own=400, other=400),  # says only that a kind is missing
     ("PUT", f"{NAMED}/ttl"): Answer(TRAIN, own=400, other=400),
     ("POST", f"{NAMED}/publish"): Answer(TRAIN, own=400, other=400),

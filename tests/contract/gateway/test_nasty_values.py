@@ -108,9 +108,10 @@ PLACES = (
     "GET sessions/{}", "GET samplers/{}", "GET training_runs/{}", "GET training_runs/{}/checkpoints",
     "GET training_runs/{}/checkpoints/external_weights/a/external_weights_urls",
     "GET training_runs/a/checkpoints/external_weights/{}/external_weights_urls",
-    "GET exports/{}/a/b?expires=1&signature=a", "GET exports/a/{}/b?expires=1&signature=a",
-    "GET exports/a/b/{}?expires=1&signature=a", "GET exports/a/b/c?expires={}",
-    "GET exports/a/b/c?expires=1&signature={}", "GET sessions?limit={}", "GET sessions?offset={}",
+    "GET training_runs/a/checkpoints/{}/a/external_weights_urls",
+    "GET exports/{}/a/b/c?expires=1&signature=a", "GET exports/a/{}/b/c?expires=1&signature=a",
+    "GET exports/a/b/{}/c?expires=1&signature=a", "GET exports/a/b/c/d?expires={}",
+    "GET exports/a/b/c/d?expires=1&signature={}", "GET sessions?limit={}", "GET sessions?offset={}",
     "GET checkpoints?limit={}", "GET checkpoints?offset={}", "GET training_runs?limit={}",
     "GET training_runs?offset={}", "GET training_runs?access_scope={}", "GET {}",
     "DELETE training_runs/{}/checkpoints/weights/a", "DELETE training_runs/a/checkpoints/weights/{}",
@@ -141,7 +142,7 @@ async def test_no_header_is_an_internal_error(answers: Answers, made: Bodies) ->
         headers, what = {name: value}, f"{name}: {value!r}"
         for route in "retrieve_future", "create_session", "copy_weights", "asample":
             answers.send(what, "POST", route, content=to_json(made.of(route)), headers=headers)
-        for path in "exports/a/b/c?expires=1", "sessions", "nothing":
+        for path in "exports/a/b/c/d?expires=1", "sessions", "nothing":
             answers.send(what, "GET", path, headers=headers)
 
 

@@ -1,0 +1,343 @@
+"""An adapter added to its base model: a Hugging Face checkpoint that needs neither PEFT nor Fovea.
+
+Works file by file, so that no more than one shard is in memory. Names and layouts of the files are the base's own;
+transformers' conversions tell which of its modules a tensor of a file belongs to. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from fovea.runtime.model_files import read_json
+from fovea.wire.errors import InvalidInput
+from fovea_data.base_model import copy_small_files
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 4 * 2**30
+
+_PREFIX = "base_model.model."
+_SUFFIX = ".weight"
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_SHARED_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+_OTHER_KINDS = {"use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none", "rank_pattern": {}}
+"""Entries of a PEFT configuration that change what an adapter computes, and the values that are merged here."""
+
+
+def merge_adapter(
+    adapter: pathlib.Path,
+    base: pathlib.Path,
+    out: pathlib.Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Writes W + alpha / rank * B A for every W that an adapter adapts, and the rest of the base as it is.
+
+    Sums are float32, rounded once to the type that the base's files have. An adapted unembedding that the base shares
+    with its embeddings becomes a tensor of its own, and `tie_word_embeddings` false.
+
+    Args:
+        adapter: Folder of a PEFT LoRA: `adapter_config.json` and `adapter_model.safetensors`.
+        base: Folder of the checkpoint that it was trained on, in safetensors files.
+        out: Folder for the merged checkpoint, which exists.
+        shard_bytes: The most bytes of a file of weights, but for single larger tensors.
+        on_bytes: Told of the bytes of each tensor that is written.
+
+    Raises:
+        InvalidInput: The adapter is of another kind, or does not fit the base; the base is quantised or has no
+            safetensors files.
+    """
+    config = read_json(base / "config.json")
+    if config.get("quantization_config"):
+        raise InvalidInput(
+            f"{base} is quantised, and an adapter cannot be added to that: give the checkpoint that it was made of",
+            field="base",
+        )
+    with ExitStack() as files:
+        stored = _Base(base, config, files)
+        factors = _Factors(adapter, files)
+        plan = list(stored.plan(factors))
+        if left := factors.unused():
+            raise InvalidInput(
+                f"the adapter adapts {left[0]}, which {base} has not: give the base model that it was trained on",
+                field="base",
+            )
+        shards = list(_shards(plan, shard_bytes))
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        if len(shards) == 1:
+            names = [WEIGHTS]
+        for name, shard in zip(names, shards, strict=True):
+            written = {}
+            for each in shard:
+                written[each.name] = each.make()
+                on_bytes(each.size_bytes)
+            save_file(written, out / name, metadata={"format": "pt"})
+    copy_small_files(base, out)
+    if len(shards) > 1:
+        weight_map = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
+        index = {"metadata": {"total_size": sum(each.size_bytes for each in plan)}, "weight_map": weight_map}
+        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if stored.is_untied(factors):
+        config["tie_word_embeddings"] = False
+        if isinstance(config.get("text_config"), dict):
+            config["text_config"]["tie_word_embeddings"] = False
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def spread_shared_experts(adapter: pathlib.Path) -> None:
+    """Gives each expert an adapter of its own, in the names that PEFT and vLLM read, where Fovea's share factors.
+
+    Fovea keeps the factors of a layer's experts as `experts.w1.lora_A`, [E, R, N], or [1, R, N] where all share one.
+    """
+    weights = adapter / ADAPTER_WEIGHTS
+    tensors = _loaded(weights)
+    counts: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 3:
+            parent = name.rsplit(".", 3)[0]
+            counts[parent] = max(counts.get(parent, 0), len(tensor))
+    if not counts:
+        return
+    spread: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 3:
+            spread[name] = tensor
+            continue
+        parent, part, half, _ = name.rsplit(".", 3)
+        for index, factor in enumerate(tensor.expand(counts[parent], -1, -1)):
+            spread[f"{parent}.{index}.{_SHARED_NAMES[part]}.{half}.weight"] = factor.clone()
+    save_file(spread, weights, metadata={"format": "pt"})
+    config = read_json(adapter / ADAPTER_CONFIG)
+    suffix = ".lora_A.weight"
+    config["target_modules"] = [
+        name.removeprefix(_PREFIX).removesuffix(suffix) for name in spread if name.endswith(suffix)
+    ]
+    (adapter / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A tensor of the merged checkpoint."""
+
+    name: str
+    size_bytes: int
+    make: Callable[[], Tensor]
+
+
+class _Factors:
+    """What an adapter adds to weights, by module. Factors are read when they are needed."""
+
+    def __init__(self, adapter: pathlib.Path, files: ExitStack) -> None:
+        config = read_json(adapter / ADAPTER_CONFIG)
+        if (kind := config.get("peft_type")) != "LORA":
+            raise InvalidInput(f"{adapter} is a PEFT {kind}; only LORA can be merged", field="adapter")
+        for entry, value in _OTHER_KINDS.items():
+            if config.get(entry, value) not in (value, None):
+                raise InvalidInput(f"{adapter} has {entry} {config[entry]!r}, which is not merged here", field=entry)
+        self._scale = float(config["lora_alpha"]) / int(config["r"])
+        self._file: Any = files.enter_context(_opened(adapter / ADAPTER_WEIGHTS))
+        self._names: dict[str, str] = {name.removeprefix(_PREFIX): name for name in self._file.keys()}  # noqa: SIM118 - no mapping
+        ends = (".lora_A.weight", ".lora_B.weight")
+        if odd := [name for name in self._names if not name.endswith(ends)]:
+            raise InvalidInput(f"{adapter} has {odd[0]}, which is no factor of a LoRA", field="adapter")
+        self._modules = {name.removesuffix(ends[0]) for name in self._names if name.endswith(ends[0])}
+        self._used: set[str] = set()
+
+    def has(self, module: str) -> bool:
+        """Whether a module is adapted."""
+        return module in self._modules
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """[out, in] of what is added to a module. Marks it as used."""
+        self._used.add(module)
+        (_, inputs), (outputs, _) = (self._file.get_slice(self._name(module, half)).get_shape() for half in "AB")
+        return outputs, inputs
+
+    def delta(self, module: str) -> Tensor:
+        """float32 [out, in]."""
+        a, b = (self._file.get_tensor(self._name(module, half)).float() for half in "AB")
+        added: Tensor = self._scale * (b @ a)
+        return added
+
+    def unused(self) -> list[str]:
+        """Modules for which the base had no place, in order."""
+        return sorted(self._modules - self._used)
+
+    def _name(self, module: str, half: str) -> str:
+        return self._names[f"{module}.lora_{half}.weight"]
+
+
+class _Base:
+    """The files of a checkpoint, and where in transformers' model each of their tensors goes."""
+
+    def __init__(self, folder: pathlib.Path, config: dict[str, Any], files: ExitStack) -> None:
+        self._folder = folder
+        self._slices: dict[str, Any] = {}
+        for path in weight_files(folder):
+            file: Any = files.enter_context(_opened(path))
+            self._slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        kind: Any = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+        with torch.device("meta"):
+            self._model: Any = kind.from_config(AutoConfig.from_pretrained(folder))
+        head = self._model.get_output_embeddings()
+        self._head = next(name for name, module in self._model.named_modules() if module is head)
+        tied = dict(self._model.all_tied_weights_keys)
+        self._embedding = tied.get(f"{self._head}{_SUFFIX}")
+        self._find_places()
+
+    def _find_places(self) -> None:
+        conversions = get_model_conversion_mapping(self._model)
+        renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+        converters = [one for one in conversions if isinstance(one, WeightConverter)]
+        steps = {pattern: one.operations for one in converters for pattern in one.source_patterns}
+        own = self._model.state_dict()
+        self._places: dict[str, str] = {}
+        self._steps: dict[str, list[Any]] = {}
+        for name in self._slices:
+            place, pattern = rename_source_key(name, renamings, converters, self._model.base_model_prefix, own)
+            if place not in own and name in own:
+                place, pattern = name, None
+            self._places[name] = place
+            if pattern is not None:
+                self._steps[name] = steps[pattern]
+
+    def is_untied(self, factors: _Factors) -> bool:
+        """Whether the merged model has an unembedding of its own, though the base has not."""
+        return self._embedding is not None and factors.has(self._head)
+
+    def plan(self, factors: _Factors) -> Iterator[_Planned]:
+        """The merged checkpoint's tensors, in the order of the base's files. Raises InvalidInput if one misfits."""
+        head = f"{self._head}{_SUFFIX}"
+        for name in self._slices:
+            yield self._planned(name, name, self._added(name, factors))
+        if self.is_untied(factors) and head not in self._places.values():
+            source = next(name for name, place in self._places.items() if place == self._embedding)
+            ((own_name, _),) = revert_weight_conversion(self._model, {head: torch.empty(0)}).items()
+            yield self._planned(own_name, source, self._whole(source, self._head, factors))
+
+    def _planned(self, name: str, source: str, added: Callable[[], Tensor] | None) -> _Planned:
+        stored = self._slices[source]
+        kind, shape = stored.get_dtype(), stored.get_shape()
+        if added is not None and kind not in _ITEM_BYTES:
+            raise InvalidInput(f"{source} of {self._folder} is {kind}, to which nothing can be added", field="base")
+
+        def make() -> Tensor:
+            tensor: Tensor = stored[...] if shape else stored[()]
+            return tensor if added is None else (tensor.float() + added()).to(tensor.dtype).contiguous()
+
+        return _Planned(name, math.prod(shape) * _ITEM_BYTES.get(kind, 1), make)
+
+    def _added(self, name: str, factors: _Factors) -> Callable[[], Tensor] | None:
+        """What makes the sum that is added to a tensor of the files; None if nothing is."""
+        place = self._places[name]
+        alone = _EXPERT.fullmatch(name.removesuffix(_SUFFIX))
+        if (stacked := _STACKED.fullmatch(place)) is not None:
+            parent, projection = stacked[1], stacked[2]
+            if alone is not None:
+                module = f"{parent}.{alone[2]}.{alone[3]}"
+                return self._whole(name, module, factors) if factors.has(module) else None
+            return self._of_experts(name, parent, _HALVES[projection], factors)
+        module = place.removesuffix(_SUFFIX)
+        if not place.endswith(_SUFFIX) or not factors.has(module):
+            return None
+        if name in self._steps:
+            raise InvalidInput(f"{name} of {self._folder} lies in another shape than {module}", field="base")
+        return self._whole(name, module, factors)
+
+    def _whole(self, name: str, module: str, factors: _Factors) -> Callable[[], Tensor]:
+        self._check(name, [*factors.shape(module)], module)
+        return lambda: factors.delta(module)
+
+    def _of_experts(
+        self, name: str, parent: str, halves: tuple[str, ...], factors: _Factors
+    ) -> Callable[[], Tensor] | None:
+        """Of all experts of a layer, which lie in one tensor: [E, out, in], or transposed."""
+        (count, *_) = self._slices[name].get_shape()
+        modules = [[f"{parent}.{index}.{half}" for half in halves] for index in range(count)]
+        if not all(factors.has(module) for of_expert in modules for module in of_expert):
+            return None  # if some are adapted, they are named as unused
+        shapes = [factors.shape(module) for of_expert in modules for module in of_expert]
+        outputs, inputs = sum(shape[0] for shape in shapes[: len(halves)]), shapes[0][1]
+        is_transposed = any(isinstance(step, Transpose) for step in self._steps.get(name, ()))
+        whole = [count, inputs, outputs] if is_transposed else [count, outputs, inputs]
+        self._check(name, whole, f"{parent}.0.{halves[0]}")
+
+        def added() -> Tensor:
+            found = torch.stack([torch.cat([factors.delta(module) for module in of_expert]) for of_expert in modules])
+            return found.mT if is_transposed else found
+
+        return added
+
+    def _check(self, name: str, wanted: list[int], module: str) -> None:
+        if (shape := list(self._slices[name].get_shape())) != wanted:
+            raise InvalidInput(
+                f"{name} of {self._folder} has shape {shape}, the adapter of {module} is for {wanted}: give the base"
+                " model that it was trained on",
+                field="base",
+            )
+
+
+def size_bytes(folder: pathlib.Path) -> int:
+    """Of a checkpoint's weights. Raises InvalidInput if it has no safetensors files, or not all."""
+    return sum(path.stat().st_size for path in weight_files(folder))
+
+
+def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The safetensors files of a checkpoint. Raises InvalidInput if it has none, or not all."""
+    whole, index = folder / WEIGHTS, folder / INDEX
+    names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else [WEIGHTS]
+    if whole.is_file():
+        names = [WEIGHTS]
+    for name in names:
+        if not (folder / name).is_file():
+            raise InvalidInput(f"{folder} has no {name}: adapters are merged with safetensors files", field="base")
+    return [folder / name for name in names]
+
+
+def _shards(plan: Iterable[_Planned], most: int) -> Iterator[list[_Planned]]:
+    shard: list[_Planned] = []
+    for each in plan:
+        if shard and sum(one.size_bytes for one in shard) + each.size_bytes > most:
+            yield shard
+            shard = []
+        shard.append(each)
+    yield shard
+
+
+def _opened(path: pathlib.Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise InvalidInput(f"{path} is no safetensors file: {error}", field=path.name) from None
+
+
+def _loaded(path: pathlib.Path) -> dict[str, Tensor]:
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError) as error:
+        raise InvalidInput(f"{path} is no safetensors file: {error}", field=path.name) from None

@@ -1,0 +1,136 @@
+"""Weights of a `tinker://` checkpoint as files on this machine: an adapter as PEFT has it, or a whole checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from urllib.parse import quote
+
+import httpx
+import tinker
+
+from fovea.wire.errors import FailedPrecondition, Internal, InvalidInput, NotFound, Unavailable
+
+_EXPORT_TTL_S = 3600
+_TIMEOUT_S = 60.0
+
+
+def download_checkpoint(
+    path: str,
+    folder: pathlib.Path,
+    *,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    on_bytes: Callable[[int, int], None] = lambda _done, _of: None,
+) -> None:
+    """Fetches the files of a checkpoint.
+
+    A training checkpoint is loaded into a training run and exported by it for as long as this takes; weights to sample
+    from are fetched as they lie there, which Fovea allows, and hosted Tinker does not.
+
+    Args:
+        path: `tinker://RUN/weights/NAME`, `.../sampler_weights/NAME` or `.../external_weights/NAME`.
+        folder: For the files; it exists.
+        base_url: Of the server; None reads TINKER_BASE_URL.
+        api_key: None reads TINKER_API_KEY.
+        on_bytes: Told of the bytes that are here, and of those of all files.
+
+    Raises:
+        InvalidInput: The path is none, or the checkpoint is encrypted.
+        NotFound: There is no such checkpoint, or the server hands out no weights to sample from.
+        Unavailable: The download broke off.
+        Exception: What the SDK raises.
+    """
+    with _links(path, base_url, api_key) as links:
+        if not links:
+            raise NotFound(f"{path} has no files", field="path")
+        if encrypted := [name for name in links if name.endswith(".age")]:
+            raise InvalidInput(
+                f"{path} is encrypted ({encrypted[0]}): export the training checkpoint instead", field="path"
+            )
+        with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True) as http:
+            try:
+                sizes = {name: int(http.head(url).headers.get("content-length", 0)) for name, url in links.items()}
+                done, whole = 0, sum(sizes.values())
+                for name, url in sorted(links.items()):
+                    for count in _fetch(http, url, _place(folder, name)):
+                        done += count
+                        on_bytes(done, whole)
+            except httpx.TransportError as error:
+                raise Unavailable(f"the download of {path} broke off ({error!r}): start it again") from error
+
+
+@contextmanager
+def _links(path: str, base_url: str | None, api_key: str | None) -> Iterator[Mapping[str, str]]:
+    """An address for each file, by its name."""
+    try:
+        parsed = tinker.ParsedCheckpointTinkerPath.from_tinker_path(path)
+    except ValueError as error:
+        raise InvalidInput(f"{path!r} is no checkpoint: {error}", field="path") from None
+    if parsed.checkpoint_type == "sampler":
+        yield _links_of_sampler(parsed, base_url, api_key)
+        return
+    rest = tinker.RestClient(base_url=base_url, api_key=api_key)
+    if parsed.checkpoint_type == "external":
+        yield rest.get_external_weights_urls(path).result().urls
+        return
+    service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
+    try:
+        training = service.create_training_client_from_state(path).result()
+        name = f"export-{uuid.uuid4().hex[:8]}"
+        exported = training.save_weights_external(name, ttl_seconds=_EXPORT_TTL_S).result().path
+        try:
+            yield rest.get_external_weights_urls(exported).result().urls
+        finally:
+            with contextlib.suppress(tinker.TinkerError):  # it expires by itself
+                rest.delete_checkpoint_from_tinker_path(exported).result()
+    finally:
+        service.close("success").result()
+
+
+def _links_of_sampler(
+    parsed: tinker.ParsedCheckpointTinkerPath, base_url: str | None, api_key: str | None
+) -> Mapping[str, str]:
+    """By bare HTTP: the SDK asks for those of external weights alone."""
+    server = base_url or os.environ.get("TINKER_BASE_URL")
+    key = api_key or os.environ.get("TINKER_API_KEY")
+    if not server or not key:
+        raise FailedPrecondition("give base_url and api_key, or set TINKER_BASE_URL and TINKER_API_KEY")
+    run, checkpoint = quote(parsed.training_run_id, safe=":"), quote(parsed.checkpoint_id)
+    url = f"{server.rstrip('/')}/api/v1/training_runs/{run}/checkpoints/{checkpoint}/external_weights_urls"
+    try:
+        answer = httpx.get(url, headers={"X-API-Key": key}, timeout=_TIMEOUT_S)
+    except httpx.TransportError as error:
+        raise Unavailable(f"{server} cannot be reached: {error}") from error
+    if answer.status_code == 404:
+        raise NotFound(
+            f"{parsed.tinker_path} is not there, or this server hands out no weights to sample from: export a training"
+            " checkpoint, tinker://RUN/weights/NAME",
+            field="path",
+        )
+    if answer.status_code != 200:
+        raise FailedPrecondition(f"the server refuses {parsed.tinker_path}: {answer.status_code} {answer.text[:300]}")
+    links: dict[str, str] = answer.json()["urls"]
+    return links
+
+
+def _place(folder: pathlib.Path, name: str) -> pathlib.Path:
+    place = (folder / name).resolve()
+    if not place.is_relative_to(folder.resolve()):
+        raise Internal(f"the server names a file outside its folder: {name!r}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def _fetch(http: httpx.Client, url: str, place: pathlib.Path) -> Iterator[int]:
+    """Writes a file; yields the bytes of each piece."""
+    with http.stream("GET", url) as answer, place.open("wb") as file:
+        if answer.status_code != 200:
+            raise Unavailable(f"{place.name} could not be fetched: the server answered {answer.status_code}")
+        for piece in answer.iter_bytes(2**20):
+            file.write(piece)
+            yield len(piece)

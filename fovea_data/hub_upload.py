@@ -1,0 +1,70 @@
+"""An exported model on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import pathlib
+
+import httpx
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PermissionDenied, Unavailable
+
+_KNOWN = ("adapter_config.json", "config.json")
+
+
+def push_to_hub(
+    folder: str | pathlib.Path,
+    repo: str,
+    *,
+    private: bool = True,
+    token: str | None = None,
+    message: str = "Upload a model exported by Fovea",
+) -> str:
+    """Uploads a folder that `export_model` made, in one commit; makes the repository if there is none.
+
+    Args:
+        folder: With an adapter or a merged checkpoint.
+        repo: `OWNER/NAME` on the hub.
+        private: Whether a repository that is made is seen by its owner alone.
+        token: Of the hub; None takes HF_TOKEN, or that of `hf auth login`.
+        message: Of the commit.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        NotFound: There is no such folder, or no model in it.
+        InvalidInput: `repo` is no name.
+        PermissionDenied: The hub refuses the token, or there is none.
+        Unavailable: The hub cannot be reached.
+    """
+    path = pathlib.Path(folder)
+    if not any((path / name).is_file() for name in _KNOWN):
+        raise NotFound(f"{path} has no model: it needs one of {', '.join(_KNOWN)}", field="folder")
+    if repo.count("/") != 1:
+        raise InvalidInput(f"repo is {repo!r}; write OWNER/NAME", field="repo")
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        commit = api.upload_folder(repo_id=repo, folder_path=path, commit_message=message)
+    except HFValidationError as error:
+        raise InvalidInput(f"repo: {error}", field="repo") from error
+    except HfHubHTTPError as error:
+        raise _refusal(error, repo) from error
+    except (httpx.TransportError, OSError) as error:
+        raise Unavailable(
+            f"the hub at {constants.ENDPOINT} cannot be reached ({error}); the export is in {path}, and"
+            f" `hf upload {repo} {path}` uploads it later"
+        ) from error
+    return str(commit.commit_url)
+
+
+def _refusal(error: HfHubHTTPError, repo: str) -> FoveaError:
+    said = " ".join(str(error).split())
+    if error.response.status_code in (401, 403):
+        return PermissionDenied(
+            f"the hub does not let you write {repo}: log in with `hf auth login` or set HF_TOKEN, by a token that may"
+            f" write ({said})"
+        )
+    return Unavailable(f"the hub refuses {repo}: {said}")

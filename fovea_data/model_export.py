@@ -1,0 +1,197 @@
+"""`python -m fovea_data.model_export PATH DIR`, also `fovea export`: a checkpoint as files that others load.
+
+An adapter as PEFT has it, or the model merged with it: a Hugging Face checkpoint, which plain transformers and plain
+vLLM load, with tokenizer, processor, chat template and generation settings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Self
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+import tinker
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+from fovea.runtime.model_files import read_json
+from fovea.wire.errors import AlreadyExists, FailedPrecondition, FoveaError, InvalidInput
+from fovea_data.base_model import base_directory, check_room, copy_small_files
+from fovea_data.checkpoint_download import download_checkpoint
+from fovea_data.hub_upload import push_to_hub
+
+_ADAPTER_CONFIG = "adapter_config.json"
+_OF_BASES = ("config.json", _ADAPTER_CONFIG)
+"""What would be taken for a whole model, beside an adapter, or is its own."""
+
+
+def export_model(
+    path: str,
+    directory: str | pathlib.Path,
+    *,
+    merged: bool = False,
+    base: str | pathlib.Path | None = None,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    progress: bool | None = None,
+) -> pathlib.Path:
+    """Writes a checkpoint of a running server into a new folder: the folder is there when all of it is.
+
+    Args:
+        path: `tinker://...`, of any kind.
+        directory: The folder, which must be empty or not there.
+        merged: Whether an adapter is added to its base model. Of full parameters there is nothing else.
+        base: The base model's directory or hub name; None takes the name that the checkpoint says.
+        base_url: Of a server that speaks the Tinker API; None reads TINKER_BASE_URL.
+        api_key: None reads TINKER_API_KEY.
+        progress: Whether bars show how far it is; None shows them on a terminal only.
+
+    Returns:
+        The folder.
+
+    Raises:
+        AlreadyExists: The folder has files.
+        InvalidInput: `path` is no checkpoint, or has full parameters and no adapter was to be merged; or what the base
+            model is.
+        NotFound: There is no such checkpoint, or no such base model.
+        ResourceExhausted: The disk is too small.
+        FailedPrecondition: torch or transformers, which merge, are not installed.
+        Exception: What the SDK raises.
+    """
+    folder = pathlib.Path(directory)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise AlreadyExists(f"{folder} has files already: name a new folder", field="directory")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _filled(folder) as staging, _Bars(progress) as bars:
+        fetched, made = staging / "fetched", staging / "made"
+        fetched.mkdir()
+        download_checkpoint(path, fetched, base_url=base_url, api_key=api_key, on_bytes=bars.of("download"))
+        if (fetched / _ADAPTER_CONFIG).is_file():
+            name = str(base or read_json(fetched / _ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+            _export_adapter(fetched, made, merged, name, bars)
+        elif merged:
+            name = str(base or "")
+            fetched.rename(made)
+        else:
+            raise InvalidInput(
+                f"{path} has full parameters, and no adapter: export it with merged=True (--merged)", field="merged"
+            )
+        _describe(made, path, name)
+    return folder
+
+
+def _export_adapter(fetched: pathlib.Path, made: pathlib.Path, merged: bool, base: str, bars: _Bars) -> None:
+    try:
+        from fovea_data import adapter_merge
+    except ImportError as error:
+        raise FailedPrecondition(f"this needs torch, transformers and safetensors: {error}") from error
+    adapter_merge.spread_shared_experts(fetched)
+    source = base_directory(base, with_weights=merged)
+    if not merged:
+        config = read_json(fetched / _ADAPTER_CONFIG) | {"base_model_name_or_path": base}
+        fetched.rename(made)
+        copy_small_files(source, made, but=_OF_BASES)
+        (made / _ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        return
+    made.mkdir()
+    whole, told, done = adapter_merge.size_bytes(source), bars.of("merge"), 0
+    check_room(made, whole)
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        told(done, whole)
+
+    adapter_merge.merge_adapter(fetched, source, made, on_bytes=on_bytes)
+
+
+@contextmanager
+def _filled(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder beside another one; what is in its `made` takes that one's place, unless something is raised."""
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as place:
+        staging = pathlib.Path(place)
+        yield staging
+        if folder.exists():
+            folder.rmdir()
+        (staging / "made").rename(folder)
+
+
+def _describe(folder: pathlib.Path, path: str, base: str) -> None:
+    """Writes what the hub shows of a model."""
+    is_adapter = (folder / _ADAPTER_CONFIG).is_file()
+    lines = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}"]
+    if base.count("/") == 1 and not base.startswith((".", "/", "~")):
+        lines.append(f"base_model: {base}")
+    lines += ["tags:", "- fovea", "---", "", f"Exported from `{path}`.", ""]
+    (folder / "README.md").write_text("\n".join(lines))
+
+
+class _Bars:
+    """A bar for each thing that takes time. A context manager.
+
+    Args:
+        is_shown: Whether anything is shown; None shows it on a terminal only.
+    """
+
+    def __init__(self, is_shown: bool | None) -> None:
+        console = Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description:<8}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not (console.is_terminal if is_shown is None else is_shown),
+        )
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._bars.stop()
+
+    def of(self, name: str) -> Callable[[int, int], None]:
+        """A new bar, which is told of the bytes that are done, and of all."""
+        task = self._bars.add_task(name, total=None)
+        return lambda done, whole: self._bars.update(task, completed=done, total=max(whole, done))
+
+
+def main(
+    path: Annotated[str, typer.Argument(help="tinker://... of a training, sampler or external checkpoint.")],
+    directory: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    merged: Annotated[bool, typer.Option("--merged", help="The whole model, the adapter added to its base.")] = False,
+    push: Annotated[
+        str, typer.Option("--push-to-hub", metavar="REPO", help="Upload it too, to OWNER/NAME on the hub.")
+    ] = "",
+    public: Annotated[bool, typer.Option("--public", help="Let everybody see a repository that is made.")] = False,
+    base: Annotated[
+        str, typer.Option(help="Directory or hub name of the base model; default: the name that the server has.")
+    ] = "",
+    base_url: Annotated[str, typer.Option(envvar="TINKER_BASE_URL", help="The server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str, typer.Option(envvar="TINKER_API_KEY", help="A key that it accepts; prefer the variable.")
+    ] = "tml-local",
+) -> None:
+    """Write a checkpoint as a PEFT adapter, or as a merged model that plain transformers and plain vLLM load."""
+    try:
+        folder = export_model(path, directory, merged=merged, base=base or None, base_url=base_url, api_key=api_key)
+        print(f"written: {folder}")
+        if push:
+            print(f"pushed: {push_to_hub(folder, push, private=not public)}")
+    except (FoveaError, tinker.TinkerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    typer.run(main)
