@@ -1,4 +1,4 @@
-"""`make rl`: the reinforcement-learning examples against a Fovea of their own."""
+"""`make rl`: the reinforcement-learning examples against a Fovea of their own; by name, those that learn otherwise."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 import tinyvlm
 from demo.up import running_fovea
 from examples.chart import draw_curves
+from examples.distillation_digits import TEACHER, make_teacher
 
 FOLDER = pathlib.Path(__file__).parent
 EXAMPLES = {
@@ -27,11 +28,14 @@ EXAMPLES = {
     "rl_visgym_nested": ("rl_visgym", "--answers", "nested"),
 }
 """Their modules and arguments, by name."""
+LEARN_OTHERWISE = {"distillation_digits": ("distillation_digits",), "dpo_digits": ("dpo_digits",)}
+"""Likewise, of examples that learn from a teacher, and from preferences: they run where they are named."""
 API_KEY = "tml-local"
+_HELP = f"Some of {', '.join(EXAMPLES)}; default: all of these. Also {', '.join(LEARN_OTHERWISE)}."
 
 
 def main(
-    examples: Annotated[list[str] | None, typer.Argument(help=f"Some of {', '.join(EXAMPLES)}; default: all.")] = None,
+    examples: Annotated[list[str] | None, typer.Argument(help=_HELP)] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds from 0.")] = 1,
     out: Annotated[pathlib.Path, typer.Option(help="Where curves and pages go.")] = FOLDER / "out",
     results: Annotated[pathlib.Path, typer.Option(help="What was measured.")] = FOLDER / "results.json",
@@ -41,16 +45,21 @@ def main(
     environment = os.environ | {"TINKER_TELEMETRY": "0"}
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
-    with running_fovea(out / "fovea", tinyvlm.ensure(), "--port", "0", "--grpc-port", "0") as up:
+    also = []
+    if "distillation_digits" in (examples or ()):
+        console.rule("the teacher")
+        also = ["--also-sample", f"{TEACHER}={make_teacher(out / 'teacher', tinyvlm.ensure())}"]
+    with running_fovea(out / "fovea", tinyvlm.ensure(), "--port", "0", "--grpc-port", "0", *also) as up:
         server = ("--base-url", up["base_url"], "--api-key", API_KEY, "--out", str(out))
         for name in examples or EXAMPLES:
             for seed in range(seeds):
                 console.rule(f"{name}, seed {seed}")
-                module, *options = EXAMPLES[name]
+                module, *options = (EXAMPLES | LEARN_OTHERWISE)[name]
                 command = [sys.executable, "-m", f"examples.{module}", *options, *server, "--seed", str(seed)]
                 subprocess.run(command, env=environment, cwd=FOLDER.parent, check=True)
                 keep(json.loads((out / f"{name}-{seed}.json").read_text()), results)
-            draw_curves([out / f"{name}-{seed}.json" for seed in range(seeds)], out / f"{name}.png")
+            if name in EXAMPLES:
+                draw_curves([out / f"{name}-{seed}.json" for seed in range(seeds)], out / f"{name}.png")
     console.print(f"results: {results}; curves and pages: {out}")
 
 

@@ -104,7 +104,7 @@ class Experiment:
         if model is None:
             server = tinker.RestClient(base_url=arguments.base_url, api_key=arguments.api_key)
             capabilities = await server.get_server_capabilities()
-            model = capabilities.supported_models[0].model_name
+            model = next(one.model_name for one in capabilities.supported_models if one.trainable is not False)
         training = await service.create_lora_training_client(base_model=model, rank=32, seed=arguments.seed)
         experiment = cls(name, arguments, rollout, training)
         await experiment._publish()
@@ -145,11 +145,16 @@ class Experiment:
         await self._publish()
         self._say(f"warm-up done; the cloned player's reward is {self.result['cloned']:.3f}")
 
-    async def measure(self, moment: str, sources: Sources) -> None:
-        """Plays one greedy episode per source; their mean reward and metrics become `moment` in the result."""
+    async def measure(self, moment: str, sources: Sources, other: tinker.SamplingClient | None = None) -> None:
+        """Plays one greedy episode per source; their mean reward and metrics become `moment` in the result.
+
+        Args:
+            other: Plays in the place of the model in training.
+        """
+        policy = TinkerPolicy(other) if other else self.policy
         sampling = SamplingSettings(self._rollout.sampling.max_tokens, temperature=0.0)
         settings = RolloutSettings(sampling, self._rollout.max_turns, self._rollout.max_context)
-        found = await evaluate(self.policy, self._template, sources, settings, name=moment)
+        found = await evaluate(policy, self._template, sources, settings, name=moment)
         if found.failures:
             raise RuntimeError(f"{len(found.failures)} rollouts failed, the first: {found.failures[0]}")
         self.result[moment] = found.reward_mean
@@ -157,10 +162,11 @@ class Experiment:
         self._trajectories = list(found.trajectories[:SHOWN])
         self._say(f"{moment}: reward {found.reward_mean:.3f}, {_shown(found.metrics)}")
 
-    async def learn(self, sources: Sources, settings: LoopSettings) -> None:
-        """Trains by rewards alone. A KL penalty is measured from the warmed-up model."""
+    async def learn(self, sources: Sources, settings: LoopSettings, base: tinker.SamplingClient | None = None) -> None:
+        """Trains by rewards alone. A KL penalty is measured from `base`, or else from the warmed-up model."""
+        base = base or self._sampling
         self.policy = await train(
-            self._training, self._template, sources, settings, self._take, base=self._sampling, progress=False
+            self._training, self._template, sources, settings, self._take, base=base, progress=False
         )
         self.result["prefix_breaks"] = self._breaks
         self.result["largest_log_ratio"] = self._log_ratio

@@ -107,9 +107,8 @@ def push(folder: Path, endpoint: str, token: str) -> str:
     """In a process of its own: the hub's address is read when its library is imported."""
     settings = {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     settings |= {"HF_HOME": str(folder / ".cache"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", PUSH, str(folder)], env=os.environ | settings, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", PUSH, str(folder)]
+    ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
 
@@ -123,7 +122,7 @@ def test_a_folder_is_pushed_whole(hub: Hub, folder: Path) -> None:
 
 def test_a_token_that_may_not_is_told_how_to_log_in(hub: Hub, folder: Path) -> None:
     said = push(folder, hub.url, "hf_wrong")
-    assert said.startswith("PermissionDenied the hub does not let you write somebody/birds: log in with `hf auth login`")
+    assert said.startswith("PermissionDenied the hub does not let you write somebody/birds: log in with `hf auth")
     assert hub.files == {}
 
 

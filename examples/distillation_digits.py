@@ -1,0 +1,92 @@
+"""On-policy distillation with pictures: a student learns to read scans from a teacher that can, behind one gateway.
+
+The student answers; the teacher, another base model of the same server (`fovea up --also-sample teacher=DIR`), scores
+each token of the answer; the advantage of a token is log p_teacher - log p_student (Agarwal et al. 2023,
+arXiv:2306.13649, with the reverse KL). No scan that the student learns from has a label.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import pathlib
+import shutil
+from functools import partial
+
+import numpy as np
+import tinker
+
+from demo.digits import QUESTION, Scan, load_scans
+from demo.up import running_fovea
+from examples.experiment import Experiment, read_arguments
+from examples.rl_digits import DigitEnvironment
+from fovea_data import fine_tune, load_chats
+from fovea_rollout import Answer, LoopSettings, RolloutSettings, SamplingSettings, Step
+
+TEACHER = "teacher"
+"""What it is called on the server; `FOVEA_TEACHER` names another one."""
+_API_KEY = "tml-local"
+_LABELLED = 1000
+
+
+class UnlabelledEnvironment(DigitEnvironment):
+    """Shows one scan; no answer is rewarded."""
+
+    async def step(self, answer: Answer) -> Step:
+        """One answer ends it."""
+        return Step(reward=0.0, is_done=True)
+
+
+def make_teacher(folder: pathlib.Path, student: pathlib.Path) -> pathlib.Path:
+    """Fine-tunes a model on labelled scans and exports it merged, once; returns the folder of the merged model."""
+    merged = folder / "merged"
+    if merged.exists():
+        return merged
+    shutil.rmtree(folder, ignore_errors=True)
+    train, held_out = load_scans()
+    rows = [load_chats([_row(scan) for scan in scans]) for scans in (train[-_LABELLED:], held_out)]
+    with (
+        running_fovea(folder / "fovea", student, "--port", "0", "--grpc-port", "0") as up,
+        fine_tune(*rows, out=folder / "run", base_url=up["base_url"], api_key=_API_KEY) as model,
+    ):
+        return model.export(merged, merged=True)
+
+
+def _row(scan: Scan) -> dict[str, object]:
+    content = [{"type": "image", "image": scan.png}, {"type": "text", "text": QUESTION}]
+    return {"prompt": [{"role": "user", "content": content}], "completion": str(scan.digit)}
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """Runs the example."""
+    rollout = RolloutSettings(SamplingSettings(max_tokens=2, seed=arguments.seed), max_turns=1)
+    train, held_out = load_scans()
+    unlabelled = [partial(UnlabelledEnvironment, scan) for scan in train[:-_LABELLED]]
+    measured = [partial(DigitEnvironment, scan) for scan in held_out[: arguments.held_out]]
+    service = tinker.ServiceClient(base_url=arguments.base_url, api_key=arguments.api_key)
+    teacher = await service.create_sampling_client(base_model=os.environ.get("FOVEA_TEACHER", TEACHER))
+    experiment = await Experiment.begin("distillation_digits", arguments, rollout)
+    await experiment.measure("teacher", measured, teacher)
+    rng = np.random.default_rng(arguments.seed)
+    await experiment.warm_up(unlabelled, lambda _: str(rng.integers(10)))
+    await experiment.measure("before", measured)
+    settings = LoopSettings(
+        steps=arguments.steps,
+        groups_per_step=arguments.groups,
+        group_size=4,
+        learning_rate=2e-3,
+        estimator="dr_grpo",
+        kl_coefficient=1.0,
+        filter_groups=False,  # without rewards there is nothing else
+        adam={"eps": 1e-8, "grad_clip_norm": 1.0},
+        rollout=rollout,
+        seed=arguments.seed,
+    )
+    await experiment.learn(unlabelled, settings, teacher)
+    await experiment.measure("after", measured)
+    experiment.write()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(read_arguments(__doc__, steps=60, groups=64, warm_up=30)))

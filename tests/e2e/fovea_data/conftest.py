@@ -1,0 +1,42 @@
+"""A model that is fine-tuned on a folder of pictures, and exported: once for all tests of this folder."""
+
+import pathlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import tinker
+
+from demo.digits import QUESTION
+from fovea_data import TunedModel, fine_tune, image_folder
+from tests.e2e.fovea_data.test_fine_tuning import digits
+from tests.e2e.stack import API_KEY, Stack
+
+Answers = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A fine-tuned model, its exports, and what it answers to held-out pictures."""
+
+    model: TunedModel
+    adapter: pathlib.Path
+    merged: pathlib.Path
+    asked: list[tuple[str, str]]
+    answers: Answers
+
+
+@pytest.fixture(scope="package")
+def trained(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    place = tmp_path_factory.mktemp("exports")
+    train, held_out = image_folder(digits(place / "digits", 300), QUESTION).split(0.2)
+    with fine_tune(
+        train, held_out, out=place / "run", base_url=stack.base_url, api_key=API_KEY, progress=False
+    ) as model:
+        adapter, merged = model.export(place / "adapter"), model.export(place / "merged", merged=True)
+        encoder, sampling = model.connection.encoder, model.sampling
+        assert sampling is not None
+        params = tinker.SamplingParams(max_tokens=8, temperature=0.0, stop=list(encoder.stop_ids))
+        pending = [sampling.sample(encoder.prompt(row.question), 1, params) for row in held_out]
+        answers = [list(future.result().sequences[0].tokens) for future in pending]
+        yield Trained(model, adapter, merged, [(row.where, QUESTION) for row in held_out], answers)

@@ -1,0 +1,107 @@
+"""A folder of pictures becomes an adapter and a merged model, by which plain transformers and vLLM answer as Fovea."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
+from fovea_data import export_model
+from tests.e2e.fovea_data.conftest import Answers, Trained
+from tests.e2e.stack import API_KEY, Stack
+
+HERE = pathlib.Path(__file__).parent
+FOVEA = pathlib.Path(sys.executable).with_name("fovea")
+
+
+def plain(program: str, trained: Trained, *model: pathlib.Path) -> Answers:
+    """What another program answers, which must not import anything of ours."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FOVEA", "TINKER", "VLLM"))}
+    settings = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    ran = subprocess.run(
+        [sys.executable, HERE / program, *model],
+        input=json.dumps(trained.asked),
+        env=kept | settings | {"VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"},
+        cwd=model[-1],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    answers: Answers = json.loads(ran.stdout.splitlines()[-1])
+    return answers
+
+
+def test_held_out_pictures_are_answered_right(trained: Trained) -> None:
+    assert len(trained.answers) == 60
+    assert trained.model.best["accuracy"] >= 0.9, trained.model.history
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("program", ["plain_transformers.py", "plain_vllm.py"])
+def test_the_merged_model_answers_alike_to_the_token(program: str, trained: Trained) -> None:
+    assert plain(program, trained, trained.merged) == trained.answers
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("program", ["plain_transformers.py", "plain_vllm.py"])
+def test_the_adapter_answers_alike_to_the_token(program: str, trained: Trained, stack: Stack) -> None:
+    assert plain(program, trained, stack.model, trained.adapter) == trained.answers
+
+
+def test_exports_have_all_that_a_stranger_needs(trained: Trained, stack: Stack) -> None:
+    of_base = {path.name for path in stack.model.iterdir()}
+    assert {path.name for path in trained.merged.iterdir()} == {*of_base, "README.md"}
+    own = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert {path.name for path in trained.adapter.iterdir()} == {*of_base, *own} - {"config.json", "model.safetensors"}
+
+
+def test_the_command_exports_a_training_checkpoint(trained: Trained, stack: Stack, tmp_path: pathlib.Path) -> None:
+    """Whose weights are those of the last step, exported by a run of its own; what they are is tested above."""
+    with stack.service_client() as service:
+        training = service.create_training_client_from_state(trained.model.state).result()
+        state = training.save_state("kept").result().path
+        sampler = training.save_weights_for_sampler("kept").result().path
+    found = []
+    for path in (state, sampler):
+        folder = tmp_path / path.split("/")[-2]
+        environment = os.environ | {"TINKER_API_KEY": API_KEY, "TINKER_TELEMETRY": "0"}
+        command = [FOVEA, "export", path, folder, "--merged", "--base-url", stack.base_url]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert (ran.returncode, ran.stdout.strip()) == (0, f"written: {folder}"), ran.stderr
+        found.append((folder / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
+
+
+def test_full_parameters_are_exported_whole(trained: Trained, stack: Stack, tmp_path: pathlib.Path) -> None:
+    with stack.service_client() as service:
+        training = service.create_lora_training_client(base_model=stack.model_name, rank=0).result()
+        path = training.save_weights_for_sampler("whole").result().path
+    server = {"base_url": stack.base_url, "api_key": API_KEY}
+    with pytest.raises(InvalidInput, match="full parameters, and no adapter"):
+        export_model(path, tmp_path / "adapter", **server)
+    folder = export_model(path, tmp_path / "merged", merged=True, **server)
+    assert {path.name for path in folder.iterdir()} >= {"config.json", "tokenizer.json", "chat_template.jinja"}
+    assert list(tmp_path.iterdir()) == [folder], "what was refused leaves nothing"
+
+
+def test_refusals_name_what_is_wrong(trained: Trained, stack: Stack, tmp_path: pathlib.Path) -> None:
+    server = {"base_url": stack.base_url, "api_key": API_KEY}
+    with pytest.raises(AlreadyExists, match="has files already"):
+        export_model(trained.model.weights, trained.merged, **server)
+    with pytest.raises(InvalidInput, match="is no checkpoint"):
+        export_model("somewhere", tmp_path / "out", **server)
+    with pytest.raises(NotFound, match="is not there, or this server hands out no weights"):
+        export_model("tinker://nothing/sampler_weights/x", tmp_path / "out", **server)
+    with pytest.raises(NotFound, match=r"the base model 'nobody/nothing' is no directory here.*give base \(--base\)"):
+        export_model(trained.model.weights, tmp_path / "out", base="nobody/nothing", **server)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,47 @@
+"""The examples that learn from a teacher and from preferences, small: the student reads pictures afterwards."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import tinyvlm
+from tests.e2e.fovea_data.conftest import Trained
+from tests.e2e.stack import API_KEY, Stack, running_stack
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def run(name: str, stack: Stack, out: pathlib.Path, **sizes: int) -> dict[str, Any]:
+    options = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    server = ["--base-url", stack.base_url, "--api-key", API_KEY, "--out", str(out)]
+    ran = subprocess.run(
+        [sys.executable, "-m", f"examples.{name}", *options, *server],
+        cwd=ROOT,
+        env=os.environ | {"TINKER_TELEMETRY": "0"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    result: dict[str, Any] = json.loads((out / f"{name}-0.json").read_text())
+    return result
+
+
+@pytest.mark.timeout(900)
+def test_a_student_learns_from_a_teacher_behind_the_same_gateway(trained: Trained, tmp_path: pathlib.Path) -> None:
+    with running_stack(tinyvlm.ensure(), "--also-sample", f"teacher={trained.merged}") as both:
+        result = run("distillation_digits", both, tmp_path, steps=20, groups=32, warm_up=10, held_out=100)
+    assert result["teacher"] >= 0.85
+    assert result["after"] >= result["before"] + 0.3, result
+
+
+@pytest.mark.timeout(660)
+def test_the_preferred_answer_becomes_the_likelier_one(stack: Stack, tmp_path: pathlib.Path) -> None:
+    result = run("dpo_digits", stack, tmp_path, steps=20, groups=32, held_out=100)
+    assert result["after"] >= result["before"] + 0.15, result
