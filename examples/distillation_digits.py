@@ -44,11 +44,10 @@ def make_teacher(folder: pathlib.Path, student: pathlib.Path) -> pathlib.Path:
     if merged.exists():
         return merged
     shutil.rmtree(folder, ignore_errors=True)
-    train, held_out = load_scans()
-    rows = [load_chats([_row(scan) for scan in scans]) for scans in (train[-_LABELLED:], held_out)]
+    labelled, held_out = (load_chats([_row(scan) for scan in scans[-_LABELLED:]]) for scans in load_scans())
     with (
         running_fovea(folder / "fovea", student, "--port", "0", "--grpc-port", "0") as up,
-        fine_tune(*rows, out=folder / "run", base_url=up["base_url"], api_key=_API_KEY) as model,
+        fine_tune(labelled, held_out, out=folder / "run", base_url=up["base_url"], api_key=_API_KEY) as model,
     ):
         return model.export(merged, merged=True)
 

@@ -43,7 +43,9 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _SHARED_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+_FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+_ITEM_BYTES = _FLOATS | {"I64": 8, "I32": 4, "I16": 2}
+"""Of types in safetensors files; of others, one."""
 _OTHER_KINDS = {"use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none", "rank_pattern": {}}
 """Entries of a PEFT configuration that change what an adapter computes, and the values that are merged here."""
 
@@ -243,7 +245,7 @@ class _Base:
     def _planned(self, name: str, source: str, added: Callable[[], Tensor] | None) -> _Planned:
         stored = self._slices[source]
         kind, shape = stored.get_dtype(), stored.get_shape()
-        if added is not None and kind not in _ITEM_BYTES:
+        if added is not None and kind not in _FLOATS:
             raise InvalidInput(f"{source} of {self._folder} is {kind}, to which nothing can be added", field="base")
 
         def make() -> Tensor:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_full_parameters_are_exported_whole(trained: Trained, stack: Stack, tmp_
     with stack.service_client() as service:
         training = service.create_lora_training_client(base_model=stack.model_name, rank=0).result()
         path = training.save_weights_for_sampler("whole").result().path
-    server = {"base_url": stack.base_url, "api_key": API_KEY}
+    server: dict[str, Any] = {"base_url": stack.base_url, "api_key": API_KEY}
     with pytest.raises(InvalidInput, match="full parameters, and no adapter"):
         export_model(path, tmp_path / "adapter", **server)
     folder = export_model(path, tmp_path / "merged", merged=True, **server)
@@ -95,7 +96,7 @@ def test_full_parameters_are_exported_whole(trained: Trained, stack: Stack, tmp_
 
 
 def test_refusals_name_what_is_wrong(trained: Trained, stack: Stack, tmp_path: pathlib.Path) -> None:
-    server = {"base_url": stack.base_url, "api_key": API_KEY}
+    server: dict[str, Any] = {"base_url": stack.base_url, "api_key": API_KEY}
     with pytest.raises(AlreadyExists, match="has files already"):
         export_model(trained.model.weights, trained.merged, **server)
     with pytest.raises(InvalidInput, match="is no checkpoint"):
