@@ -1,7 +1,6 @@
 """A model that is fine-tuned on a folder of pictures, and exported: once for all tests of this folder."""
 
 import pathlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -27,7 +26,7 @@ class Trained:
 
 
 @pytest.fixture(scope="package")
-def trained(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     place = tmp_path_factory.mktemp("exports")
     train, held_out = image_folder(digits(place / "digits", 300), QUESTION).split(0.2)
     with fine_tune(
@@ -39,4 +38,5 @@ def trained(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         params = tinker.SamplingParams(max_tokens=8, temperature=0.0, stop=list(encoder.stop_ids))
         pending = [sampling.sample(encoder.prompt(row.question), 1, params) for row in held_out]
         answers = [list(future.result().sequences[0].tokens) for future in pending]
-        yield Trained(model, adapter, merged, [(row.where, QUESTION) for row in held_out], answers)
+    # Its session is over: nothing of it is in the trainer.
+    return Trained(model, adapter, merged, [(row.where, QUESTION) for row in held_out], answers)

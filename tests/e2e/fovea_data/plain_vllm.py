@@ -20,7 +20,14 @@ def main(model: str, adapter: str | None = None) -> None:
     from vllm.lora.request import LoRARequest
 
     more: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 32} if adapter else {}
-    engine = LLM(model, max_model_len=512, max_num_seqs=8, limit_mm_per_prompt={"image": 1}, enforce_eager=True, **more)
+    engine = LLM(
+        model,
+        max_model_len=512,
+        max_num_seqs=8,
+        limit_mm_per_prompt={"image": 1, "video": 0},
+        enforce_eager=True,
+        **more,
+    )
     messages = [
         [{"role": "user", "content": [_picture(picture), {"type": "text", "text": question}]}]
         for picture, question in json.load(sys.stdin)

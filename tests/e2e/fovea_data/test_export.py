@@ -38,7 +38,8 @@ def plain(program: str, trained: Trained, *model: pathlib.Path) -> Answers:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    answers: Answers = json.loads(ran.stdout.splitlines()[-1])
+    (line,) = [line for line in ran.stdout.splitlines() if line.startswith("[[")]
+    answers: Answers = json.loads(line)
     return answers
 
 
