@@ -15,6 +15,7 @@ from tests.e2e.fovea_data.conftest import Answers, Trained
 from tests.e2e.stack import API_KEY, Stack
 
 HERE = pathlib.Path(__file__).parent
+pytestmark = pytest.mark.timeout(900)  # the first test trains
 FOVEA = pathlib.Path(sys.executable).with_name("fovea")
 
 
@@ -48,13 +49,11 @@ def test_held_out_pictures_are_answered_right(trained: Trained) -> None:
     assert trained.model.best["accuracy"] >= 0.9, trained.model.history
 
 
-@pytest.mark.timeout(660)
 @pytest.mark.parametrize("program", ["plain_transformers.py", "plain_vllm.py"])
 def test_the_merged_model_answers_alike_to_the_token(program: str, trained: Trained) -> None:
     assert plain(program, trained, trained.merged) == trained.answers
 
 
-@pytest.mark.timeout(660)
 @pytest.mark.parametrize("program", ["plain_transformers.py", "plain_vllm.py"])
 def test_the_adapter_answers_alike_to_the_token(program: str, trained: Trained, stack: Stack) -> None:
     assert plain(program, trained, stack.model, trained.adapter) == trained.answers
