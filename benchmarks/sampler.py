@@ -198,12 +198,15 @@ def main() -> None:
     parser.add_argument("--image-side", type=int, default=448)
     parser.add_argument("--waves", type=int, default=2, help="requests of a round for each one in flight")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--reference-gpu", help="its device; that of the sampler by default, which both must fit")
     parser.add_argument("--gpu-memory-fraction", type=float, help="of the reference; that of the sampler by default")
     options = parser.parse_args()
     running = Running.read(options.up)
     settings = settings_of(running.pids["sampler"])
     if options.gpu_memory_fraction:
         settings = settings.model_copy(update={"gpu_memory_fraction": options.gpu_memory_fraction})
+    if options.reference_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = options.reference_gpu
     if settings.max_sequences < max(options.in_flight):
         sys.exit(f"start Fovea with FOVEA_SAMPLER_MAX_SEQUENCES={max(options.in_flight)}; it has fewer")
     # As in services.sampler: the engine is forked off before torch, gRPC or the SDK have started threads.

@@ -116,6 +116,7 @@ class TrainingEngine:
         )
         self._sharded = ShardedModel(module, mesh, keep, spread)
         read_weights(module.hf, model_dir, self._device)
+        module.requires_grad_(False)  # of one rank, transformers has put parameters of its own in their places
         text = config.get_text_config()
         context = context_length(config.to_dict()) or text.max_position_embeddings
         self.limits = DatumLimits(
@@ -142,7 +143,7 @@ class TrainingEngine:
             sum(p.numel() for p in module.parameters()) / 1e6,
             self.dtype,
             self._device,
-            "gathered" if keep else "sharded",
+            "whole" if mesh.size() == 1 else "gathered" if keep else "sharded",
         )
 
     def _spill(self) -> bool:

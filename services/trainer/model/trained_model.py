@@ -272,7 +272,7 @@ class FullModel(TrainedModel):
         for name, shard in self.shards.items():
             if shard.grad is None:
                 continue
-            found = shard.grad.to_local()  # type: ignore[attr-defined]
+            found = local_of(shard.grad)
             master = self.masters[name]
             if master.grad is None:
                 master.grad = found

@@ -33,6 +33,7 @@ from fovea.runtime.durable import naming_full_disk
 from fovea.wire.errors import FoveaError, Internal, InvalidInput
 from services.trainer.model.lora import LoraSettings
 from services.trainer.model.optimizer import MOMENTS
+from services.trainer.model.sharding import local_of
 from services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from services.trainer.ranks.control_group import ControlGroup
 from services.trainer.ranks.plain_pickle import MetadataUnpickler
@@ -248,9 +249,9 @@ class StateStore:
         except CheckpointException as error:
             raise _checkpoint_failure(error, uri) from None
         for name, master in model.masters.items():
-            master.copy_(state["weights"][name].to_local())
+            master.copy_(local_of(state["weights"][name]))
         moments: list[dict[str, Tensor]] = [
-            {key: state[key][name].to_local() if optimizer else torch.zeros_like(master) for key in MOMENTS}
+            {key: local_of(state[key][name]) if optimizer else torch.zeros_like(master) for key in MOMENTS}
             for name, master in model.masters.items()
         ]
         model.optimizer.load(moments, step)
@@ -279,7 +280,7 @@ def _parse_adapter(model: AdapterModel, files: dict[str, bytes], uri: str) -> tu
 
 def _full_tensors(model: FullModel, copied: Copying) -> dict[str, dict[str, Tensor]]:
     """Weights and moments as sharded tensors, wherever `copied` put this rank's parts."""
-    like = {name: cast(DTensor, model.shards[name]) for name in model.masters}
+    like = {name: model.shards[name] for name in model.masters}
     moments = model.optimizer.moments()
     locals_ = [*model.masters.values(), *(values[key] for key in MOMENTS for values in moments)]
     parts = iter(copied(locals_))
@@ -288,8 +289,10 @@ def _full_tensors(model: FullModel, copied: Copying) -> dict[str, dict[str, Tens
     }
 
 
-def _sharded(local: Tensor, like: DTensor) -> DTensor:
+def _sharded(local: Tensor, like: Tensor) -> Tensor:
     """What `DTensor.from_local` makes, but that it would move the tensor to the device of the mesh."""
+    if not isinstance(like, DTensor):  # of one rank, which has it whole
+        return local
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
     return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
 

@@ -78,6 +78,8 @@ def _rank(rank: int, size: int, meeting: str, directories: dict[str, Path], expe
         ShardedModel(module, mesh, False)
         read_weights(module.hf, directory, CPU)
         reference = _compared(module.hf, directory, getattr(torch, dtype))
+        # One rank has the model once: FSDP would copy what it computes with.
+        assert all(isinstance(one, DTensor) == (size > 1) for one in module.parameters())
         assert module.file_names == file_names(reference)
     for directory in experts:
         model = _sharded_experts(directory, mesh)
