@@ -22,7 +22,7 @@ MOST_NAT = 1e-3
 LEAST_MOVED = 20 * MOST_NAT
 """By which an adapter must change what the trainer computes: a sampler that ignores it is then apart by as much."""
 
-_RANK, _RATE = 8, 2e-2
+_RANK, _RATE = 8, 1e-2
 _LANGUAGE = {"train_attention": True, "train_mlp": True}
 _KINDS = {
     "attention": {"train_attention": True},
