@@ -24,6 +24,8 @@ from gateway.http.endpoint import (
     error_response,
 )
 from gateway.http.request_body import read
+from gateway.openai.openai_answers import OpenAIAnswers
+from gateway.openai.openai_routes import OpenAIRoutes
 from gateway.parts import Parts
 from gateway.sampling import sample_wire
 from gateway.sampling.sample_routes import SamplingRoutes, asks_for_experts
@@ -78,6 +80,12 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
     groups: list[Routes] = [
         future_routes,
         SamplingRoutes(parts.sampling, parts.futures, settings.max_body_bytes, settings.poll_hold_s),
+        OpenAIRoutes(
+            OpenAIAnswers(parts.sampling, parts.base_models),
+            parts.health.served_models,
+            parts.checkpoints,
+            settings.max_body_bytes,
+        ),
         ServerRoutes(parts.health, settings.sdk_flags),
         SessionRoutes(parts.sessions),
         TrainingRoutes(

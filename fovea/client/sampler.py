@@ -1,6 +1,6 @@
 """Client of the sampler."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc, weights_pb2
 from fovea.client.channel import ServiceClient
@@ -30,6 +30,12 @@ class SamplerClient(ServiceClient):
         Raises SnapshotNotLoaded, FeatureEvicted, InvalidInput, Unavailable among others.
         """
         return self._stream(self._stub.Sample, request, timeout_s)
+
+    def answer_openai(
+        self, requests: AsyncIterable[sampler_pb2.AnswerOpenAIRequest], timeout_s: float = 3600.0
+    ) -> AsyncIterator[sampler_pb2.AnswerOpenAIResponse]:
+        """A plan, then the answer, as the caller tells what was sampled. Raises InvalidInput, Unimplemented."""
+        return self._stream(self._stub.AnswerOpenAI, requests, timeout_s)
 
     async def join_transfer_group(self, request: sampler_pb2.JoinTransferGroupRequest) -> str:
         """Joins a transfer group; returns the instance id of the sampler that joined."""

@@ -199,7 +199,9 @@ class KeyRing:
     def identify(self, key: str | None) -> Caller:
         """Who has this key: the caller of this task from now on. Raises Unauthenticated."""
         if not key:
-            raise Unauthenticated("no API key: send it as X-API-Key (the SDK reads TINKER_API_KEY)")
+            raise Unauthenticated(
+                "no API key: send it as X-API-Key (the SDK reads TINKER_API_KEY), or as Authorization: Bearer"
+            )
         known = self._keys.get(hash_key(key))
         if known is None:
             raise Unauthenticated("this API key is not known here")

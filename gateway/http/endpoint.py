@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import zstandard
@@ -66,6 +67,23 @@ def error_response(error: FoveaError) -> Response:
     if error.field:
         body["field"] = error.field
     return Json(body, status_code=error.http_status)
+
+
+@dataclass(frozen=True)
+class Api:
+    """An API with paths of its own, and its own words for errors."""
+
+    prefix: str
+    answer_error: Callable[[FoveaError], Response]
+
+
+TINKER = Api("/api/v1/", error_response)
+
+
+def key_of(request: Request) -> str | None:
+    """The API key that a request shows: X-API-Key, or the bearer token that OpenAI's clients send."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
 
 
 class ReadyMiddleware:
@@ -163,12 +181,12 @@ class Endpoints:
         self._identify, self._check_rate, self._prefix = identify, check_rate, prefix
         self._memory, self._patience_s = memory, patience_s
 
-    def route(self, method: str, path: str, handler: Handler, scope: Scope) -> Route:
+    def route(self, method: str, path: str, handler: Handler, scope: Scope, api: Api = TINKER) -> Route:
         """A route whose caller must have a key of this scope."""
 
         async def handle(request: Request) -> Response:
             # Before the first byte of the body is read.
-            caller = self._identify(request.headers.get("x-api-key"))
+            caller = self._identify(key_of(request))
             caller.require(scope, f"{method} {path}")
             if path not in _UNCOUNTED:
                 self._check_rate(caller.owner)
@@ -176,15 +194,17 @@ class Endpoints:
                 request.state.incoming = Incoming(memory, self._patience_s)
                 return await handler(request, caller.owner)
 
-        return self.keyless_route(method, path, handle)
+        return self.keyless_route(method, path, handle, api)
 
-    def keyless_route(self, method: str, path: str, handle: Callable[[Request], Awaitable[Response]]) -> Route:
+    def keyless_route(
+        self, method: str, path: str, handle: Callable[[Request], Awaitable[Response]], api: Api = TINKER
+    ) -> Route:
         """A route without a key: the handler itself decides whom it lets in."""
 
         async def endpoint(request: Request) -> Response:
-            return await self._answer(request, path, handle)
+            return await self._answer(request, path, handle, api)
 
-        return Route(f"{self._prefix}/api/v1/{path}", endpoint, methods=[method])
+        return Route(f"{self._prefix}{api.prefix}{path}", endpoint, methods=[method])
 
     def open_route(self, path: str, answer: dict[str, Any]) -> Route:
         """A GET route for anybody, with a fixed answer."""
@@ -194,11 +214,13 @@ class Endpoints:
 
         return Route(f"{self._prefix}/api/v1/{path}", endpoint, methods=["GET"])
 
-    async def _answer(self, request: Request, route: str, handle: Callable[[Request], Awaitable[Response]]) -> Response:
+    async def _answer(
+        self, request: Request, route: str, handle: Callable[[Request], Awaitable[Response]], api: Api
+    ) -> Response:
         REQUEST_ID.set(f"{_PROCESS}-{next(_NUMBERS)}")
         started = time.perf_counter()
         with tracing.span(f"{request.method} {route}", request.headers.get(tracing.HEADER, "")):
-            response = await self._respond(request, route, handle)
+            response = await self._respond(request, route, handle, api)
             tracing.note(request_id=REQUEST_ID.get(), status=response.status_code)
             if traceparent := tracing.traceparent():
                 response.headers[tracing.HEADER] = traceparent
@@ -208,7 +230,7 @@ class Endpoints:
         return response
 
     async def _respond(
-        self, request: Request, route: str, handle: Callable[[Request], Awaitable[Response]]
+        self, request: Request, route: str, handle: Callable[[Request], Awaitable[Response]], api: Api
     ) -> Response:
         """What the handler answers, or what became of its error."""
         try:
@@ -217,7 +239,7 @@ class Endpoints:
             words = (REQUEST_ID.get(), request.method, request.url.path, error.http_status, error.reason, error)
             logger.info("request %s, %s %s: %d %s: %s", *words)
             metrics.REQUEST_ERRORS.labels(route, error.reason).inc()
-            return error_response(error)
+            return api.answer_error(error)
         except ClientDisconnect:
             metrics.REQUEST_ERRORS.labels(route, "CLIENT_GONE").inc()
             return Response(status_code=499)
@@ -225,7 +247,7 @@ class Endpoints:
             logger.exception("%s %s failed", request.method, request.url.path)
             log_id = REQUEST_ID.get()
             metrics.REQUEST_ERRORS.labels(route, Internal.reason).inc()
-            return error_response(Internal(f"internal error; the gateway's log has it as request {log_id}"))
+            return api.answer_error(Internal(f"internal error; the gateway's log has it as request {log_id}"))
 
 
 def paging(request: Request, limit: int, most: int) -> tuple[int, int]:

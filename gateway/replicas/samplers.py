@@ -221,16 +221,22 @@ class Samplers(Replicas[Sampler]):
         """What a sampler serves: they are all alike. None before one was ever seen."""
         return next((sampler.info for sampler in self.members if sampler.info is not None), None)
 
+    def least_busy(self) -> Sampler:
+        """For what any sampler does. Raises Unavailable if none is up."""
+        if not self.up:
+            raise Unavailable("no sampler answers")
+        return min(self.up, key=_queued)
+
     def pick(self, owner: str, snapshot_id: str, prompt: model_input_pb2.RenderedInput) -> Sampler:
         """A sampler that holds the snapshot if possible: the one that has seen most of the owner's prompt, or the
         least busy.
 
         Raises Unavailable if none is up.
         """
-        if not self.up:
-            raise Unavailable("no sampler answers")
+        least = self.least_busy()
         holders = [s for s in self.up if snapshot_id in s.adapters or snapshot_id == s.weights_lock.resident]
-        least = min(holders if holders and self._weights.is_lost(snapshot_id) else self.up, key=_queued)
+        if holders and self._weights.is_lost(snapshot_id):
+            least = min(holders, key=_queued)
         best = min(holders, key=_queued, default=least)
         # A holder is preferred until it has twice the queue of the least busy one, and 8 more, so that short queues do
         # not count: then loading the snapshot elsewhere, once, takes less time than waiting does for each request.

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from fovea.api.v1 import gateway_pb2
 from fovea.runtime.tasks import BackgroundTasks
 from fovea.wire.errors import ContextOverflow, FoveaError, InvalidInput, NotFound
+from gateway.checkpoints.checkpoint import SCHEME
 from gateway.checkpoints.checkpoint_registry import Checkpoints
 from gateway.database.database import Database
 from gateway.database.schema import sampling_sessions
@@ -153,6 +154,18 @@ class Sampling:
             raise NotFound(f"there is no sampling session {sampling_session_id!r}", field="sampling_session_id")
         return sampling
 
+    async def named(self, owner: str, model: str) -> SamplingSession:
+        """A sampling session that nobody keeps, for one request: of a base model, or of a `tinker://` path.
+
+        Raises NotFound for a name that is neither, InvalidInput for a path that is not to sample from.
+        """
+        snapshot_id, base_model, path = "", model, None
+        if model.startswith(SCHEME):
+            checkpoint = await self._checkpoints.find_sampler(owner, model)
+            snapshot_id, base_model, path = checkpoint.snapshot_id, checkpoint.base_model, model
+        base = self._base_models.get(base_model)
+        return SamplingSession(f"once:{uuid.uuid4().hex[:12]}", "", owner, base.name, None, path, snapshot_id)
+
     async def submit(
         self,
         owner: str,
@@ -204,25 +217,42 @@ class Sampling:
     ) -> AsyncIterator[gateway_pb2.SampleTokensResponse]:
         """Samples now, without a future; leaving the iterator frees the engine. A target table comes back first."""
         sampling = await self.get(owner, request.sampling_session_id)
-        base = await self._check_usable(owner, sampling)
+        await self._check_usable(owner, sampling)
+        is_begun = False
+        async for _, event in self.run(sampling, request, as_it_comes=True):
+            if request.HasField("target_table") and not is_begun:
+                yield gateway_pb2.SampleTokensResponse(target_table=request.target_table)
+            is_begun = True
+            yield event
+
+    async def run(
+        self, sampling: SamplingSession, request: gateway_pb2.SampleTokensRequest, *, as_it_comes: bool
+    ) -> AsyncIterator[tuple[bytes, gateway_pb2.SampleTokensResponse]]:
+        """Samples now, without a future: the prompt's ids as rendered, with each event.
+
+        Args:
+            as_it_comes: Whether tokens are wanted as they are made; else each sequence comes whole, and one that a
+                sampler breaks off is sampled again.
+        """
+        base = self._base_models.get(sampling.base_model)
         if rejection := _rejection(base, request):
             raise rejection
         sampling_id = sampling.sampling_session_id
         submission = Submission(
-            f"{sampling_id}:{uuid.uuid4().hex[:12]}", Kind.SAMPLE, owner, sampling.session_id, sampling_id, seq_id=0,
-            token_count=_token_count(base, request),
+            f"{sampling_id}:{uuid.uuid4().hex[:12]}", Kind.SAMPLE, sampling.owner, sampling.session_id, sampling_id,
+            seq_id=0, token_count=_token_count(base, request),
         )  # fmt: skip
         pending = Pending(submission, request=None)
-        work = SampleWork(pending, base, sampling, request, at_once=False)
-        is_begun = False
+        work = SampleWork(pending, base, sampling, request, at_once=not as_it_comes)
         with self._futures.counting(submission):
             try:
-                async for event in self._runner.stream(work):
-                    if request.HasField("target_table") and not is_begun:
-                        yield gateway_pb2.SampleTokensResponse(target_table=request.target_table)
-                    is_begun = True
-                    kind = event.WhichOneof("event")
-                    yield gateway_pb2.SampleTokensResponse(**{kind: getattr(event, kind)})
+                if as_it_comes:
+                    async for event in self._runner.stream(work):
+                        kind = event.WhichOneof("event")
+                        yield _prompt_ids(work), gateway_pb2.SampleTokensResponse(**{kind: getattr(event, kind)})
+                else:
+                    for gathered in await self._runner.collect(work):
+                        yield _prompt_ids(work), gathered
             finally:
                 await self._futures.keep_usage(pending)
 
@@ -307,6 +337,10 @@ def _rejection(base: BaseModel, request: gateway_pb2.SampleTokensRequest) -> Fov
     except FoveaError as error:
         return error
     return None
+
+
+def _prompt_ids(work: SampleWork) -> bytes:
+    return work.rendered.tokens if work.rendered is not None else b""
 
 
 def _token_count(base: BaseModel, request: gateway_pb2.SampleTokensRequest) -> int:

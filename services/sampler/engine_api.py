@@ -4,7 +4,7 @@
 """
 
 import hashlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -154,6 +154,17 @@ class SampleEngine(Protocol):
         """Events of sequence `index`: PromptResult first, then Deltas. Closing it aborts the request.
 
         Only sequence 0 scores the prompt, if the request asks for that. Raises Unavailable if the engine is dead.
+        """
+        ...
+
+
+class OpenAIAnswers(Protocol):
+    def answer(
+        self, asked: sampler_pb2.OpenAIRequest, sampled: AsyncIterator[sampler_pb2.SampledEvent], most_samples: int
+    ) -> AsyncGenerator[sampler_pb2.OpenAIPlan | bytes]:
+        """What to sample for a request of OpenAI's API, then the bytes of its answer, as `sampled` comes.
+
+        Raises InvalidInput, Unimplemented naming the field; Unavailable if `sampled` ends too early.
         """
         ...
 

@@ -1,5 +1,6 @@
 """Refuses whatever would harm the engine. vLLM dies, for every tenant, or is silently wrong on malformed input."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ class _Option(NamedTuple):
     rule: str
 
 
+_MOST_PENALTY = 2
 _OPTIONS = {
     "temperature": _Option(
         1.0,
@@ -29,10 +31,15 @@ _OPTIONS = {
     ),
     "top_p": _Option(1.0, lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "top_k": _Option(-1, lambda value: value == -1 or value >= 1, "-1 for all or at least 1"),
+    "min_p": _Option(0.0, lambda value: 0 <= value <= 1, "between 0 and 1"),
+    "presence_penalty": _Option(0.0, lambda value: abs(value) <= _MOST_PENALTY, "between -2 and 2"),
+    "frequency_penalty": _Option(0.0, lambda value: abs(value) <= _MOST_PENALTY, "between -2 and 2"),
+    "repetition_penalty": _Option(1.0, lambda value: 0 < value <= _MOST_PENALTY, "above 0 and at most 2"),
 }
 _MAX_STOPS = 64
 _MAX_STOP_STRING = 1000
 _MAX_CACHE_SALT = 256
+_MAX_STRUCTURE = 2**16
 _MESSAGE_MARGIN_BYTES = 4096
 
 
@@ -150,6 +157,7 @@ def _check_params(given: sampler_pb2.SamplingParams, prompt_length: int, limits:
         setattr(params, name, value)
     _check_stop_ids(params.stop.token_ids, limits)
     _check_stop_strings(params.stop.strings)
+    _check_structure(params.structured_outputs)
     return params
 
 
@@ -189,6 +197,19 @@ def _check_stop_strings(strings: Sequence[str]) -> None:
             raise InvalidInput(
                 f"{field}[{number}] has {len(text)} characters, must have 1 to {_MAX_STOP_STRING}", field=field
             )
+
+
+def _check_structure(text: str) -> None:
+    """Raises InvalidInput for what is no JSON object, or too large to be compiled; vLLM reads the rest."""
+    field = "params.structured_outputs"
+    if len(text) > _MAX_STRUCTURE:
+        raise InvalidInput(f"{field} has {len(text)} characters, at most {_MAX_STRUCTURE}", field=field)
+    try:
+        is_object = not text or isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise InvalidInput(f"{field} is no JSON object", field=field)
 
 
 def _check_cache_salt(salt: str) -> None:

@@ -47,8 +47,9 @@ async def serve(settings: SamplerSettings, engine: Engine, capacity: AdapterCapa
     weights = WeightStore(engine, AdapterCache(settings.max_adapters, capacity.held_bytes))
     generation = Generation(engine, weights, images, settings.max_requests)
     service = SamplerService(
-        _facts(settings, engine, capacity), family, generation, weights, SnapshotPushes(engine, weights)
-    )
+        _facts(settings, engine, capacity), family, generation, weights, SnapshotPushes(engine, weights),
+        engine.openai_serving(),
+    )  # fmt: skip
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(service, server.grpc)
     if not runs_on_cpu(settings):
         show_gpu_memory()

@@ -10,9 +10,9 @@ import grpc
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire import tensors
-from fovea.wire.errors import FoveaError, Unavailable
+from fovea.wire.errors import FoveaError, InvalidInput, Unavailable
 from services.sampler import sampler_metrics
-from services.sampler.engine_api import AltRows, Delta, Event, Limits, PromptResult, TopRows
+from services.sampler.engine_api import AltRows, Delta, Event, Limits, OpenAIAnswers, PromptResult, TopRows
 from services.sampler.generation import Generation
 from services.sampler.pushes import Loaded, Ready, SnapshotPushes
 from services.sampler.sample_validation import read_request
@@ -53,12 +53,14 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         generation: Generation,
         weights: WeightStore,
         pushes: SnapshotPushes,
+        openai: OpenAIAnswers,
     ) -> None:
         self._facts = facts
         self._vision = vision
         self._generation = generation
         self._weights = weights
         self._pushes = pushes
+        self._openai = openai
         self._ready = False
 
     def set_ready(self, ready: bool) -> None:
@@ -138,6 +140,22 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
     ) -> sampler_pb2.DropSnapshotResponse:
         await self._weights.drop(request.snapshot_id)
         return sampler_pb2.DropSnapshotResponse()
+
+    async def AnswerOpenAI(  # noqa: N802
+        self, request_iterator: AsyncIterator[sampler_pb2.AnswerOpenAIRequest], context: Context
+    ) -> AsyncIterator[sampler_pb2.AnswerOpenAIResponse]:
+        self._require_ready()
+        first = await anext(request_iterator, sampler_pb2.AnswerOpenAIRequest())
+        if first.WhichOneof("step") != "request":
+            raise InvalidInput("the call must begin with a request", field="request")
+        sampled = (one.sampled async for one in request_iterator)
+        steps = self._openai.answer(first.request, sampled, self._facts.limits.max_sample_count)
+        async with aclosing(steps):
+            async for step in steps:
+                if isinstance(step, bytes):
+                    yield sampler_pb2.AnswerOpenAIResponse(answer=step)
+                else:
+                    yield sampler_pb2.AnswerOpenAIResponse(plan=step)
 
     def _require_ready(self) -> None:
         if not self._ready:

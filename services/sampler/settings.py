@@ -77,6 +77,11 @@ class SamplerSettings(ServiceSettings):
     max_top_logprobs: int = Field(64, ge=0, description="The most alternatives of one logprobs row, listed or drawn.")
     max_requests: int = Field(2048, ge=1, description="Requests in flight before further ones are refused.")
     stream_interval: int = Field(8, ge=1, description="Tokens that one streamed event carries, after the first.")
+    tool_parser: str = Field(
+        "auto",
+        min_length=1,
+        description="vLLM's parser of tool calls, for OpenAI's API; auto goes by what the chat template writes.",
+    )
     engine_arguments: dict[str, Any] = Field(
         {}, description="The rest of vLLM's engine arguments, as a JSON object of its own names (AsyncEngineArgs)."
     )

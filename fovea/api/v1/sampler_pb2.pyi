@@ -15,9 +15,18 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+
+class OpenAIRoute(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OPEN_AI_ROUTE_UNSPECIFIED: _ClassVar[OpenAIRoute]
+    OPEN_AI_ROUTE_CHAT_COMPLETIONS: _ClassVar[OpenAIRoute]
+    OPEN_AI_ROUTE_COMPLETIONS: _ClassVar[OpenAIRoute]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
+OPEN_AI_ROUTE_UNSPECIFIED: OpenAIRoute
+OPEN_AI_ROUTE_CHAT_COMPLETIONS: OpenAIRoute
+OPEN_AI_ROUTE_COMPLETIONS: OpenAIRoute
 
 class GetSamplerInfoRequest(_message.Message):
     __slots__ = ()
@@ -77,20 +86,30 @@ class StopCondition(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., strings: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+    __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "structured_outputs")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURED_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_p: float
     top_k: int
     seed: int
     stop: StopCondition
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Union[StopCondition, _Mapping]] = ...) -> None: ...
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    structured_outputs: str
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Union[StopCondition, _Mapping]] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., structured_outputs: _Optional[str] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
     __slots__ = ("request_id", "snapshot_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_tokens", "alt_token_count", "prompt_logprobs_last_n", "at_once", "cache_salt", "routed_experts")
@@ -271,3 +290,53 @@ class DropSnapshotRequest(_message.Message):
 class DropSnapshotResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class AnswerOpenAIRequest(_message.Message):
+    __slots__ = ("request", "sampled")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    request: OpenAIRequest
+    sampled: SampledEvent
+    def __init__(self, request: _Optional[_Union[OpenAIRequest, _Mapping]] = ..., sampled: _Optional[_Union[SampledEvent, _Mapping]] = ...) -> None: ...
+
+class OpenAIRequest(_message.Message):
+    __slots__ = ("route", "body", "image_count")
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    route: OpenAIRoute
+    body: bytes
+    image_count: int
+    def __init__(self, route: _Optional[_Union[OpenAIRoute, str]] = ..., body: _Optional[bytes] = ..., image_count: _Optional[int] = ...) -> None: ...
+
+class SampledEvent(_message.Message):
+    __slots__ = ("prompt_index", "prompt_tokens", "event")
+    PROMPT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    prompt_index: int
+    prompt_tokens: bytes
+    event: SampleResponse
+    def __init__(self, prompt_index: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., event: _Optional[_Union[SampleResponse, _Mapping]] = ...) -> None: ...
+
+class AnswerOpenAIResponse(_message.Message):
+    __slots__ = ("plan", "answer")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    plan: OpenAIPlan
+    answer: bytes
+    def __init__(self, plan: _Optional[_Union[OpenAIPlan, _Mapping]] = ..., answer: _Optional[bytes] = ...) -> None: ...
+
+class OpenAIPlan(_message.Message):
+    __slots__ = ("prompts", "sample_count", "params", "top_sample_logprobs", "is_stream")
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PARAMS_FIELD_NUMBER: _ClassVar[int]
+    TOP_SAMPLE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    IS_STREAM_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[_model_input_pb2.ModelInput]
+    sample_count: int
+    params: SamplingParams
+    top_sample_logprobs: int
+    is_stream: bool
+    def __init__(self, prompts: _Optional[_Iterable[_Union[_model_input_pb2.ModelInput, _Mapping]]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., top_sample_logprobs: _Optional[int] = ..., is_stream: bool = ...) -> None: ...

@@ -70,6 +70,11 @@ class SamplerServiceStub(object):
                 request_serializer=fovea_dot_api_dot_v1_dot_sampler__pb2.DropSnapshotRequest.SerializeToString,
                 response_deserializer=fovea_dot_api_dot_v1_dot_sampler__pb2.DropSnapshotResponse.FromString,
                 _registered_method=True)
+        self.AnswerOpenAI = channel.stream_stream(
+                '/fovea.api.v1.SamplerService/AnswerOpenAI',
+                request_serializer=fovea_dot_api_dot_v1_dot_sampler__pb2.AnswerOpenAIRequest.SerializeToString,
+                response_deserializer=fovea_dot_api_dot_v1_dot_sampler__pb2.AnswerOpenAIResponse.FromString,
+                _registered_method=True)
 
 
 class SamplerServiceServicer(object):
@@ -127,6 +132,15 @@ class SamplerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AnswerOpenAI(self, request_iterator, context):
+        """Puts one request of OpenAI's API into prompts, and what was sampled for them into OpenAI's words: chat template,
+        tools and text are the model's. The caller sends `request`; is told `plan`; samples it, at any sampler, and sends
+        what comes as `sampled`; and is told the answer meanwhile. Closing the call ends all of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SamplerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +178,11 @@ def add_SamplerServiceServicer_to_server(servicer, server):
                     servicer.DropSnapshot,
                     request_deserializer=fovea_dot_api_dot_v1_dot_sampler__pb2.DropSnapshotRequest.FromString,
                     response_serializer=fovea_dot_api_dot_v1_dot_sampler__pb2.DropSnapshotResponse.SerializeToString,
+            ),
+            'AnswerOpenAI': grpc.stream_stream_rpc_method_handler(
+                    servicer.AnswerOpenAI,
+                    request_deserializer=fovea_dot_api_dot_v1_dot_sampler__pb2.AnswerOpenAIRequest.FromString,
+                    response_serializer=fovea_dot_api_dot_v1_dot_sampler__pb2.AnswerOpenAIResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -356,6 +375,33 @@ class SamplerService(object):
             '/fovea.api.v1.SamplerService/DropSnapshot',
             fovea_dot_api_dot_v1_dot_sampler__pb2.DropSnapshotRequest.SerializeToString,
             fovea_dot_api_dot_v1_dot_sampler__pb2.DropSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AnswerOpenAI(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/fovea.api.v1.SamplerService/AnswerOpenAI',
+            fovea_dot_api_dot_v1_dot_sampler__pb2.AnswerOpenAIRequest.SerializeToString,
+            fovea_dot_api_dot_v1_dot_sampler__pb2.AnswerOpenAIResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,5 +1,6 @@
 """Checked requests in vLLM's terms, and what vLLM says of them in ours."""
 
+import json
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,10 @@ from vllm.inputs import mm_input, tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from fovea.wire.conventions import MESSAGE_BYTES
-from fovea.wire.errors import Internal, Unavailable
+from fovea.wire.errors import Internal, InvalidInput, Unavailable
 from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
 from services.sampler.engine_api import FILLER_LOGPROB, Delta, Finish, PromptResult, SampleSpec, TopRows
@@ -113,6 +114,11 @@ def sampling_params(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        structured_outputs=_structure(params.structured_outputs),
         seed=spec.seed_of(index),
         stop=list(params.stop.strings),
         stop_token_ids=[*params.stop.token_ids, *ends],
@@ -127,6 +133,17 @@ def sampling_params(
         skip_reading_prefix_cache=plan is not None or spec.request.routed_experts,
         extra_args=_extra_arguments(spec, plan),
     )
+
+
+def _structure(text: str) -> StructuredOutputsParams | None:
+    """Raises InvalidInput for what vLLM does not know."""
+    if not text:
+        return None
+    try:
+        return StructuredOutputsParams(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        field = "params.structured_outputs"
+        raise InvalidInput(f"{field} is not one of vLLM's: {error}", field=field) from None
 
 
 def _extra_arguments(spec: SampleSpec, plan: ScorePlan | None) -> dict[str, Any]:

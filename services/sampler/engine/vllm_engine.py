@@ -19,6 +19,7 @@ from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import DeadlineExceeded, Internal, InvalidInput, Unavailable
 from fovea.wire.features import FeatureTensors
 from services.sampler.engine import request_conversion
+from services.sampler.engine.openai_serving import OpenAIServing
 from services.sampler.engine.vllm_launch import push_room
 from services.sampler.engine_api import AdapterName, Event, Limits, SampleSpec
 from services.sampler.settings import SamplerSettings
@@ -111,6 +112,11 @@ class Engine:
     def dead(self) -> bool:
         """Whether the engine has ended; it does not come back."""
         return bool(self._llm.errored)
+
+    def openai_serving(self) -> OpenAIServing:
+        """What answers OpenAI's API for the model. Raises ValueError, TypeError for a tool parser that vLLM lacks."""
+        end_ids = (*self._eos_token_ids, self._llm.renderer.get_eos_token_id())
+        return OpenAIServing(self._llm, self._settings.tool_parser, end_ids)
 
     def shutdown(self) -> None:
         """Ends the engine's processes."""

@@ -8,6 +8,7 @@ and can be told to fail, to wait, to restart and to forget.
 
 import asyncio
 import hashlib
+import json
 import struct
 import uuid
 from collections import defaultdict
@@ -30,7 +31,7 @@ from fovea.api.v1 import (
 from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.runtime.server import SERVER_OPTIONS
 from fovea.wire import tensors
-from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotFound, SnapshotNotLoaded
+from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotFound, SnapshotNotLoaded, Unavailable
 from services.trainer.reply_cache import ReplyCache
 
 MODEL = "fovea/fake-vl"
@@ -118,7 +119,8 @@ class FakeRenderer(Fake, renderer_pb2_grpc.RendererServiceServicer):
                 ids += tensors.decode_tokens(chunk.tokens.tokens).tolist()
                 continue
             if chunk.WhichOneof("kind") == "image_reference" and chunk.image_reference.uri:
-                raise InvalidInput(f"chunks[{index}]: the host of {chunk.image_reference.uri} is not allowed")
+                what = f"the host of {chunk.image_reference.uri} is not allowed"
+                raise InvalidInput(f"chunks[{index}]: {what}", field=f"chunks[{index}]")
             image = chunk.image if chunk.WhichOneof("kind") == "image" else chunk.image_reference
             if chunk.image.data and not chunk.image.data.startswith((b"\x89PNG", b"\xff\xd8")):
                 raise InvalidInput(f"chunks[{index}].image cannot be decoded", field=f"chunks[{index}].image")
@@ -193,6 +195,46 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
             raise
         finally:
             self.running -= 1
+
+    async def AnswerOpenAI(
+        self, request_iterator: Any, context: Context
+    ) -> AsyncIterator[sampler_pb2.AnswerOpenAIResponse]:
+        """Each text of a message is its bytes as ids, each image a chunk; the answer is the ids as text."""
+        asked = (await anext(request_iterator)).request
+        await self.note("AnswerOpenAI", asked)
+        body = json.loads(asked.body)
+        if "unknown" in body:
+            raise InvalidInput("there is no field 'unknown' in this request; leave it out", field="unknown")
+        plan = sampler_pb2.OpenAIPlan(sample_count=body.get("n", 1), is_stream=body.get("stream", False))
+        plan.params.max_tokens = body.get("max_tokens", 8)
+        prompt = plan.prompts.add()
+        for message in body.get("messages", [{"content": body.get("prompt", "p")}]):
+            parts = message["content"]
+            for part in [{"text": parts}] if isinstance(parts, str) else parts:
+                if "text" in part:
+                    prompt.chunks.add().tokens.tokens = tensors.encode_tokens(list(part["text"].encode()))
+                else:
+                    prompt.chunks.add().image.SetInParent()
+        yield sampler_pb2.AnswerOpenAIResponse(plan=plan)
+        ids: dict[int, list[int]] = {index: [] for index in range(plan.sample_count)}
+        ended = 0
+        while ended < plan.sample_count:
+            sampled = await anext(request_iterator, None)
+            if sampled is None:
+                raise Unavailable("the caller says no more")
+            delta = sampled.sampled.event.delta
+            ids[delta.index] += tensors.decode_tokens(delta.tokens).tolist()
+            ended += bool(delta.finish_reason)
+            if plan.is_stream and delta.tokens:
+                choice = {"index": delta.index, "delta": {"content": str(ids[delta.index])}}
+                event = json.dumps({"choices": [choice]})
+                yield sampler_pb2.AnswerOpenAIResponse(answer=f"data: {event}\n\n".encode())
+        if plan.is_stream:
+            yield sampler_pb2.AnswerOpenAIResponse(answer=b"data: [DONE]\n\n")
+            return
+        choices = [{"index": index, "message": {"role": "assistant", "content": str(ids[index])}} for index in ids]
+        whole = {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": choices}
+        yield sampler_pb2.AnswerOpenAIResponse(answer=json.dumps(whole).encode())
 
     async def CheckSnapshot(self, request: Any, context: Context) -> sampler_pb2.CheckSnapshotResponse:
         self.calls.append(("CheckSnapshot", request))

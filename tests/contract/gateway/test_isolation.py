@@ -120,6 +120,10 @@ REST: dict[tuple[str, str], Answer] = {
     ("GET", "owners"): Answer(ADMIN, other=403),
     ("PUT", "owners/{owner}"): Answer(ADMIN, other=403, body="owner"),
     ("GET", "usage"): Answer(READ, other=200),
+    ("GET", "/v1/models"): Answer(SAMPLE, other=200),
+    ("GET", "/v1/models/{model:path}"): Answer(SAMPLE),  # a checkpoint of hers
+    ("POST", "/v1/chat/completions"): Answer(SAMPLE, body="chat"),
+    ("POST", "/v1/completions"): Answer(SAMPLE, body="completion"),
     ("POST", "sessions/{session_id}/finish"): Answer(READ, body="sessions/sess-none/finish"),
 }  # fmt: skip
 """In an order in which each finds what it names."""
@@ -202,18 +206,22 @@ async def world(stand: Stand) -> World:
         for seq_id, path in ((1, "save_weights"), (2, "save_weights_external")):
             answer = await rest.ok(path, model_id=made.model_id, seq_id=seq_id, path="a")
             assert "path" in await rest.result(answer["request_id"])
+        answer = await rest.ok("save_weights_for_sampler", model_id=made.model_id, seq_id=3, path="s")
+        path = (await rest.result(answer["request_id"]))["path"]
         other = Rest(http)
         await other.open_session()
     values = {
         "session_id": other.session_id, "run": made.model_id, "segment": "weights", "name": "a", "file": "a",
         "sampling_session_id": made.sampling_id, "sequence_id": f"{sample}:0", "key_id": spare.key_id,
-        "owner": "alice",
+        "owner": "alice", "model": path,
     }  # fmt: skip
     return World(stand, keys, made, values)
 
 
 def _request(world: World, method: str, path: str, body: str) -> dict[str, Any]:
-    url = path.replace("{file:path}", "{file}").format(**world.values)
+    url = path.replace(":path}", "}").format(**world.values)
+    if path.startswith("/v1/"):
+        url = world.stand.url + url
     if body == "forward_backward":
         content = forward_backward_body(world.made.model_id, 50)
         return {"method": method, "url": url, "content": content}
@@ -222,6 +230,8 @@ def _request(world: World, method: str, path: str, body: str) -> dict[str, Any]:
         "key": {"owner": "carol", "scope": "read"},
         "owner": {"weight": 2.0},
         "expiry": {"expires_at": time.time() + 9},
+        "chat": {"model": world.values["model"], "messages": [{"role": "user", "content": "hi"}]},
+        "completion": {"model": world.values["model"], "prompt": "hi"},
     }
     return {"method": method, "url": url, "json": ours.get(body) or (world.made.of(body) if body else {})}
 
@@ -231,8 +241,12 @@ def _headers(key: str | None, body: str) -> dict[str, str]:
     return kind | ({"X-API-Key": key} if key else {})
 
 
+_OPENAI_REASONS = {"invalid_api_key": "UNAUTHENTICATED", "permission_denied": "PERMISSION_DENIED"}
+
+
 def _reason(response: httpx.Response) -> str:
-    reason = str(response.json()["reason"]) if response.status_code >= 400 else "OK"
+    body = response.json() if response.status_code >= 400 else {"reason": "OK"}
+    reason = str(body.get("reason") or _OPENAI_REASONS[body["error"]["code"]])
     assert response.status_code == {"UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403}.get(reason, response.status_code)
     return reason
 

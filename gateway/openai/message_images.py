@@ -1,0 +1,92 @@
+"""Images of OpenAI's messages: taken out of them, for the renderer alone reads images."""
+
+import base64
+import binascii
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from fovea.api.v1 import model_input_pb2
+from fovea.wire.errors import InvalidInput, Unimplemented
+
+_SIGNATURES = {
+    b"\x89PNG\r\n\x1a\n": model_input_pb2.IMAGE_FORMAT_PNG,
+    b"\xff\xd8\xff": model_input_pb2.IMAGE_FORMAT_JPEG,
+}
+_ENDINGS = {
+    ".png": model_input_pb2.IMAGE_FORMAT_PNG,
+    ".jpg": model_input_pb2.IMAGE_FORMAT_JPEG,
+    ".jpeg": model_input_pb2.IMAGE_FORMAT_JPEG,
+}
+_DETAILS = (None, "auto", "high")
+"""Every image is seen as the model's own processor sizes it."""
+
+
+class MessageImage(NamedTuple):
+    """An image, and the field that it was in."""
+
+    field: str
+    chunk: model_input_pb2.Chunk
+
+
+def take_images(body: dict[str, Any]) -> list[MessageImage]:
+    """The images of a request's messages, in order; a part without one is left in each one's place.
+
+    Raises InvalidInput, Unimplemented naming the field, for what is no image or cannot be fetched.
+    """
+    images: list[MessageImage] = []
+    messages = body.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") == "image_url":
+                field = f"messages.{index}.content.{place}.image_url"
+                images.append(MessageImage(field, _read_image(part.get("image_url"), field)))
+                content[place] = {"type": "image_url", "image_url": None, "uuid": "0"}
+    return images
+
+
+def _read_image(value: Any, field: str) -> model_input_pb2.Chunk:
+    url, detail = (value.get("url"), value.get("detail")) if isinstance(value, dict) else (value, None)
+    if not isinstance(url, str):
+        raise InvalidInput(f"{field}.url is missing; send data:image/png;base64,... there", field=f"{field}.url")
+    if detail not in _DETAILS:
+        raise Unimplemented(
+            f"{field}.detail is {detail!r}; images are not shrunk here: send a smaller one, and leave detail out",
+            field=f"{field}.detail",
+        )
+    scheme, _, rest = url.partition(":")
+    if scheme == "data":
+        return _read_data(rest, f"{field}.url")
+    if scheme in ("http", "https"):
+        return _refer(url, f"{field}.url")
+    raise InvalidInput(f"{field}.url begins with {url[:20]!r}; send data:image/png;base64,...", field=f"{field}.url")
+
+
+def _read_data(rest: str, field: str) -> model_input_pb2.Chunk:
+    kind, _, text = rest.partition(",")
+    if not kind.endswith(";base64"):
+        raise InvalidInput(f"{field} is not base64; send data:image/png;base64,...", field=field)
+    try:
+        data = base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise InvalidInput(f"{field} is not base64: {error}", field=field) from None
+    found = next((image_format for start, image_format in _SIGNATURES.items() if data.startswith(start)), None)
+    if found is None:
+        raise InvalidInput(f"{field} ({kind.removesuffix(';base64')}) is neither PNG nor JPEG; convert it", field=field)
+    return model_input_pb2.Chunk(image=model_input_pb2.ImageChunk(data=data, format=found))
+
+
+def _refer(url: str, field: str) -> model_input_pb2.Chunk:
+    """An image by address; the renderer fetches it if its operator listed the host, and says so if not."""
+    try:
+        path = urlsplit(url).path.lower()
+    except ValueError as error:
+        raise InvalidInput(f"{field} is no address: {error}", field=field) from None
+    found = next((image_format for ending, image_format in _ENDINGS.items() if path.endswith(ending)), None)
+    if found is None:
+        raise InvalidInput(
+            f"{field} does not end with .png, .jpg or .jpeg, so its format is unknown; send the bytes, as "
+            "data:image/png;base64,...",
+            field=field,
+        )
+    return model_input_pb2.Chunk(image_reference=model_input_pb2.ImageReference(uri=url, format=found))

@@ -1,0 +1,467 @@
+"""OpenAI's API by vLLM's own serving classes, behind whose engine stands whoever calls us.
+
+vLLM reads the request, runs the chat template, and writes the answer with its parsers of tool calls. What it asks its
+engine for becomes a plan, which the caller samples; what the caller tells us of it is what the engine answers.
+"""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import ValidationError
+from vllm.entrypoints.generate.base.serving import decode_token_ids
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.inputs import tokens_input
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers import ChatParams
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+from fovea.api.v1 import sampler_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import FoveaError, Internal, InvalidInput, NotFound, Unavailable, Unimplemented
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+Step = sampler_pb2.OpenAIPlan | bytes
+
+_BOTH = (
+    "model stream stream_options n seed stop stop_token_ids ignore_eos temperature top_p top_k min_p presence_penalty"
+    " frequency_penalty repetition_penalty max_tokens logprobs include_stop_str_in_output skip_special_tokens"
+    " spaces_between_special_tokens return_token_ids return_tokens_as_token_ids add_special_tokens response_format"
+    " structured_outputs user"
+)
+_CHAT = (
+    " messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls reasoning_effort"
+    " chat_template_kwargs add_generation_prompt continue_final_message"
+)
+_FIELDS = {ChatCompletionRequest: set((_BOTH + _CHAT).split()), CompletionRequest: set((_BOTH + " prompt").split())}
+"""Fields that are served; vLLM would take any, and ignore those that it does not know."""
+
+_TOOL_PARSERS = {
+    "<function=": "qwen3_coder",
+    "<arg_key>": "glm45",
+    "<|tool_call>": "gemma4",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|tool_call_start|>": "lfm2",
+    "<|python_tag|>": "llama3_json",
+}
+"""vLLM's parsers of tool calls, by what chat templates write of one; the first that is found counts."""
+
+_ANSWER_BYTES = 2**20
+_PICTURE: dict[str, Any] = {"type": "image_url", "image_url": None, "uuid": "0"}
+
+
+class OpenAIServing:
+    """Answers requests of OpenAI's API for one model.
+
+    Args:
+        tool_parser: vLLM's name of the parser of tool calls; `auto` goes by the chat template.
+        end_ids: Tokens that end a sequence, unless a request ignores them.
+    """
+
+    def __init__(self, llm: "AsyncLLM", tool_parser: str, end_ids: Sequence[int]) -> None:
+        self._llm = llm
+        self._end_ids = frozenset(end_ids)
+        self._renderer = _TextRenderer(llm.renderer)
+        self._options: dict[str, Any] = {
+            "chat_template": None,
+            "chat_template_content_format": "auto",
+            "enable_auto_tools": True,
+            "tool_parser": _parser_of(llm.renderer.get_tokenizer()) if tool_parser == "auto" else tool_parser,
+        }
+        self._online = OnlineRenderer(llm.model_config, self._renderer, request_logger=None, **self._options)  # type: ignore[arg-type]
+
+    async def answer(
+        self, asked: sampler_pb2.OpenAIRequest, sampled: AsyncIterator[sampler_pb2.SampledEvent], most_samples: int
+    ) -> AsyncGenerator[Step]:
+        """What to sample, then the bytes of the answer.
+
+        Raises InvalidInput, Unimplemented naming the field, Unavailable if `sampled` ends too early.
+        """
+        request = _read(asked, most_samples)
+        image_id = await self._renderer.image_id() if asked.image_count else None
+        engine = _CallersEngine(self._llm, self._renderer, request, asked.image_count, image_id, self._end_ids)
+        tasks = [
+            asyncio.create_task(engine.listen(sampled), name="sampled"),
+            asyncio.create_task(self._write(engine, request), name="answer"),
+        ]
+        try:
+            while (step := await engine.steps.get()) is not None:
+                if isinstance(step, Exception):
+                    raise step
+                yield step
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write(self, engine: "_CallersEngine", request: ChatCompletionRequest | CompletionRequest) -> None:
+        """Runs vLLM's handler, and hands on what it writes, at last None; or its error."""
+        try:
+            models = SimpleNamespace(model_name=lambda lora: request.model, lora_requests={}, is_base_model=bool)
+            given: Any = (engine, models)
+            if isinstance(request, ChatCompletionRequest):
+                chat = OpenAIServingChat(
+                    *given, "assistant", online_renderer=self._online, request_logger=None, **self._options
+                )
+                chat.system_fingerprint = None
+                answer: Any = await chat.create_chat_completion(request)
+            else:
+                completion = OpenAIServingCompletion(*given, online_renderer=self._online, request_logger=None)
+                completion.system_fingerprint = None
+                answer = await completion.create_completion(request)
+            if isinstance(answer, ErrorResponse):
+                raise _error(answer)
+            if isinstance(answer, AsyncGenerator):
+                async for event in answer:
+                    engine.steps.put_nowait(event.encode())
+            else:
+                body = answer.model_dump_json().encode()
+                for start in range(0, len(body), _ANSWER_BYTES):
+                    engine.steps.put_nowait(body[start : start + _ANSWER_BYTES])
+            engine.steps.put_nowait(None)
+        except FoveaError as error:
+            engine.steps.put_nowait(error)
+        except Exception as error:  # a chat template is a program, and parsers are many: vLLM knows whose fault it is
+            engine.steps.put_nowait(_error(create_error_response(error)))
+
+
+class _TextRenderer:
+    """vLLM's renderer, but that images stay the placeholders that the chat template writes: Fovea's own makes them.
+
+    All else is vLLM's.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._image_id: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def render_chat_async(
+        self, conversations: Sequence[Any], chat_params: ChatParams, tok_params: Any = None, **ignored: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """See vLLM's; the engine's inputs are text alone."""
+        rendered = [await self._inner.render_messages_async(messages, chat_params) for messages in conversations]
+        prompts = await self._inner.tokenize_prompts_async(
+            [_as_text(prompt) for _, prompt in rendered], tok_params or self._inner.default_chat_tok_params
+        )
+        return [messages for messages, _ in rendered], [tokens_input(one["prompt_token_ids"]) for one in prompts]
+
+    async def image_id(self) -> int:
+        """The token that stands for an image in what the chat template writes. Raises InvalidInput if there is none.
+
+        It is the tokenizer's own, or the middle one of the added tokens that an image brings: between start and end.
+        """
+        if self._image_id is None:
+            text = {"type": "text", "text": "question"}
+            plain, pictured = [await self._added_ids(parts) for parts in ([text], [text, _PICTURE])]
+            brought = [token for token in pictured if token in Counter(pictured) - Counter(plain)]
+            if not brought:
+                raise InvalidInput("this model's chat template takes no images; send text alone", field="messages")
+            named = self._inner.get_tokenizer().convert_tokens_to_ids(
+                getattr(self._inner.get_tokenizer(), "image_token", None) or ""
+            )
+            self._image_id = named if named in brought else brought[len(brought) // 2]
+        return self._image_id
+
+    async def _added_ids(self, parts: list[dict[str, Any]]) -> list[int]:
+        tokenizer = self._inner.get_tokenizer()
+        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
+        _, (prompt,) = await self.render_chat_async([[{"role": "user", "content": parts}]], params)
+        added = set(tokenizer.get_added_vocab().values())
+        return [token for token in prompt["prompt_token_ids"] if token in added]
+
+
+def _as_text(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in prompt.items() if name in ("prompt", "prompt_token_ids")}
+
+
+class _CallersEngine:
+    """What vLLM's serving classes take for their engine, during one request.
+
+    Attributes:
+        steps: The plan, and what is put there by others; an exception ends the request.
+    """
+
+    errored = False
+
+    def __init__(
+        self,
+        llm: "AsyncLLM",
+        renderer: _TextRenderer,
+        request: ChatCompletionRequest | CompletionRequest,
+        image_count: int,
+        image_id: int | None,
+        end_ids: frozenset[int],
+    ) -> None:
+        self.model_config, self.vllm_config = llm.model_config, llm.vllm_config
+        self.input_processor, self.renderer = llm.input_processor, renderer
+        self.steps: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
+        self._request, self._image_count, self._image_id, self._end_ids = request, image_count, image_id, end_ids
+        self._plan: sampler_pb2.OpenAIPlan | None = None
+        self._inboxes: list[asyncio.Queue[sampler_pb2.SampledEvent]] = []
+        self._prompts: list[list[int]] = []
+        self._is_planned = False
+
+    def check_admission(self, count: int) -> None:
+        """Whoever samples bounds what waits."""
+
+    def generate(
+        self, prompt: Mapping[str, Any], params: SamplingParams, request_id: str, **ignored: Any
+    ) -> AsyncGenerator[RequestOutput]:
+        """See vLLM's. All prompts of a request are given before the first is listened to."""
+        if self._plan is None:
+            self._plan = self._new_plan(params)
+        self._add_prompt(prompt["prompt_token_ids"])
+        self._inboxes.append(asyncio.Queue())
+        return self._results(len(self._inboxes) - 1, params, request_id)
+
+    async def listen(self, sampled: AsyncIterator[sampler_pb2.SampledEvent]) -> None:
+        """Hands on what was sampled, until the caller says no more."""
+        try:
+            async for one in sampled:
+                if not 0 <= one.prompt_index < len(self._inboxes):
+                    raise InvalidInput(f"prompt_index is {one.prompt_index}, of {len(self._inboxes)} prompts")
+                self._inboxes[one.prompt_index].put_nowait(one)
+            self.steps.put_nowait(Unavailable("the caller says no more, though a sequence has not ended"))
+        except FoveaError as error:
+            self.steps.put_nowait(error)
+
+    def _new_plan(self, params: SamplingParams) -> sampler_pb2.OpenAIPlan:
+        stop = sampler_pb2.StopCondition(
+            token_ids=params.stop_token_ids or [], strings=params.stop or [], ignore_eos=params.ignore_eos
+        )
+        drawn = sampler_pb2.SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k or -1,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            seed=params.seed,
+            stop=stop,
+            # vLLM's own number counts an image as one token: what is absent goes to the end of the context.
+            max_tokens=_max_tokens(self._request),
+            structured_outputs=_structure(params),
+        )
+        return sampler_pb2.OpenAIPlan(
+            sample_count=params.n,
+            params=drawn,
+            top_sample_logprobs=params.logprobs or 0,
+            is_stream=bool(self._request.stream),
+        )
+
+    def _add_prompt(self, ids: list[int]) -> None:
+        assert self._plan is not None
+        prompt = self._plan.prompts.add()
+        if self._image_id is None:
+            prompt.chunks.add().tokens.tokens = tensors.encode_tokens(ids)
+            return
+        places = [place for place, token in enumerate(ids) if token == self._image_id]
+        if len(places) != self._image_count:
+            token = self.renderer.get_tokenizer().decode([self._image_id])
+            raise InvalidInput(
+                f"messages have {self._image_count} images, and the chat template writes {len(places)}: put images "
+                f"into user messages, and leave {token!r} out of texts",
+                field="messages",
+            )
+        for start, end in zip([-1, *places], [*places, len(ids)], strict=True):
+            if start >= 0:
+                prompt.chunks.add().image.SetInParent()
+            if end > start + 1:
+                prompt.chunks.add().tokens.tokens = tensors.encode_tokens(ids[start + 1 : end])
+
+    async def _results(self, index: int, params: SamplingParams, request_id: str) -> AsyncGenerator[RequestOutput]:
+        assert self._plan is not None
+        if not self._is_planned:
+            self._is_planned = True
+            self.steps.put_nowait(self._plan)
+        inbox, is_delta = self._inboxes[index], params.output_kind is RequestOutputKind.DELTA
+        ids: list[int] = []
+        sequences: list[_Sequence] = []
+        while not sequences or not all(sequence.is_ended for sequence in sequences):
+            sampled = await inbox.get()
+            if not sequences:
+                ids = tensors.decode_tokens(sampled.prompt_tokens).tolist()
+                sequences = [self._new_sequence(number, params, ids) for number in range(params.n)]
+            if sampled.event.WhichOneof("event") != "delta":
+                continue
+            if not sampled.event.delta.index < params.n:
+                raise Internal(f"sequence {sampled.event.delta.index} was sampled, of {params.n}")
+            sequence = sequences[sampled.event.delta.index]
+            sequence.add(sampled.event.delta)
+            if is_delta:
+                is_last = all(one.is_ended for one in sequences)
+                yield RequestOutput(request_id, None, ids, None, [sequence.output(is_delta)], is_last)
+        if not is_delta:
+            outputs = [sequence.output(is_delta) for sequence in sequences]
+            yield RequestOutput(request_id, None, ids, None, outputs, finished=True)
+
+    def _new_sequence(self, index: int, params: SamplingParams, prompt_ids: list[int]) -> "_Sequence":
+        ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._end_ids)
+        return _Sequence(index, self.renderer.get_tokenizer(), params, prompt_ids, ends)
+
+
+class _Sequence:
+    """A sequence as text: tokens come in, and vLLM's output goes out."""
+
+    def __init__(
+        self, index: int, tokenizer: Any, params: SamplingParams, prompt_ids: list[int], end_ids: set[int]
+    ) -> None:
+        self._index, self._tokenizer, self._params, self._end_ids = index, tokenizer, params, end_ids
+        request = EngineCoreRequest(
+            request_id="", prompt_token_ids=prompt_ids, mm_features=None, sampling_params=params, pooling_params=None,
+            arrival_time=time.time(), lora_request=None, cache_salt=None, data_parallel_rank=None,
+        )  # fmt: skip
+        self._text = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        self._tokens: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        return self._finish_reason is not None
+
+    def add(self, delta: sampler_pb2.SequenceDelta) -> None:
+        """The next tokens."""
+        tokens = tensors.decode_tokens(delta.tokens).tolist()
+        is_stop = delta.finish_reason == sampler_pb2.FINISH_REASON_STOP
+        is_by_token = is_stop and bool(tokens) and tokens[-1] in self._end_ids
+        found = self._text.update(tokens, stop_terminated=is_by_token)
+        self._tokens += tokens
+        if self._params.logprobs is not None:
+            self._logprobs += self._read_logprobs(delta, tokens)
+        if delta.finish_reason == sampler_pb2.FINISH_REASON_LENGTH:
+            self._finish_reason = "length"
+        elif is_stop:
+            self._finish_reason = "stop"
+            asked = is_by_token and tokens[-1] in (self._params.stop_token_ids or ())
+            self._stop_reason = tokens[-1] if asked else found
+
+    def output(self, is_delta: bool) -> CompletionOutput:
+        """All so far, or what came since the last output."""
+        output = CompletionOutput(
+            index=self._index,
+            text=self._text.get_next_output_text(self.is_ended, is_delta),
+            token_ids=self._tokens,
+            cumulative_logprob=None,
+            logprobs=self._logprobs if self._params.logprobs is not None else None,
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+        )
+        if is_delta:
+            self._tokens, self._logprobs = [], []
+        return output
+
+    def _read_logprobs(self, delta: sampler_pb2.SequenceDelta, tokens: list[int]) -> list[dict[int, Logprob]]:
+        own = np.frombuffer(delta.logprobs, "<f4").tolist()
+        k = self._params.logprobs or 0
+        ids = tensors.decode(delta.top_logprobs.token_ids).tolist() if k else [[]] * len(tokens)
+        best = tensors.decode(delta.top_logprobs.logprobs).tolist() if k else [[]] * len(tokens)
+        return [self._position(*row) for row in zip(tokens, own, ids, best, strict=True)]
+
+    def _position(self, token: int, logprob: float, ids: list[int], best: list[float]) -> dict[int, Logprob]:
+        """The best first, as OpenAI lists them, and the sampled token if it is not among them."""
+        known = dict(zip(ids, best, strict=True))
+        known.setdefault(token, logprob)
+        texts = decode_token_ids(list(known), self._tokenizer)
+        return {
+            each: Logprob(value, rank, text)
+            for rank, ((each, value), (text, _)) in enumerate(zip(known.items(), texts, strict=True), 1)
+        }
+
+
+def _read(asked: sampler_pb2.OpenAIRequest, most_samples: int) -> ChatCompletionRequest | CompletionRequest:
+    """The request in vLLM's words. Raises InvalidInput or Unimplemented naming the field."""
+    kinds: dict[int, type[ChatCompletionRequest] | type[CompletionRequest]] = {
+        sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS: ChatCompletionRequest,
+        sampler_pb2.OPEN_AI_ROUTE_COMPLETIONS: CompletionRequest,
+    }
+    kind = kinds.get(asked.route)
+    if kind is None:
+        raise InvalidInput("route is not set", field="route")
+    body: dict[str, Any] = json.loads(asked.body)
+    for name, value in body.items():
+        known = kind.model_fields.get(name)
+        if name in _FIELDS[kind] or value is None or (known is not None and value == known.get_default()):
+            continue
+        if known is None:
+            raise InvalidInput(f"there is no field {name!r} in this request; leave it out", field=name)
+        raise Unimplemented(f"{name} is vLLM's, and not served here; leave it out", field=name)
+    _check_parts(body.get("messages"))
+    given = {name: value for name, value in body.items() if value is not None and name in _FIELDS[kind]}
+    try:
+        request = kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(map(str, first["loc"])) or None
+        raise InvalidInput(f"{field or 'the request'}: {first['msg']}", field=field) from None
+    except Exception as error:  # vLLM's own checks raise their own kinds
+        raise _error(create_error_response(error)) from None
+    if not 1 <= (request.n or 1) <= most_samples:
+        raise InvalidInput(f"n is {request.n}; it must be 1 .. {most_samples}", field="n")
+    return request
+
+
+def _check_parts(messages: Any) -> None:
+    """Raises InvalidInput for a part of a message that vLLM would fetch or load: only the renderer reads images."""
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if kind != "text" and part != _PICTURE:
+                field = f"messages.{index}.content.{place}.type"
+                raise InvalidInput(f"{field} is {kind!r}; it must be 'text' or 'image_url'", field=field)
+
+
+def _max_tokens(request: ChatCompletionRequest | CompletionRequest) -> int | None:
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        return request.max_completion_tokens
+    with_warning = vars(request)  # the field is marked as deprecated
+    most: int | None = with_warning["max_tokens"]
+    return most
+
+
+def _structure(params: SamplingParams) -> str:
+    given = params.structured_outputs
+    if given is None:
+        return ""
+    named = {name: value for name, value in vars(given).items() if not name.startswith("_")}
+    return json.dumps({name: value for name, value in named.items() if value not in (None, False)})
+
+
+def _parser_of(tokenizer: Any) -> str:
+    template = getattr(tokenizer, "chat_template", None)
+    texts = template.values() if isinstance(template, dict) else [template or ""]
+    return next((name for mark, name in _TOOL_PARSERS.items() if any(mark in text for text in texts)), "hermes")
+
+
+def _error(response: ErrorResponse) -> FoveaError:
+    error = response.error
+    kinds: dict[int, type[FoveaError]] = {404: NotFound, 501: Unimplemented, 503: Unavailable}
+    kind = kinds.get(error.code, InvalidInput if error.code < 500 else Internal)
+    message = error.message
+    with suppress(ValueError):  # vLLM adds the parameter, which has a place of its own
+        message = message[: message.rindex(" (parameter=")]
+    return kind(message, field=error.param)

@@ -1,0 +1,134 @@
+"""OpenAI's API at the gateway: what it does by itself. `tests/e2e/test_openai.py` has the rest, with vLLM."""
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from fovea.wire import tensors
+from fovea.wire.errors import InvalidInput, Unavailable
+from tests.contract.gateway.conftest import KEY, Stand
+from tests.contract.gateway.fakes import IMAGE_TOKENS, MODEL
+from tests.contract.gateway.requests import Rest
+
+PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n and so on").decode()
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+async def http(stand: Stand) -> AsyncIterator[httpx.AsyncClient]:
+    """A client with a bearer token, as OpenAI's sends it."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=f"{stand.url}/v1/", headers=headers, timeout=30) as http:
+        yield http
+
+
+def asking(url: Any) -> dict[str, Any]:
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": url}, {"type": "text", "text": "b"}]
+    return {**CHAT, "messages": [{"role": "user", "content": parts}]}
+
+
+async def test_an_image_goes_to_the_renderer_and_its_text_to_the_sampler(stand: Stand, http: httpx.AsyncClient) -> None:
+    response = await http.post("chat/completions", json=asking({"url": f"data:image/png;base64,{PNG}"}))
+    assert response.status_code == 200, response.text
+    assert response.headers["x-request-id"]
+    (rendered,) = stand.renderer.of("Render")
+    assert [chunk.WhichOneof("kind") for chunk in rendered.input.chunks] == ["tokens", "image", "tokens"]
+    assert rendered.input.chunks[1].image.data == base64.b64decode(PNG)
+    (asked,) = stand.samplers[0].of("AnswerOpenAI")
+    assert asked.image_count == 1
+    assert PNG not in asked.body.decode()
+    (sample,) = stand.samplers[0].of("Sample")
+    assert len(tensors.decode_tokens(sample.prompt.tokens)) == 2 + IMAGE_TOKENS
+
+
+async def test_a_stream_comes_as_it_is_sampled(stand: Stand, http: httpx.AsyncClient) -> None:
+    async with http.stream("POST", "chat/completions", json={**CHAT, "stream": True, "n": 2}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line async for line in response.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert {json.loads(line[6:])["choices"][0]["index"] for line in lines[:-1]} == {0, 1}
+    (sample,) = stand.samplers[0].of("Sample")
+    assert not sample.at_once
+
+
+@pytest.mark.parametrize(
+    ("url", "field", "said"),
+    [
+        ({"url": "data:image/png,abc"}, "url", "not base64"),
+        ({"url": "data:image/png;base64,!!"}, "url", "not base64"),
+        ({"url": "data:image/webp;base64,AAAA"}, "url", "neither PNG nor JPEG"),
+        ({"url": "file:///etc/passwd"}, "url", "file:///etc/passwd"),
+        ({"url": "https://a.test/picture"}, "url", "its format is unknown"),
+        ({"url": "https://a.test/picture.png"}, "", "is not allowed"),
+        ({"url": f"data:image/png;base64,{PNG}", "detail": "low"}, "detail", "images are not shrunk"),
+        ({}, "url", "is missing"),
+        (7, "url", "is missing"),
+    ],
+)
+async def test_what_is_no_image_is_refused_by_its_field(
+    http: httpx.AsyncClient, url: Any, field: str, said: str
+) -> None:
+    response = await http.post("chat/completions", json=asking(url))
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert said in error["message"]
+    assert error["type"] == "invalid_request_error"
+    where = "messages.0.content.1.image_url"
+    assert error["param"] == (f"{where}.{field}" if field else where)
+    assert error["message"].startswith(error["param"])
+    assert (await http.post("chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_errors_have_openais_shape(stand: Stand, http: httpx.AsyncClient) -> None:
+    told: dict[str, tuple[int, str, str | None]] = {}
+    wrong = [{"unknown": 1}, {"model": "none"}, {"model": 3}, {"max_tokens": 10**6}]
+    for change in wrong:
+        response = await http.post("chat/completions", json={**CHAT, **change})
+        error = response.json()["error"]
+        told[str(change)] = response.status_code, error["code"], error["param"]
+    assert list(told.values()) == [
+        (400, "invalid_input", "unknown"),
+        (404, "model_not_found", "model"),
+        (400, "invalid_input", "model"),
+        (400, "context_length_exceeded", "max_tokens"),
+    ]
+    stand.samplers[0].failures["Sample"] = [InvalidInput("params.seed is odd", field="params.seed")]
+    error = (await http.post("chat/completions", json={**CHAT, "stream": True})).json()["error"]
+    assert error["param"] == "seed"
+    assert (await http.post("chat/completions", content=b"[")).json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_sampler_that_breaks_off_is_no_concern_of_a_whole_answer(stand: Stand, http: httpx.AsyncClient) -> None:
+    stand.samplers[0].failures["Sample"] = [Unavailable("gone")]
+    assert (await http.post("chat/completions", json=CHAT)).status_code == 200
+    assert stand.samplers[0].names().count("Sample") == 2
+
+
+async def test_leaving_frees_the_engine(stand: Stand, http: httpx.AsyncClient) -> None:
+    sampler = stand.samplers[0]
+    for stream in (False, True):
+        sampler.sample_delay_s = 600.0
+        asking = asyncio.create_task(http.post("chat/completions", json={**CHAT, "stream": stream}))
+        while not sampler.running:  # noqa: ASYNC110 - the fake says no more
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        while sampler.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert sampler.cancelled == 2
+
+
+async def test_what_is_sampled_counts_as_usage(stand: Stand, http: httpx.AsyncClient, rest: Rest) -> None:
+    before = await _sampled_tokens(rest)
+    await http.post("chat/completions", json={**CHAT, "n": 2, "max_tokens": 5})
+    assert await _sampled_tokens(rest) == before + 10
+
+
+async def _sampled_tokens(rest: Rest) -> int:
+    usage = (await rest.http.get("usage")).json()["usage"]
+    return sum(day["sampled_tokens"] for day in usage)
