@@ -58,9 +58,24 @@ def test_the_grpc_example_streams_an_answer(stack: Stack) -> None:
     assert run("grpc_image.py", stack).strip()
 
 
-@pytest.mark.parametrize("name", ["tinker_image.py", "grpc_image.py"])
+def test_the_openai_example_streams_an_answer(stack: Stack) -> None:
+    assert run("openai_chat.py", stack).strip()
+
+
+@pytest.mark.parametrize("name", ["tinker_image.py", "grpc_image.py", "openai_chat.py"])
 def test_the_readme_shows_the_example(name: str) -> None:
     shown = (ROOT / "README.md").read_text()
     code = (ROOT / "examples" / name).read_text()
     body = code.split('"""', 2)[2].strip()
     assert body in shown
+
+
+def test_the_grpc_example_trains_with_the_protos_alone(stack: Stack) -> None:
+    *losses, refused, saved, said = run("grpc_training.py", stack).splitlines()
+    found = [float(line.removeprefix("loss ")) for line in losses]
+    assert len(found) == 20
+    assert found[-1] < 0.1 * found[0]
+    assert refused.startswith("refused: INVALID_ARGUMENT")
+    assert "no such loss" in refused
+    assert saved.startswith("saved tinker://")
+    assert said == "Ada<|im_end|>"
