@@ -1,6 +1,7 @@
 """The ASGI application of Tinker's REST API, and its routes that belong to no feature."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -25,7 +26,7 @@ from gateway.http.endpoint import (
 )
 from gateway.http.request_body import read
 from gateway.openai.openai_answers import OpenAIAnswers
-from gateway.openai.openai_routes import OpenAIRoutes
+from gateway.openai.openai_routes import OPENAI, OpenAIRoutes
 from gateway.parts import Parts
 from gateway.sampling import sample_wire
 from gateway.sampling.sample_routes import SamplingRoutes, asks_for_experts
@@ -99,7 +100,7 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
     return Starlette(
         routes=[route for group in groups for route in group.routes(endpoints)],
         middleware=[Middleware(ReadyMiddleware, ready), Middleware(BurstMiddleware, limiter)],
-        exception_handlers={404: _no_route, 405: _no_method},
+        exception_handlers={404: _no_route(f"{base_path}{OPENAI.prefix}"), 405: _no_method},
     )
 
 
@@ -171,8 +172,14 @@ def _refusal(endpoints: Endpoints, method: str, path: str, what: str) -> Route:
     return endpoints.route(method, path, refuse, Scope.READ)
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
-    return error_response(NotFound(f"Fovea has no {request.method} {request.url.path}"))
+def _no_route(openai: str) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Says that there is no such route, below a path in OpenAI's words."""
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        say = OPENAI.answer_error if request.url.path.startswith(openai) else error_response
+        return say(NotFound(f"Fovea has no {request.method} {request.url.path}"))
+
+    return refuse
 
 
 async def _no_method(request: Request, error: Exception) -> Response:

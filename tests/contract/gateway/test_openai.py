@@ -100,6 +100,8 @@ async def test_errors_have_openais_shape(stand: Stand, http: httpx.AsyncClient) 
     stand.samplers[0].failures["Sample"] = [InvalidInput("params.seed is odd", field="params.seed")]
     error = (await http.post("chat/completions", json={**CHAT, "stream": True})).json()["error"]
     assert error["param"] == "seed"
+    nothing = await http.post("embeddings", json={})
+    assert (nothing.status_code, nothing.json()["error"]["type"]) == (404, "not_found_error")
     assert (await http.post("chat/completions", content=b"[")).json()["error"]["type"] == "invalid_request_error"
 
 
