@@ -41,7 +41,8 @@ def take_images(body: dict[str, Any]) -> list[MessageImage]:
             if isinstance(part, dict) and part.get("type") == "image_url":
                 field = f"messages.{index}.content.{place}.image_url"
                 images.append(MessageImage(field, _read_image(part.get("image_url"), field)))
-                content[place] = {"type": "image_url", "image_url": None, "uuid": "0"}
+                part.clear()
+                part.update(type="image_url", image_url=None, uuid="0")
     return images
 
 

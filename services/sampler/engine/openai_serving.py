@@ -436,10 +436,10 @@ def _check_parts(messages: Any) -> None:
 
 
 def _max_tokens(request: ChatCompletionRequest | CompletionRequest) -> int | None:
-    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
-        return request.max_completion_tokens
-    with_warning = vars(request)  # the field is marked as deprecated
-    most: int | None = with_warning["max_tokens"]
+    given = vars(request)  # one of the fields warns of itself
+    most: int | None = given.get("max_completion_tokens")
+    if most is None:
+        most = given["max_tokens"]
     return most
 
 

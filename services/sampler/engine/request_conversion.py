@@ -117,7 +117,7 @@ def sampling_params(
         min_p=params.min_p,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
+        repetition_penalty=params.repetition_penalty or 1.0,  # warm-ups and benchmarks name none
         structured_outputs=_structure(params.structured_outputs),
         seed=spec.seed_of(index),
         stop=list(params.stop.strings),

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
 import grpc
@@ -59,6 +59,21 @@ class OneImage(renderer_pb2_grpc.RendererServiceServicer):
         )
 
 
+class CountingAnswers:
+    """Wants one sequence, and answers with how many events it took."""
+
+    async def answer(
+        self, asked: sampler_pb2.OpenAIRequest, sampled: AsyncIterator[sampler_pb2.SampledEvent], most_samples: int
+    ) -> AsyncGenerator[sampler_pb2.OpenAIPlan | bytes]:
+        yield sampler_pb2.OpenAIPlan(sample_count=most_samples)
+        count = 0
+        async for one in sampled:
+            count += 1
+            if one.event.delta.finish_reason:
+                yield b"%d of " % count + asked.body
+                return
+
+
 @dataclass
 class Served:
     """A served sampler."""
@@ -81,7 +96,8 @@ async def served() -> AsyncIterator[Served]:
     limits = Limits(100, 50, 4, 5, 2, 8)
     facts = EngineInfo("model", "instance", "float32", 64, "gloo", 1, limits, 8, 9 << 20, 64)
     generation = Generation(engine, weights, images, MAX_REQUESTS)
-    service = SamplerService(facts, small_qwen3_vl(), generation, weights, SnapshotPushes(engine, weights))
+    pushes = SnapshotPushes(engine, weights)
+    service = SamplerService(facts, small_qwen3_vl(), generation, weights, pushes, CountingAnswers())
     service.set_ready(True)
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(service, server)
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(renderer, server)
@@ -239,3 +255,25 @@ async def test_a_push_over_the_wire(served: Served) -> None:
     await served.client.leave_transfer_group("g")
     assert not served.engine.adapters
     assert not served.engine.groups
+
+
+async def test_an_answer_in_openais_words_is_a_plan_and_then_text(served: Served) -> None:
+    delta = sampler_pb2.SequenceDelta(finish_reason=sampler_pb2.FINISH_REASON_STOP)
+    steps = [
+        sampler_pb2.AnswerOpenAIRequest(request=sampler_pb2.OpenAIRequest(body=b"{}")),
+        sampler_pb2.AnswerOpenAIRequest(sampled=sampler_pb2.SampledEvent(event=sampler_pb2.SampleResponse())),
+        sampler_pb2.AnswerOpenAIRequest(
+            sampled=sampler_pb2.SampledEvent(event=sampler_pb2.SampleResponse(delta=delta))
+        ),
+    ]
+
+    async def say(messages: list[sampler_pb2.AnswerOpenAIRequest]) -> AsyncIterator[sampler_pb2.AnswerOpenAIRequest]:
+        for message in messages:
+            yield message
+
+    plan, answer = [step async for step in served.client.answer_openai(say(steps))]
+    assert plan.plan.sample_count == 4
+    assert answer.answer == b"2 of {}"
+    for wrong in ([], steps[1:]):
+        with pytest.raises(InvalidInput, match="must begin with a request"):
+            _ = [step async for step in served.client.answer_openai(say(wrong))]

@@ -39,7 +39,10 @@ def test_a_good_request() -> None:
     spec = read_request(wanted, LIMITS, VISION)
     assert spec.tokens.tolist() == [1, 2, 90, 90, 90, 90, 3, 90, 90, 90, 90, 3]
     assert [(span.offset, span.length) for span in spec.spans] == [(2, 4), (7, 4)]
-    assert spec.params == sampler_pb2.SamplingParams(max_tokens=38, temperature=1, top_p=1, top_k=-1, seed=-3)
+    assert spec.params == sampler_pb2.SamplingParams(
+        max_tokens=38, temperature=1, top_p=1, top_k=-1, seed=-3, min_p=0, presence_penalty=0, frequency_penalty=0,
+        repetition_penalty=1,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("length", "max_tokens"), [(50, None), (51, None), (49, 2), (1, 50), (1, 2**31 - 1)])
@@ -149,6 +152,13 @@ def test_seeds_stay_within_63_bits(seed: int, index: int) -> None:
     ("change", "field"),
     [
         (lambda r: setattr(r, "sample_count", 0), "sample_count"),
+        (lambda r: setattr(r.params, "min_p", 1.5), "params.min_p"),
+        (lambda r: setattr(r.params, "presence_penalty", -2.5), "params.presence_penalty"),
+        (lambda r: setattr(r.params, "frequency_penalty", math.nan), "params.frequency_penalty"),
+        (lambda r: setattr(r.params, "repetition_penalty", 0.0), "params.repetition_penalty"),
+        (lambda r: setattr(r.params, "structured_outputs", "[1]"), "params.structured_outputs"),
+        (lambda r: setattr(r.params, "structured_outputs", "{"), "params.structured_outputs"),
+        (lambda r: setattr(r.params, "structured_outputs", " " * 70_000), "params.structured_outputs"),
         (lambda r: setattr(r, "sample_count", 5), "sample_count"),
         (lambda r: setattr(r, "top_prompt_logprobs", 6), "top_prompt_logprobs"),
         (lambda r: setattr(r, "top_sample_logprobs", -1), "top_sample_logprobs"),
