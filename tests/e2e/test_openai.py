@@ -274,8 +274,8 @@ BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str]] = {
     "unknown field": ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature"),
     "field of vLLM alone": ({"extra_body": {"use_beam_search": True}}, openai.BadRequestError, "use_beam_search"),
     "a template of one's own": ({"extra_body": {"chat_template": "x"}}, openai.BadRequestError, "chat_template"),
-    "too many tokens": ({"max_completion_tokens": 10**6}, openai.BadRequestError, "max_tokens"),
-    "too long": ({"messages": asking(text="word " * 9000)}, openai.BadRequestError, "input_tokens"),
+    "too many tokens": ({"max_completion_tokens": 10**6}, openai.BadRequestError, "max_completion_tokens"),
+    "too long": ({"messages": asking(text="word " * 9000)}, openai.BadRequestError, "prompt"),
     "too many samples": ({"n": 1000}, openai.BadRequestError, "n"),
     "odd temperature": ({"temperature": 1000.0}, openai.BadRequestError, "temperature"),
     "broken schema": (
@@ -284,7 +284,7 @@ BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str]] = {
         None,
     ),
     "broken pattern": ({"extra_body": {"structured_outputs": {"regex": "[0-9"}}}, openai.BadRequestError, None),
-    "no messages": ({"messages": []}, openai.BadRequestError, None),
+    "no messages": ({"messages": []}, openai.BadRequestError, "messages"),
 }  # fmt: skip
 
 

@@ -33,7 +33,15 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from fovea.api.v1 import sampler_pb2
 from fovea.wire import tensors
-from fovea.wire.errors import FoveaError, Internal, InvalidInput, NotFound, Unavailable, Unimplemented
+from fovea.wire.errors import (
+    ContextOverflow,
+    FoveaError,
+    Internal,
+    InvalidInput,
+    NotFound,
+    Unavailable,
+    Unimplemented,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -419,6 +427,8 @@ def _read(asked: sampler_pb2.OpenAIRequest, most_samples: int) -> ChatCompletion
         raise InvalidInput(f"{field or 'the request'}: {first['msg']}", field=field) from None
     except Exception as error:  # vLLM's own checks raise their own kinds
         raise _error(create_error_response(error)) from None
+    if isinstance(request, ChatCompletionRequest) and not request.messages:
+        raise InvalidInput("messages is empty; send at least one", field="messages")
     if not 1 <= (request.n or 1) <= most_samples:
         raise InvalidInput(f"n is {request.n}; it must be 1 .. {most_samples}", field="n")
     return request
@@ -461,7 +471,9 @@ def _error(response: ErrorResponse) -> FoveaError:
     error = response.error
     kinds: dict[int, type[FoveaError]] = {404: NotFound, 501: Unimplemented, 503: Unavailable}
     kind = kinds.get(error.code, InvalidInput if error.code < 500 else Internal)
+    if error.param in ("input_text", "input_tokens"):  # what vLLM calls a prompt that is too long
+        kind = ContextOverflow
     message = error.message
     with suppress(ValueError):  # vLLM adds the parameter, which has a place of its own
         message = message[: message.rindex(" (parameter=")]
-    return kind(message, field=error.param)
+    return kind(message, field="prompt" if kind is ContextOverflow else error.param)
