@@ -21,6 +21,7 @@ TOOL = {
     "function": {
         "name": "move",
         "description": "Moves the walker.",
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {"way": {"enum": ["left", "right"]}, "steps": {"enum": [1, 2, 3]}},
@@ -140,18 +141,21 @@ def test_seeds_samples_and_logprobs_are_those_of_tinker(
 
 
 def test_stops_end_an_answer_and_are_left_out(client: openai.OpenAI, stack: Stack) -> None:
-    free = ask(client, stack.model_name, asking(), max_completion_tokens=40)
+    given: dict[str, Any] = {"max_completion_tokens": 40, "temperature": 1.0, "seed": 6}
+    free = ask(client, stack.model_name, asking(), logprobs=True, extra_body={"ignore_eos": True}, **given)
     text, ids = free.choices[0].message.content or "", ids_of(free)[0]
-    stop = text[6:9]
-    halted = ask(client, stack.model_name, asking(), max_completion_tokens=40, stop=[stop])
+    assert free.choices[0].finish_reason == "length"
+    assert free.choices[0].logprobs is not None
+    said = [position.token for position in free.choices[0].logprobs.content or []]
+    stop = next(token for token in said[4:] if token.strip().isalpha() and token in text)
+    halted = ask(client, stack.model_name, asking(), stop=[stop], extra_body={"ignore_eos": True}, **given)
     assert halted.choices[0].message.content == text[: text.index(stop)]
     assert (halted.choices[0].finish_reason, halted.choices[0].stop_reason) == ("stop", stop)  # type: ignore[attr-defined]
-    by_id = ask(client, stack.model_name, asking(), max_completion_tokens=40, extra_body={"stop_token_ids": [ids[4]]})
-    end = ids.index(ids[4]) + 1
-    assert ids_of(by_id)[0] == ids[:end]
+    extra = {"ignore_eos": True, "stop_token_ids": [ids[4]]}
+    by_id = ask(client, stack.model_name, asking(), extra_body=extra, **given)
+    assert ids_of(by_id)[0] == ids[: ids.index(ids[4]) + 1]
     assert by_id.choices[0].stop_reason == ids[4]  # type: ignore[attr-defined]
     assert by_id.choices[0].finish_reason == "stop"
-    assert free.choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "move"}}])
@@ -196,15 +200,16 @@ def test_completions_take_texts_and_ids(
     client: openai.OpenAI, stack: Stack, tokenizer: PreTrainedTokenizerBase, base_sampler: tinker.SamplingClient
 ) -> None:
     prompts = ["The walker goes", "A picture of"]
-    expected = []
+    expected, lengths = [], []
     for prompt in prompts:
         (sequence,) = sampled(base_sampler, tinker.ModelInput.from_ints(tokenizer.encode(prompt)))
         expected.append(tokenizer.decode(sequence.tokens, skip_special_tokens=True))
+        lengths.append(len(sequence.tokens))
     given: dict[str, Any] = {"model": stack.model_name, "max_tokens": 12, "temperature": 0.0}
     answer = client.completions.create(prompt=prompts, logprobs=2, **given)
     assert [choice.text for choice in answer.choices] == expected
-    assert answer.choices[1].logprobs is not None
-    assert len(answer.choices[1].logprobs.token_logprobs or []) == 12
+    told = [choice.logprobs.token_logprobs or [] for choice in answer.choices if choice.logprobs]
+    assert list(map(len, told)) == lengths
     by_ids = client.completions.create(prompt=tokenizer.encode(prompts[0]), **given)
     assert by_ids.choices[0].text == expected[0]
     stream = client.completions.create(prompt=prompts[0], stream=True, **given)
@@ -212,10 +217,10 @@ def test_completions_take_texts_and_ids(
 
 
 def test_penalties_change_what_is_sampled(client: openai.OpenAI, stack: Stack) -> None:
-    free = ids_of(ask(client, stack.model_name, asking(), max_completion_tokens=60))[0]
+    given: dict[str, Any] = {"max_completion_tokens": 60, "extra_body": {"ignore_eos": True}}
+    free = ids_of(ask(client, stack.model_name, asking(), **given))[0]
     assert len(set(free)) < len(free), "the model repeats itself"
-    given: dict[str, Any] = {"max_completion_tokens": 60, "presence_penalty": 2.0, "frequency_penalty": 2.0}
-    held = ids_of(ask(client, stack.model_name, asking(), **given))[0]
+    held = ids_of(ask(client, stack.model_name, asking(), presence_penalty=2.0, frequency_penalty=2.0, **given))[0]
     assert len(set(held)) > len(set(free))
 
 
@@ -223,7 +228,7 @@ def test_a_path_is_the_weights_of_its_step(
     client: openai.OpenAI, stack: Stack, pictured: tinker.ModelInput, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     with stack.service_client() as service:
-        training = service.create_lora_training_client(base_model=stack.model_name, rank=8)
+        training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
         builder = PromptBuilder(tokenizer)
         datum = builder.build("<|vision_start|>", (PICTURE, 70), "<|vision_end|>It is a hat.").datum()
         for _ in range(2):
