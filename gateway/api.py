@@ -143,7 +143,7 @@ class ServerRoutes:
                 "model_name": served.name,
                 "max_context_length": served.max_context_length,
                 "trainable": served.is_trained,
-                "sampleable": True,
+                "sampleable": served.is_sampled,
             }
             for served in await self._health.served_models()
         ]

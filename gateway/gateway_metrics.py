@@ -77,6 +77,7 @@ REPLAYED = Counter(
     ["answer"],
 )
 RESULT_BYTES = Gauge("fovea_gateway_result_bytes", "What the database keeps of results, when they last were many.")
+SESSIONS = Gauge("fovea_gateway_sessions", "Sessions that are open.")
 PARKED = Gauge("fovea_gateway_parked_sessions", "Sessions that are parked.")
 PARKED_BYTES = Gauge("fovea_gateway_parked_bytes", "What the trainer keeps on storage of parked sessions.")
 STATE_BYTES = Gauge("fovea_gateway_state_volume_bytes", "The volume of the state folder: size and free.", ["kind"])

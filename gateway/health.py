@@ -18,6 +18,7 @@ from gateway.futures.futures import Futures
 from gateway.replicas.base_models import BaseModel, BaseModels
 from gateway.replicas.snapshot_pushes import Versions
 from gateway.replicas.trainer_link import TrainerLink
+from gateway.sessions.sessions import Sessions
 
 
 class Health:
@@ -30,11 +31,12 @@ class Health:
     def __init__(
         self,
         futures: Futures,
+        sessions: Sessions,
         base_models: BaseModels,
         versions: Versions,
         state_dir: Path,
     ) -> None:
-        self._futures, self._base_models = futures, base_models
+        self._futures, self._sessions, self._base_models = futures, sessions, base_models
         self._versions, self._state_dir = versions, state_dir
         self._depth = LabelledGauge(metrics.QUEUE_DEPTH)
         self._lag = LabelledGauge(metrics.VERSION_LAG)
@@ -56,7 +58,8 @@ class Health:
             of_model = "" if base is self._base_models.default else f" of {base.name}"
             up = {
                 "the trainer": base.trainer is None or base.trainer.up,
-                "a sampler": any(_is_of_trainer(base, sampler.info) for sampler in base.samplers.up),
+                "a sampler": not base.is_sampled
+                or any(_is_of_trainer(base, sampler.info) for sampler in base.samplers.up),
                 "a renderer": any(_is_of_trainer(base, renderer.info) for renderer in base.renderers.up),
             }
             missing += [f"{name}{of_model}" for name, is_up in up.items() if not is_up]
@@ -65,6 +68,7 @@ class Health:
     async def set_gauges(self) -> None:
         """Sets the gauges. Raises OSError if the state folder cannot be looked at."""
         self._depth.set(Counter(map(_labels, self._futures.unfinished())))
+        metrics.SESSIONS.set(self._sessions.open_count)
         lags: dict[tuple[str, ...], float] = {}
         waiting: dict[tuple[str, ...], float] = {}
         for base in self._base_models:
@@ -102,6 +106,7 @@ async def _served(base: BaseModel) -> gateway_pb2.ServedModel:
         supports_images=renderer.supports_images,
         max_lora_rank=trainer.max_lora_rank if trainer is not None else 0,
         is_trained=base.trainer is not None,
+        is_sampled=base.is_sampled,
     )
 
 

@@ -77,7 +77,7 @@ class Parts:
         self._steps: dict[str, StepCommands] = {}
         self.base_models = BaseModels([self._build_base_model(own, settings) for own in settings.base_models])
         self.versions = Versions()
-        self.health = Health(self.futures, self.base_models, self.versions, settings.state_dir)
+        self.health = Health(self.futures, self.sessions, self.base_models, self.versions, settings.state_dir)
 
         sample_runner = SampleRunner(self.versions, settings.retry_deadline_s, settings.sample_timeout_s)
         self.sampling = Sampling(
@@ -116,7 +116,7 @@ class Parts:
             name, found("sampler", own.sampler), settings.sampler_concurrency, snapshots,
             trainer.check_files if trainer else renderers.check_files, weight_of,
         )  # fmt: skip
-        return BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainer)
+        return BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainer, is_sampled=bool(own.sampler))
 
     def _build_residence(
         self, name: str, trainer: TrainerLink, renderers: Renderers, settings: GatewaySettings

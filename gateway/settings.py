@@ -22,7 +22,7 @@ class BaseModelSettings(BaseModel):
     model: str = Field(description="Directory or hub name of the model, as the services were given it.")
     tokenizer: str = Field("", description="Tokenizer that clients are told to load; the model's by default.")
     renderer: list[str] = Field(description="As --renderer, by the same --discovery.")
-    sampler: list[str] = Field(description="As --sampler.")
+    sampler: list[str] = Field(description="As --sampler; empty serves it for training only.")
     trainer: str = Field("", description="As --trainer; empty serves it for sampling only.")
 
     @property
@@ -49,7 +49,9 @@ class GatewaySettings(ServiceSettings):
         description="static: host:port of a renderer, repeated for several. dns: one name:port. kubernetes: one"
         " service:port, the port a number or its name in the service."
     )
-    sampler: list[str] = Field(description="The samplers, as the renderers.")
+    sampler: list[str] = Field(
+        description="The samplers, as the renderers; empty ([]) serves the model for training only."
+    )
     trainer: str = Field(
         description="host:port of the trainer, whatever --discovery says; empty serves the model for sampling only."
     )
@@ -171,6 +173,13 @@ class GatewaySettings(ServiceSettings):
         names = [info.data.get("model_name"), *(model.model_name for model in value)]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two base models are called {twice.pop()!r}: give each a model_name of its own")
+        return value
+
+    @field_validator("trainer")
+    @classmethod
+    def _has_a_use(cls, value: str, info: ValidationInfo) -> str:
+        if not value and info.data.get("sampler") == []:
+            raise ValueError("the model has neither --trainer nor --sampler; name one of them")
         return value
 
     @field_validator("checkpoint_dir")

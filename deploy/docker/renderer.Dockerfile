@@ -6,7 +6,7 @@ WORKDIR /build
 RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/fovea
 COPY pyproject.toml requirements/cpu.txt ./
 # uv checks the hashes of a constraints file too.
-RUN uv pip install --constraint cpu.txt --requirement pyproject.toml
+RUN uv pip install --constraint cpu.txt --requirement pyproject.toml --extra serve
 
 FROM python:3.11.14-slim-bookworm
 # First, and made as the other of renderer and trainer makes it: the two share this layer.

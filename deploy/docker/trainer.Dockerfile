@@ -6,7 +6,7 @@ WORKDIR /build
 RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/fovea
 COPY pyproject.toml requirements/cpu.txt ./
 # uv checks the hashes of a constraints file too. torch is the same one for CPU and GPU; the files differ in vLLM alone.
-RUN uv pip install --constraint cpu.txt --requirement pyproject.toml
+RUN uv pip install --constraint cpu.txt --requirement pyproject.toml --extra serve
 # The fsspec driver of the bucket that holds checkpoints; it must fit the pins.
 ARG STORAGE=""
 RUN test -z "${STORAGE}" || uv pip install --constraint cpu.txt "${STORAGE}"

@@ -1,6 +1,4 @@
-"""`fovea up | down | demo | status | restart | keys | owners | usage | sessions | models | conformance | evaluate |
-export`.
-"""
+"""The `fovea` command; docs/cli.md, which is made from it, has all of it."""
 
 import asyncio
 import importlib.util
@@ -11,22 +9,36 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.exceptions import TyperException
 
 import fovea
+from fovea.cli import checkpoints_command, gpu_layout, kept_log, start_checks, status_report
 from fovea.cli.certificates import make_certificates
-from fovea.cli.service_specs import ServedModel, UpOptions
+from fovea.cli.local_fovea import (
+    DEFAULT_STATE_DIR,
+    MISUSED,
+    PUBLISHED_KEY,
+    ApiKey,
+    StateDir,
+    complain,
+    read_state,
+)
+from fovea.cli.service_specs import ServedModel, UpOptions, service_specs
+from fovea.cli.start_checks import StartRefused
 from fovea.cli.supervisor import StateFolder, Supervisor
 from fovea.client import GatewayClient
 from fovea.client.channel import ServiceClient
 from fovea.runtime import tls
 from fovea.runtime.hosts import free_ports, is_loopback
-from fovea.runtime.model_files import check_directory
 from fovea.wire.errors import FoveaError
 
 T = TypeVar("T")
@@ -40,15 +52,46 @@ models_app = typer.Typer(help="Which checkpoints work here.", no_args_is_help=Tr
 app.add_typer(models_app, name="models")
 sessions_app = typer.Typer(help="Sessions that are parked: they wait for their clients.", no_args_is_help=True)
 app.add_typer(sessions_app, name="sessions")
+app.add_typer(checkpoints_command.app, name="checkpoints")
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+PASSED_ON_TO: dict[str, tuple[str, tuple[str, ...]]] = {
+    "fovea keys": ("gateway.access.keys_command", ()),
+    "fovea owners": ("gateway.access.owners_command", ("owners",)),
+    "fovea usage": ("gateway.access.owners_command", ("usage",)),
+    "fovea downgrade": ("gateway.database.downgrade_command", ()),
+    "fovea models check": ("parity", ()),
+    "fovea conformance": ("conformance", ()),
+    "fovea evaluate": ("fovea_data.evaluate", ()),
+    "fovea export": ("fovea_data.model_export", ()),
+    "fovea demo": ("demo", ()),
+}
+"""The programs of commands that are programs of their own: a module, and its first arguments."""
+_NEEDS = {
+    "gateway": ("sqlalchemy", "gateway"),
+    "parity": ("vllm", "cpu"),
+    "conformance": ("torch", "cpu"),
+    "demo": ("sklearn", "demo"),
+}
+"""By package: what it cannot do without, and the extra of the distribution that has it."""
 KEYS_VARIABLE = "FOVEA_API_KEY"
-PUBLISHED_KEY = "tml-local"
-DEFAULT_STATE_DIR = pathlib.Path(".fovea")
+TINY = "tiny"
+CPU_RANKS = 2
 Address = Annotated[str, typer.Option(help="host:port of a gateway's gRPC; default: that of --state-dir.")]
-ApiKey = Annotated[
-    str, typer.Option(envvar="TINKER_API_KEY", help="Whose sessions; of scope admin, everybody's. Prefer the variable.")
-]
-StateDir = Annotated[pathlib.Path, typer.Option(help="Database, checkpoints and up.json of this Fovea.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(fovea.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Fovea: self-hosted post-training for vision-language models, behind the Tinker API."""
 
 
 @app.command()
@@ -57,6 +100,25 @@ def up(
         str | None, typer.Option(help="Checkpoint directory or hub name. Default: a tiny Qwen3-VL, built once.")
     ] = None,
     model_name: Annotated[str | None, typer.Option(help="Name that clients use; default: --model as given.")] = None,
+    gpus: Annotated[
+        str,
+        typer.Option(
+            help="Cards for trainer and samplers: auto takes all that are free of further models, none the CPU; or "
+            "as in 0,1. One is shared, of more each has its own."
+        ),
+    ] = "auto",
+    samplers: Annotated[
+        int | None,
+        typer.Option(min=0, help="Samplers of the model; 0 only trains. Default: 1, more where GPUs are left."),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SERVICE.NAME=VALUE",
+            help="Any setting of a service, as in sampler.max_loras=16; may be repeated.",
+        ),
+    ] = None,
     also_sample: Annotated[
         list[str] | None,
         typer.Option(
@@ -73,7 +135,9 @@ def up(
     host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="REST port of the gateway; 0 takes a free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port of the gateway; 0 takes a free one.")] = 8001,
-    ranks: Annotated[int, typer.Option(min=1, help="Trainer processes.")] = 2,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Trainer processes. Default: one on each of its GPUs, 2 on the CPU.")
+    ] = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     api_key: Annotated[
         list[str] | None,
@@ -83,16 +147,12 @@ def up(
             "prefer the variable, the file, or `fovea keys create`.",
         ),
     ] = None,
-    api_key_file: Annotated[
-        pathlib.Path | None, typer.Option(exists=True, dir_okay=False, help="A file of accepted keys, one per line.")
-    ] = None,
+    api_key_file: Annotated[pathlib.Path | None, typer.Option(help="A file of accepted keys, one per line.")] = None,
     ready_timeout_s: Annotated[float, typer.Option(help="Seconds that the services may take to come up.")] = 300.0,
     drain_s: Annotated[float, typer.Option(help="Seconds that work in flight gets at a stop.")] = 20.0,
     tls_dir: Annotated[
         pathlib.Path | None,
         typer.Option(
-            exists=True,
-            file_okay=False,
             envvar=tls.VARIABLE,
             help="Mutual TLS between the services, with ca.crt, tls.crt and tls.key of this folder.",
         ),
@@ -100,66 +160,132 @@ def up(
     own_tls: Annotated[
         bool, typer.Option("--tls", help="The same, with a CA and certificate made at each start, good for a year.")
     ] = False,
-    trainer_gpus: Annotated[str, typer.Option(help="Devices of the trainer, as in 0,1; default: all it sees.")] = "",
-    sampler_gpus: Annotated[str, typer.Option(help="Devices of the sampler, over which its model is split.")] = "",
+    trainer_gpus: Annotated[
+        str, typer.Option(help="Devices of the trainer, as in 0,1, instead of what --gpus chooses.")
+    ] = "",
+    sampler_gpus: Annotated[
+        str, typer.Option(help="Devices of the samplers, in equal parts, over which the model of each is split.")
+    ] = "",
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
-    """Start renderer, sampler, trainer and gateway on this machine, and stop them with Ctrl-C."""
+    """Start renderer, samplers, trainer and gateway on this machine, and stop them with Ctrl-C.
+
+    What is wrong with the command, the model or the machine is said in one line before anything starts.
+    """
     console = Console()
-    further = [_further_model(text, False) for text in also_sample or ()]
-    further += [_further_model(text, True) for text in also_train or ()]
-    path = model or _tiny_model(console)
-    _check_model(path, "--model")
-    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        start_checks.check_installed()
+        start_checks.check_log_level(log_level)
+        start_checks.check_certificates(tls_dir)
+        settings = tuple(map(start_checks.read_setting, setting or ()))
+        further = [_further_model(text, False) for text in also_sample or ()]
+        further += [_further_model(text, True) for text in also_train or ()]
+        parameter_count = start_checks.check_model(model, "--model") if model else 0
+        start_checks.check_state_dir(state_dir)
+        _check_alone(state_dir)
+        start_checks.check_ports(host, {"--port": port, "--grpc-port": grpc_port})
+        layout = gpu_layout.choose(
+            gpus,
+            trainer_gpus,
+            sampler_gpus,
+            weight_bytes=2 * parameter_count,
+            sampler_count=samplers,
+            ranks=ranks,
+            taken=[name for served in further for name in served.sampler_gpus],
+        )
+        on_gpus = tuple(filter(None, layout.trainer))
+        if not on_gpus:
+            start_checks.check_memory(parameter_count, layout.sampler_count, "--model")
+        options = UpOptions(
+            model=model or TINY,
+            model_name=model_name or model or TINY,
+            host=host,
+            port=port or free_ports(1)[0],
+            grpc_port=grpc_port,
+            ranks=ranks or len(on_gpus) or CPU_RANKS,
+            state_dir=state_dir.resolve(),
+            api_keys=tuple(api_key or ()),
+            api_key_file=api_key_file.resolve() if api_key_file else None,
+            ready_timeout_s=ready_timeout_s,
+            drain_s=drain_s,
+            trainer_gpus=layout.trainer,
+            sampler_gpus=layout.samplers,
+            sampler_count=layout.sampler_count,
+            further_models=tuple(further),
+            settings=settings,
+            suggestions=layout.suggestions,
+            log_level=log_level,
+        )
+        if len({served.label for served in options.models}) < len(options.models):
+            raise StartRefused("--also-sample, --also-train", "two base models have the same name; write NAME=MODEL")
+        os.environ.pop(KEYS_VARIABLE, None)  # the gateway alone is given the keys
+        start_checks.check_specs(service_specs(options), settings)
+    except StartRefused as error:
+        raise typer.Exit(complain(f"fovea up: {error}", MISUSED)) from None
+    console.print(f"Fovea {fovea.__version__}: {layout.words}", soft_wrap=True, highlight=False)
+    if not model:
+        path = _tiny_model(console)
+        options = replace(options, model=path, model_name=model_name or path)
     if not (is_loopback(host) or api_key or api_key_file or may_have_keys(state_dir)):
         make_first_key(state_dir)
-    os.environ.pop(KEYS_VARIABLE, None)  # the gateway alone is given the keys
     if own_tls and not tls_dir:
         tls_dir = state_dir / "tls"
         make_certificates(tls_dir)
     if tls_dir:
         os.environ[tls.VARIABLE] = str(tls_dir.resolve())
-    options = UpOptions(
-        model=path,
-        model_name=model_name or path,
-        host=host,
-        port=port or free_ports(1)[0],
-        grpc_port=grpc_port,
-        ranks=ranks,
-        state_dir=state_dir.resolve(),
-        api_keys=tuple(api_key or ()),
-        api_key_file=api_key_file.resolve() if api_key_file else None,
-        ready_timeout_s=ready_timeout_s,
-        drain_s=drain_s,
-        trainer_gpus=tuple(filter(None, trainer_gpus.split(","))),
-        sampler_gpus=tuple(filter(None, sampler_gpus.split(","))),
-        further_models=tuple(further),
-        log_level=log_level,
-    )
-    if len({served.label for served in options.models}) < len(options.models):
-        raise typer.BadParameter("two base models have the same name", param_hint="--also-sample, --also-train")
     raise typer.Exit(asyncio.run(_run(options, console)))
 
 
 @app.command()
-def status(state_dir: StateDir = DEFAULT_STATE_DIR) -> None:
-    """Show what `fovea up` runs here and whether it is healthy."""
-    state = _state(state_dir)
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="All of it as one JSON object.")] = False,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+) -> None:
+    """Show what runs here: sessions, models, queue, memory; the exit code is 1 unless all parts serve."""
+    state = read_state(state_dir)
     healthy = _all_healthy(state)
-    names = " and ".join([state["model_name"], *state["further_models"]])
-    title = f"Fovea at {state['base_url']}, model {names}"
-    table = Table(
-        "service", "gRPC", "metrics", "pid", "up for", "restarts", "health", title=title, title_justify="left"
-    )
-    for name, item in state["services"].items():
-        up_for = f"{time.time() - item['started_at']:.0f} s" if item["pid"] else "-"
-        counts = (str(item["pid"] or "-"), up_for, str(item["restarts"]))
-        table.add_row(name, item["address"], item["metrics"], *counts, _health_words(item, healthy[name]))
+    report = status_report.read_report(state, healthy)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        raise typer.Exit(0 if all(healthy.values()) else 1)
+    typer.echo(status_report.summary(report))
+    table = Table("service", "gRPC", "pid", "memory", "up for", "restarts", "health")
+    for name, item in report["services"].items():
+        up_for = status_report.words_of(time.time() - item["started_at"]) if item["pid"] else "-"
+        memory = f"{item['memory_bytes'] / 2**30:.1f} GiB"
+        memory += f" + GPU {item['gpu_memory_bytes'] / 2**30:.1f}" if item["gpu_memory_bytes"] else ""
+        counts = (str(item["pid"] or "-"), memory, up_for, str(item["restarts"]))
+        table.add_row(name, item["address"], *counts, _health_words(item, healthy[name]))
     Console().print(table)
-    for name, item in state["services"].items():
+    for name, item in report["services"].items():
         if item["last_end"]:
             typer.echo(f"{name} last ended by {item['last_end']}")
     raise typer.Exit(0 if all(healthy.values()) else 1)
+
+
+@app.command()
+def logs(
+    service: Annotated[
+        str, typer.Argument(help="renderer, sampler, trainer, gateway or fovea; empty shows all.", show_default=False)
+    ] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Fovea ends.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="The newest lines to show.")] = 200,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+) -> None:
+    """Show what the services have printed, also after they have ended; the newest 32 MiB are kept."""
+    folder = kept_log.log_folder(state_dir)
+    if not (folder / "fovea.log").exists():
+        raise typer.Exit(complain(f"--state-dir: {state_dir} has no log; has a Fovea ever been up there?", MISUSED))
+    shown = kept_log.newest_lines(folder, service, lines)
+    if service and not shown and lines and not follow:
+        there = ", ".join(kept_log.services_in(folder))
+        raise typer.Exit(complain(f"SERVICE: nothing of {service!r} is in the log; there is {there}", MISUSED))
+    coming: Iterable[str] = (
+        kept_log.follow(folder, service, lambda: StateFolder(state_dir).holder() is None) if follow else ()
+    )
+    with suppress(BrokenPipeError, KeyboardInterrupt):
+        for line in chain(shown, coming):
+            typer.echo(line)
 
 
 @app.command()
@@ -173,13 +299,13 @@ def down(
     folder = StateFolder(state_dir)
     pid = folder.holder()
     if pid is None:
-        raise typer.Exit(_complain(f"no Fovea is up in {state_dir}"))
+        raise typer.Exit(complain(f"no Fovea is up in {state_dir}"))
     os.kill(pid, signal.SIGTERM)
     begun = time.monotonic()
     while folder.holder() == pid:
         if time.monotonic() - begun > timeout_s:
             raise typer.Exit(
-                _complain(f"process {pid} still runs after {timeout_s:.0f} s; its log says what it waits for")
+                complain(f"process {pid} still runs after {timeout_s:.0f} s; its log says what it waits for")
             )
         time.sleep(0.1)
     typer.echo(f"stopped after {time.monotonic() - begun:.1f} s")
@@ -192,35 +318,37 @@ def restart(
     timeout_s: Annotated[float, typer.Option(help="Seconds that it may take to be back.")] = 120.0,
 ) -> None:
     """Kill a service of a running Fovea (SIGKILL) and wait until it serves again: a fault drill."""
-    state = _state(state_dir)
+    state = read_state(state_dir)
     if service not in state["services"]:
         raise typer.BadParameter(f"{service!r} is none of {', '.join(state['services'])}", param_hint="SERVICE")
     pid = state["services"][service]["pid"]
     os.kill(pid, signal.SIGKILL)
     begun = time.monotonic()
-    while (state := _state(state_dir))["services"][service]["pid"] in (pid, None) or not _all_healthy(state)[service]:
+    while (state := read_state(state_dir))["services"][service]["pid"] in (pid, None) or not _all_healthy(state)[
+        service
+    ]:
         if time.monotonic() - begun > timeout_s:
-            raise typer.Exit(_complain(f"{service} is not back after {timeout_s:.0f} s"))
+            raise typer.Exit(complain(f"{service} is not back after {timeout_s:.0f} s"))
         time.sleep(0.1)
     typer.echo(f"{service} serves again after {time.monotonic() - begun:.1f} s")
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def keys(context: typer.Context) -> None:
-    """Create, list, expire and revoke the API keys of a gateway; see `fovea keys --help`."""
-    _pass_on("gateway.access.keys_command", *context.args)
+    """Create, list, expire and revoke the API keys of a gateway."""
+    _pass_on("fovea keys", *context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def owners(context: typer.Context) -> None:
-    """Show and set what each owner may have: shares and limits; see `fovea owners --help`."""
-    _pass_on("gateway.access.owners_command", "owners", *context.args)
+    """Show and set what each owner may have: shares and limits."""
+    _pass_on("fovea owners", *context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def usage(context: typer.Context) -> None:
-    """Show what owners have used, by key and day; see `fovea usage --help`."""
-    _pass_on("gateway.access.owners_command", "usage", *context.args)
+    """Show what owners have used, by key and day."""
+    _pass_on("fovea usage", *context.args)
 
 
 @sessions_app.command("list")
@@ -256,55 +384,49 @@ def _ask(
     """What a gateway answers: that of an address, or the one that `fovea up` runs here."""
 
     async def call() -> T:
-        async with GatewayClient(address or _state(state_dir)["services"]["gateway"]["address"], api_key) as client:
+        async with GatewayClient(address or read_state(state_dir)["services"]["gateway"]["address"], api_key) as client:
             return await ask(client)
 
     try:
         return asyncio.run(call())
     except FoveaError as error:
-        raise typer.Exit(_complain(error.message)) from None
+        raise typer.Exit(complain(error.message)) from None
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def downgrade(context: typer.Context) -> None:
-    """Give the database of a stopped gateway an earlier version's tables; see `fovea downgrade --help`."""
-    _pass_on("gateway.database.downgrade_command", *context.args)
+    """Give the database of a stopped gateway an earlier version's tables."""
+    _pass_on("fovea downgrade", *context.args)
 
 
 @models_app.command(context_settings=PASSED_ON, add_help_option=False)
 def check(context: typer.Context) -> None:
-    """Try a checkpoint directory on the CPU, part by part; see `fovea models check --help`."""
-    _pass_on("parity", *context.args)
+    """Try a checkpoint directory on the CPU, part by part."""
+    _pass_on("fovea models check", *context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def conformance(context: typer.Context) -> None:
-    """Check any Tinker server against the API's contract; see `fovea conformance --help`."""
-    if importlib.util.find_spec("tinker") is None:
-        raise typer.Exit(_complain("the checks drive the official SDK; install it: pip install tinker==0.38.0"))
-    _pass_on("conformance", *context.args)
+    """Check any Tinker server against the API's contract."""
+    _pass_on("fovea conformance", *context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def evaluate(context: typer.Context) -> None:
-    """Measure a served model on your rows: pictures by class, chats or records; see `fovea evaluate --help`."""
-    if importlib.util.find_spec("tinker") is None:
-        raise typer.Exit(_complain("this asks through the official SDK; install it: pip install tinker==0.38.0"))
-    _pass_on("fovea_data.evaluate", *context.args)
+    """Measure a served model on your rows: pictures by class, chats or records."""
+    _pass_on("fovea evaluate", *context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def export(context: typer.Context) -> None:
-    """Write a checkpoint as a PEFT adapter or a merged model that others load; see `fovea export --help`."""
-    if importlib.util.find_spec("tinker") is None:
-        raise typer.Exit(_complain("this asks through the official SDK; install it: pip install tinker==0.38.0"))
-    _pass_on("fovea_data.model_export", *context.args)
+    """Write a checkpoint as a PEFT adapter or a merged model that others load."""
+    _pass_on("fovea export", *context.args)
 
 
-@app.command(context_settings=PASSED_ON)
+@app.command(context_settings=PASSED_ON, add_help_option=False)
 def demo(context: typer.Context) -> None:
-    """Fine-tune a tiny vision-language model on real digit scans; see `fovea demo -- --help`."""
-    _pass_on("demo", *context.args)
+    """Fine-tune a tiny vision-language model on real digit scans."""
+    _pass_on("fovea demo", *context.args)
 
 
 @app.command()
@@ -313,8 +435,13 @@ def version() -> None:
     typer.echo(fovea.__version__)
 
 
-def _pass_on(module: str, *arguments: str) -> NoReturn:
-    raise typer.Exit(subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode)
+def _pass_on(command: str, *arguments: str) -> NoReturn:
+    module, first = PASSED_ON_TO[command]
+    needed, extra = _NEEDS.get(module.partition(".")[0], ("typer", ""))
+    if importlib.util.find_spec(needed) is None:
+        words = f"{command}: {needed} is not installed; the extra [{extra}] of fovea-vlm has it"
+        raise typer.Exit(complain(words, MISUSED))
+    raise typer.Exit(subprocess.run([sys.executable, "-m", module, *first, *arguments], check=False).returncode)
 
 
 async def _run(options: UpOptions, console: Console) -> int:
@@ -322,40 +449,29 @@ async def _run(options: UpOptions, console: Console) -> int:
 
 
 def _further_model(text: str, is_trained: bool) -> ServedModel:
-    """Reads [NAME=]MODEL[@GPUS]."""
+    """Reads [NAME=]MODEL[@GPUS]. Raises StartRefused."""
     flag = "--also-train" if is_trained else "--also-sample"
     name, equals, rest = text.partition("=")
     model, _, gpus = (rest if equals else text).partition("@")
-    _check_model(model, flag)
-    devices = tuple(filter(None, gpus.split(",")))
+    start_checks.check_model(model, flag)
+    devices = gpu_layout.read_devices(gpus, flag, list(gpu_layout.visible_gpus())) if gpus else ()
     served = ServedModel(name if equals else model, model, is_trained, devices, devices)
     if not served.label:
-        raise typer.BadParameter(f"{text!r} has no name; write NAME=MODEL", param_hint=flag)
+        raise StartRefused(flag, f"{text!r} has no name; write NAME=MODEL")
     return served
 
 
-def _check_model(model: str, flag: str) -> None:
-    if model.startswith((".", "/", "~")) and not (pathlib.Path(model).expanduser() / "config.json").is_file():
-        raise typer.BadParameter(
-            f"{model} has no config.json; name a checkpoint directory or a hub name", param_hint=flag
-        )
-    if refusal := _refusal(model):
-        raise typer.Exit(_complain(refusal))
-
-
-def _refusal(model: str) -> str:
-    """Why a service would refuse a checkpoint directory; empty if none would.
-
-    Of a hub name, which is not here yet, the services say so themselves.
-    """
-    directory = pathlib.Path(model).expanduser()
-    if not (directory / "config.json").is_file():
-        return ""
+def _check_alone(state_dir: pathlib.Path) -> None:
     try:
-        check_directory(directory)
-    except ValueError as error:
-        return f"{model}: {error}; see which parts work: fovea models check {model}"
-    return ""
+        folder = StateFolder(state_dir)
+        if (pid := folder.holder()) is not None:
+            raise StartRefused(
+                "--state-dir",
+                f"another `fovea up` runs in {state_dir} (process {pid}); end it (fovea down), or give this one a "
+                "folder and ports of its own (--port, --grpc-port)",
+            )
+    except OSError as error:
+        raise StartRefused("--state-dir", f"{state_dir} cannot be used: {error}") from None
 
 
 def make_first_key(state_dir: pathlib.Path) -> None:
@@ -363,24 +479,13 @@ def make_first_key(state_dir: pathlib.Path) -> None:
     options = ("--owner", "admin", "--scope", "admin", "--name", "of the first fovea up", "--state-dir", str(state_dir))
     made = subprocess.run([sys.executable, "-m", "gateway.access.keys_command", "create", *options], check=False)
     if made.returncode:
-        raise typer.Exit(_complain("no API key could be made, and other machines reach this host: give one"))
+        raise typer.Exit(complain("no API key could be made, and other machines reach this host: give one"))
 
 
 def may_have_keys(state_dir: pathlib.Path) -> bool:
     """Whether the gateway may find keys of its own; if it does not, it ends as it starts."""
     given = ("FOVEA_GATEWAY_API_KEY", "FOVEA_GATEWAY_API_KEY_FILE", "FOVEA_GATEWAY_DATABASE_URL")
     return (state_dir / "gateway.db").exists() or any(name in os.environ for name in given)
-
-
-def _state(state_dir: pathlib.Path) -> dict[str, Any]:
-    state_file = state_dir / "up.json"
-    pid = StateFolder(state_dir).holder()
-    if pid is None:
-        raise typer.Exit(_complain(f"no Fovea is up in {state_dir}"))
-    if not state_file.exists():
-        raise typer.Exit(_complain(f"the Fovea of process {pid} in {state_dir} is not ready yet; its log says why"))
-    state: dict[str, Any] = json.loads(state_file.read_text())
-    return state
 
 
 def _health_words(item: dict[str, Any], is_healthy: bool) -> str:
@@ -412,10 +517,22 @@ def _tiny_model(console: Console) -> str:
     return built.stdout.strip().splitlines()[-1]
 
 
-def _complain(message: str) -> int:
-    Console(stderr=True).print(message, soft_wrap=True)
-    return 1
+def main() -> NoReturn:
+    """The `fovea` command. A wrong use of it is answered by one line, which names the option."""
+    try:
+        code = app(standalone_mode=False)
+    except typer.Abort:
+        code = 130
+    except TyperException as error:
+        if isinstance(error, typer.Exit):
+            code = error.exit_code
+        elif not str(message := getattr(error, "format_message", error.__str__)()):
+            raise
+        else:
+            context = getattr(error, "ctx", None)
+            code = complain(f"{context.command_path if context else 'fovea'}: {' '.join(message.split())}", MISUSED)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":
-    app()
+    main()

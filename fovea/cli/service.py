@@ -25,7 +25,8 @@ LONGEST_PAUSE_S = 60.0
 _JITTER = 0.2
 
 _LAST_WORDS_S = 5.0  # for what a process has started to end with it: SIGKILL is sent, but a busy machine takes its time
-_LAST_LINES = 20  # of what a process prints: where its cause of death is looked for
+_LAST_LINES = 200  # of what a process prints: where its cause of death is looked for
+_POINTS_UPWARDS = re.compile(r"\b[Ss]ee (the )?(root cause|stack trace|error|traceback)\b.*\babove\b")
 _LONGEST_LINE = 2**20
 _LONGEST_CAUSE = 200
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal)\b|^[\w.]*(Error|Exception|Taken|Failed): |: error: |^python\S* -m ")
@@ -36,6 +37,11 @@ _SILENT_ENDS = (signal.SIGKILL, signal.SIGTERM)
 
 OF_MODEL = "-"
 """In a service's name, between its kind and the base model that it is for, if that is not the default one."""
+
+
+def kind_of(name: str) -> str:
+    """renderer, sampler, trainer or gateway, of a service's name such as `sampler2-teacher`."""
+    return name.partition(OF_MODEL)[0].rstrip("0123456789")
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class ServiceSpec:
     @property
     def kind(self) -> str:
         """renderer, sampler, trainer or gateway."""
-        return self.name.partition(OF_MODEL)[0]
+        return kind_of(self.name)
 
 
 class ServiceFailed(Exception):
@@ -166,7 +172,7 @@ class Service:
     def _cause(self) -> str:
         """The last line that speaks of an error, or else the last line; empty if there is none."""
         lines = [line for line in self._last_lines if line.strip()]
-        of_errors = [line for line in lines if _ERROR.search(line)]
+        of_errors = [line for line in lines if _ERROR.search(line) and not _POINTS_UPWARDS.search(line)]
         found = (of_errors or lines or [""])[-1]
         return _TIME_AND_LEVEL.sub("", found).strip()[:_LONGEST_CAUSE]
 

@@ -9,14 +9,29 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from fovea.cli.service import OF_MODEL, ServiceSpec
+from fovea.cli.service import OF_MODEL, ServiceSpec, kind_of
 from fovea.runtime import secret
 from fovea.runtime.hosts import WILDCARDS, free_ports
 from fovea.wire import conventions
 
 _LOCAL = "127.0.0.1:"
+NO_GPU = ("",)
+"""Devices of a service that is to see none."""
+
+
+class Setting(NamedTuple):
+    """One setting of all services of a kind: of `renderer`, `sampler`, `trainer` or `gateway`, by its name there."""
+
+    kind: str
+    name: str
+    value: str
+
+    @property
+    def variable(self) -> str:
+        """Of the environment in which the service reads it."""
+        return f"FOVEA_{self.kind}_{self.name}".upper()
 
 
 @dataclass(frozen=True)
@@ -28,7 +43,9 @@ class ServedModel:
         model: Checkpoint directory or hub name.
         is_trained: Whether it has a trainer; else it is for sampling only.
         trainer_gpus: Devices that the trainer sees, as CUDA numbers them; empty leaves the environment as it is.
-        sampler_gpus: The same for the sampler; its model is split over them.
+        sampler_gpus: The same for the samplers, in equal parts; the model of each is split over its part. A single one
+            is shared by all.
+        sampler_count: Samplers; 0 for one that is only trained.
     """
 
     name: str
@@ -36,6 +53,7 @@ class ServedModel:
     is_trained: bool
     trainer_gpus: tuple[str, ...] = ()
     sampler_gpus: tuple[str, ...] = ()
+    sampler_count: int = 1
 
     @property
     def label(self) -> str:
@@ -43,14 +61,26 @@ class ServedModel:
         return re.sub(r"[^A-Za-z0-9._]+", "_", self.name).strip("_")
 
     @property
+    def parts(self) -> list[tuple[str, ...]]:
+        """The devices of each sampler."""
+        if len(self.sampler_gpus) < 2:
+            return [self.sampler_gpus] * self.sampler_count
+        size = len(self.sampler_gpus) // max(self.sampler_count, 1)
+        return [self.sampler_gpus[number * size : (number + 1) * size] for number in range(self.sampler_count)]
+
+    @property
     def shares_gpu(self) -> bool:
-        """Whether rank 0 of the trainer, which sends, shares its device with the sampler: NCCL cannot send over one."""
-        return bool(set(self.trainer_gpus[:1]) & set(self.sampler_gpus))
+        """Whether rank 0 of the trainer, which sends, shares its device with a sampler: NCCL cannot send over one.
+
+        Nor over one that two samplers share.
+        """
+        shared = self.sampler_count > 1 and len(self.sampler_gpus) == 1 and self.sampler_gpus != NO_GPU
+        return shared or bool(set(self.trainer_gpus[:1]) & set(self.sampler_gpus) - {*NO_GPU})
 
     @property
     def shares_memory(self) -> bool:
-        """Whether any rank of the trainer shares its device with the sampler."""
-        return bool(set(self.trainer_gpus) & set(self.sampler_gpus))
+        """Whether any rank of the trainer shares its device with a sampler."""
+        return bool(set(self.trainer_gpus) & set(self.sampler_gpus) - {*NO_GPU})
 
 
 @dataclass(frozen=True)
@@ -70,8 +100,11 @@ class UpOptions:
         ready_timeout_s: How long the services may take to come up.
         drain_s: How long a stop waits for work in flight.
         trainer_gpus: Devices of the model's trainer.
-        sampler_gpus: Devices of its sampler.
+        sampler_gpus: Devices of its samplers, in equal parts.
         further_models: Beside the model, behind the same gateway.
+        sampler_count: Samplers of the model; 0 serves it for training only.
+        settings: Of services, above all that the environment says.
+        suggestions: Of the services of the model, unless the environment or `settings` have one of them.
     """
 
     model: str
@@ -89,11 +122,14 @@ class UpOptions:
     trainer_gpus: tuple[str, ...] = ()
     sampler_gpus: tuple[str, ...] = ()
     further_models: tuple[ServedModel, ...] = ()
+    sampler_count: int = 1
+    settings: tuple[Setting, ...] = ()
+    suggestions: tuple[Setting, ...] = ()
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
         """All that are served, the default one first."""
-        own = ServedModel(self.model_name, self.model, True, self.trainer_gpus, self.sampler_gpus)
+        own = ServedModel(self.model_name, self.model, True, self.trainer_gpus, self.sampler_gpus, self.sampler_count)
         return own, *self.further_models
 
 
@@ -119,15 +155,18 @@ def _digest(text: str) -> str:
 def service_specs(options: UpOptions) -> list[ServiceSpec]:
     """The processes of one embedded Fovea, with ports that stay the same over restarts."""
     environment = _environment(options.models)
-    ports = iter(free_ports(2 + 6 * len(options.models)))  # at once, so that none is given twice
+    count = sum(4 + 2 * served.sampler_count for served in options.models)
+    ports = iter(free_ports(2 + count))  # at once, so that none is given twice
     specs: list[ServiceSpec] = []
     addresses: list[dict[str, Any]] = []
     for number, served in enumerate(options.models):
         of_model = f"{OF_MODEL}{served.label}" if number else ""
         own = list(_model_specs(options, served, of_model, environment, ports))
-        found = {spec.kind: spec.address for spec in own}
-        names = {"model_name": served.name, "model": served.model, "trainer": found.get("trainer", "")}
-        addresses.append({**names, "renderer": [found["renderer"]], "sampler": [found["sampler"]]})
+        found = {
+            kind: [spec.address for spec in own if spec.kind == kind] for kind in ("renderer", "sampler", "trainer")
+        }
+        names = {"model_name": served.name, "model": served.model, "trainer": "".join(found["trainer"])}
+        addresses.append({**names, "renderer": found["renderer"], "sampler": found["sampler"]})
         specs += own
     return [*specs, _gateway_spec(options, addresses, environment, ports)]
 
@@ -154,27 +193,33 @@ def _environment(models: Sequence[ServedModel]) -> dict[str, str]:
 def _model_specs(
     options: UpOptions, served: ServedModel, of_model: str, environment: dict[str, str], ports: Iterator[int]
 ) -> Iterator[ServiceSpec]:
-    """Renderer, sampler and, if it is trained, trainer of one base model."""
-    renderer, sampler, trainer = (next(ports) for _ in range(3))
+    """Renderer, samplers and, if it is trained, trainer of one base model."""
+    renderer, trainer = (next(ports) for _ in range(2))
+    if not of_model:
+        environment = environment | _suggested(options)
     model = ("--model", served.model)
     to_renderer = ("--renderer", f"{_LOCAL}{renderer}")
     # Where the gateway, which has the same environment, keeps them.
-    checkpoints = os.environ.get("FOVEA_GATEWAY_CHECKPOINT_DIR") or str(options.state_dir / "checkpoints")
-    recovery = os.environ.get("FOVEA_TRAINER_RECOVERY", str(options.state_dir / "recovery"))
+    told = os.environ | {each.variable: each.value for each in options.settings}
+    checkpoints = told.get("FOVEA_GATEWAY_CHECKPOINT_DIR") or str(options.state_dir / "checkpoints")
+    recovery = told.get("FOVEA_TRAINER_RECOVERY", str(options.state_dir / "recovery"))
     recovery = f"{recovery}{of_model}" if recovery else ""
     transfer = ("--transfer", "gloo") if served.shares_gpu else ()
-    split = ("--tensor-parallel", str(len(served.sampler_gpus))) if len(served.sampler_gpus) > 1 else ()
     yield _spec(
         options, f"renderer{of_model}", "services.renderer", conventions.RENDERER_SERVICE, renderer, next(ports),
         ("--port", str(renderer), *model), environment,
     )  # fmt: skip
-    yield _spec(
-        options, f"sampler{of_model}", "services.sampler", conventions.SAMPLER_SERVICE, sampler, next(ports),
-        ("--port", str(sampler), *model, *to_renderer, *transfer, *split), environment | _visible(served.sampler_gpus),
-        # vLLM measures how much of the device is left for its cache, and takes for its own what another process
-        # allocates meanwhile: beside a trainer that was loading it found nothing left, and ended.
-        starts_after=f"trainer{of_model}" if served.shares_memory else "",
-    )  # fmt: skip
+    for number, devices in enumerate(served.parts):
+        sampler = next(ports)
+        split = ("--tensor-parallel", str(len(devices))) if len(devices) > 1 else ()
+        yield _spec(
+            options, f"sampler{number + 1 if number else ''}{of_model}", "services.sampler",
+            conventions.SAMPLER_SERVICE, sampler, next(ports),
+            ("--port", str(sampler), *model, *to_renderer, *transfer, *split), environment | _visible(devices),
+            # vLLM measures how much of the device is left for its cache, and takes for its own what another process
+            # allocates meanwhile: beside a trainer that was loading it found nothing left, and ended.
+            starts_after=_before(served, number, of_model),
+        )  # fmt: skip
     if served.is_trained:
         kept = ("--checkpoints", checkpoints, "--recovery", recovery)
         yield _spec(
@@ -184,6 +229,20 @@ def _model_specs(
         )  # fmt: skip
 
 
+def _before(served: ServedModel, number: int, of_model: str) -> str:
+    """The service that must have measured a sampler's device before it does."""
+    if number and len(served.sampler_gpus) == 1 and served.sampler_gpus != NO_GPU:
+        return f"sampler{number if number > 1 else ''}{of_model}"
+    return f"trainer{of_model}" if served.is_trained and served.shares_memory else ""
+
+
+def _suggested(options: UpOptions) -> dict[str, str]:
+    """All suggestions or, if the user has set one of them, none: they are shares of one whole."""
+    told = {*os.environ, *(each.variable for each in options.settings)}
+    suggested = {each.variable: each.value for each in options.suggestions}
+    return suggested if told.isdisjoint(suggested) else {}
+
+
 def _gateway_spec(
     options: UpOptions, models: list[dict[str, Any]], environment: dict[str, str], ports: Iterator[int]
 ) -> ServiceSpec:
@@ -191,7 +250,7 @@ def _gateway_spec(
     port = options.grpc_port or next(ports)
     arguments = ["--grpc-port", str(port), "--host", options.host, "--port", str(options.port)]
     arguments += ["--model", options.model, "--model-name", options.model_name, "--trainer", own["trainer"]]
-    arguments += ["--renderer", *own["renderer"], "--sampler", *own["sampler"]]
+    arguments += ["--renderer", *own["renderer"], "--sampler", _listed(own["sampler"])]
     if further:
         arguments += ["--further-models", json.dumps(further)]
     arguments += ["--state-dir", str(options.state_dir)]
@@ -210,6 +269,11 @@ def _gateway_spec(
     )
 
 
+def _listed(values: list[str]) -> str:
+    """As the settings read a list from one argument."""
+    return values[0] if len(values) == 1 else json.dumps(values)
+
+
 def _spec(
     options: UpOptions,
     name: str,
@@ -222,11 +286,12 @@ def _spec(
     starts_after: str = "",
 ) -> ServiceSpec:
     common = ("--log-level", options.log_level, "--metrics-port", str(metrics_port), "--drain-s", str(options.drain_s))
-    kind, of_model, label = name.partition(OF_MODEL)
-    temporary = str(temporary_dir(options.state_dir) / f"{kind}{of_model}{_digest(label)[:4] if label else ''}")
+    part, of_model, label = name.partition(OF_MODEL)
+    temporary = str(temporary_dir(options.state_dir) / f"{part}{of_model}{_digest(label)[:4] if label else ''}")
+    given = {each.variable: each.value for each in options.settings if each.kind == kind_of(name)}
     return ServiceSpec(
-        name, ("-m", module, *common, *arguments), f"{_LOCAL}{port}", service, metrics_port, environment, temporary,
-        starts_after,
+        name, ("-m", module, *common, *arguments), f"{_LOCAL}{port}", service, metrics_port, environment | given,
+        temporary, starts_after,
     )  # fmt: skip
 
 

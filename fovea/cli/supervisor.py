@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fovea.cli.service import OF_MODEL, Service, ServiceFailed, ServiceSpec
+import fovea
+from fovea.cli.kept_log import KeptLog, log_folder
+from fovea.cli.service import Service, ServiceFailed, ServiceSpec, kind_of
 from fovea.cli.service_specs import UpOptions, base_url, service_specs
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret, tls
@@ -42,6 +44,8 @@ class Supervisor:
         self._has_served = {spec.name: asyncio.Event() for spec in self._specs}
         self._folder = StateFolder(options.state_dir)
         self._returning: dict[str, asyncio.Task[None]] = {}
+        self._kept: KeptLog | None = None  # once the folder is ours
+        self._started_at = time.time()
 
     async def run(self) -> int:
         """Returns the exit code: 0 after a stop that was asked for, 1 if a service did not come up."""
@@ -50,6 +54,15 @@ class Supervisor:
         except FolderTaken as error:
             self._print("fovea", str(error))
             return 1
+        with suppress(OSError):  # what runs goes on without
+            self._kept = KeptLog(log_folder(self._options.state_dir))
+        try:
+            return await self._run_all()
+        finally:
+            if self._kept is not None:
+                self._kept.close()
+
+    async def _run_all(self) -> int:
         start = time.monotonic()
         loop = asyncio.get_running_loop()
         # A shell that starts something in the background has it ignore SIGINT: whoever sends one all the same means it.
@@ -127,6 +140,8 @@ class Supervisor:
     def _write_state(self, ready_s: float) -> None:
         state = {
             "pid": os.getpid(),
+            "version": fovea.__version__,
+            "started_at": self._started_at,
             "base_url": base_url(self._options),
             "model": self._options.model,
             "model_name": self._options.model_name,
@@ -155,7 +170,7 @@ class Supervisor:
         # A key of one's own is not shown: logs are kept, and read by others.
         key = "YOUR_KEY" if self._options.api_keys or not is_loopback(self._options.host) else "tml-local"
         names = " and ".join(served.name for served in self._options.models)
-        self._console.print(f"Tinker API at {base_url(self._options)}, model {names}. Try it:\n")
+        self._console.print(f"Tinker API at {base_url(self._options)}, model {names}. Try it:\n", soft_wrap=True)
         self._console.print(
             f"  export TINKER_BASE_URL={base_url(self._options)} TINKER_API_KEY={key}\n", highlight=False
         )
@@ -163,8 +178,11 @@ class Supervisor:
     def _print(self, service: str, line: str) -> None:
         # Who read the log may have gone, at which rich would exit, or its disk be full: what runs goes on.
         with suppress(OSError, SystemExit):
-            color = COLORS[service.partition(OF_MODEL)[0]]
+            color = COLORS[kind_of(service)]
             self._console.print(Text.assemble((f"{service:>8} ", color), "│ ", line), soft_wrap=True)
+        if self._kept is not None:
+            with suppress(OSError, ValueError):  # ValueError: closed, after a write that failed
+                self._kept.write(service, line)
 
 
 class FolderTaken(Exception):

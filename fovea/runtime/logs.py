@@ -24,7 +24,7 @@ def configure(service: str, level: str = "INFO") -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for chatty in ("httpx", "urllib3", "asyncio", "alembic"):
+    for chatty in ("httpx", "urllib3", "asyncio", "alembic", "uvicorn.error"):
         logging.getLogger(chatty).setLevel("WARNING")
 
 

@@ -82,6 +82,24 @@ class ServiceSettings(BaseSettings):
         except SettingsError as error:  # a list or an object that is no JSON
             raise SystemExit(f"{program}: {error}") from None
 
+    @classmethod
+    def find_problem(cls, arguments: list[str]) -> tuple[str, str] | None:
+        """The first setting that `from_command_line` would end the process for, and why; None if there is none.
+
+        The name is empty for what concerns several, or for an argument that is not known.
+        """
+        from pydantic import ValidationError
+        from pydantic_settings import CliApp, SettingsError
+
+        try:
+            CliApp.run(cls, cli_args=arguments, cli_exit_on_error=False)
+        except ValidationError as error:
+            first = error.errors()[0]
+            return str(first["loc"][0]) if first["loc"] else "", first["msg"].removeprefix("Value error, ")
+        except SettingsError as error:
+            return "", str(error)
+        return None
+
 
 def _line(place: tuple[int | str, ...], message: str) -> str:
     name = ".".join(map(str, place)).replace("_", "-")

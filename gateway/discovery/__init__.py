@@ -14,12 +14,12 @@ def choose(kind: Kind, service: str, addresses: Sequence[str], namespace: str = 
 
     Args:
         service: Name of the setting that `addresses` come from.
-        addresses: host:port of each replica for static, one name:port for the others.
+        addresses: host:port of each replica for static, one name:port for the others; none is nobody, for ever.
         namespace: Of the service in Kubernetes; empty is the pod's own.
 
     Raises InvalidInput naming the setting that is wrong.
     """
-    if kind == "static":
+    if kind == "static" or not addresses:
         return StaticDiscovery(addresses)
     if len(addresses) != 1:
         raise InvalidInput(f"--discovery {kind} takes one --{service} name:port, not {len(addresses)}", field=service)

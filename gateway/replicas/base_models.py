@@ -22,6 +22,7 @@ class BaseModel:
         tokenizer_id: Tokenizer that clients are told to load.
         snapshots: What was trained from it; pushed to its own samplers alone.
         trainer: None if it is served for sampling only.
+        is_sampled: Whether it has samplers, be they up or not; else it is served for training only.
     """
 
     name: str
@@ -30,6 +31,7 @@ class BaseModel:
     samplers: Samplers
     snapshots: Snapshots
     trainer: TrainerLink | None
+    is_sampled: bool = True
 
     def up_samplers(self) -> list[Sampler]:
         """Its samplers that take requests now."""
@@ -76,6 +78,19 @@ class BaseModels:
             trained = [model for model in self if model.trainer is not None]
             fix = f"train {_listed(trained)}" if trained else "no base model here has a trainer"
             raise InvalidInput(f"base_model {name!r} is served for sampling only; {fix}", field="base_model")
+
+    def check_sampled(self, name: str, field: str = "base_model") -> None:
+        """Raises NotFound for a base model that is not served, InvalidInput for one that is for training only.
+
+        Args:
+            field: What the client chose it by.
+        """
+        if not self.get(name).is_sampled:
+            sampled = [model for model in self if model.is_sampled]
+            fix = (
+                f"sample {_listed(sampled)}" if sampled else "no base model here has a sampler (fovea up --samplers 1)"
+            )
+            raise InvalidInput(f"base_model {name!r} is served for training only; {fix}", field=field)
 
     async def start(self) -> None:
         """Trainers first: whose files the others must have."""

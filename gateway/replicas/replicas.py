@@ -10,7 +10,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Generic, TypeVar
 
 from fovea.client.channel import ServiceClient
-from fovea.wire.errors import DeadlineExceeded, FoveaError
+from fovea.wire.errors import DeadlineExceeded, FoveaError, Unavailable
 from gateway import gateway_metrics as metrics
 from gateway.discovery.discovery import Addresses, Discovery
 from gateway.fair_queue import FairQueue, Turn
@@ -50,7 +50,8 @@ class Peer(ABC):
         self.service, self.address = service, address
         self.answers = self.up = False
         self._on_change = on_change
-        self._is_reported_down = False
+        self._has_been_up = False
+        self._reported_level = logging.NOTSET
 
     @property
     @abstractmethod
@@ -74,19 +75,21 @@ class Peer(ABC):
             logger.warning("%s %s is slow to answer", self.service, self.address)
             return
         except FoveaError as error:
-            self.mark_down(str(error))
+            # Services start side by side, and the gateway is soonest there: to wait for the others is no warning.
+            is_starting = isinstance(error, Unavailable) and not self._has_been_up
+            self.mark_down(str(error), logging.INFO if is_starting else logging.WARNING)
             return
-        self.answers, self._is_reported_down = True, False
+        self.answers, self._reported_level = True, logging.NOTSET
         if not self.up and (is_first or await self.prepare()):
             logger.info("%s %s is up", self.service, self.address)
-            self.up = True
+            self.up = self._has_been_up = True
             self._on_change()
 
-    def mark_down(self, reason: str) -> None:
+    def mark_down(self, reason: str, level: int = logging.WARNING) -> None:
         """Notes that calls fail; it is asked again soon."""
-        if not self._is_reported_down:
-            logger.warning("%s %s is not used: %s", self.service, self.address, reason)
-        self._is_reported_down = True
+        if level > self._reported_level:
+            logger.log(level, "%s %s is not used: %s", self.service, self.address, reason)
+            self._reported_level = level
         self.answers = self.up = False
         self._on_change()
 
@@ -137,10 +140,10 @@ class Replica(Peer):
         if self.is_leaving:
             raise ReplicaLeft(self.address)
 
-    def mark_down(self, reason: str) -> None:
+    def mark_down(self, reason: str, level: int = logging.WARNING) -> None:
         """As of any peer; one that leaves may fail as it likes."""
         if not self.is_leaving:
-            super().mark_down(reason)
+            super().mark_down(reason, level)
 
     @asynccontextmanager
     async def place(self, turn: Turn) -> AsyncIterator[None]:

@@ -68,14 +68,15 @@ class Sampling:
     ) -> SamplingSession:
         """Opens a sampling session on the base model or on a saved snapshot; a repeat answers the first one.
 
-        Raises NotFound for an unknown session, model or path, InvalidInput if neither is named or they do not fit.
+        Raises NotFound for an unknown session, model or path, InvalidInput if neither is named, they do not fit, or the
+        base model is for training only.
         """
         session = await self._sessions.require(owner, session_id)
         if not base_model and not model_path:
             raise InvalidInput("name base_model or model_path", field="base_model")
         snapshot_id = ""
         if base_model:
-            self._base_models.get(base_model)
+            self._base_models.check_sampled(base_model)
         if model_path:
             checkpoint = await self._checkpoints.find_sampler(owner, model_path)
             if base_model not in ("", checkpoint.base_model):
@@ -84,7 +85,8 @@ class Sampling:
                     "base_model out",
                     field="base_model",
                 )
-            base_model, snapshot_id = self._base_models.get(checkpoint.base_model).name, checkpoint.snapshot_id
+            self._base_models.check_sampled(checkpoint.base_model, "model_path")
+            base_model, snapshot_id = checkpoint.base_model, checkpoint.snapshot_id
         sampling = self._make(session.session_id, owner, self._take_number(session), base_model, snapshot_id)
         sampling.request_seq_id, sampling.model_path = request_seq_id, model_path or None
         if not await self._database.write(lambda connection: _insert(connection, session, sampling)):
@@ -93,6 +95,10 @@ class Sampling:
             return known
         self._known[sampling.sampling_session_id] = sampling
         return sampling
+
+    def check_sampled(self, base_model: str) -> None:
+        """Raises InvalidInput for a base model that is for training only."""
+        self._base_models.check_sampled(base_model)
 
     def open_on_snapshot(
         self, session_id: str, base_model: str, model_id: str, snapshot_id: str, inflight: bool
@@ -264,12 +270,13 @@ class Sampling:
     async def _check_usable(self, owner: str, sampling: SamplingSession) -> BaseModel:
         """The base model to sample.
 
-        Raises SessionEnded, or NotFound once the saved weights have expired, been deleted or taken back, or the base
-        model is not served any more.
+        Raises SessionEnded, NotFound once the saved weights have expired, been deleted or taken back, or the base model
+        is not served any more, and InvalidInput once it is for training only.
         """
         await self._sessions.require(owner, sampling.session_id)
         if sampling.model_path:
             await self._checkpoints.check_sampled(owner, sampling.model_path, sampling.snapshot_id)
+        self._base_models.check_sampled(sampling.base_model, "sampling_session_id")
         return self._base_models.get(sampling.base_model)
 
     async def drain(self, timeout_s: float) -> None:
@@ -298,6 +305,7 @@ class Sampling:
             raise submission.rejection
         request = gateway_pb2.SampleTokensRequest.FromString(await self._futures.request_of(pending))
         sampling = await self.get(submission.owner, submission.scope)
+        self._base_models.check_sampled(sampling.base_model, "sampling_session_id")
         version = version_of(sampling.snapshot_id)
         pending.progress.sampled = version[0] if version else sampling.base_model
         work = SampleWork(pending, self._base_models.get(sampling.base_model), sampling, request, at_once=True)

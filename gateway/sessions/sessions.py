@@ -180,6 +180,11 @@ class Sessions:
             self._sessions[session.session_id] = session
             self._quota.take(session.owner)
 
+    @property
+    def open_count(self) -> int:
+        """Sessions that are open, those of silent clients included."""
+        return len(self._sessions)
+
     def silent(self) -> list[Session]:
         """Open sessions without heartbeat for longer than they may be."""
         return [session for session in self._sessions.values() if self.is_silent(session)]

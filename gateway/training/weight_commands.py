@@ -191,6 +191,8 @@ class SaveCommands:
         expires_at = check_ttl(request.ttl_s)
         if request.inflight and request.name:
             raise InvalidInput("kind 'inflight' keeps weights without a name; use 'snapshot' with a path", field="kind")
+        if not request.name:
+            self._sampling.check_sampled(model.base_model)
         checkpoint = None
         afterwards: list[Callable[[], Awaitable[None]]] = []
         if request.name:

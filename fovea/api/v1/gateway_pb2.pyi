@@ -22,18 +22,20 @@ class GetCapabilitiesResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[ServedModel, _Mapping]]] = ...) -> None: ...
 
 class ServedModel(_message.Message):
-    __slots__ = ("name", "max_context_length", "supports_images", "max_lora_rank", "is_trained")
+    __slots__ = ("name", "max_context_length", "supports_images", "max_lora_rank", "is_trained", "is_sampled")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_IMAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
     IS_TRAINED_FIELD_NUMBER: _ClassVar[int]
+    IS_SAMPLED_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_context_length: int
     supports_images: bool
     max_lora_rank: int
     is_trained: bool
-    def __init__(self, name: _Optional[str] = ..., max_context_length: _Optional[int] = ..., supports_images: bool = ..., max_lora_rank: _Optional[int] = ..., is_trained: bool = ...) -> None: ...
+    is_sampled: bool
+    def __init__(self, name: _Optional[str] = ..., max_context_length: _Optional[int] = ..., supports_images: bool = ..., max_lora_rank: _Optional[int] = ..., is_trained: bool = ..., is_sampled: bool = ...) -> None: ...
 
 class CreateSessionRequest(_message.Message):
     __slots__ = ("tags", "user_metadata", "request_id")

@@ -80,6 +80,8 @@ def prepare_environment(settings: SamplerSettings) -> None:
     """Sets what vLLM and torch read from the environment when they are imported; what is set already stays."""
     os.environ[SERVICE_PID_VARIABLE] = str(os.getpid())
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
+    # What its start tells of a dummy prompt's length and of memory nodes is no warning to anybody.
+    defaults |= {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     # vLLM 0.32.0 takes max_position_embeddings for scaled wherever there is YaRN; `context` knows better.
     defaults["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     # It cuts what one step says into chunks and lets others run between a request's end by a stop string and the abort

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from fovea.runtime.host_memory import host_free_bytes
 from fovea.wire.errors import ResourceExhausted
 from services.trainer.model import linear_attention
 from services.trainer.ranks.control_group import ControlGroup
@@ -78,18 +79,6 @@ class DeviceMemory:
             ctypes.CDLL(None).malloc_trim(0)
         else:
             torch.cuda.empty_cache()
-
-
-def host_free_bytes() -> int:
-    """What this machine, or the container that this process is in, has left."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free_bytes = int(lines["MemAvailable"].split()[0]) * 1024
-    try:
-        most, now = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        cached = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-    except OSError:  # no container, or an old one
-        return free_bytes
-    return free_bytes if most == "max" else min(free_bytes, int(most) - int(now) + int(cached["inactive_file"]))
 
 
 def mib(size_bytes: int) -> str:

@@ -242,3 +242,45 @@ async def test_checkpoints_are_searched_as_sdk_0_39_does(school: School) -> None
         for wrong in ({"project_ids": ["p"]}, {"owner": {"type": "user", "owner_urns": ["u"]}}, {"limit": 201}):
             assert (await rest.post("checkpoints/search", **wrong)).status_code == 400
         assert (await stranger.post("checkpoints/search", json={})).status_code == 401
+
+
+async def test_a_gateway_may_serve_for_training_only(tmp_path: Path) -> None:
+    """Nobody waits for a sampler that will never come: what needs one is refused by name, at once."""
+    async with running(Stand(tmp_path), sampler=[]) as stand:
+        assert stand.gateway is not None
+        await eventually(lambda: not stand.gateway.parts.health.missing())  # type: ignore[union-attr]
+        async with stand.http() as http:
+            (listed,) = (await http.get("get_server_capabilities")).json()["supported_models"]
+        assert (listed["trainable"], listed["sampleable"]) == (True, False)
+
+        def use(client: tinker.ServiceClient) -> Any:
+            refused = pytest.raises(
+                tinker.BadRequestError, match="'fovea/fake-vl' is served for training only; no base"
+            )
+            with refused:
+                client.create_sampling_client(base_model=MODEL).result()
+            training = client.create_lora_training_client(base_model=MODEL, rank=8).result()
+            training.forward_backward([text_datum()], "cross_entropy").result()
+            training.optim_step(types.AdamParams()).result()
+            with pytest.raises(tinker.RequestFailedError, match="is served for training only"):
+                training.save_weights_and_get_sampling_client().result()
+            kept = training.save_weights_for_sampler("kept").result().path
+            with refused:
+                client.create_sampling_client(model_path=kept).result()
+            return training.save_state("state").result().path
+
+        assert (await stand.sdk(use)).endswith("/weights/state")
+
+
+async def test_a_sampling_session_of_before_is_refused_where_samplers_are_gone(tmp_path: Path) -> None:
+    async with running(Stand(tmp_path)) as stand, stand.http() as http:
+        rest = Rest(http)
+        await rest.open_session()
+        opened = await rest.ok(
+            "create_sampling_session", session_id=rest.session_id, sampling_session_seq_id=0, base_model=MODEL
+        )
+        await stand.stop()
+        await stand.start(sampler=[])
+        answer = await rest.sample(opened["sampling_session_id"], 0)
+        assert answer.status_code == 400
+        assert "is served for training only" in answer.text

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import fovea
+from fovea.cli import reference_page
 from fovea.cli.main import app, make_first_key, may_have_keys
 
 
 def test_a_model_that_is_not_there_is_named() -> None:
     result = CliRunner().invoke(app, ["up", "--model", "/nowhere/at/all"])
     assert result.exit_code == 2
-    assert "/nowhere/at/all has no config.json" in " ".join(result.output.replace("│", " ").split())
+    assert result.output.startswith("fovea up: --model: there is no folder /nowhere/at/all; ")
 
 
 @pytest.mark.parametrize(
@@ -39,9 +41,9 @@ def test_what_a_service_would_refuse_is_refused_in_one_line_before_anything_star
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = CliRunner().invoke(app, ["up", "--model", str(tmp_path), "--state-dir", str(tmp_path / "state")])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     (line,) = result.output.splitlines()
-    assert line.startswith(f"{tmp_path}: ")
+    assert line.startswith(f"fovea up: --model: {tmp_path}")
     assert reason in line
     assert line.endswith(f"; see which parts work: fovea models check {tmp_path}")
     assert not (tmp_path / "state").exists()
@@ -51,6 +53,26 @@ def test_status_without_a_fovea(tmp_path: pathlib.Path) -> None:
     result = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path)])
     assert result.exit_code == 1
     assert "no Fovea is up" in " ".join(result.output.split())
+
+
+def test_its_version_and_wrong_uses_are_one_line() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"{fovea.__version__}\n"
+    for arguments, words in (
+        (["nonsense"], "'nonsense'"),
+        (["up", "--port", "x"], "--port"),
+        (["restart"], "'service'"),
+    ):
+        command = [sys.executable, "-m", "fovea.cli.main", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        (line,) = done.stderr.splitlines()
+        assert (done.returncode, done.stdout) == (2, "")
+        assert words in line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # four programs import torch to say what their options are
+def test_the_reference_page_is_what_the_commands_say() -> None:
+    assert reference_page.PAGE.read_text() == reference_page.page(), "run python -m fovea.cli.reference_page"
 
 
 HOLDER = """
@@ -93,5 +115,5 @@ def test_where_nobody_has_a_key_the_first_one_is_made_and_shown_once(
 
 def test_help_names_every_command() -> None:
     output = CliRunner().invoke(app, ["--help"]).output
-    for command in ("up", "down", "status", "keys", "models", "demo", "version"):
+    for command in ("up", "down", "status", "logs", "keys", "checkpoints", "models", "demo", "version"):
         assert f" {command} " in output

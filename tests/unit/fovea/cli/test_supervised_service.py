@@ -112,6 +112,11 @@ async def test_one_that_served_for_long_starts_again_at_once(monkeypatch: pytest
             "code 4 (loader: the file is short)",
         ),
         ("print(); print('the end'); raise SystemExit(5)", "code 5 (the end)"),
+        (
+            "print('ValueError: no memory'); print('\\n' * 90); "
+            "raise SystemExit('RuntimeError: the engine has failed. See root cause above. Failed: {}')",
+            "code 1 (ValueError: no memory)",
+        ),
         ("raise SystemExit(6)", "code 6"),
         ("import os; print('ERROR of before', flush=True); os.kill(os.getpid(), 9)", "SIGKILL"),
         ("import os; os.abort()", "SIGABRT"),

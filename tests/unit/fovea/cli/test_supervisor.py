@@ -19,7 +19,7 @@ from rich.console import Console
 from fovea.cli import service as service_module
 from fovea.cli import supervisor as supervisor_module
 from fovea.cli.service import ServiceSpec
-from fovea.cli.service_specs import ServedModel, UpOptions, base_url, service_specs
+from fovea.cli.service_specs import NO_GPU, ServedModel, Setting, UpOptions, base_url, service_specs
 from fovea.cli.supervisor import StateFolder, Supervisor
 from fovea.runtime.hosts import free_ports
 from fovea.runtime.secret import VARIABLE
@@ -87,6 +87,53 @@ def test_a_shared_gpu_takes_weights_over_gloo() -> None:
 def test_the_samplers_gpus_share_its_model() -> None:
     specs = {s.name: s for s in service_specs(replace(OPTIONS, trainer_gpus=("0",), sampler_gpus=("1", "2")))}
     assert specs["sampler"].arguments[-2:] == ("--tensor-parallel", "2")
+
+
+def test_several_samplers_have_equal_parts_of_the_devices() -> None:
+    options = replace(OPTIONS, trainer_gpus=("0",), sampler_gpus=("1", "2", "3", "4"), sampler_count=2)
+    specs = {spec.name: spec for spec in service_specs(options)}
+    assert list(specs) == ["renderer", "sampler", "sampler2", "trainer", "gateway"]
+    assert specs["sampler2"].kind == "sampler"
+    seen = [specs[name].environment["CUDA_VISIBLE_DEVICES"] for name in ("sampler", "sampler2")]
+    assert seen == ["1,2", "3,4"]
+    arguments = specs["gateway"].arguments
+    told = json.loads(arguments[arguments.index("--sampler") + 1])
+    assert told == [specs["sampler"].address, specs["sampler2"].address]
+    assert len({spec.temporary_dir for spec in specs.values()}) == 5
+
+
+def test_samplers_that_share_a_device_measure_it_one_after_the_other() -> None:
+    options = replace(OPTIONS, trainer_gpus=("0",), sampler_gpus=("0",), sampler_count=3)
+    after = {spec.name: spec.starts_after for spec in service_specs(options) if spec.kind == "sampler"}
+    assert after == {"sampler": "trainer", "sampler2": "sampler", "sampler3": "sampler2"}
+
+
+def test_no_sampler_and_no_gpu() -> None:
+    specs = {spec.name: spec for spec in service_specs(replace(OPTIONS, sampler_count=0, trainer_gpus=NO_GPU))}
+    assert list(specs) == ["renderer", "trainer", "gateway"]
+    arguments = specs["gateway"].arguments
+    assert arguments[arguments.index("--sampler") + 1] == "[]"
+    assert specs["trainer"].environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_settings_reach_their_kind_and_stand_above_suggestions(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = replace(
+        OPTIONS,
+        settings=(Setting("sampler", "max_loras", "16"), Setting("gateway", "checkpoint_dir", "/kept")),
+        suggestions=(
+            Setting("sampler", "gpu_memory_fraction", "0.3"),
+            Setting("trainer", "memory_limit_mib", "9"),
+        ),
+    )
+    specs = {spec.name: spec for spec in service_specs(options)}
+    assert specs["sampler"].environment["FOVEA_SAMPLER_MAX_LORAS"] == "16"
+    assert specs["sampler"].environment["FOVEA_SAMPLER_GPU_MEMORY_FRACTION"] == "0.3"
+    assert specs["trainer"].environment["FOVEA_TRAINER_MEMORY_LIMIT_MIB"] == "9"
+    assert "FOVEA_SAMPLER_MAX_LORAS" not in specs["gateway"].environment
+    assert specs["trainer"].arguments[specs["trainer"].arguments.index("--checkpoints") + 1] == "/kept"
+    monkeypatch.setenv("FOVEA_SAMPLER_GPU_MEMORY_FRACTION", "0.7")
+    trainer = next(spec for spec in service_specs(options) if spec.name == "trainer")
+    assert "FOVEA_TRAINER_MEMORY_LIMIT_MIB" not in trainer.environment, "shares of one whole"
 
 
 def test_keys_reach_the_gateway_alone_and_no_argument(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,82 @@
+"""docs/cli.md, made from the commands themselves: `python -m fovea.cli.reference_page`."""
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from fovea.cli.main import PASSED_ON_TO, app
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "cli.md"
+_HEAD = """# The `fovea` command
+
+Made by `python -m fovea.cli.reference_page` from the commands; a test compares. What is wrong with a command is said in
+one line, with exit code 2; 1 is for what failed, or is not healthy. Commands find the Fovea that was started in
+the same folder, or with the same `--state-dir`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    root: Any = typer.main.get_command(app)
+    return _HEAD + "".join(_sections(root, "fovea"))
+
+
+def _sections(command: Any, name: str) -> Iterator[str]:
+    children = getattr(command, "commands", {})
+    if name != "fovea" and not children:
+        yield f"\n## {name}\n\n{_text(command.help)}\n"
+        yield _theirs(name) if name in PASSED_ON_TO else _options(command)
+    for child, inner in children.items():
+        if not inner.hidden:
+            yield from _sections(inner, f"{name} {child}")
+
+
+def _options(command: Any) -> str:
+    rows = []
+    for parameter in command.params:
+        if parameter.name == "help":
+            continue
+        record = parameter.param_type_name == "option"
+        names = (
+            ", ".join(f"`{each}`" for each in parameter.opts)
+            if record
+            else f"`{parameter.metavar or str(parameter.name).upper()}`"
+        )
+        kind = "" if getattr(parameter, "is_flag", False) else _kind(parameter, command)
+        rows.append(f"| {names}{f' {kind}' if kind else ''} | {_text(parameter.help)} | {_default(parameter)} |")
+    return "\n".join(["", "| option | what it does | default |", "|---|---|---|", *rows, ""]) if rows else ""
+
+
+def _kind(parameter: Any, command: Any) -> str:
+    if parameter.param_type_name != "option":
+        return ""
+    return f"`{parameter.metavar or parameter.display_type(typer.Context(command)).strip('<>')}`"
+
+
+def _default(parameter: Any) -> str:
+    default, variable = parameter.default, parameter.envvar
+    shown = "" if default in (None, "", False) or callable(default) else f"`{default}`"
+    return ", ".join(filter(None, [shown, f"`${variable}`" if variable else ""]))
+
+
+def _text(words: str | None) -> str:
+    return " ".join((words or "").split()).replace("|", "\\|")
+
+
+def _theirs(name: str) -> str:
+    """What a program of its own says of itself, on a terminal without colours of 100 characters."""
+    module, arguments = PASSED_ON_TO[name]
+    told = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "TYPER_USE_RICH": "0"}
+    command = [sys.executable, "-m", module, *arguments, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=told)
+    words = done.stdout.strip().replace(f"{PAGE.parents[1]}/", "").replace(f"python -m {module}", name)
+    return "\n```\n" + "\n".join(line.rstrip() for line in words.splitlines()) + "\n```\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

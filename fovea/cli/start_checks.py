@@ -1,0 +1,289 @@
+"""What `fovea up` looks at before it starts anything: what is wrong is said at once, in one line, with its flag."""
+
+import difflib
+import errno
+import importlib
+import importlib.util
+import os
+import pathlib
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fovea.cli.service import ServiceSpec
+from fovea.cli.service_specs import Setting
+from fovea.runtime import tls
+from fovea.runtime.host_memory import host_free_bytes
+from fovea.runtime.hosts import listening
+from fovea.runtime.model_files import check_directory, language_entries, read_json
+from fovea.wire.errors import FoveaError
+
+KINDS = {
+    "renderer": "services.renderer.settings:RendererSettings",
+    "sampler": "services.sampler.settings:SamplerSettings",
+    "trainer": "services.trainer.settings:TrainerSettings",
+    "gateway": "gateway.settings:GatewaySettings",
+}
+"""The settings of each kind of service. They are imported by name: this package knows no service."""
+
+_ITS_OWN = {
+    "model": "--model",
+    "model_name": "--model-name",
+    "host": "--host",
+    "grpc_port": "--grpc-port",
+    "ranks": "--ranks",
+    "tensor_parallel": "--sampler-gpus",
+    "api_key": "--api-key",
+    "api_key_file": "--api-key-file",
+    "state_dir": "--state-dir",
+    "drain_s": "--drain-s",
+    "log_level": "--log-level",
+    "further_models": "--also-sample",
+}
+"""Settings that options of `fovea up` are for. Ports and addresses of services it chooses itself."""
+_CHOSEN = ("port", "metrics_port", "renderer", "sampler", "trainer", "discovery", "transfer", "nodes", "node_rank")
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_HUB_S = 1.5
+_GIB = 2**30
+_SIZES = {"float32": 4, "float64": 8}
+
+
+class StartRefused(Exception):
+    """Why nothing was started: one line that names the flag, what is wrong and what to do."""
+
+    def __init__(self, flag: str, problem: str) -> None:
+        super().__init__(f"{flag}: {' '.join(problem.split())}")
+
+
+def check_installed() -> None:
+    """Raises StartRefused where only the client of Fovea is installed."""
+    for module in ("torch", "transformers", "vllm", "uvicorn"):
+        if importlib.util.find_spec(module) is None:
+            raise StartRefused(
+                "fovea up",
+                f"the services are not installed ({module} is missing); take fovea-vlm with its extra [gpu] or [cpu], "
+                "as 'As a package' of docs/operations.md says",
+            )
+
+
+def check_log_level(level: str) -> None:
+    """Raises StartRefused for a level that `logging` does not have."""
+    if level not in _LEVELS:
+        raise StartRefused("--log-level", f"{level!r} is no level; take one of {', '.join(_LEVELS)}")
+
+
+def check_model(model: str, flag: str) -> int:
+    """Looks at a checkpoint's directory, or asks the hub for a name that is not here yet.
+
+    Returns the parameters that its weights are: 0 if that is not known before they are here.
+    Raises StartRefused.
+    """
+    directory = pathlib.Path(model).expanduser()
+    if not directory.is_dir():
+        if model.startswith((".", "/", "~")) or model.count("/") != 1 or not all(model.split("/")):
+            raise StartRefused(
+                flag, f"there is no folder {model}; name a checkpoint's folder, or a model of the hub as in OWNER/NAME"
+            )
+        if (found := _in_cache(model)) is None:
+            _check_hub(model, flag)
+            return 0
+        directory = found
+    if not (directory / "config.json").is_file():
+        raise StartRefused(flag, f"{model} has no config.json; name a checkpoint's folder, or a model of the hub")
+    try:
+        check_directory(directory)
+        return _parameter_count(directory)
+    except (ValueError, OSError) as error:
+        hint = "" if "config.json is not" in str(error) else f"; see which parts work: fovea models check {model}"
+        raise StartRefused(flag, f"{_within(model, str(error))}{hint}") from None
+
+
+def _within(model: str, problem: str) -> str:
+    return problem if model in problem else f"{model}: {problem}"
+
+
+def _in_cache(model: str) -> pathlib.Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json")
+    return pathlib.Path(found).parent if isinstance(found, str) else None
+
+
+def _check_hub(model: str, flag: str) -> None:
+    """Asks the hub for a model's config.json; in a thread, since looking up a name may take long."""
+    from huggingface_hub import constants, get_token
+
+    if constants.is_offline_mode():
+        raise StartRefused(flag, f"{model} is not on this machine and HF_HUB_OFFLINE is set; {_fix(model)}")
+    problems = [f"the hub did not answer within {_HUB_S} s, and {model} is not on this machine; {_fix(model)}"]
+    token = get_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    url = f"{constants.ENDPOINT}/{model}/resolve/main/config.json"
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(url, method="HEAD", headers=headers)
+            with urllib.request.urlopen(request, timeout=_HUB_S):
+                problems.clear()
+        except urllib.error.HTTPError as error:
+            problems[:] = [
+                f"the hub has no {model} for you ({error.code} {error.reason}); check the name, and set HF_TOKEN if it "
+                "is private"
+            ]
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            problems[:] = [f"{model} is not on this machine and the hub cannot be reached ({reason}); {_fix(model)}"]
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_HUB_S)
+    if problems:
+        raise StartRefused(flag, problems[0])
+
+
+def _fix(model: str) -> str:
+    return f"bring it here first (hf download {model}), or name a folder"
+
+
+def _parameter_count(directory: pathlib.Path) -> int:
+    """Raises ValueError if files of the weights are missing."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        if missing := next((name for name in names if not (directory / name).is_file()), ""):
+            raise ValueError(f"{directory} has no {missing}, which {index.name} names: bring the rest of it")
+        files: list[pathlib.Path] = [directory / name for name in names]
+    else:
+        files = [*directory.glob("*.safetensors")] or [*directory.glob("*.bin")]
+    if not files:
+        raise ValueError(f"{directory} has no weights (*.safetensors)")
+    config = read_json(directory / "config.json")
+    text = language_entries(config)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "")
+    return sum(file.stat().st_size for file in files) // _SIZES.get(dtype, 2)
+
+
+def check_memory(parameter_count: int, sampler_count: int, flag: str) -> None:
+    """Raises StartRefused for a model whose weights alone, in float32, this machine's memory has no room for."""
+    need_bytes = 4 * parameter_count * (1 + sampler_count)
+    if need_bytes > (free_bytes := host_free_bytes()):
+        raise StartRefused(
+            flag,
+            f"on the CPU its weights take {need_bytes / _GIB:,.0f} GiB (float32; the trainer's and those of "
+            f"{sampler_count} sampler(s)), and {free_bytes / _GIB:,.1f} GiB are free; take a smaller model, or a GPU",
+        )
+
+
+def check_state_dir(path: pathlib.Path) -> None:
+    """Makes the folder. Raises StartRefused if nothing can be written there."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"fovea")
+    except OSError as error:
+        raise StartRefused(
+            "--state-dir", f"nothing can be written in {path} ({error.strerror}); name a folder of yours with room"
+        ) from None
+
+
+def check_ports(host: str, ports: dict[str, int]) -> None:
+    """Raises StartRefused for the first of the ports, by their flags, on which nobody can listen; 0 is none."""
+    numbers = [port for port in ports.values() if port]
+    if len(set(numbers)) < len(numbers):
+        raise StartRefused(next(reversed(ports)), f"{' and '.join(ports)} are both {numbers[0]}; give each its own")
+    for flag, port in ports.items():
+        if not 0 <= port <= 65535:
+            raise StartRefused(flag, f"{port} is no port; give 1 to 65535, or 0 for a free one")
+        try:
+            listening(host, port).close()
+        except PermissionError:
+            raise StartRefused(flag, f"port {port} takes more rights than you have; give one above 1023") from None
+        except OSError as error:
+            if port and error.errno == errno.EADDRINUSE:
+                raise StartRefused(
+                    flag, f"port {port} is taken by another program; stop that, or give another (0 for a free one)"
+                ) from None
+            raise StartRefused("--host", f"{host} is no address of this machine ({error.strerror})") from None
+
+
+def check_certificates(folder: pathlib.Path | None) -> None:
+    """Raises StartRefused for a folder without certificates."""
+    if folder is None:
+        return
+    with _environment({tls.VARIABLE: str(folder)}):
+        try:
+            tls.certificates()
+        except (ValueError, FoveaError) as error:
+            raise StartRefused("--tls-dir", f"{str(error).removeprefix(f'{tls.VARIABLE}: ')}") from None
+
+
+def read_setting(text: str) -> Setting:
+    """Reads KIND.NAME=VALUE of `--set`. Raises StartRefused, with the nearest name there is."""
+    place, equals, value = text.partition("=")
+    kind, dot, name = place.partition(".")
+    name = name.replace("-", "_")
+    if not (equals and dot):
+        raise StartRefused("--set", f"{text!r} is not SERVICE.NAME=VALUE, as in sampler.max_loras=16")
+    if kind not in KINDS:
+        raise StartRefused("--set", f"there is no service {kind!r}; {_nearest(kind, KINDS)}")
+    known = settings_class(kind).model_fields
+    if name not in known:
+        raise StartRefused(
+            "--set",
+            f"the {kind} has no setting {name!r}; {_nearest(name, known)}; all: python -m {_module(kind)} --help",
+        )
+    if flag := _ITS_OWN.get(name):
+        raise StartRefused("--set", f"{kind}.{name} is what {flag} is for")
+    if name in _CHOSEN:
+        raise StartRefused("--set", f"{kind}.{name} is chosen by `fovea up` itself; leave it out")
+    return Setting(kind, name, value)
+
+
+def _nearest(name: str, known: Sequence[str] | dict[str, Any]) -> str:
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    return f"the nearest is {found[0]!r}"
+
+
+def settings_class(kind: str) -> Any:
+    """The class of settings of a kind of service."""
+    module, _, name = KINDS[kind].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _module(kind: str) -> str:
+    return KINDS[kind].partition(".settings")[0]
+
+
+def check_specs(specs: Sequence[ServiceSpec], settings: Sequence[Setting]) -> None:
+    """Has each kind of service read its settings as it will at its start. Raises StartRefused for what it refuses."""
+    for spec in specs:
+        with _environment(spec.environment):
+            if problem := settings_class(spec.kind).find_problem(list(spec.arguments[2:])):
+                name, message = problem
+                raise StartRefused(_flag(spec.kind, name, settings), message)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _flag(kind: str, name: str, settings: Sequence[Setting]) -> str:
+    """What the user gave a setting by."""
+    if any((each.kind, each.name) == (kind, name) for each in settings):
+        return f"--set {kind}.{name}"
+    if flag := _ITS_OWN.get(name):
+        return flag
+    variable = Setting(kind, name, "").variable
+    return variable if variable in os.environ else f"{kind}.{name}"

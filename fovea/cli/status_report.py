@@ -1,0 +1,117 @@
+"""What `fovea status` tells of a running Fovea: its parts, what they hold, and what waits for them."""
+
+import os
+import pathlib
+import time
+import urllib.request
+from collections import defaultdict
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+_TIMEOUT_S = 5.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def read_report(state: dict[str, Any], healthy: dict[str, bool]) -> dict[str, Any]:
+    """All that is told, as plain values.
+
+    Args:
+        state: The contents of `up.json`.
+        healthy: By service, whether it serves.
+
+    What a part that does not answer would say is None. Memory is that of all processes of a part, in bytes, with the
+    pages that they share counted in each; of GPUs, what is in use of the devices that the part sees.
+    """
+    figures = {name: _figures(item["metrics"]) for name, item in state["services"].items()}
+    families = _children()
+    services = {
+        name: item
+        | {
+            "serves": healthy[name],
+            "memory_bytes": _resident_bytes(item["pid"], families),
+            "gpu_memory_bytes": _sum(figures[name], "fovea_gpu_memory_bytes", kind="used"),
+        }
+        for name, item in state["services"].items()
+    }
+    gateway = figures.get("gateway")
+    trainers = [figures[name] for name in state["services"] if name.partition("-")[0] == "trainer"]
+    return {
+        "version": state["version"],
+        "base_url": state["base_url"],
+        "base_models": [state["model_name"], *state["further_models"]],
+        "uptime_s": time.time() - state["started_at"],
+        "sessions": _sum(gateway, "fovea_gateway_sessions"),
+        "parked_sessions": _sum(gateway, "fovea_gateway_parked_sessions"),
+        "models": None if None in trainers else sum(_sum(each, "fovea_trainer_models") or 0 for each in trainers),
+        "running": _sum(gateway, "fovea_gateway_queue_depth", state="running"),
+        "waiting": _sum(gateway, "fovea_gateway_queue_depth", state="waiting"),
+        "free_disk_bytes": _sum(gateway, "fovea_gateway_state_volume_bytes", kind="free"),
+        "services": services,
+    }
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Two lines that a person reads first."""
+    counts = ("sessions", "models", "running", "waiting")
+    sessions, models, running, waiting = ("?" if report[name] is None else f"{report[name]:.0f}" for name in counts)
+    parked = f" ({report['parked_sessions']:.0f} parked)" if report["parked_sessions"] else ""
+    return (
+        f"Fovea {report['version']} at {report['base_url']}, up for {words_of(report['uptime_s'])}: "
+        f"{' and '.join(report['base_models'])}\n"
+        f"{sessions} sessions{parked}, {models} models in training, {running} requests run, {waiting} wait"
+    )
+
+
+def words_of(seconds: float) -> str:
+    """A duration as people say it: `42 s`, `3 min`, `5.2 h`, `3.1 days`."""
+    for size, word in ((86400.0, "days"), (3600.0, "h")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {word}"
+    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+Figures = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def _figures(url: str) -> Figures | None:
+    """The samples of a service's Prometheus page by name; None if it does not answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return None
+    found: Figures = defaultdict(list)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name].append((sample.labels, sample.value))
+    return found
+
+
+def _sum(figures: Figures | None, name: str, **labels: str) -> float | None:
+    if figures is None:
+        return None
+    return sum(value for own, value in figures.get(name, []) if labels.items() <= own.items())
+
+
+def _children() -> dict[int, list[int]]:
+    """The processes of this machine by their parent."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+        found[parent].append(int(path.parent.name))
+    return found
+
+
+def _resident_bytes(pid: int | None, children: dict[int, list[int]]) -> int:
+    """Of a process and all below it."""
+    if pid is None:
+        return 0
+    try:
+        own = int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except OSError:
+        own = 0
+    return own + sum(_resident_bytes(child, children) for child in children.get(pid, []))

@@ -1,0 +1,88 @@
+"""Commands of `fovea` that ask a running gateway: checkpoints over REST, and the figures of its status."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from fovea.cli.main import app
+from fovea.cli.status_report import read_report, summary
+from tests.contract.gateway.conftest import Stand, running
+from tests.contract.gateway.requests import Rest
+
+
+async def invoke(stand: Stand, *arguments: str, key: str = "tml-local", answer: str = "") -> Result:
+    """Runs `fovea` in a thread: it blocks, and the gateway runs in this loop."""
+    command = [*arguments, "--base-url", stand.url, "--api-key", key]
+    return await asyncio.to_thread(CliRunner().invoke, app, command, input=answer)
+
+
+async def saved(rest: Rest) -> list[str]:
+    """A model's checkpoints, each of its own kind."""
+    model_id = await rest.create_model()
+    paths = []
+    for seq_id, kind in enumerate(("save_weights", "save_weights_for_sampler"), start=1):
+        begun = await rest.ok(kind, model_id=model_id, seq_id=seq_id, path="kept")
+        paths.append((await rest.result(begun["request_id"]))["path"])
+    return paths
+
+
+async def test_checkpoints_are_listed_shown_and_deleted(stand: Stand, rest: Rest) -> None:
+    state, weights = await saved(rest)
+    listed = await invoke(stand, "checkpoints", "list")
+    assert {line.split()[-1] for line in listed.output.splitlines()} == {state, weights}
+    lines = (await invoke(stand, "checkpoints", "list", "--json")).output.splitlines()
+    assert {json.loads(line)["checkpoint_type"] for line in lines} == {"training", "sampler"}
+    shown = json.loads((await invoke(stand, "checkpoints", "show", state)).output)
+    assert (shown["tinker_path"], shown["is_lora"]) == (state, True)
+    kept = await invoke(stand, "checkpoints", "delete", state, answer="n\n")
+    assert kept.exit_code != 0
+    deleted = await invoke(stand, "checkpoints", "delete", state, "--yes")
+    assert deleted.output == f"deleted {state}\n"
+    left = await invoke(stand, "checkpoints", "list")
+    assert [line.split()[-1] for line in left.output.splitlines()] == [weights]
+
+
+async def test_what_is_refused_is_said_in_the_gateways_words(stand: Stand, rest: Rest) -> None:
+    state, _ = await saved(rest)
+    others = await invoke(stand, "checkpoints", "list", key="tml-other")
+    assert (others.exit_code, len(others.output.splitlines())) == (1, 1)
+    gone = await invoke(stand, "checkpoints", "delete", state.replace("kept", "nothing"), "--yes")
+    assert gone.exit_code == 1
+    assert "nothing" in gone.output
+    odd = await invoke(stand, "checkpoints", "show", "weights/kept")
+    assert odd.exit_code == 2
+    assert "is not tinker://RUN/weights/NAME" in " ".join(odd.output.split())
+    stand_down = await asyncio.to_thread(
+        CliRunner().invoke, app, ["checkpoints", "list", "--base-url", "http://127.0.0.1:1"]
+    )
+    assert stand_down.output.startswith("--base-url: http://127.0.0.1:1 does not answer (")
+
+
+async def test_status_counts_sessions_and_what_waits(tmp_path: Path) -> None:
+    async with running(Stand(tmp_path), metrics_port=0) as stand, stand.http() as http:
+        assert stand.gateway is not None
+        rest = Rest(http)
+        await rest.open_session()
+        url = f"http://127.0.0.1:{stand.gateway.grpc._metrics_port}/metrics"
+        item = {"metrics": url, "pid": os.getpid(), "address": "", "started_at": 0.0, "restarts": 0, "last_end": ""}
+        state: dict[str, Any] = {
+            "version": "1.2.3", "started_at": 0.0, "base_url": stand.url, "model_name": "m", "further_models": {},
+            "services": {"gateway": item, "trainer": item | {"metrics": "http://127.0.0.1:1/"}},
+        }  # fmt: skip
+
+        async def report() -> dict[str, Any]:
+            return await asyncio.to_thread(read_report, state, {"gateway": True, "trainer": False})
+
+        for _ in range(100):  # gauges are set every two seconds
+            found = await report()
+            if found["sessions"]:
+                break
+            await asyncio.sleep(0.1)
+        assert (found["sessions"], found["waiting"], found["running"]) == (1, 0, 0)
+        assert found["models"] is None, "the trainer does not answer"
+        assert found["services"]["gateway"]["memory_bytes"] > 2**20
+        assert "1 sessions, ? models in training, 0 requests run, 0 wait" in summary(found)

@@ -1,0 +1,60 @@
+"""Commands that look at a running Fovea, its log when all is well, and one that only trains."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import tinker
+from transformers import PreTrainedTokenizerBase
+
+import tinyvlm
+from tests.e2e.prompts import PromptBuilder
+from tests.e2e.stack import API_KEY, Stack, running_stack
+from tests.e2e.test_agreement import take_steps
+
+pytestmark = pytest.mark.slow
+
+
+def fovea(stack: Stack, *arguments: str) -> str:
+    """Runs a command in the stack's state folder; it must succeed."""
+    command = [sys.executable, "-m", "fovea.cli.main", *arguments, "--state-dir", str(stack.log.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_healthy_start_warns_of_nothing(stack: Stack) -> None:
+    said, ready, _ = stack.log.read_text().partition("Fovea is ready after")
+    assert ready
+    assert re.findall(r".*(?:WARN|ERROR|[Ww]arning|Traceback).*", said) == []
+    assert "no GPU: trainer and 1 sampler on the CPU" in said
+
+
+def test_status_and_logs_tell_what_runs(stack: Stack) -> None:
+    with stack.service_client() as service:
+        service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
+        report = json.loads(fovea(stack, "status", "--json"))
+        assert report["models"] >= 1
+        assert set(report["services"]) == {"renderer", "sampler", "trainer", "gateway"}
+        assert all(item["serves"] and item["memory_bytes"] > 50 * 2**20 for item in report["services"].values())
+    assert f"Fovea {report['version']} at {stack.base_url}, up for " in fovea(stack, "status")
+    trained = fovea(stack, "logs", "trainer", "--lines", "100000")
+    assert "services.trainer" in trained
+    assert all(" trainer │ " in line for line in trained.splitlines())
+
+
+def test_without_samplers_it_trains(tokenizer: PreTrainedTokenizerBase) -> None:
+    catalogue = PromptBuilder(tokenizer).catalogue()
+    with running_stack(tinyvlm.ensure(), "--samplers", "0", "--ranks", "1") as stack, stack.service_client() as service:
+        assert set(stack.state["services"]) == {"renderer", "trainer", "gateway"}
+        api = tinker.RestClient(base_url=stack.base_url, api_key=API_KEY)
+        (served,) = api.get_server_capabilities().result().supported_models
+        assert served.sampleable is False
+        training = service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
+        take_steps(training, {"one image": catalogue["one image"]}, 1, 1e-3)
+        with pytest.raises(tinker.RequestFailedError, match="is served for training only"):
+            training.save_weights_and_get_sampling_client().result()
+        path = training.save_weights_for_sampler("kept").result().path
+        assert path in fovea(stack, "checkpoints", "list")

@@ -1,0 +1,115 @@
+"""Which cards trainer and samplers get, and what is refused because it cannot fit."""
+
+import os
+import pathlib
+
+import pytest
+
+from fovea.cli import gpu_layout
+from fovea.cli.gpu_layout import GIB, Gpu, GpuLayout, choose, read_devices, split, visible_gpus
+from fovea.cli.service_specs import NO_GPU
+from fovea.cli.start_checks import StartRefused
+
+
+def cards(count: int, free_gib: int = 78) -> list[Gpu]:
+    return [Gpu(str(number), 80 * GIB, free_gib * GIB) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "weights_gib", "samplers", "ranks", "trainer", "of_samplers", "count"),
+    [
+        (0, 4, None, None, "", "", 1),
+        (0, 4, 3, None, "", "", 3),
+        (0, 4, 0, None, "", "", 0),
+        (1, 8, None, None, "0", "0", 1),
+        (1, 8, 2, None, "0", "0", 2),
+        (1, 60, 0, None, "0", "", 0),
+        (2, 60, None, None, "0", "1", 1),
+        (4, 8, None, None, "0,1", "2,3", 2),
+        (4, 8, 1, None, "0,1,2", "3", 1),
+        (4, 8, 1, 2, "0,1", "2", 1),
+        (8, 8, None, None, "0,1,2,3", "4,5,6,7", 4),
+        (8, 100, None, None, "0,1,2,3", "4,5,6,7", 2),
+        (8, 8, 0, 4, "0,1,2,3", "", 0),
+    ],
+)
+def test_cards_are_divided(
+    gpus: int, weights_gib: int, samplers: int | None, ranks: int | None, trainer: str, of_samplers: str, count: int
+) -> None:
+    layout = split(cards(gpus), weights_gib * GIB, samplers, ranks)
+    assert (",".join(layout.trainer), ",".join(layout.samplers), layout.sampler_count) == (trainer, of_samplers, count)
+
+
+def test_shares_of_one_card_hold_the_weights_and_do_not_overlap() -> None:
+    for free_gib, weights_gib, count in ((78, 1, 1), (78, 30, 1), (24, 4, 1), (78, 8, 3)):
+        layout = split(cards(1, free_gib), weights_gib * GIB, count, None)
+        told = {each.name: float(each.value) for each in layout.suggestions}
+        trainer, sampler = told["memory_limit_mib"] / 1024, told["gpu_memory_fraction"] * 80
+        assert trainer > weights_gib
+        assert sampler > weights_gib - 0.8  # the fraction has two digits
+        assert trainer + count * sampler <= 0.92 * free_gib
+        assert f"share GPU 0: {trainer:.1f} GiB and " in layout.words
+
+
+@pytest.mark.parametrize(
+    ("gpus", "weights_gib", "samplers", "ranks", "words"),
+    [
+        (1, 40, None, None, "--model: its weights take 40.0 GiB for the trainer and as much for each of 1 sampler"),
+        (1, 80, 0, None, "--model: its weights take 80.0 GiB, and the trainer's 1 GPU have 71.8 GiB free"),
+        (2, 100, None, None, "--model: 1 sampler(s) on 2 GPUs and a trainer on 2 do not fit on 2 GPUs"),
+        (2, 8, 2, None, "--samplers: 2 sampler(s) on 2 GPUs and a trainer on 1 do not fit on 2 GPUs"),
+        (4, 8, None, 8, "--ranks: 2 sampler(s) on 2 GPUs and a trainer on 8 do not fit on 4 GPUs"),
+        (1, 8, None, 2, "--ranks: 2 ranks need as many GPUs, and 1 are the trainer's"),
+    ],
+)
+def test_what_cannot_fit_is_refused(
+    gpus: int, weights_gib: int, samplers: int | None, ranks: int | None, words: str
+) -> None:
+    with pytest.raises(StartRefused) as refused:
+        split(cards(gpus), weights_gib * GIB, samplers, ranks)
+    assert str(refused.value).startswith(words)
+
+
+@pytest.fixture
+def driver(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that tells of two cards, as the driver's does."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, GPU-aa, 81559, 80000'\necho '1, GPU-bb, 81559, 500'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("driver")
+def test_cards_are_those_that_cuda_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert visible_gpus() == {"0": Gpu("0", 81559 << 20, 80000 << 20), "1": Gpu("1", 81559 << 20, 500 << 20)}
+    for listed, names in (("1", ["1"]), ("GPU-bb,0", ["GPU-bb", "0"]), ("", []), ("7", []), ("MIG-1", ["MIG-1"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        assert list(visible_gpus()) == names
+
+
+def told(gpus: str, trainer: str = "", samplers: str = "", count: int | None = None, taken: str = "") -> GpuLayout:
+    return choose(gpus, trainer, samplers, weight_bytes=0, sampler_count=count, ranks=None, taken=taken.split(","))
+
+
+@pytest.mark.usefixtures("driver")
+def test_flags_choose_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told("auto").trainer == told("auto").samplers == NO_GPU, "the installed vLLM is for CPUs"
+    assert told("auto", count=0).trainer == ("0", "1")
+    monkeypatch.setattr(gpu_layout, "_is_vllm_for_cpu", lambda: False)
+    assert (told("auto").trainer, told("auto").samplers) == (("0",), ("1",))
+    assert (told("1").trainer, told("1").samplers) == (("1",), ("1",))
+    assert (told("auto", taken="0").trainer, told("auto", taken="0").samplers) == (("1",), ("1",))
+    assert told("auto", "0", "0,1", 2).words == "trainer on GPU 0, 2 samplers on GPU 0,1"
+    with pytest.raises(StartRefused, match=r"^--samplers: 2 GPUs of --sampler-gpus are not 3 equal parts"):
+        told("auto", "", "0,1", 3)
+    with pytest.raises(StartRefused, match=r"^--gpus: no GPU is here for the sampler"):
+        told("none")
+    assert told("none", count=0).trainer == NO_GPU
+
+
+def test_devices_are_read_once_each() -> None:
+    assert read_devices(" 0, 2", "--gpus", ["0", "1", "2"]) == ("0", "2")
+    for text, words in (("3", "there is no GPU 3: the GPUs here are 0,1"), ("1,1", "GPU 1 is named twice")):
+        with pytest.raises(StartRefused, match=words):
+            read_devices(text, "--gpus", ["0", "1"])

@@ -1,0 +1,161 @@
+"""`fovea up` that cannot work says why at once: one line that names the flag, before anything starts."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from fovea.cli.supervisor import StateFolder
+from fovea.runtime.hosts import free_ports
+
+pytestmark = pytest.mark.slow  # a process each
+
+QWEN = {"model_type": "qwen3", "dtype": "bfloat16"}
+
+
+class Place:
+    """Where one `fovea up` is tried.
+
+    Attributes:
+        folder: Of its model, state and keys.
+        environment: Added to that of the process.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.environment: dict[str, str] = {}
+        self.held: list[socket.socket | StateFolder] = []
+
+    def model(self, config: str | dict[str, object] = QWEN, weight_bytes: int = 100) -> str:
+        """A checkpoint's folder, with weights that take no room on the disk."""
+        folder = self.folder / "model"
+        folder.mkdir()
+        (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        if weight_bytes:
+            with (folder / "model.safetensors").open("wb") as file:
+                file.truncate(weight_bytes)
+        return str(folder)
+
+    def file(self, name: str, text: str = "") -> str:
+        (self.folder / name).write_text(text)
+        return str(self.folder / name)
+
+    def port(self) -> str:
+        """One that is taken."""
+        taken = socket.create_server(("127.0.0.1", free_ports(1)[0]))
+        self.held.append(taken)
+        return str(taken.getsockname()[1])
+
+    def taken_state(self) -> str:
+        held = StateFolder(self.folder)
+        held.hold("http://127.0.0.1:1")
+        self.held.append(held)
+        return str(self.folder)
+
+    def gpus(self, *free_mib: int) -> None:
+        """A driver that tells of cards of 80 GiB."""
+        lines = [f"{index}, GPU-{index}, 81920, {free}" for index, free in enumerate(free_mib)]
+        program = self.folder / "bin" / "nvidia-smi"
+        program.parent.mkdir()
+        program.write_text("#!/bin/sh\ncat <<END\n" + "\n".join(lines) + "\nEND\n")
+        program.chmod(0o755)
+        self.environment["PATH"] = f"{program.parent}:{os.environ['PATH']}"
+
+    def no_hub(self) -> str:
+        self.environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{free_ports(1)[0]}", "HF_HOME": str(self.folder)}
+        return "org/model-that-is-not-here"
+
+    def close(self) -> None:
+        for each in self.held:
+            each.close() if isinstance(each, socket.socket) else each.release()
+
+
+@pytest.fixture
+def place(tmp_path: pathlib.Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    made.close()
+
+
+Arguments = Callable[[Place], list[str]]
+
+
+def over_memory(place: Place) -> list[str]:
+    place.gpus(80_000)
+    return ["--model", place.model(weight_bytes=90 << 30), "--samplers", "0"]
+
+
+def too_many_ranks(place: Place) -> list[str]:
+    place.gpus(80_000, 80_000)
+    return ["--model", place.model(), "--trainer-gpus", "0", "--sampler-gpus", "1", "--ranks", "2"]
+
+
+WAYS: dict[str, tuple[Arguments, str, str]] = {
+    "no such folder": (lambda place: ["--model", "/nowhere"], "--model", "there is no folder /nowhere"),
+    "no config": (lambda place: ["--model", str(place.folder)], "--model", "has no config.json"),
+    "junk config": (lambda place: ["--model", place.model("{junk")], "--model", "config.json is not JSON"),
+    "other kind of model": (
+        lambda place: ["--model", place.model({"model_type": "kosmos-9"})],
+        "--model",
+        "model_type 'kosmos-9' is not supported",
+    ),
+    "no weights": (lambda place: ["--model", place.model(weight_bytes=0)], "--model", "has no weights (*.safetensors)"),
+    "hub without network": (lambda place: ["--model", place.no_hub()], "--model", "the hub cannot be reached"),
+    "more weights than memory": (
+        lambda place: ["--model", place.model(weight_bytes=4 << 40)],
+        "--model",
+        "GiB are free; take a smaller model",
+    ),
+    "more weights than a card": (over_memory, "--model", "its weights take 90.0 GiB, and the trainer's 1 GPU"),
+    "REST port": (lambda place: ["--port", place.port()], "--port", "is taken by another program"),
+    "gRPC port": (lambda place: ["--port", "0", "--grpc-port", place.port()], "--grpc-port", "is taken by another"),
+    "one port twice": (lambda place: ["--port", "9000", "--grpc-port", "9000"], "--grpc-port", "are both 9000"),
+    "strange address": (lambda place: ["--host", "203.0.113.7"], "--host", "is no address of this machine"),
+    "state folder is a file": (
+        lambda place: ["--state-dir", place.file("state")],
+        "--state-dir",
+        "nothing can be written in",
+    ),
+    "state folder is taken": (
+        lambda place: ["--state-dir", place.taken_state()],
+        "--state-dir",
+        "another `fovea up` runs in",
+    ),
+    "GPU that is not there": (lambda place: ["--trainer-gpus", "7"], "--trainer-gpus", "there is no GPU 7"),
+    "more ranks than GPUs": (too_many_ranks, "--ranks", "2 ranks need as many GPUs, and 1 are the trainer's"),
+    "key": (lambda place: ["--api-key", "secret"], "--api-key", "a key of 6 characters is not tml-"),
+    "file of keys": (lambda place: ["--api-key-file", "/nowhere"], "--api-key-file", "/nowhere cannot be read"),
+    "key in a file": (lambda place: ["--api-key-file", place.file("k", "secret")], "--api-key-file", "is not tml-"),
+    "certificates": (lambda place: ["--tls-dir", str(place.folder)], "--tls-dir", "it must hold ca.crt"),
+    "unknown setting": (lambda place: ["--set", "sampler.max_lora=1"], "--set", "the nearest is 'max_loras'"),
+    "wrong value": (lambda place: ["--set", "sampler.max_loras=many"], "--set sampler.max_loras", "valid integer"),
+    "another option's setting": (lambda place: ["--set", "trainer.ranks=3"], "--set", "trainer.ranks is what --ranks"),
+    "level": (lambda place: ["--log-level", "LOUD"], "--log-level", "'LOUD' is no level"),
+    "unknown option": (lambda place: ["--modle", "x"], "--modle", "No such option"),
+    "no number": (lambda place: ["--port", "http"], "--port", "valid integer"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_start_that_cannot_work_is_refused_in_one_line(way: str, place: Place) -> None:
+    make, flag, words = WAYS[way]
+    arguments = make(place)
+    defaults = {"--port": "0", "--grpc-port": "0", "--state-dir": str(place.folder / "state")}
+    given = [part for name, value in defaults.items() if name not in arguments for part in (name, value)]
+    command = [sys.executable, "-m", "fovea.cli.main", "up", *arguments, *given]
+    before, begun = os.times(), time.monotonic()
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | place.environment, check=False)
+    after, seconds = os.times(), time.monotonic() - begun
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    print(f"{way}: {seconds:.2f} s, {used:.2f} s of a processor: {result.stderr}", end="")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert flag in line
+    assert words in line
