@@ -29,8 +29,6 @@ from fovea_data.checkpoint_download import download_checkpoint
 from fovea_data.hub_upload import push_to_hub
 
 _ADAPTER_CONFIG = "adapter_config.json"
-_OF_BASES = ("config.json", _ADAPTER_CONFIG)
-"""What would be taken for a whole model, beside an adapter, or is its own."""
 
 
 def export_model(
@@ -98,7 +96,8 @@ def _export_adapter(fetched: pathlib.Path, made: pathlib.Path, merged: bool, bas
     if not merged:
         config = read_json(fetched / _ADAPTER_CONFIG) | {"base_model_name_or_path": base}
         fetched.rename(made)
-        copy_small_files(source, made, but=_OF_BASES)
+        # config.json too: without it AutoProcessor finds a tokenizer alone, and pictures are left out without a word.
+        copy_small_files(source, made, but=(_ADAPTER_CONFIG,))
         (made / _ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         return
     made.mkdir()

@@ -63,7 +63,7 @@ def test_exports_have_all_that_a_stranger_needs(trained: Trained, stack: Stack) 
     of_base = {path.name for path in stack.model.iterdir()}
     assert {path.name for path in trained.merged.iterdir()} == {*of_base, "README.md"}
     own = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
-    assert {path.name for path in trained.adapter.iterdir()} == {*of_base, *own} - {"config.json", "model.safetensors"}
+    assert {path.name for path in trained.adapter.iterdir()} == {*of_base, *own} - {"model.safetensors"}
 
 
 def test_the_command_exports_a_training_checkpoint(trained: Trained, stack: Stack, tmp_path: pathlib.Path) -> None:
