@@ -18,9 +18,10 @@ from fovea.wire.errors import InvalidInput
 from fovea_rollout.advantages import Estimator
 from fovea_rollout.experts_client import ExpertSource
 from fovea_rollout.group_pool import GroupPool
+from fovea_rollout.live_reports import LiveReports
 from fovea_rollout.policy import Policy
 from fovea_rollout.progress import LoopProgress
-from fovea_rollout.records import Source, environment_factory
+from fovea_rollout.records import Record, Source, environment_factory
 from fovea_rollout.rollout import RolloutSettings, run_rollout
 from fovea_rollout.step_report import StepReport, step_report
 from fovea_rollout.template import ChatTemplate
@@ -124,6 +125,7 @@ async def train(
     *,
     base: tinker.SamplingClient | None = None,
     experts: ExpertSource | None = None,
+    live: LiveReports | None = None,
     progress: bool | None = None,
 ) -> Policy:
     """Trains a model by reinforcement learning.
@@ -135,6 +137,8 @@ async def train(
         on_step: Gets each step's report as soon as there is one; may be async. The next step waits for it.
         base: The model that a KL penalty is measured from.
         experts: Tells which experts computed a sample, so that training follows them: an `expert_source`.
+        live: Tells a Fovea's live page of rewards, KL and right answers; by default the server that the environment
+            names to the SDK.
         progress: Whether two lines show how far it is; None shows them on a terminal only.
 
     Returns:
@@ -153,10 +157,13 @@ async def train(
         )
     with LoopProgress(settings.steps, settings.groups_per_step * settings.group_size, progress) as shown:
         loop = _Loop(training_client, template, sources, settings, base, experts, shown)
+        live = live or LiveReports.from_environment(training_client.model_id)
         try:
             for step in range(settings.steps):
                 report = await loop.step(step)
                 shown.count_step(report)
+                if live is not None:
+                    await live.tell(report, loop.truths(report))
                 done = on_step(report)
                 if inspect.isawaitable(done):
                     await done
@@ -211,6 +218,16 @@ class _Loop:
         with self._timed("publish"):
             self.policy = await self._publisher.publish(step + 1)
         return step_report(step, groups, batch, outputs, self._seconds, self.policy)
+
+    def truths(self, report: StepReport) -> dict[str, str]:
+        """What the right answer was, by conversation, of those whose record tells it."""
+        found = {}
+        for trajectory in (one for group in report.trajectories for one in group):
+            index = trajectory.conversation.removeprefix("group-").partition("/")[0]
+            source = self._source(int(index))
+            if isinstance(source, Record) and "ground_truth" in source.reward_spec:
+                found[trajectory.conversation] = str(source.reward_spec["ground_truth"])
+        return found
 
     async def _train(self, batch: TrainingBatch, step: int) -> list[tuple[TrainingBatch, tinker.ForwardBackwardOutput]]:
         settings = self._settings

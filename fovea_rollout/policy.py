@@ -64,6 +64,7 @@ class Sampled:
         stop_reason: `length` if max_tokens ended it.
         experts: Those that computed each token of prompt and `ids` but the last, [P + C - 1, layers, k], for training
             to follow (router replay); None if nobody asked for them.
+        sequence_id: What the server calls it; empty if it does not say.
     """
 
     ids: tuple[int, ...]
@@ -71,6 +72,7 @@ class Sampled:
     stop_reason: Literal["stop", "length"]
     versions: WeightVersions
     experts: npt.NDArray[np.integer] | None = field(default=None, compare=False, repr=False)
+    sequence_id: str = field(default="", compare=False, repr=False)
 
 
 class Policy(Protocol):

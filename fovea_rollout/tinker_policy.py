@@ -68,6 +68,7 @@ class TinkerPolicy:
             sequence.stop_reason,
             WeightVersions(oldest, self._version),
             None if self._experts is None else await self._experts(sequence.sequence_id),
+            getattr(sequence, "sequence_id", None) or "",  # not of every server, nor of every SDK
         )
 
     async def token_count(self, picture: Picture) -> int:

@@ -25,6 +25,7 @@ from gateway.http.endpoint import (
     error_response,
 )
 from gateway.http.request_body import read
+from gateway.live.live_routes import LiveRoutes
 from gateway.openai.openai_answers import OpenAIAnswers
 from gateway.openai.openai_routes import OPENAI, OpenAIRoutes
 from gateway.parts import Parts
@@ -66,8 +67,9 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
     """All routes over the use cases. Until `ready` is set, requests are refused with what clients repeat."""
     base_path = settings.base_path.rstrip("/")
     endpoints = Endpoints(
-        parts.keys.identify, parts.owners.check_rate, base_path, parts.request_memory, settings.request_timeout_s
-    )
+        parts.keys.identify, parts.owners.check_rate, base_path, parts.request_memory, settings.request_timeout_s,
+        parts.happenings.note_refusal,
+    )  # fmt: skip
     limiter = BurstLimiter()
     future_routes = FutureRoutes(
         parts.futures,
@@ -96,6 +98,7 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
         CheckpointRoutes(parts.checkpoints),
         ExportRoutes(parts.exports, base_path),
         AdminRoutes(parts.keys, parts.owners, parts.database),
+        LiveRoutes(parts.live_view, parts.models, parts.keys.identify, base_path),
     ]
     return Starlette(
         routes=[route for group in groups for route in group.routes(endpoints)],

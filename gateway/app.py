@@ -25,6 +25,7 @@ from gateway.grpc_front.call_bounds import MOST_CONNECTIONS, BoundedMessages, Co
 from gateway.grpc_front.field_names import named
 from gateway.grpc_front.gateway_servicer import GatewayServicer
 from gateway.http.connections import Connection, Connections
+from gateway.live.live_state import TICK_S
 from gateway.parts import Parts
 from gateway.sessions.sessions import Session
 from gateway.settings import GatewaySettings
@@ -74,6 +75,7 @@ class Upkeep:
             background.start(repeat(residence.sweep, _RETURN_S, "bringing models back"), "residence")
         background.start(repeat(self._tend_journal, _JOURNAL_S, "tending the journal"), "journal")
         background.start(repeat(parts.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")
+        background.start(repeat(parts.live_state.tick, TICK_S, "watching for the page"), "page")
         background.start(self._check_storage(), "storage")
         background.start(
             repeat(
@@ -89,6 +91,7 @@ class Upkeep:
         parts, drain_s = self._parts, self._settings.drain_s
         await asyncio.gather(parts.training.drain(drain_s), parts.sampling.drain(drain_s))
         parts.futures.release_waiters()
+        parts.live_view.close()
 
     async def end(self) -> None:
         """Leaves what waits to the next process, and closes everything. No client may come any more."""
@@ -102,6 +105,7 @@ class Upkeep:
         for base in parts.base_models:
             await base.snapshots.close()
         await parts.copies.stop()
+        await parts.live_state.close()
         parts.storage.close()
         await parts.base_models.close()
         await parts.database.close()

@@ -16,6 +16,9 @@ from gateway.futures.future import Kind
 from gateway.futures.futures import Futures
 from gateway.futures.result_room import ResultRoom
 from gateway.health import Health
+from gateway.live.happenings import Happenings
+from gateway.live.live_state import LiveState
+from gateway.live.live_view import LiveView
 from gateway.quotas import Quota
 from gateway.replicas.base_models import BaseModel, BaseModels
 from gateway.replicas.renderers import Renderers
@@ -64,7 +67,11 @@ class Parts:
         self.owners = Owners(self.database)
         self._clock = clock = CautiousClock()
         result_room = ResultRoom(self.database, settings.max_result_bytes)
-        self.futures = Futures(self.database, settings.result_ttl_s, max_pending, self.owners, clock, result_room)
+        self.happenings = Happenings()
+        self.futures = Futures(
+            self.database, settings.result_ttl_s, max_pending, self.owners, clock, result_room,
+            self.happenings.note_end,
+        )  # fmt: skip
         self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions)
         self.storage = Storage(settings.checkpoint_root)
         self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock)
@@ -99,6 +106,10 @@ class Parts:
         self.training_runs = TrainingRuns(self.database, self.checkpoints)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
         self.orphans = OrphanCollector(self.database, self.base_models, self.checkpoints)
+        self.live_state = LiveState(
+            self.happenings, self.database, self.models, self.sampling, self.base_models
+        )  # fmt: skip
+        self.live_view = LiveView(self.live_state, self.futures, self.base_models, self.database)
 
     def _build_base_model(self, own: BaseModelSettings, settings: GatewaySettings) -> BaseModel:
         def found(service: str, addresses: list[str]) -> Discovery:

@@ -1,11 +1,13 @@
-"""Memory of the GPUs that a service sees, as the driver tells it: that of other processes is in it."""
+"""Memory of the GPUs that a service sees, as the driver tells it; without a GPU, of the processes of the service."""
 
 import importlib
 import importlib.util
 import logging
 import os
+import resource
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import GaugeMetricFamily
@@ -22,11 +24,19 @@ class DeviceMemory(NamedTuple):
     total_bytes: int
 
 
+class MemoryUse(NamedTuple):
+    """Memory of a service: bytes in use and in all, of its GPUs or of its host."""
+
+    used_bytes: int
+    total_bytes: int
+    kind: Literal["gpu", "host"]
+
+
 class GpuMemory(Collector):
     """Asks for the memory of all devices whenever Prometheus does."""
 
     def __init__(self, read: Callable[[], Iterable[DeviceMemory]]) -> None:
-        self._read = read
+        self.read = read
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """The metric without values."""
@@ -35,10 +45,13 @@ class GpuMemory(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Used and total bytes by device."""
         family = _family()
-        for memory in self._read():
+        for memory in self.read():
             family.add_metric([memory.device, "used"], memory.used_bytes)
             family.add_metric([memory.device, "total"], memory.total_bytes)
         yield family
+
+
+_SHOWN: list[GpuMemory] = []
 
 
 def show_gpu_memory() -> None:
@@ -61,7 +74,38 @@ def show_gpu_memory() -> None:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
             yield DeviceMemory(name, memory.used, memory.total)
 
-    REGISTRY.register(GpuMemory(read))
+    _SHOWN.append(GpuMemory(read))
+    REGISTRY.register(_SHOWN[-1])
+
+
+def memory_use(root_pid: int) -> MemoryUse:
+    """The memory of all GPUs that `show_gpu_memory` shows; without any, what a process and all below it have resident,
+    pages that they share counted for each, and the host's.
+    """
+    devices = [device for shown in _SHOWN for device in shown.read()]
+    if devices:
+        used, in_all = (sum(values) for values in zip(*((d.used_bytes, d.total_bytes) for d in devices), strict=True))
+        return MemoryUse(used, in_all, "gpu")
+    total = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+    return MemoryUse(sum(map(_resident_bytes, _tree(root_pid))), total, "host")
+
+
+def _tree(pid: int) -> Iterator[int]:
+    yield pid
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except OSError:  # it has ended
+            continue
+        for child in children:
+            yield from _tree(int(child))
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:  # it has ended
+        return 0
 
 
 def _visible(nvml: Any) -> dict[str, Any]:

@@ -162,8 +162,8 @@ class Checkpoints:
         listed = await self._database.read(lambda connection: rows_of_models(connection, model_ids))
         return [checkpoint for checkpoint in listed if _is_readable(checkpoint, owner)]
 
-    async def page(self, owner: str, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
-        """A page of the caller's checkpoints, newest first, and how many there are."""
+    async def page(self, owner: str | None, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
+        """A page of an owner's checkpoints, or of everybody's, newest first, and how many there are."""
         return await self._database.read(lambda connection: rows_of_owner(connection, owner, limit, offset))
 
     async def search(self, owner: str, with_public: bool) -> list[Checkpoint]:
@@ -260,9 +260,15 @@ def rows_of_model(connection: sa.Connection, model_id: str) -> list[Checkpoint]:
     return rows_of_models(connection, [model_id])
 
 
-def rows_of_owner(connection: sa.Connection, owner: str, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
-    """A page of an owner's checkpoints that have not expired, newest first, and how many there are in all."""
-    where = (checkpoints.c.owner == owner) & _living(time.time())
+def rows_of_owner(
+    connection: sa.Connection, owner: str | None, limit: int, offset: int
+) -> tuple[list[Checkpoint], int]:
+    """A page of an owner's checkpoints that have not expired, or with None of all, newest first, and how many there are
+    in all.
+    """
+    where = _living(time.time())
+    if owner is not None:
+        where &= checkpoints.c.owner == owner
     query = _selected().where(where).order_by(checkpoints.c.created_at.desc()).limit(limit).offset(offset)
     page = [_to_checkpoint(row) for row in (connection.execute(query)).mappings()]
     counting = sa.select(sa.func.count()).select_from(checkpoints).where(where)

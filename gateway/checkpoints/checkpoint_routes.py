@@ -17,7 +17,7 @@ from gateway.checkpoints.checkpoint_registry import Checkpoints
 from gateway.checkpoints.exports import Exports, Link
 from gateway.http.endpoint import Endpoints, Json, check_query, paging
 from gateway.http.request_body import Body, parse_json, read
-from gateway.scopes import Scope
+from gateway.scopes import Scope, asked_owner
 
 _TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 _MOST = 1000
@@ -118,12 +118,16 @@ class CheckpointRoutes:
         return Json(answer)
 
     async def page(self, request: Request, owner: str) -> Response:
-        """A page of the caller's checkpoints."""
-        check_query(request, "limit", "offset")
+        """A page of the caller's checkpoints, or with the scope admin another owner's, or everybody's (`owner=*`)."""
+        check_query(request, "limit", "offset", "owner")
         limit, offset = paging(request, 100, _MOST)
-        page, total = await self._checkpoints.page(owner, limit, offset)
+        whose = asked_owner(request.query_params.get("owner", ""), "checkpoints")
+        page, total = await self._checkpoints.page(whose, limit, offset)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
-        return Json({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in page], "cursor": cursor})
+        listed = [checkpoint_json(checkpoint) for checkpoint in page]
+        if whose != owner:
+            listed = [one | {"owner": checkpoint.owner} for one, checkpoint in zip(listed, page, strict=True)]
+        return Json({"checkpoints": listed, "cursor": cursor})
 
     async def search(self, request: Request, owner: str) -> Response:
         """A page of the checkpoints that match, newest first, and where the next one begins."""

@@ -52,6 +52,15 @@ owners = sa.Table(
     sa.Column("max_requests_per_s", sa.Float, nullable=False),
 )
 
+# Of each model that the page at / has curves of, those: see `gateway.live`.
+live_curves = sa.Table(
+    "live_curves",
+    metadata,
+    sa.Column("model_id", sa.Text, primary_key=True),
+    sa.Column("updated_at", sa.Float, nullable=False),
+    sa.Column("curves", sa.LargeBinary, nullable=False),
+)
+
 usage = sa.Table(
     "usage",
     metadata,

@@ -43,6 +43,7 @@ class Futures:
         quota: Limits how many an owner may have unfinished.
         owners: Limits how many tokens these may come to.
         result_room: Limits how many bytes of results an owner keeps.
+        on_end: Told of each future that has ended; must not block.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class Futures:
         owners: Owners,
         clock: CautiousClock,
         result_room: ResultRoom,
+        on_end: Callable[[Pending, Outcome], None] = lambda pending, outcome: None,
     ) -> None:
         self._database = database
         self._result_ttl_s = result_ttl_s
         self._quota, self._owners, self._clock, self._result_room = quota, owners, clock, result_room
+        self._on_end = on_end
         self._tokens: Counter[str] = Counter()
         self._pending: dict[str, Pending] = {}
         # Owner and outcome by future id.
@@ -362,6 +365,7 @@ class Futures:
         metrics.note_usage(submission.owner, submission.kind.value, vars(pending.usage))
         metrics.FUTURE_SECONDS.labels(submission.kind.value).observe(time.time() - submission.created_at)
         metrics.PENDING.set(len(self._pending))
+        self._on_end(pending, outcome)
         pending.done.set()
         pending.woken.set()
 

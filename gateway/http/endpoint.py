@@ -27,14 +27,15 @@ from fovea.wire.errors import FoveaError, Internal, InvalidInput, Unavailable, U
 from gateway import gateway_metrics as metrics
 from gateway.http.request_body import INT64_MAX, Incoming
 from gateway.quotas import Quota
-from gateway.scopes import Caller, Scope
+from gateway.scopes import CALLER, Caller, Scope
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request, str], Awaitable[Response]]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 _UNTIMED = ("retrieve_future", "retrieve_futures")
-_UNCOUNTED = (*_UNTIMED, "session_heartbeat", "telemetry", "client/dynamic_config")
+_PAGE = ("live/events", "live/curves/{run}", "live/samples", "live/pictures/{digest}")
+_UNCOUNTED = (*_UNTIMED, *_PAGE, "session_heartbeat", "telemetry", "client/dynamic_config")
 """What clients repeat by themselves, and never give up: it counts for no limit of requests."""
 _PROCESS = os.urandom(3).hex()
 _NUMBERS = itertools.count(1)
@@ -168,6 +169,7 @@ class Endpoints:
         prefix: In front of every path.
         memory: Bytes for what bodies bring, while their requests are answered.
         patience_s: Seconds that a body may take to begin.
+        on_refusal: Told of each request that ends with an error: the owner, empty if unknown, the route, the error.
     """
 
     def __init__(
@@ -177,9 +179,10 @@ class Endpoints:
         prefix: str,
         memory: Quota,
         patience_s: float,
+        on_refusal: Callable[[str, str, FoveaError], None],
     ) -> None:
         self._identify, self._check_rate, self._prefix = identify, check_rate, prefix
-        self._memory, self._patience_s = memory, patience_s
+        self._memory, self._patience_s, self._on_refusal = memory, patience_s, on_refusal
 
     def route(self, method: str, path: str, handler: Handler, scope: Scope, api: Api = TINKER) -> Route:
         """A route whose caller must have a key of this scope."""
@@ -239,6 +242,7 @@ class Endpoints:
             words = (REQUEST_ID.get(), request.method, request.url.path, error.http_status, error.reason, error)
             logger.info("request %s, %s %s: %d %s: %s", *words)
             metrics.REQUEST_ERRORS.labels(route, error.reason).inc()
+            self._on_refusal(CALLER.get().owner, route, error)
             return api.answer_error(error)
         except ClientDisconnect:
             metrics.REQUEST_ERRORS.labels(route, "CLIENT_GONE").inc()

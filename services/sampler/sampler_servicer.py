@@ -1,5 +1,6 @@
 """`fovea.api.v1.SamplerService`: each method decodes, makes one call, and encodes."""
 
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import grpc
 
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
+from fovea.runtime.gpu_memory import memory_use
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire import tensors
 from fovea.wire.errors import FoveaError, InvalidInput, Unavailable
@@ -70,7 +72,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
     async def GetSamplerInfo(  # noqa: N802
         self, request: sampler_pb2.GetSamplerInfoRequest, context: Context
     ) -> sampler_pb2.GetSamplerInfoResponse:
-        facts = self._facts
+        facts, memory = self._facts, memory_use(os.getpid())
         return sampler_pb2.GetSamplerInfoResponse(
             model=facts.model,
             instance_id=facts.instance_id,
@@ -88,6 +90,9 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             adapter_memory_bytes=facts.adapter_memory_bytes,
             max_sequences=facts.max_sequences,
             model_files=facts.model_files,
+            memory_used_bytes=memory.used_bytes,
+            memory_total_bytes=memory.total_bytes,
+            memory_kind=memory.kind,
         )
 
     async def Sample(  # noqa: N802

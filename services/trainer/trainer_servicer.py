@@ -3,6 +3,7 @@
 # ruff: noqa: N802 -- methods are named by the proto
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -12,6 +13,7 @@ import grpc
 
 import fovea
 from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
+from fovea.runtime.gpu_memory import memory_use
 from fovea.runtime.tasks import SingleFlight
 from fovea.wire import tensors
 from fovea.wire.errors import FailedPrecondition, InvalidInput
@@ -67,6 +69,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.GetTrainerInfoRequest, context: Context
     ) -> trainer_pb2.GetTrainerInfoResponse:
         engine = self._engine()
+        memory = memory_use(os.getppid())  # the launcher, whose children all ranks of this node are
         return trainer_pb2.GetTrainerInfoResponse(
             model=self._settings.model,
             family=engine.family.model_type,
@@ -84,6 +87,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             durable_seq_ids=self._keeper.durable_seq_ids if self._keeper else {},
             kept_model_ids=await self._keeper.away() if self._keeper and request.with_kept else [],
             numerics=engine.numerics,
+            memory_used_bytes=memory.used_bytes,
+            memory_total_bytes=memory.total_bytes,
+            memory_kind=memory.kind,
         )
 
     async def CreateModel(

@@ -16,7 +16,7 @@ class GetTrainerInfoRequest(_message.Message):
     def __init__(self, with_kept: bool = ...) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids", "kept_model_ids", "numerics")
+    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids", "kept_model_ids", "numerics", "memory_used_bytes", "memory_total_bytes", "memory_kind")
     class ModelFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,9 @@ class GetTrainerInfoResponse(_message.Message):
     DURABLE_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     KEPT_MODEL_IDS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
     model: str
     family: str
     instance_id: str
@@ -70,7 +73,10 @@ class GetTrainerInfoResponse(_message.Message):
     durable_seq_ids: _containers.ScalarMap[str, int]
     kept_model_ids: _containers.RepeatedScalarFieldContainer[str]
     numerics: _containers.ScalarMap[str, str]
-    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ..., kept_model_ids: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    memory_used_bytes: int
+    memory_total_bytes: int
+    memory_kind: str
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ..., kept_model_ids: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ...) -> None: ...
 
 class FullParameterConfig(_message.Message):
     __slots__ = ()

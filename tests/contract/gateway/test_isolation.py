@@ -3,6 +3,8 @@ below: generated from the routes themselves, so that a new one without a declare
 """
 
 import asyncio
+import base64
+import hashlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -50,10 +52,13 @@ class Answer:
     body: str = ""
 
 
+PNG = b"\x89PNG of alice"
 CHECKPOINT = "training_runs/{run}/checkpoints/{segment}/{name}"
 NAMED = "training_runs/{run}/checkpoints/{name}"
 REST: dict[tuple[str, str], Answer] = {
     ("GET", "healthz"): Answer(OPEN, other=200),
+    # Before others: it tells callers their own errors, which repeat what they have sent.
+    ("GET", "live/events"): Answer(READ, other=200),
     ("GET", "exports/{run}/{segment}/{name}/{file:path}"): Answer(OPEN, own=400, other=400),  # no signature, nobody's
     ("POST", "retrieve_future"): Answer(READ, body="retrieve_future"),
     ("POST", "cancel_future"): Answer(SAMPLE, other=200, body="cancel_future"),  # says nothing, and does nothing
@@ -124,6 +129,12 @@ REST: dict[tuple[str, str], Answer] = {
     ("GET", "/v1/models/{model:path}"): Answer(SAMPLE),  # a checkpoint of hers
     ("POST", "/v1/chat/completions"): Answer(SAMPLE, body="chat"),
     ("POST", "/v1/completions"): Answer(SAMPLE, body="completion"),
+    ("GET", "/"): Answer(OPEN, other=200),  # the page, which is nobody's
+    ("GET", "/page/{file}"): Answer(OPEN, own=404, other=404),  # no such file
+    ("GET", "live/curves/{run}"): Answer(READ),
+    ("GET", "live/samples"): Answer(READ, other=200),
+    ("GET", "live/pictures/{digest}"): Answer(READ),
+    ("POST", "live/reports"): Answer(TRAIN, body="report"),
     ("POST", "sessions/{session_id}/finish"): Answer(READ, body="sessions/sess-none/finish"),
 }  # fmt: skip
 """In an order in which each finds what it names."""
@@ -201,7 +212,9 @@ async def world(stand: Stand) -> World:
             "create_sampling_session", session_id=rest.session_id, sampling_session_seq_id=900, base_model=MODEL
         )
         made = Bodies(rest.session_id, await rest.create_model(), opened["sampling_session_id"])
-        sample = (await rest.sample(made.sampling_id, 900)).json()["request_id"]
+        picture = {"type": "image", "data": base64.b64encode(PNG).decode(), "format": "png"}
+        prompt = {"chunks": [picture, {"type": "encoded_text", "tokens": [1, 2, 3]}]}
+        sample = (await rest.sample(made.sampling_id, 900, prompt=prompt)).json()["request_id"]
         await rest.result(sample)
         for seq_id, path in ((1, "save_weights"), (2, "save_weights_external")):
             answer = await rest.ok(path, model_id=made.model_id, seq_id=seq_id, path="a")
@@ -213,14 +226,15 @@ async def world(stand: Stand) -> World:
     values = {
         "session_id": other.session_id, "run": made.model_id, "segment": "weights", "name": "a", "file": "a",
         "sampling_session_id": made.sampling_id, "sequence_id": f"{sample}:0", "key_id": spare.key_id,
-        "owner": "alice", "model": path,
+        "owner": "alice", "model": path, "digest": hashlib.sha256(PNG).hexdigest(),
     }  # fmt: skip
+    await stand.gateway.parts.live_state.tick()
     return World(stand, keys, made, values)
 
 
 def _request(world: World, method: str, path: str, body: str) -> dict[str, Any]:
     url = path.replace(":path}", "}").format(**world.values)
-    if path.startswith("/v1/"):
+    if path.startswith("/"):
         url = world.stand.url + url
     if body == "forward_backward":
         content = forward_backward_body(world.made.model_id, 50)
@@ -232,6 +246,7 @@ def _request(world: World, method: str, path: str, body: str) -> dict[str, Any]:
         "expiry": {"expires_at": time.time() + 9},
         "chat": {"model": world.values["model"], "messages": [{"role": "user", "content": "hi"}]},
         "completion": {"model": world.values["model"], "prompt": "hi"},
+        "report": {"model_id": world.made.model_id, "metrics": {"reward": 0.5}},
     }
     return {"method": method, "url": url, "json": ours.get(body) or (world.made.of(body) if body else {})}
 
@@ -249,6 +264,20 @@ def _reason(response: httpx.Response) -> str:
     reason = str(body.get("reason") or _OPENAI_REASONS[body["error"]["code"]])
     assert response.status_code == {"UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403}.get(reason, response.status_code)
     return reason
+
+
+async def _answer(http: httpx.AsyncClient, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+    """What is answered; of a stream of events, what comes in its first moment."""
+    async with http.stream(**request, headers=headers) as response:
+        if not response.headers["content-type"].startswith("text/event-stream"):
+            await response.aread()
+            return response
+        told = ""
+        async for part in response.aiter_text():
+            told += part
+            if "event: models" in told:
+                break
+        return httpx.Response(response.status_code, text=told)
 
 
 async def test_every_rest_route_answers_each_key_as_declared(world: World) -> None:
@@ -271,7 +300,7 @@ async def test_every_rest_route_answers_each_key_as_declared(world: World) -> No
         tries += [("another owner", world.keys["other"], answer.other)]
         tries += [("the owner", world.keys[answer.scope or READ], answer.own)]
         for who, key, told in tries:
-            response = await http.request(**request, headers=_headers(key, answer.body))
+            response = await _answer(http, request, _headers(key, answer.body))
             expected[method, path, who] = told
             found[method, path, who] = _reason(response) if isinstance(told, str) else response.status_code
             if who == "another owner" and response.status_code == 200:

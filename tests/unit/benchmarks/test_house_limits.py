@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.house import Figure, House, figures
 
-MOST = {"core_files": 268, "shared_names": 12.0, "circles": 0, "gateway_floors": 9, "foreign_attributes": 0}
+MOST = {"core_files": 276, "shared_names": 12.0, "circles": 0, "gateway_floors": 10, "foreign_attributes": 0}
 """A figure that has become better may be written down here. Of the files, four came with models of any family, one
 with vLLM's own engine arguments, two with router replay, one on each side, and two with experts, in the trainer and
 in the sampler on CPU, one with weights that both draw alike, of models that no disk of a benchmark holds, one holds
@@ -16,7 +16,9 @@ bring models back to a trainer: the journal, its replay, who is in the trainer, 
 commands that compute, apart from what runs them;
 two came with mutual TLS, of which the gateway's image makes none; one shares the room for kept results;
 one says which parts each of several base models has, and one what `fovea up` runs for them; five
-answer OpenAI's API: routes, answers and images at the gateway, their folder, and vLLM's classes in the sampler."""
+answer OpenAI's API: routes, answers and images at the gateway, their folder, and vLLM's classes in the sampler;
+eight are the page at /: what has happened, curves, samples, the texts of tokens, what is kept of them, what is told,
+its routes, and their folder, which is a floor of its own."""
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,14 @@
 """GPU memory is asked for at every scrape; a process without the driver's library goes on without it."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from fovea.runtime.gpu_memory import DeviceMemory, GpuMemory, show_gpu_memory
+from fovea.runtime.gpu_memory import DeviceMemory, GpuMemory, memory_use, show_gpu_memory
 
 
 def test_every_scrape_asks_again() -> None:
@@ -23,3 +26,18 @@ def test_every_scrape_asks_again() -> None:
 def test_without_the_library_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     show_gpu_memory()
     assert "install nvidia-ml-py" in caplog.text
+
+
+def test_without_a_gpu_a_service_takes_what_its_processes_have_resident() -> None:
+    own = memory_use(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", "kept = bytearray(200 * 2**20); print(flush=True); input()"],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    with child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        child.stdout.readline()
+        both = memory_use(os.getpid())
+        child.stdin.close()
+    assert both.kind == "host"
+    assert both.used_bytes - own.used_bytes > 190 * 2**20
+    assert own.used_bytes < both.used_bytes < both.total_bytes

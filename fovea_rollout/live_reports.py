@@ -1,0 +1,73 @@
+"""What only the client of a training knows, told to the live page of a Fovea: rewards, KL, and right answers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from fovea_rollout.step_report import StepReport
+
+logger = logging.getLogger(__name__)
+
+_PATH = "api/v1/live/reports"
+_TIMEOUT_S = 10.0
+_MOST_SAMPLES = 1024
+_MOST_CHARACTERS = 4096
+
+
+class LiveReports:
+    """Tells each step of one model. What cannot be told costs nobody a training: it is said once, and given up.
+
+    Args:
+        base_url: Of a Fovea.
+    """
+
+    def __init__(self, base_url: str, api_key: str, model_id: str) -> None:
+        self._url, self._api_key, self._model_id = f"{base_url.rstrip('/')}/{_PATH}", api_key, model_id
+        self._is_over = False
+
+    @classmethod
+    def from_environment(cls, model_id: str) -> LiveReports | None:
+        """By TINKER_BASE_URL and TINKER_API_KEY, as the SDK reads them; None without them."""
+        base_url, api_key = os.environ.get("TINKER_BASE_URL"), os.environ.get("TINKER_API_KEY")
+        return cls(base_url, api_key, model_id) if base_url and api_key else None
+
+    async def tell(self, report: StepReport, truths: Mapping[str, str]) -> None:
+        """Tells a step: mean reward, KL of the base model if it is known, else of sampler and trainer; of each rollout
+        its reward and right answer.
+
+        Args:
+            truths: By conversation; those that are known.
+        """
+        if self._is_over:
+            return
+        try:
+            async with httpx.AsyncClient(headers={"X-API-Key": self._api_key}, timeout=_TIMEOUT_S) as client:
+                answer = await client.post(self._url, json=_body(self._model_id, report, truths))
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            self._is_over = True
+            logger.info("no live page is told of rewards: %s", error)
+
+
+def _body(model_id: str, report: StepReport, truths: Mapping[str, str]) -> dict[str, Any]:
+    kl = report.base_kl if report.base_kl is not None else report.agreement and report.agreement.kl
+    metrics = {"reward": report.reward_mean, "kl": kl, "signal_share": report.signal_share, "lag": float(report.lag)}
+    samples = [
+        {
+            "sequence_id": turn.sampled.sequence_id,
+            "reward": trajectory.reward,
+            "truth": truths.get(trajectory.conversation, "")[:_MOST_CHARACTERS],
+        }
+        for group in report.trajectories
+        for trajectory in group
+        if trajectory.failure is None
+        for turn in trajectory.turns[-1:]
+        if turn.sampled.sequence_id
+    ]
+    known = {name: value for name, value in metrics.items() if value is not None and value == value}
+    return {"model_id": model_id, "metrics": known, "samples": samples[:_MOST_SAMPLES]}

@@ -1,0 +1,77 @@
+import { draw, make, short } from "./dom.js";
+
+const HEIGHT = 158, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 20;
+
+// From 0 where it is near, so that a curve does not look steeper than it is.
+function range(values, fromZero) {
+  let low = Infinity, high = -Infinity;
+  for (const value of values) { if (value < low) low = value; if (value > high) high = value; }
+  if (low > 0 && (fromZero || low < 0.7 * high)) low = 0;
+  if (high < 0 && high > 0.7 * low) high = 0;
+  if (high - low > 1e-9 * Math.max(Math.abs(low), Math.abs(high))) return [low, high];
+  return high > 0 ? [0, high] : low < 0 ? [low, 0] : [0, 1];  // a flat line, above or below 0
+}
+
+// Round numbers that enclose the range: 1, 2 or 5 times a power of ten apart.
+function ticks(low, high, most) {
+  const raw = (high - low) / most, power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw);
+  const found = [];
+  for (let at = Math.floor(low / step + 1e-9) * step; at < high + step * (1 - 1e-9); at += step) found.push(+at.toPrecision(12));
+  return found;
+}
+
+export function spark(values) {
+  const width = 64, height = 18;
+  const svg = draw("svg", { class: "spark", width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
+  if (values.length < 2) return svg;
+  const low = Math.min(...values), high = Math.max(...values), span = high - low || 1;
+  const path = values.map((value, at) => `${((at / (values.length - 1)) * (width - 2) + 1).toFixed(1)} ${(height - 2 - ((value - low) / span) * (height - 4)).toFixed(1)}`);
+  svg.append(draw("path", { d: `M${path.join("L")}` }));
+  return svg;
+}
+
+// One metric by step; the band is from the least to the greatest value of the steps that share a point.
+export function chart(title, curve, latest, lastStep, width, tip, fromZero = false) {
+  const figure = make("figure", { class: "curve" });
+  const steps = curve.step, means = curve.mean;
+  figure.append(make("figcaption", {}, make("span", {}, title), make("b", {}, means.length > 1 ? `${short(means[0])} → ${short(latest)}` : short(latest))));
+  const low = curve.low || means, high = curve.high || means;
+  const marks = ticks(...range([...low, ...high], fromZero), 3);
+  const bottom = marks[0], top = marks.at(-1);
+  const first = Math.min(1, steps[0]), last = Math.max(lastStep, first + 1);
+  const x = (step) => LEFT + ((step - first) / (last - first)) * (width - LEFT - RIGHT);
+  const y = (value) => TOP + ((top - value) / (top - bottom)) * (HEIGHT - TOP - BOTTOM);
+  const at = (step, value) => `${x(step).toFixed(1)} ${y(value).toFixed(1)}`;
+  const svg = draw("svg", { height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `${title}: ${short(latest)} at step ${lastStep}` });
+  for (const mark of marks) {
+    svg.append(draw("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(mark), y2: y(mark) }));
+    svg.append(draw("text", { x: LEFT - 7, y: y(mark) + 4, "text-anchor": "end" }, short(mark)));
+  }
+  const whole = ticks(first, last, Math.max(3, Math.floor(width / 100))).filter((step) => step >= first && step <= last && Number.isInteger(step));
+  for (const step of whole) svg.append(draw("text", { x: x(step), y: HEIGHT - 4, "text-anchor": x(step) > width - 30 ? "end" : "middle" }, step.toLocaleString("en")));
+  if (curve.low) {
+    const there = steps.map((step, index) => at(step, high[index])), back = steps.map((step, index) => at(step, low[index])).reverse();
+    svg.append(draw("path", { class: "band", d: `M${[...there, ...back].join("L")}Z` }));
+  }
+  if (steps.length > 1) svg.append(draw("path", { class: "path", d: `M${steps.map((step, index) => at(step, means[index])).join("L")}` }));
+  if (steps.length) svg.append(draw("circle", { class: "dot-last", cx: x(steps.at(-1)), cy: y(means.at(-1)), r: 2.8 }));
+  const cross = draw("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
+  svg.append(cross);
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect(), wanted = first + (((event.clientX - box.left) * width / box.width - LEFT) / (width - LEFT - RIGHT)) * (last - first);
+    let near = 0;
+    for (let index = 1; index < steps.length; index += 1) if (Math.abs(steps[index] - wanted) < Math.abs(steps[near] - wanted)) near = index;
+    cross.setAttribute("x1", x(steps[near])); cross.setAttribute("x2", x(steps[near])); cross.setAttribute("visibility", "visible");
+    const lines = [`step ${(+steps[near].toFixed(0)).toLocaleString("en")}: ${short(means[near], 5)}`];
+    if (curve.low) lines.push(`${short(low[near], 4)} to ${short(high[near], 4)}`);
+    tip(event, lines);
+  });
+  svg.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); tip(null); });
+  figure.append(svg);
+  return figure;
+}
+
+export function missing(title, hint) {
+  return make("figure", { class: "curve none" }, make("figcaption", {}, make("span", {}, title), make("b", {}, "–")), make("div", { class: "hint" }, hint));
+}

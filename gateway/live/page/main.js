@@ -1,0 +1,225 @@
+import { $, count, make, short, shortId } from "./dom.js";
+import { chart, missing, spark } from "./charts.js";
+import { isAdmin, loadCheckpoints, loadUsage, setCaller, showErrors, showQueue, showServices } from "./panels.js";
+import { prefer, takeSamples } from "./samples.js";
+import { Refused, forgetKey, get, hasKey, listen, setKey } from "./stream.js";
+
+const PUBLISHED = "tml-local";  // good on this machine alone, so tried there first
+const isLoopback = /^(localhost|127\.\d+\.\d+\.\d+|\[::1\])$/.test(location.hostname);
+const TITLES = { loss_per_token: "Loss per token", loss_sum: "Loss, sum of the step", reward: "Reward", kl: "KL, nats per token", learning_rate: "Learning rate",
+  grad_norm: "Gradient norm", tokens: "Tokens of the step", clipped_share: "Clipped share", ratio_max: "Greatest ratio" };
+const FIRST = [["loss_per_token", "loss_sum"], ["reward"], ["kl"], ["learning_rate"]];
+const HINTS = {
+  reward: "Only the client knows it: fovea_rollout sends it by itself, any other one with POST live/reports.",
+  kl: "Only the client knows it: fovea_rollout sends it by itself, any other one with POST live/reports.",
+  learning_rate: "The first optim_step brings it.", loss_per_token: "The first forward_backward with its optim_step brings it.",
+};
+
+const models = new Map(), items = new Map();
+let order = [], selected = decodeURIComponent(location.hash.slice(1)) || null, curves = null, curvesOf = "", moreOpen = false;
+let pending = {}, drawing = false, fetching = false, stale = false, stop = null, samplesTold = null, isWide = false;
+
+function tip(event, lines) {
+  const box = $("tip");
+  box.hidden = !event;
+  if (!event) return;
+  box.replaceChildren(make("b", {}, lines[0]), ...lines.slice(1).flatMap((line) => [make("br"), line]));
+  box.style.left = `${Math.max(8, Math.min(event.clientX + 14, innerWidth - box.offsetWidth - 8))}px`;
+  box.style.top = `${event.clientY + 22 + box.offsetHeight > innerHeight ? event.clientY - box.offsetHeight - 10 : event.clientY + 22}px`;
+}
+document.addEventListener("pointermove", (event) => {
+  const token = event.target.closest?.(".token");
+  if (token) tip(event, token.tip);
+  else if (!event.target.closest?.(".curve svg")) tip(null);
+});
+
+const nameOf = (model) => model.name || model.metadata.name || model.metadata.run_name || shortId(model.id);
+const nameOfSource = (one) => {
+  const model = models.get(one.source);
+  return (model ? nameOf(model) : one.source) + (isAdmin() ? ` · ${one.owner}` : "");
+};
+const mainMetric = (model) => model.spark.name || Object.keys(model.last)[0];
+const stateDot = { ready: "up", creating: "wait", parked: "wait", failed: "down", lost: "down" };
+
+function item(model) {
+  const metric = mainMetric(model);
+  const what = [model.step ? `step ${count(model.step)}` : "no step yet", metric ? words(metric) : null, isAdmin() ? model.owner : null].filter(Boolean).join(" · ");
+  const button = make("button", { type: "button", "aria-current": model.id === selected, title: model.id, onclick: () => select(model.id) },
+    make("span", { class: `dot ${stateDot[model.state] ?? ""}`, title: model.state }), make("span", { class: "name" }, nameOf(model)),
+    make("span", { class: "value number" }, metric ? short(model.last[metric]) : ""), make("span", { class: "what" }, what), spark(model.spark.values));
+  return button;
+}
+const words = (name) => (TITLES[name] ?? name.replaceAll("_", " ")).toLowerCase();
+
+function showModels(changed) {
+  for (const model of changed) {
+    const fresh = item(model), entry = items.get(model.id);
+    if (entry) entry.replaceChildren(fresh);
+    else items.set(model.id, make("li", {}, fresh));
+  }
+  for (const id of [...items.keys()]) if (!models.has(id)) { items.get(id).remove(); items.delete(id); }
+  const list = $("models"), wanted = order.map((id) => items.get(id)).filter(Boolean);
+  if (wanted.some((entry, at) => list.children[at] !== entry)) list.replaceChildren(...wanted);
+  const running = [...models.values()].filter((model) => model.state === "ready").length;
+  $("models-count").textContent = models.size ? `${count(running)} in training, ${count(models.size)} shown` : "";
+  if (!models.size) list.replaceChildren(make("li", { class: "empty" }, "None yet."));
+}
+
+function select(id) {
+  const before = selected;
+  selected = id;
+  history.replaceState(null, "", `#${encodeURIComponent(id)}`);
+  for (const model of [before, id]) items.get(model)?.firstChild.setAttribute("aria-current", model === id);
+  if (before !== id) { curves = null; showRun(); }
+  prefer(id);
+  loadCurves();
+}
+
+async function loadCurves() {
+  if (fetching) { stale = true; return; }
+  const id = selected;
+  if (!models.has(id)) return;
+  fetching = true;
+  try {
+    const found = await get(`live/curves/${encodeURIComponent(id)}?points=300`);
+    if (id === selected) { curves = found; showRun(); }
+  } catch (error) {
+    if (error instanceof Refused && error.status === 401) askKey(error.message);
+  } finally {
+    fetching = false;
+    if (stale || id !== selected) { stale = false; setTimeout(loadCurves, 800); }
+  }
+}
+
+function introduction() {
+  const base = location.href.replace(/[#?].*$/, "").replace(/\/$/, "");
+  return [make("div", { class: "head" }, make("h2", {}, "Nothing is trained yet")),
+    make("p", { class: "empty" }, "Point the Tinker SDK here, create a model, and its curves appear while it learns:"),
+    make("p", { class: "empty" }, make("code", {}, `export TINKER_BASE_URL=${base}`))];
+}
+
+function figure(value, name) { return make("div", { class: "figure" }, make("b", {}, value), make("span", {}, name)); }
+
+function showRun() {
+  const run = $("run"), model = models.get(selected);
+  if (!model) { curvesOf = ""; return run.replaceChildren(...introduction()); }
+  const facts = [model.base_model, model.rank ? `LoRA of rank ${model.rank}` : "all parameters", `since ${new Date(model.created).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}`, isAdmin() ? `of ${model.owner}` : null];
+  const head = [make("div", { class: "head" }, make("h2", {}, nameOf(model)), make("span", { class: `state ${model.state}` }, model.state),
+    make("span", { class: "id mono" }, model.id)), make("p", { class: "note head-note" }, facts.filter(Boolean).join(" · "), model.state_reason ? ` · ${model.state_reason}` : "")];
+  const metadata = Object.entries(model.metadata).filter(([, value]) => value !== nameOf(model));
+  if (metadata.length) head.push(make("p", { class: "note" }, metadata.map(([name, value]) => `${name} ${value}`).join(" · ")));
+  const figures = make("div", { class: "figures" }, figure(count(model.step), "steps"),
+    ...FIRST.map((names) => names.find((name) => name in model.last)).filter(Boolean).map((name) => figure(short(model.last[name]), TITLES[name])),
+    figure(count(model.unfinished), "requests unfinished"));
+  const known = curves && curves.model_id === model.id ? curves : null;
+  const width = Math.max(220, Math.floor((run.clientWidth - 36 - (isWide ? 29 : 0)) / (isWide ? 2 : 1)));
+  const one = (name) => chart(TITLES[name] ?? name, known.curves[name], model.last[name] ?? known.curves[name].mean.at(-1), known.last_step, width, tip, name === "learning_rate");
+  const has = (name) => known && known.curves[name]?.step.length;
+  const shown = FIRST.map((names) => { const name = names.find(has); return name ? one(name) : missing(TITLES[names[0]], known ? HINTS[names[0]] : "…"); });
+  const others = known ? Object.keys(known.curves).filter((name) => !FIRST.flat().includes(name) && has(name)) : [];
+  const more = others.length ? make("details", { class: "more", open: moreOpen }, make("summary", {}, `${count(others.length)} further curves`), make("div", { class: "curves" }, moreOpen ? others.map(one) : [])) : null;
+  more?.addEventListener("toggle", () => { if (more.open !== moreOpen) { moreOpen = more.open; showRun(); } });
+  run.replaceChildren(...head, figures, make("div", { class: "curves" }, shown), ...(more ? [more] : []));
+  run.dataset.model = model.id;
+}
+
+function take(name, told) {
+  if (name === "caller") {
+    setCaller(told);
+    $("caller").textContent = `${told.owner} · ${told.scope}`;
+    $("wrong").textContent = ""; $("ask").hidden = true; $("app").hidden = false; $("forget").hidden = false;
+    loadUsage(true);
+  } else if (name === "refused") {
+    askKey(told.detail);
+  } else if (name === "models") {
+    const kept = new Set(told.order);
+    for (const id of [...models.keys()]) if (!kept.has(id)) models.delete(id);
+    for (const model of told.changed) models.set(model.id, model);
+    order = told.order;
+    pending.models = [...(pending.models ?? []), ...told.changed];
+  } else if (name !== "alive") pending[name] = told;
+  setLink("live", "live");
+  // Events may come faster than frames are drawn: the last of each section counts.
+  if (!drawing) { drawing = true; requestAnimationFrame(render); }
+}
+
+function render() {
+  drawing = false;
+  const { models: changed, queue, services, errors, samples, checkpoints } = pending;
+  pending = {};
+  if (changed) {
+    const latest = new Map(changed.map((model) => [model.id, model]));
+    showModels([...latest.values()]);
+    if (!models.has(selected) && order.length) select(order[0]);
+    else if (latest.has(selected) || !models.size) { showRun(); loadCurves(); }
+    if (samplesTold) takeSamples({ ...samplesTold, version: samplesTold.version }, nameOfSource);
+  }
+  if (queue) showQueue(queue);
+  if (services) showServices(services);
+  if (errors) showErrors(errors);
+  if (samples) { samplesTold = samples; takeSamples(samples, nameOfSource); if (selected) prefer(selected); }
+  if (checkpoints) loadCheckpoints();
+  loadUsage();
+}
+
+function setLink(kind, text) { $("link").className = `link ${kind}`; $("link").textContent = text; }
+
+function askKey(wrong) {
+  stop?.abort();
+  forgetKey();
+  setLink("", "waiting for a key");
+  $("app").hidden = true; $("ask").hidden = false; $("forget").hidden = true; $("caller").textContent = "";
+  $("wrong").hidden = !wrong; $("wrong").textContent = wrong ?? "";
+  $("key").value = ""; $("key").focus();
+}
+
+async function connect() {
+  stop?.abort();
+  const mine = stop = new AbortController();
+  for (let pause = 500; !mine.signal.aborted; pause = Math.min(pause * 2, 8000)) {
+    try {
+      const begun = performance.now();
+      await listen(take, mine.signal);
+      if (performance.now() - begun > 5000) pause = 500;
+    } catch (error) {
+      if (mine.signal.aborted) return;
+      if (error instanceof Refused && error.status === 401) return askKey(error.message);
+      if (error instanceof Refused) setLink("lost", error.message);
+    }
+    if (mine.signal.aborted) return;
+    if (!$("link").classList.contains("lost")) setLink("lost", "the gateway does not answer; trying again");
+    await new Promise((done) => setTimeout(done, pause));
+  }
+}
+
+async function begin() {
+  if (!hasKey() && isLoopback) {
+    setKey(PUBLISHED);
+    try { await get("auth/apikey/me"); } catch (error) { if (error instanceof Refused) return askKey(); }
+  }
+  return hasKey() ? connect() : askKey();
+}
+
+$("ask").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const typed = $("key").value.trim();
+  if (!/^[!-~]+$/.test(typed)) return askKey("a key has letters, digits and signs alone, and no spaces");
+  setKey(typed);
+  try {
+    await get("auth/apikey/me");
+    connect();
+  } catch (error) {
+    askKey(error instanceof Refused ? error.message : "the gateway does not answer; try again");
+  }
+});
+$("forget").addEventListener("click", () => askKey());
+
+let resized = null;
+function fit() {
+  isWide = innerWidth > 56 * 16;
+  clearTimeout(resized);
+  resized = setTimeout(showRun, 120);
+}
+addEventListener("resize", fit);
+isWide = innerWidth > 56 * 16;
+begin();

@@ -1,0 +1,41 @@
+// The gateway's answers, by key. EventSource sends no headers, and a key in an address would be in logs: so the stream is
+// read by fetch, and the key goes where all clients put it.
+const STORED = "fovea-key";
+let key = sessionStorage.getItem(STORED);
+
+export const hasKey = () => key !== null;
+export function setKey(text) { key = text; sessionStorage.setItem(STORED, text); }
+export function forgetKey() { key = null; sessionStorage.removeItem(STORED); }
+
+export class Refused extends Error {
+  constructor(status, detail) { super(detail); this.status = status; }
+}
+
+async function ask(path, options = {}) {
+  const answer = await fetch(`api/v1/${path}`, { ...options, headers: { "X-API-Key": key ?? "", ...options.headers } });
+  if (answer.ok) return answer;
+  const said = await answer.json().catch(() => ({}));
+  throw new Refused(answer.status, said.detail || `the gateway answered ${answer.status}`);
+}
+export const get = async (path) => (await ask(path)).json();
+export const remove = (path) => ask(path, { method: "DELETE" });
+export const blob = async (path) => (await ask(path)).blob();
+
+// Calls `take(event, data)` until the stream ends; throws Refused, or whatever fetch throws.
+export async function listen(take, signal) {
+  const answer = await ask("live/events", { signal });
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    rest += value;
+    const messages = rest.split("\n\n");
+    rest = messages.pop();
+    for (const message of messages) {
+      const name = /^event: (.*)$/m.exec(message), data = /^data: (.*)$/m.exec(message);
+      if (name && data) take(name[1], JSON.parse(data[1]));
+      else take("alive", null);
+    }
+  }
+}

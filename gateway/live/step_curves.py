@@ -1,0 +1,147 @@
+"""The curves of one model: its metrics by step in bounded memory, and as few points of them as a screen has room for.
+
+Shapes: M metrics, P places.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+PLACES = 1024
+MOST_METRICS = 32
+_COLUMNS = ("count", "total", "low", "high")
+_EMPTY = {"count": 0.0, "total": 0.0, "low": math.inf, "high": -math.inf}
+_HEAD_BYTES = 4
+
+Array = npt.NDArray[np.float64]
+
+
+class StepCurves:
+    """Metrics of the steps 0, 1, 2 and so on, at full resolution up to PLACES steps. Then neighbours share a place, of
+    which mean, least and greatest value are kept: a spike is seen however long a training lasts.
+
+    Attributes:
+        stride: Steps that share a place.
+        last_step: The last one that anything was noted of.
+        last: The newest value of each metric, finite or not.
+        version: Changes whenever anything is noted.
+    """
+
+    def __init__(self, stride: int = 1, last_step: int = 0, last: Mapping[str, float] | None = None) -> None:
+        self.stride, self.last_step, self.version = stride, last_step, 0
+        self.last = dict(last or {})
+        self._rows: dict[str, int] = {}
+        self._columns: dict[str, Array] = {name: np.empty((0, PLACES)) for name in _COLUMNS}
+
+    @property
+    def names(self) -> list[str]:
+        """Metrics of which anything is known, in order of appearance."""
+        return list(self.last)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Notes metrics of a step, which may be one of before. Above MOST_METRICS, further names are left out."""
+        while step // self.stride >= PLACES:
+            self._halve()
+        place = step // self.stride
+        for name, value in metrics.items():
+            row = self._row(name)
+            if row is None:
+                continue
+            self.last[name] = value
+            if not math.isfinite(value):
+                continue
+            columns = self._columns
+            columns["count"][row, place] += 1
+            columns["total"][row, place] += value
+            columns["low"][row, place] = min(columns["low"][row, place], value)
+            columns["high"][row, place] = max(columns["high"][row, place], value)
+        self.last_step = max(self.last_step, step)
+        self.version += 1
+
+    def means(self, name: str, most: int) -> list[float]:
+        """The `mean` of `points`, for less work."""
+        row, used = self._rows.get(name), self.last_step // self.stride + 1
+        if row is None:
+            return []
+        together = math.ceil(used / most)
+        count, total = (_joined(self._columns[column][row, :used], column, together) for column in ("count", "total"))
+        there = np.flatnonzero(count)
+        return _rounded(total[there] / count[there])
+
+    def points(self, name: str, most: int) -> dict[str, list[float]]:
+        """A metric as at most so many points: `step`, `mean`, and, if a point is of several steps, `low` and `high`."""
+        row, used = self._rows.get(name), self.last_step // self.stride + 1
+        if row is None:
+            return {"step": [], "mean": []}
+        together = math.ceil(used / most)
+        count, total, low, high = (_joined(self._columns[column][row, :used], column, together) for column in _COLUMNS)
+        there = np.flatnonzero(count)
+        width = together * self.stride
+        first = there * width
+        last = np.minimum(first + width - 1, self.last_step)
+        found = {"step": ((first + last) / 2).tolist(), "mean": _rounded(total[there] / count[there])}
+        if width > 1:
+            found |= {"low": _rounded(low[there]), "high": _rounded(high[there])}
+        return found
+
+    def to_blob(self) -> bytes:
+        """What the database keeps."""
+        used = self.last_step // self.stride + 1
+        head = json.dumps([self.stride, self.last_step, self.last, list(self._rows)]).encode()
+        columns = [self._columns[column][:, :used].tobytes() for column in _COLUMNS]
+        return zstandard.compress(b"".join([len(head).to_bytes(_HEAD_BYTES, "little"), head, *columns]), 1)
+
+    @classmethod
+    def from_blob(cls, blob: bytes) -> "StepCurves":
+        """Reads what `to_blob` wrote."""
+        data = zstandard.decompress(blob)
+        end = _HEAD_BYTES + int.from_bytes(data[:_HEAD_BYTES], "little")
+        *facts, names = json.loads(data[_HEAD_BYTES:end])
+        curves = cls(*facts)
+        for name in names:
+            curves._row(name)
+        used = curves.last_step // curves.stride + 1
+        kept = np.frombuffer(data, np.float64, offset=end).reshape(len(_COLUMNS), len(names), used)
+        for column, values in zip(_COLUMNS, kept, strict=True):
+            curves._columns[column][:, :used] = values
+        return curves
+
+    def _row(self, name: str) -> int | None:
+        if name not in self._rows:
+            if len(self._rows) >= MOST_METRICS:
+                return None
+            self._rows[name] = len(self._rows)
+            for column, values in self._columns.items():
+                self._columns[column] = np.vstack([values, np.full((1, PLACES), _EMPTY[column])])
+        return self._rows[name]
+
+    def _halve(self) -> None:
+        for column, values in self._columns.items():
+            joined = np.full_like(values, _EMPTY[column])
+            if len(values):
+                joined[:, : PLACES // 2] = _joined(values, column, 2)
+            self._columns[column] = joined
+        self.stride *= 2
+
+
+def _joined(values: Array, column: str, together: int) -> Array:
+    """Neighbours along the last axis as one, the last of them perhaps fewer than `together`."""
+    if together == 1:
+        return values
+    missing = -values.shape[-1] % together
+    widths = [(0, 0)] * (values.ndim - 1) + [(0, missing)]
+    padded = np.pad(values, widths, constant_values=_EMPTY[column])
+    grouped = padded.reshape(*values.shape[:-1], -1, together)
+    reduced: Any = {"low": np.min, "high": np.max}.get(column, np.sum)(grouped, axis=-1)
+    found: Array = reduced
+    return found
+
+
+def _rounded(values: Array) -> list[float]:
+    """Six digits: more than a screen shows, and half the bytes."""
+    return [float(f"{value:.6g}") for value in values]

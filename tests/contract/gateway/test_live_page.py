@@ -1,0 +1,192 @@
+"""The live page's routes: its files are strict, its stream tells each owner its own and ends with its key, and curves
+outlive the gateway.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.live import live_routes
+from gateway.scopes import Scope
+from tests.contract.gateway.conftest import Stand
+from tests.contract.gateway.requests import Rest
+
+Told = tuple[str, dict[str, Any]]
+
+
+async def _events(http: httpx.AsyncClient) -> AsyncIterator[Told]:
+    async with http.stream("GET", "live/events") as response:
+        assert response.status_code == 200
+        name = ""
+        async for line in response.aiter_lines():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                yield name, json.loads(line.removeprefix("data: "))
+
+
+async def _until(http: httpx.AsyncClient, wanted: str, is_right: Any) -> dict[str, Any]:
+    """The first event of a name of which something is true."""
+    async for name, told in _events(http):
+        if name == wanted and is_right(told):
+            return told
+    raise AssertionError(f"the stream ended without {wanted}")
+
+
+async def _step(rest: Rest, model_id: str, number: int) -> None:
+    await rest.result((await rest.forward_backward(model_id, 2 * number - 1)).json()["request_id"])
+    await rest.result((await rest.optim_step(model_id, 2 * number, learning_rate=0.5))["request_id"])
+
+
+async def test_the_page_is_served_by_itself_and_lets_nothing_in(stand: Stand) -> None:
+    async with httpx.AsyncClient(base_url=stand.url) as http:
+        page = await http.get("/")
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        names = sorted(live_routes.page_files())
+        assert {"main.js", "page.css", "index.html"} <= set(names)
+        for name in names:
+            file = await http.get(f"/page/{name}")
+            assert file.headers["content-security-policy"] == policy
+            assert file.headers["x-content-type-options"] == "nosniff"
+            # Nothing of elsewhere, nothing inline that the policy would stop.
+            elsewhere = re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z]+", file.text.replace("http://www.w3.org", ""))
+            assert elsewhere == [], name
+            assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|\beval\(| on[a-z]+=| style=", file.text)
+            again = await http.get(f"/page/{name}", headers={"If-None-Match": file.headers["etag"]})
+            assert again.status_code == 304
+        for wrong in ("none.js", "..%2Flive_routes.py", "%2e%2e%2flive_routes.py"):
+            assert (await http.get(f"/page/{wrong}")).status_code == 404
+
+
+async def test_behind_a_path_the_page_is_found_with_and_without_a_slash(stand: Stand) -> None:
+    await stand.stop()
+    await stand.start(base_path="/fovea")
+    async with httpx.AsyncClient(follow_redirects=True) as http:
+        for url in (stand.url, f"{stand.url}/"):
+            page = await http.get(url)
+            assert (page.status_code, str(page.url)) == (200, f"{stand.url}/")
+
+
+async def test_a_step_a_sample_and_an_error_come_down_the_stream(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await _step(rest, model_id, 1)
+    await _step(rest, model_id, 2)
+    sampling_id = await rest.snapshot(model_id, 5)
+    sample = (await rest.sample(sampling_id, 0)).json()["request_id"]
+    await rest.result(sample)
+    await rest.post("asample", sampling_session_id=sampling_id, seq_id=1, nonsense=1)
+
+    def has_two_steps(told: dict[str, Any]) -> bool:
+        return any(model["id"] == model_id and model["step"] == 2 for model in told["changed"])
+
+    async with asyncio.timeout(60):
+        models = await _until(rest.http, "models", has_two_steps)
+        await _until(rest.http, "samples", lambda told: any(one["source"] == model_id for one in told["sources"]))
+        errors = await _until(rest.http, "errors", lambda told: told["errors"])
+    (model,) = (one for one in models["changed"] if one["id"] == model_id)
+    assert model["last"]["learning_rate"] == 0.5
+    assert model["spark"]["name"] == "loss_sum"
+    assert "nonsense" in errors["errors"][0]["message"]
+    curves = (await rest.http.get(f"live/curves/{model_id}")).json()
+    assert curves["curves"]["learning_rate"] == {"step": [1, 2], "mean": [0.5, 0.5]}
+    (group,) = (await rest.http.get("live/samples", params={"source": model_id})).json()["groups"]
+    assert (group["step"], group["pieces"][0]["ids"], group["drawn"][0]["sequence_id"]) == (2, [1, 2, 3], f"{sample}:0")
+    assert group["drawn"][0]["logprobs"] == [-0.25] * 4
+
+
+async def test_what_a_client_tells_is_shown_beside_what_it_is_of(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await _step(rest, model_id, 1)
+    sampling_id = await rest.snapshot(model_id, 3)
+    sample = (await rest.sample(sampling_id, 0)).json()["request_id"]
+    await rest.result(sample)
+    told = {
+        "model_id": model_id,
+        "metrics": {"reward": 0.25, "kl": 1e-3},
+        "samples": [
+            {"sequence_id": f"{sample}:0", "reward": 1.0, "truth": "<script>7</script>"},
+            {"sequence_id": "sess-of-somebody:sample:0:0:0", "reward": 1.0},
+        ],
+    }
+    assert (await rest.post("live/reports", **told)).json() == {"step": 1, "samples_kept": 1}
+    curves = (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]
+    assert (curves["reward"], curves["kl"]["mean"]) == ({"step": [1], "mean": [0.25]}, [0.001])
+    (group,) = (await rest.http.get("live/samples", params={"source": model_id})).json()["groups"]
+    assert (group["truth"], group["drawn"][0]["reward"]) == ("<script>7</script>", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"step": 9}, "step"),
+        ({"metrics": {"<b>": 1.0}}, "metrics"),
+        ({"metrics": {f"m{number}": 1.0 for number in range(17)}}, "metrics"),
+        ({"samples": [{"sequence_id": "a", "reward": "high"}]}, "samples"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+async def test_a_wrong_report_is_refused_by_name(rest: Rest, wrong: dict[str, Any], field: str) -> None:
+    answer = await rest.post("live/reports", model_id=await rest.create_model(), **wrong)
+    assert answer.status_code == 400
+    assert field in answer.json()["detail"]
+
+
+async def test_curves_outlive_the_gateway_and_an_open_page_does_not_hold_it_up(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await _step(rest, model_id, 1)
+    before = (await rest.post("live/reports", model_id=model_id, metrics={"reward": 0.5})).json()
+    assert before["step"] == 1
+    events = _events(rest.http)
+    await anext(events)
+    async with asyncio.timeout(30):
+        await stand.stop()
+    await events.aclose()
+    await stand.start()
+    curves = (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]
+    assert curves["reward"] == {"step": [1], "mean": [0.5]}
+    assert curves["learning_rate"]["mean"] == [0.5]
+
+
+async def test_a_stream_ends_with_its_key(stand: Stand) -> None:
+    assert stand.gateway is not None
+    ring = stand.gateway.parts.keys
+    text, key = await ring.create("alice", "", Scope.READ, None)
+    async with stand.http(text) as http, asyncio.timeout(60):
+        events = _events(http)
+        assert await anext(events) == ("caller", {"owner": "alice", "key_id": key.key_id, "scope": "read"})
+        await ring.revoke(key.key_id)
+        *_, (last, told) = [event async for event in events]
+    assert last == "refused"
+    assert "revoked" in told["detail"]
+
+
+async def test_administrators_see_everybodys_and_others_their_own(stand: Stand, rest: Rest) -> None:
+    assert stand.gateway is not None
+    ring = stand.gateway.parts.keys
+    model_id = await rest.create_model()
+    saved = await rest.ok("save_weights", model_id=model_id, seq_id=1, path="kept")
+    await rest.result(saved["request_id"])
+    admin, _ = await ring.create("root", "", Scope.ADMIN, None)
+    other, _ = await ring.create("bob", "", Scope.TRAIN, None)
+    async with stand.http(admin) as http, asyncio.timeout(60):
+        told = await _until(http, "models", lambda told: told["changed"])
+        assert [model["id"] for model in told["changed"]] == [model_id]
+        services = await _until(http, "services", lambda told: True)
+        assert services["base_models"][0]["trainer"]["address"] == stand.trainer.address
+        (listed,) = (await http.get("checkpoints", params={"owner": "*"})).json()["checkpoints"]
+        assert listed["owner"] not in ("", "root", "bob")
+    async with stand.http(other) as http, asyncio.timeout(60):
+        told = await _until(http, "models", lambda told: True)
+        assert told == {"changed": [], "order": []}
+        services = await _until(http, "services", lambda told: True)
+        assert "address" not in services["base_models"][0]["trainer"]
+        assert (await http.get("checkpoints", params={"owner": "*"})).status_code == 403
+        assert (await http.get("live/samples", params={"owner": "root"})).status_code == 403

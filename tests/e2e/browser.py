@@ -1,0 +1,152 @@
+"""A real browser for tests: Debian's Chromium, driven by its chromedriver over the W3C WebDriver protocol, JSON over
+HTTP. It loads pages of this machine alone.
+"""
+
+import base64
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from fovea.runtime.hosts import free_ports
+
+_FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+]  # fmt: skip
+_PATIENCE_S = 60.0
+_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+
+
+def why_no_browser() -> str:
+    """Why tests with a browser cannot run here; empty if they can."""
+    missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    return f"no {' and no '.join(missing)}: apt-get install chromium chromium-driver" if missing else ""
+
+
+class Browser:
+    """One window. What is looked for is waited for, as long as anybody would."""
+
+    def __init__(self, http: httpx.Client, session: str) -> None:
+        self._http, self._session = http, session
+
+    def open(self, url: str) -> None:
+        """Goes to an address."""
+        self._call("POST", "url", url=url)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """What a function's body returns."""
+        return self._call("POST", "execute/sync", script=script, args=list(arguments))
+
+    def wait(self, script: str, *arguments: Any) -> Any:
+        """The first result of a function's body that is something. Fails with what the page shows."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            if found := self.run(script, *arguments):
+                return found
+            time.sleep(0.1)
+        raise AssertionError(f"it did not come: {script}\nthe page shows:\n{self.text('body')}")
+
+    def text(self, selector: str) -> str:
+        """The text that an element shows; empty without one."""
+        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+
+    def wait_text(self, selector: str, *words: str) -> str:
+        """The text of an element, once it has all these words."""
+        script = """
+            const text = document.querySelector(arguments[0])?.innerText ?? "";
+            return arguments[1].every((one) => text.includes(one)) && (text || " ");
+        """
+        return str(self.wait(script, selector, list(words)))
+
+    def click(self, selector: str, text: str = "") -> None:
+        """Clicks as a hand does on the element that matches, and has this text; once it is there."""
+        script = """
+            return [...document.querySelectorAll(arguments[0])].find(
+                (one) => one.checkVisibility() && (!arguments[1] || one.textContent.trim() === arguments[1]));
+        """
+        self._call("POST", f"element/{self.wait(script, selector, text)[_ELEMENT]}/click")
+
+    def type(self, selector: str, text: str) -> None:
+        """Types into an element, and Enter after it."""
+        found = self.wait("return document.querySelector(arguments[0])", selector)
+        self._call("POST", f"element/{found[_ELEMENT]}/value", text=f"{text}\ue007")
+
+    def command(self, name: str, **parameters: Any) -> Any:
+        """A command of Chromium's own protocol."""
+        return self._call("POST", "goog/cdp/execute", cmd=name, params=parameters)
+
+    def show(self, width: int, dark: bool) -> None:
+        """Makes the window as wide as a screen, in light or dark."""
+        height = 900 if width > 600 else 844
+        self.command(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.command("Emulation.setEmulatedMedia", features=[feature])
+
+    def screenshot(self, path: Path, most_height: int = 4000) -> None:
+        """A picture of the whole page, down to a height."""
+        size = self.command("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], most_height), "scale": 1}
+        found = self.command("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(found["data"]))
+
+    def complaints(self) -> list[str]:
+        """What the console says of errors since the last time: scripts that failed, what the policy has stopped."""
+        entries = self._call("POST", "se/log", type="browser")
+        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
+
+    def _call(self, method: str, path: str, **body: Any) -> Any:
+        answer = self._http.request(method, f"/session/{self._session}/{path}", json=body)
+        value = answer.json()["value"]
+        if answer.status_code != 200:
+            raise AssertionError(f"{path} failed: {value['message'] if isinstance(value, dict) else value}")
+        return value
+
+
+@contextmanager
+def running_browser() -> Iterator[Browser]:
+    """Starts a browser with an empty profile, and ends it."""
+    (port,) = free_ports(1)
+    with tempfile.TemporaryDirectory(prefix="fovea-browser-", ignore_cleanup_errors=True) as folder:
+        driver = subprocess.Popen(
+            ["chromedriver", f"--port={port}", "--allowed-ips=127.0.0.1"], stdout=subprocess.DEVNULL
+        )
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False) as http:
+                _wait_ready(http)
+                options = {"args": [*_FLAGS, f"--user-data-dir={folder}/profile"], "binary": shutil.which("chromium")}
+                wanted = {
+                    "browserName": "chrome",
+                    "goog:chromeOptions": options,
+                    "goog:loggingPrefs": {"browser": "ALL"},
+                }
+                answer = http.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
+                assert "sessionId" in answer, json.dumps(answer)[:500]
+                try:
+                    yield Browser(http, answer["sessionId"])
+                finally:
+                    http.delete(f"/session/{answer['sessionId']}")
+        finally:
+            driver.terminate()
+            driver.wait(30)
+
+
+def _wait_ready(http: httpx.Client) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            if http.get("/status").json()["value"]["ready"]:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError("chromedriver does not answer")

@@ -1,0 +1,62 @@
+"""The gallery keeps the newest samples within its bytes, tells each owner of its own alone, and lets pictures go."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from gateway.live.sample_gallery import Drawn, Group, Picture, SampleGallery
+
+PICTURE = Picture("digest", "image/png", b"x" * 1000)
+
+
+def _group(owner: str = "alice", source: str = "model", step: int = 1, prompt: str = "p") -> Group:
+    return Group(owner, source, step, prompt, "base", [np.arange(4, dtype=np.int32), PICTURE])
+
+
+def _drawn(name: str) -> Drawn:
+    return Drawn(name, np.arange(3, dtype=np.int32), np.zeros(3, np.float32), "stop", 0.0)
+
+
+def test_what_is_drawn_for_one_prompt_is_together() -> None:
+    gallery = SampleGallery()
+    gallery.add(_group(), [_drawn("a:0"), _drawn("a:1")])
+    gallery.add(_group(), [_drawn("b:0")])
+    gallery.add(_group(prompt="q"), [_drawn("c:0")])
+    found = gallery.groups("alice", "model", 1)
+    assert [[one.sequence_id for one in group.drawn] for group in found] == [["c:0"], ["a:0", "a:1", "b:0"]]
+
+
+def test_an_owner_is_told_of_its_own() -> None:
+    gallery = SampleGallery()
+    gallery.add(_group(), [_drawn("a:0")])
+    assert list(gallery.sources("bob")) == []
+    assert gallery.groups("bob", "model", 1) == []
+    assert gallery.picture("bob", "digest") is None
+    assert gallery.picture("alice", "digest") == PICTURE == gallery.picture(None, "digest")
+    assert not gallery.judge("bob", "a:0", 1.0, "x")
+    assert gallery.judge("alice", "a:0", 1.0, "seven")
+    (group,) = gallery.groups("alice", "model", None)
+    assert (group.truth, group.drawn[0].reward) == ("seven", 1.0)
+
+
+def test_steps_stay_spread_over_the_training_and_end_with_the_newest() -> None:
+    gallery = SampleGallery()
+    for step in range(1000):
+        gallery.add(_group(step=step), [_drawn(f"{step}:0")])
+    ((_, _, steps, _),) = gallery.sources("alice")
+    assert len(steps) == 64
+    assert (steps[0], steps[-1]) == (0, 999)
+    assert max(later - earlier for earlier, later in pairwise(steps)) <= 64
+
+
+def test_pictures_and_samples_take_no_more_than_their_room() -> None:
+    gallery = SampleGallery(most_bytes=40_000)
+    for number in range(100):
+        picture = Picture(f"digest {number}", "image/png", b"x" * 5000)
+        group = Group("alice", f"model {number}", 1, "p", "base", [picture])
+        gallery.add(group, [_drawn(f"{number}:0")])
+    kept = [source for _, source, _, _ in gallery.sources(None)]
+    assert kept == [f"model {number}" for number in range(99, 99 - len(kept), -1)]
+    assert 4 <= len(kept) <= 7
+    assert gallery.picture(None, "digest 0") is None
+    assert gallery.picture(None, "digest 99") is not None

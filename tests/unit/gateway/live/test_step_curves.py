@@ -1,0 +1,82 @@
+"""Curves keep what a person would see of them, in bounded memory, however long a training lasts."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.live.live_state import summed
+from gateway.live.step_curves import MOST_METRICS, PLACES, StepCurves
+
+NUMBERS = st.floats(-1e6, 1e6)
+
+
+def _filled(steps: int) -> StepCurves:
+    curves = StepCurves()
+    for step in range(1, steps + 1):
+        curves.add(step, {"loss": float(step)})
+    return curves
+
+
+def test_few_steps_are_shown_as_they_were() -> None:
+    assert _filled(5).points("loss", 100) == {"step": [1, 2, 3, 4, 5], "mean": [1, 2, 3, 4, 5]}
+
+
+@pytest.mark.parametrize("steps", [PLACES - 1, PLACES, 10_000])
+def test_points_cover_all_steps_once_and_are_no_more_than_asked_for(steps: int) -> None:
+    curves = _filled(steps)
+    found = curves.points("loss", 300)
+    assert len(found["step"]) <= 300
+    assert curves.means("loss", 300) == found["mean"]
+    assert found["step"] == sorted(found["step"])
+    # The mean of 1 .. n, each point weighed by how many steps it has.
+    widths = [high - low + 1 for low, high in zip(found["low"], found["high"], strict=True)]
+    assert sum(widths) == steps
+    total = sum(mean * width for mean, width in zip(found["mean"], widths, strict=True))
+    assert total / steps == pytest.approx((steps + 1) / 2)
+
+
+def test_a_spike_of_one_step_in_ten_thousand_is_seen() -> None:
+    curves = StepCurves()
+    for step in range(1, 10_001):
+        curves.add(step, {"loss": 99.0 if step == 7_777 else 1.0})
+    found = curves.points("loss", 100)
+    place = found["high"].index(99.0)
+    assert abs(found["step"][place] - 7_777) < 10_000 / 100 + curves.stride
+    assert max(found["mean"]) < 3
+
+
+def test_a_value_of_an_earlier_step_and_one_that_is_not_finite() -> None:
+    curves = _filled(3)
+    curves.add(2, {"reward": 0.5})
+    curves.add(4, {"loss": math.nan})
+    assert curves.points("reward", 10) == {"step": [2], "mean": [0.5]}
+    assert curves.points("loss", 10)["step"] == [1, 2, 3]
+    assert math.isnan(curves.last["loss"])
+
+
+def test_metrics_are_bounded_by_number() -> None:
+    curves = StepCurves()
+    curves.add(1, {f"metric {number}": 1.0 for number in range(100)})
+    assert len(curves.names) == MOST_METRICS
+
+
+@given(st.lists(st.tuples(st.integers(0, 3000), NUMBERS), min_size=1, max_size=60))
+def test_what_is_kept_is_what_is_read_again(values: list[tuple[int, float]]) -> None:
+    curves = StepCurves()
+    for step, value in values:
+        curves.add(step, {"loss": value, "reward": -value})
+    again = StepCurves.from_blob(curves.to_blob())
+    assert again.points("loss", 50) == curves.points("loss", 50)
+    assert again.points("reward", PLACES) == curves.points("reward", PLACES)
+    assert (again.last, again.last_step, again.stride) == (curves.last, curves.last_step, curves.stride)
+
+
+def test_a_loss_is_told_for_each_token_where_calls_say_of_how_many_it_is() -> None:
+    parts = [{"loss:sum": 6.0, "weights:sum": 2.0, "tokens:sum": 9.0}, {"loss:sum": 4.0, "weights:sum": 3.0}]
+    assert summed(parts) == {"loss_per_token": 2.0, "tokens": 9.0}
+    assert summed([{"loss:sum": 6.0, "ratio:max": 1.5}, {"loss:sum": 1.0, "ratio:max": 1.1}]) == {
+        "loss_sum": 7.0,
+        "ratio_max": 1.5,
+    }
