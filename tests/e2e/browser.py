@@ -67,12 +67,21 @@ class Browser:
         return str(self.wait(script, selector, list(words)))
 
     def click(self, selector: str, text: str = "") -> None:
-        """Clicks as a hand does on the element that matches, and has this text; once it is there."""
+        """Clicks as a hand does on the element that matches, and has this text, once it is there; again if the page has
+        drawn it anew meanwhile.
+        """
         script = """
             return [...document.querySelectorAll(arguments[0])].find(
                 (one) => one.checkVisibility() && (!arguments[1] || one.textContent.trim() === arguments[1]));
         """
-        self._call("POST", f"element/{self.wait(script, selector, text)[_ELEMENT]}/click")
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                self._call("POST", f"element/{self.wait(script, selector, text)[_ELEMENT]}/click")
+                return
+            except AssertionError as error:
+                if "stale element" not in str(error) or time.monotonic() > deadline:
+                    raise
 
     def type(self, selector: str, text: str) -> None:
         """Types into an element, and Enter after it."""
