@@ -82,6 +82,11 @@ class SampleWork:
     mends: int = 0
     breaks: int = 0
 
+    @property
+    def prompt_ids(self) -> bytes:
+        """int32 ids of the prompt as rendered; empty before that."""
+        return self.rendered.tokens if self.rendered is not None else b""
+
 
 def check_context(prompt_tokens: int, max_tokens: int, max_context_length: int) -> None:
     """Raises ContextOverflow, in the words that the Tinker cookbook looks for."""

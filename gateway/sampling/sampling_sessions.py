@@ -17,16 +17,7 @@ from gateway.database.database import Database
 from gateway.database.schema import sampling_sessions
 from gateway.database.sql_engine import insert_new
 from gateway.database.writer import Job
-from gateway.futures.future import (
-    Done,
-    Kind,
-    Outcome,
-    Pending,
-    Submission,
-    check_seq_id,
-    future_id,
-    run_to_outcome,
-)  # fmt: skip
+from gateway.futures.future import Done, Kind, Outcome, Pending, Submission, check_seq_id, future_id, run_to_outcome
 from gateway.futures.futures import Futures
 from gateway.replicas.base_models import BaseModel, BaseModels
 from gateway.replicas.renderers import least_token_count
@@ -255,10 +246,10 @@ class Sampling:
                 if as_it_comes:
                     async for event in self._runner.stream(work):
                         kind = event.WhichOneof("event")
-                        yield _prompt_ids(work), gateway_pb2.SampleTokensResponse(**{kind: getattr(event, kind)})
+                        yield work.prompt_ids, gateway_pb2.SampleTokensResponse(**{kind: getattr(event, kind)})
                 else:
                     for gathered in await self._runner.collect(work):
-                        yield _prompt_ids(work), gathered
+                        yield work.prompt_ids, gathered
             finally:
                 await self._futures.keep_usage(pending)
 
@@ -345,10 +336,6 @@ def _rejection(base: BaseModel, request: gateway_pb2.SampleTokensRequest) -> Fov
     except FoveaError as error:
         return error
     return None
-
-
-def _prompt_ids(work: SampleWork) -> bytes:
-    return work.rendered.tokens if work.rendered is not None else b""
 
 
 def _token_count(base: BaseModel, request: gateway_pb2.SampleTokensRequest) -> int:
