@@ -1,8 +1,9 @@
 """On-policy distillation with pictures: a student learns to read scans from a teacher that can, behind one gateway.
 
-The student answers; the teacher, another base model of the same server (`fovea up --also-sample teacher=DIR`), scores
-each token of the answer; the advantage of a token is log p_teacher - log p_student (Agarwal et al. 2023,
-arXiv:2306.13649, with the reverse KL). No scan that the student learns from has a label.
+First the student clones what the teacher answers: by itself it hardly ever says a digit, and one that it never says is
+never scored. Then the student answers, and the teacher, another base model of the same server (`fovea up --also-sample
+teacher=DIR`), scores each token; its advantage is log p_teacher - log p_student (Agarwal et al. 2023, arXiv:2306.13649,
+with the reverse KL). No scan that the student learns from has a label.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import pathlib
 import shutil
 from functools import partial
 
-import numpy as np
 import tinker
 
 from demo.digits import QUESTION, Scan, load_scans
@@ -67,9 +67,9 @@ async def main(arguments: argparse.Namespace) -> None:
     teacher = await service.create_sampling_client(base_model=os.environ.get("FOVEA_TEACHER", TEACHER))
     experiment = await Experiment.begin("distillation_digits", arguments, rollout)
     await experiment.measure("teacher", measured, teacher)
-    rng = np.random.default_rng(arguments.seed)
-    await experiment.warm_up(unlabelled, lambda _: str(rng.integers(10)))
     await experiment.measure("before", measured)
+    await experiment.warm_up(unlabelled, teacher)
+    await experiment.measure("cloning", measured)
     settings = LoopSettings(
         steps=arguments.steps,
         groups_per_step=arguments.groups,
@@ -88,4 +88,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=60, groups=64, warm_up=30)))
+    asyncio.run(main(read_arguments(__doc__, steps=60, groups=64, warm_up=80)))

@@ -110,12 +110,18 @@ class Experiment:
         await experiment._publish()
         return experiment
 
-    async def warm_up(self, sources: Sources, answer: Callable[[Sequence[Chunk]], str]) -> None:
-        """Clones a player whose answers `answer` writes; its mean reward is `cloned` in the result.
+    async def warm_up(
+        self, sources: Sources, answer: Callable[[Sequence[Chunk]], str] | tinker.SamplingClient
+    ) -> None:
+        """Clones a player whose answers `answer` writes, or samples; its mean reward is `cloned` in the result.
 
         One that answers at random teaches what an answer looks like, and nothing about pictures.
         """
-        player = ScriptedPlayer(self.policy, self._tokenizer, answer)
+        player: Policy
+        if isinstance(answer, tinker.SamplingClient):
+            player = TinkerPolicy(answer)
+        else:
+            player = ScriptedPlayer(self.policy, self._tokenizer, answer)
         played = await run_rollouts(
             player,
             self._template,
