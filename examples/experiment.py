@@ -110,9 +110,7 @@ class Experiment:
         await experiment._publish()
         return experiment
 
-    async def warm_up(
-        self, sources: Sources, answer: Callable[[Sequence[Chunk]], str] | tinker.SamplingClient
-    ) -> None:
+    async def warm_up(self, sources: Sources, answer: Callable[[Sequence[Chunk]], str] | tinker.SamplingClient) -> None:
         """Clones a player whose answers `answer` writes, or samples; its mean reward is `cloned` in the result.
 
         One that answers at random teaches what an answer looks like, and nothing about pictures.
