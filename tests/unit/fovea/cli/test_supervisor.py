@@ -240,6 +240,33 @@ async def test_what_cannot_start_ends_all_at_once_with_its_cause(
     assert "gateway ended by code 1 (OSError: port 1 is taken) before Fovea was ready" in line
 
 
+async def test_what_starts_after_another_finds_it_serving(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a sampler on the trainer's device, which takes what that leaves."""
+    first, second = free_ports(2)
+    late = "import time\ntime.sleep(0.5)\n" + SERVING
+    finds = f"import socket\nsocket.create_connection(('127.0.0.1', {first})).close()\n" + SERVING
+    specs = [
+        ServiceSpec(
+            name, ("-c", program, str(port)), f"127.0.0.1:{port}", "fovea.Part", 0, {VARIABLE: 32 * "s"},
+            starts_after=after,
+        )
+        for name, program, port, after in (("trainer", late, first, ""), ("gateway", finds, second, "trainer"))
+    ]  # fmt: skip
+    shown = io.StringIO()
+    monkeypatch.setattr(supervisor_module, "service_specs", lambda options: specs)
+    monkeypatch.setattr(supervisor_module, "STOP_ORDER", ("gateway", "trainer"))
+    supervisor = Supervisor(replace(OPTIONS, state_dir=tmp_path), Console(file=shown, width=300))
+    running = asyncio.create_task(supervisor.run())
+    async with asyncio.timeout(60):
+        while "gateway is ready" not in shown.getvalue():
+            assert not running.done(), shown.getvalue()
+            await asyncio.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == 0
+
+
 PRINTING = """
 import pathlib, sys
 from rich.console import Console

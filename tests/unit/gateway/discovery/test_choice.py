@@ -1,6 +1,7 @@
 """The settings choose a discovery, and a wrong one is refused by name."""
 
 import re
+from typing import get_args
 
 import pytest
 
@@ -15,11 +16,17 @@ async def test_static_addresses_are_told_once() -> None:
     assert [addresses async for addresses in discovery.watch()] == [{"a:1", "b:2"}]
 
 
+@pytest.mark.parametrize("kind", get_args(Kind))
+async def test_no_address_is_nobody(kind: Kind) -> None:
+    """As `--samplers 0` says it."""
+    assert [addresses async for addresses in choose(kind, "sampler", []).watch()] == [set()]
+
+
 @pytest.mark.parametrize(
     ("kind", "addresses", "words"),
     [
         ("dns", ["a:1", "b:1"], "--discovery dns takes one --sampler name:port, not 2"),
-        ("kubernetes", [], "--discovery kubernetes takes one --sampler name:port, not 0"),
+        ("kubernetes", ["a:1", "b:1", "c:1"], "--discovery kubernetes takes one --sampler name:port, not 3"),
         ("dns", ["a"], "address is 'a'; write it as name:port"),
         ("dns", ["a:grpc"], "port 'grpc' of 'a:grpc' is no number"),
     ],
