@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl up test fuzz lint check chaos simulate conformance cookbook models clients k8s images environments format e2e gpu bench protos chart lock wheel clean
+.PHONY: help setup demo rl up test long fuzz lint check chaos simulate conformance cookbook models clients k8s images environments format e2e gpu bench protos chart lock wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -38,7 +38,10 @@ up: setup ## Start Fovea on this machine with the tiny model (fovea up --help fo
 	$(BIN)/fovea up
 
 test: setup ## Everything: unit, contract and end to end, on real parts
-	$(BIN)/python -m pytest $(LANES)
+	$(BIN)/python -m pytest $(LANES) -m "not long"
+
+long: setup ## What takes minutes and shows at length what a shorter test shows too: every day, and before a release
+	$(BIN)/python -m pytest $(LANES) -m long
 
 fuzz: setup ## 100,000 mutated requests, images, losses and files at real processes (FOVEA_FUZZ_INPUTS for more)
 	FOVEA_FUZZ_INPUTS=$${FOVEA_FUZZ_INPUTS:-100000} $(BIN)/python -m pytest -s tests/fuzz

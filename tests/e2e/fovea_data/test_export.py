@@ -54,7 +54,7 @@ def test_the_merged_model_answers_alike_to_the_token(program: str, trained: Trai
     assert plain(program, trained, trained.merged) == trained.answers
 
 
-@pytest.mark.parametrize("program", ["plain_transformers.py", "plain_vllm.py"])
+@pytest.mark.parametrize("program", ["plain_transformers.py", pytest.param("plain_vllm.py", marks=pytest.mark.long)])
 def test_the_adapter_answers_alike_to_the_token(program: str, trained: Trained, stack: Stack) -> None:
     assert plain(program, trained, stack.model, trained.adapter) == trained.answers
 

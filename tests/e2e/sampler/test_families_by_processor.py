@@ -27,7 +27,7 @@ from tinyvlm.families import ensure_family
 
 TOLERANCE = 1e-3
 SIZES = [(112, 60), (90, 140), (300, 40), (40, 300), (64, 64), (28, 28), (200, 133), (57, 171), (320, 240), (513, 85)]
-FAMILIES = ["qwen3_5", "idefics3", "mistral3"]
+FAMILIES = ["qwen3_5", *(pytest.param(name, marks=pytest.mark.long) for name in ("idefics3", "mistral3"))]
 """Those that differ most; `make models` has all."""
 
 
