@@ -106,6 +106,7 @@ class Upkeep:
             await base.snapshots.close()
         await parts.copies.stop()
         await parts.live_state.close()
+        parts.health.clear_gauges()
         parts.storage.close()
         await parts.base_models.close()
         await parts.database.close()

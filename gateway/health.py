@@ -86,6 +86,12 @@ class Health:
         metrics.STATE_BYTES.labels("size").set(usage.total)
         metrics.STATE_BYTES.labels("free").set(usage.free)
 
+    def clear_gauges(self) -> None:
+        """For the end: the gauges are the process's, and tell nothing of a gateway that is gone."""
+        for gauge in (self._depth, self._lag, self._waiting):
+            gauge.set({})
+        metrics.SESSIONS.set(0)
+
     def _note_restart(self, trainer: TrainerLink) -> None:
         if trainer.info is None:
             return

@@ -134,7 +134,7 @@ class Parts:
     ) -> Residence:
         batches = self._batches[name] = Batches(self.futures, renderers, self.custom_losses)
         turns = FairQueue(1, self.owners.weight, settings.trainer_concurrency)
-        steps = self._steps[name] = StepCommands(self.futures, batches, trainer, turns)
+        steps = self._steps[name] = StepCommands(self.futures, self.models, batches, trainer, turns)
         replay = Replay(self.journal, steps, self.checkpoints, self.database, trainer, settings.command_timeout_s)
         patience_s = settings.retry_deadline_s
         residence = self.residences[name] = Residence(name, self.models, self.journal, replay, trainer, patience_s)
@@ -147,7 +147,7 @@ class Parts:
             self.models, self.checkpoints, self.sessions, trainer, base.samplers, timeout_s, patience_s,
             lambda: self.parking.make_room(base.name),
         )  # fmt: skip
-        saving = SaveCommands(self.checkpoints, self.sampling, trainer, timeout_s)
+        saving = SaveCommands(self.models, self.checkpoints, self.sampling, trainer, timeout_s)
         commands: dict[Kind, Command] = {
             Kind.CREATE_MODEL: creating.create_model,
             Kind.LOAD_STATE: creating.load_state,

@@ -1,7 +1,8 @@
 """What the page knows beyond what other parts know anyway: curves, samples, errors, how busy the services are.
 
-Curves are in memory, and in the database half a minute later: a restart shows them again, a kill may cost the last
-half minute of them. Samples and errors are in memory alone.
+Curves are in memory, and in the database: a model's first at once, so that each that was trained has a row, then half a
+minute after they have grown. A restart shows them again, a kill may cost the last half minute of them. Samples and
+errors are in memory alone.
 """
 
 import asyncio
@@ -110,7 +111,7 @@ class LiveState:
         curves = await self.curves(model_id)
         at = curves.last_step if step is None else step
         curves.add(at, metrics)
-        self._unsaved.setdefault(model_id, time.time())
+        self._save_soon(model_id, curves)
         return at
 
     def errors(self, owner: str | None) -> list[tuple[str, SeenError]]:
@@ -167,7 +168,7 @@ class LiveState:
             else:
                 since = self._since.pop(model_id, ())
                 curves.add(curves.last_step + 1, summed(since) | _of_step(metrics))
-            self._unsaved.setdefault(model_id, time.time())
+            self._save_soon(model_id, curves)
 
     async def _take_sample(self, ending: Ending) -> None:
         submission, outcome = ending.pending.submission, ending.outcome
@@ -215,7 +216,18 @@ class LiveState:
         blobs = {model_id: self._curves[model_id].to_blob() for model_id in due}
         for model_id in due:
             del self._unsaved[model_id]
-        await self._write(blobs)
+        try:
+            await self._write(blobs)
+        except BaseException:
+            for model_id in due:  # not sooner, or a full disk would be told of twice a second
+                self._unsaved.setdefault(model_id, time.time())
+            raise
+        for model_id in due:
+            if curves := self._curves.get(model_id):
+                curves.is_kept = True
+
+    def _save_soon(self, model_id: str, curves: StepCurves) -> None:
+        self._unsaved.setdefault(model_id, time.time() if curves.is_kept else 0.0)
 
     async def _write(self, blobs: Mapping[str, bytes]) -> None:
         await self._database.write(lambda connection: write_curves(connection, blobs, time.time()))

@@ -30,10 +30,11 @@ class StepCurves:
         last_step: The last one that anything was noted of.
         last: The newest value of each metric, finite or not.
         version: Changes whenever anything is noted.
+        is_kept: Whether the database has them, if perhaps not their newest steps.
     """
 
     def __init__(self, stride: int = 1, last_step: int = 0, last: Mapping[str, float] | None = None) -> None:
-        self.stride, self.last_step, self.version = stride, last_step, 0
+        self.stride, self.last_step, self.version, self.is_kept = stride, last_step, 0, False
         self.last = dict(last or {})
         self._rows: dict[str, int] = {}
         self._columns: dict[str, Array] = {name: np.empty((0, PLACES)) for name in _COLUMNS}
@@ -105,6 +106,7 @@ class StepCurves:
         curves = cls(*facts)
         for name in names:
             curves._row(name)
+        curves.is_kept = True
         used = curves.last_step // curves.stride + 1
         kept = np.frombuffer(data, np.float64, offset=end).reshape(len(_COLUMNS), len(names), used)
         for column, values in zip(_COLUMNS, kept, strict=True):

@@ -49,6 +49,11 @@ class TrainerLink(Peer):
     def client(self) -> TrainerClient:
         return self._client
 
+    @property
+    def instance_id(self) -> str:
+        """Of the one that answered last; empty before it was ever seen."""
+        return self.info.instance_id if self.info is not None else ""
+
     async def ask(self) -> None:
         """Asks what it serves; another instance has none of the models in memory."""
         info = await self._client.info(timeout_s=5.0)

@@ -115,7 +115,7 @@ class CommandRunner:
     async def _wait_for_room(self, model: Model, pending: Pending, error: DiskFull, looks: Backoff) -> None:
         """A save changes no model and leaves nothing half-written, so it waits: what comes after it waits for its turn.
 
-        Raises SessionEnded.
+        Raises what `Residence.require` does.
         """
         place = error.metadata.get("place", "the checkpoints")
         logger.warning("%s waits, the disk of %s is full", pending.submission.future_id, place)
@@ -123,6 +123,7 @@ class CommandRunner:
         pending.progress.wait_on(words, QueueState.PAUSED)
         await self._residence.pause(model, min(looks.next_s, looks.left_s))
         looks.lengthen()
+        await self._residence.require(model, pending)  # the trainer may have restarted meanwhile
         pending.progress.wait_on("running")
 
     async def _end(self, model: Model, pending: Pending, done: Done, outcome: Outcome) -> None:

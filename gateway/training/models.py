@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.api.v1 import weights_pb2
-from fovea.wire.errors import FailedPrecondition, FoveaError, ModelLost, NotFound, ResourceExhausted
+from fovea.wire.errors import BrokenOff, FailedPrecondition, FoveaError, ModelLost, NotFound, ResourceExhausted
 from gateway.access.owners import Owners
 from gateway.checkpoints.checkpoint import TRAINING
 from gateway.checkpoints.checkpoint_registry import public_models, rows_of_model
@@ -168,6 +168,15 @@ class Models:
             yield
         finally:
             self._returning.discard(model.model_id)
+
+    def check_settled(self, model: Model, trainer_instance: str) -> None:
+        """To be called right before the trainer is: raises BrokenOff for a model that is not back in this instance.
+
+        A command may have waited since it was let to the trainer, for a turn, a renderer or room on a disk: if the
+        trainer has restarted meanwhile, the model may be there, but not as its last command left it.
+        """
+        if model.trainer_instance != trainer_instance or model.model_id in self._returning:
+            raise BrokenOff(f"model {model.model_id} is not back yet in the trainer, which restarted")
 
     def check_share(self, model: Model, trainer_instance: str) -> None:
         """Raises ResourceExhausted if this trainer holds, or is given, as many of the owner's models as it may."""

@@ -14,7 +14,7 @@ from gateway.futures.futures import Futures
 from gateway.gateway_metrics import stage
 from gateway.replicas.trainer_link import TrainerLink
 from gateway.training.batches import Batch, Batches
-from gateway.training.models import Model
+from gateway.training.models import Model, Models
 
 _STEP_TOKENS = 64
 """What an optim_step costs of an owner's share: little time, but not none."""
@@ -29,22 +29,29 @@ class StepCommands:
         turns: Lets commands to the trainer, as many at once as keep it busy. Nobody who has a turn may wait for one.
     """
 
-    def __init__(self, futures: Futures, batches: Batches, trainer: TrainerLink, turns: FairQueue) -> None:
-        self._futures, self._batches, self._trainer, self._turns = futures, batches, trainer, turns
+    def __init__(
+        self, futures: Futures, models: Models, batches: Batches, trainer: TrainerLink, turns: FairQueue
+    ) -> None:
+        self._futures, self._models, self._batches, self._trainer = futures, models, batches, trainer
+        self._turns = turns
 
     async def forward_backward(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Renders the datums and has their loss computed, with gradients or without."""
-        return Done(await self.compute(pending, drop_gradients=not model.is_accumulating))
+        return Done(await self.compute(pending, not model.is_accumulating, model))
 
-    async def compute(self, pending: Pending, drop_gradients: bool) -> list[Message]:
-        """The outputs of a forward or forward_backward, then its metrics."""
+    async def compute(self, pending: Pending, drop_gradients: bool, model: Model | None = None) -> list[Message]:
+        """The outputs of a forward or forward_backward, then its metrics.
+
+        Args:
+            model: It must be in the trainer as its last command left it; None for what brings it back there.
+        """
         pending.progress.wait_on("rendering")
         batch = await self._batches.take(pending)
         again: list[int] = []
         portion = len(batch.datums)
         while True:
             try:
-                answer = await self._send(batch, pending, drop_gradients)
+                answer = await self._send(batch, pending, drop_gradients, model)
                 break
             except FeatureEvicted as error:  # the trainer fetches before it computes: nothing was added yet
                 missing = _missing(error, len(batch.datums))
@@ -60,11 +67,15 @@ class StepCommands:
         metrics = trainer_pb2.Metrics(values=answer.metrics)
         return [*outputs, gateway_pb2.WaitFutureResponse(metrics=metrics)]
 
-    async def _send(self, batch: Batch, pending: Pending, drop_gradients: bool) -> ForwardBackwardResult:
+    async def _send(
+        self, batch: Batch, pending: Pending, drop_gradients: bool, model: Model | None
+    ) -> ForwardBackwardResult:
         batch.header.seq_id = pending.submission.seq_id
         batch.header.drop_gradients = drop_gradients
         tokens = sum(len(datum.input.tokens) // 4 for datum in batch.datums)
         async with self._turn(pending, tokens, "computing, or waiting for the trainer"):
+            if model is not None:
+                self._models.check_settled(model, self._trainer.instance_id)
             answer = await self._trainer.client.forward_backward(batch.header, batch.datums, timeout_s=None)
         if pending.submission.kind is Kind.FORWARD_BACKWARD:
             pending.usage.trained_tokens += tokens
@@ -77,6 +88,7 @@ class StepCommands:
         client, seq_id = self._trainer.client, pending.submission.seq_id
         if model.failed_seq_id is not None:
             failed, reason = model.failed_seq_id, model.failed_reason
+            self._models.check_settled(model, self._trainer.instance_id)
             await client.clear_gradients(model.model_id, timeout_s=None, seq_id=seq_id)
             model.failed_seq_id, model.failed_reason = None, ""
             raise FailedPrecondition(
@@ -86,6 +98,7 @@ class StepCommands:
             )
         request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
         async with self._turn(pending, _STEP_TOKENS, "stepping, or waiting for the trainer"):
+            self._models.check_settled(model, self._trainer.instance_id)
             answer = await client.optim_step(model.model_id, request.adam, timeout_s=None, seq_id=seq_id)
         return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
 

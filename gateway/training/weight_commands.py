@@ -154,6 +154,7 @@ class CreationCommands:
                 f"{model.lora.rank}; use create_training_client_from_state, which takes the checkpoint's own",
                 field="path",
             )
+        self._models.check_settled(model, self._trainer.instance_id)
         step = await self._trainer.client.load_state(
             model.model_id, checkpoint.uri, request.optimizer, timeout_s=None, seq_id=pending.submission.seq_id
         )
@@ -168,8 +169,11 @@ class SaveCommands:
         timeout_s: Deadline of one call to the trainer.
     """
 
-    def __init__(self, checkpoints: Checkpoints, sampling: Sampling, trainer: TrainerLink, timeout_s: float) -> None:
-        self._checkpoints, self._sampling, self._trainer, self._timeout_s = checkpoints, sampling, trainer, timeout_s
+    def __init__(
+        self, models: Models, checkpoints: Checkpoints, sampling: Sampling, trainer: TrainerLink, timeout_s: float
+    ) -> None:
+        self._models, self._checkpoints, self._sampling, self._trainer = models, checkpoints, sampling, trainer
+        self._timeout_s = timeout_s
 
     async def save_state(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Writes a resumable checkpoint, then registers it; only then is one of the same name given up."""
@@ -178,6 +182,7 @@ class SaveCommands:
         expires_at = check_ttl(request.ttl_s)
         checkpoint, old = await self._plan(model, TRAINING, name, request.overwrite)
         async with self._checkpoints.writing(checkpoint.uri):
+            self._models.check_settled(model, self._trainer.instance_id)
             answer = await self._trainer.client.save_state(model.model_id, checkpoint.uri, self._timeout_s)
         checkpoint.step, checkpoint.size_bytes = answer.step, answer.size_bytes
         _describe(checkpoint, dict(request.user_metadata), expires_at)
@@ -199,6 +204,7 @@ class SaveCommands:
             checkpoint, _ = await self._plan(model, SAMPLER, request.name)
         uri = checkpoint.uri if checkpoint else ""
         async with self._checkpoints.writing(*filter(None, [uri])):
+            self._models.check_settled(model, self._trainer.instance_id)
             frozen = await self._trainer.client.take_snapshot(model.model_id, own_id, uri, self._timeout_s)
         kept = KeptSnapshot(frozen, uri, model.trainer_instance)
         saved = gateway_pb2.SnapshotSaved(snapshot=frozen)
@@ -240,6 +246,7 @@ class SaveCommands:
         """Has the trainer write the weights as they are now; returns the steps that they have taken."""
         client = self._trainer.client
         own_id = id_of_export(model.model_id, seq_id)
+        self._models.check_settled(model, self._trainer.instance_id)
         snapshot = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s, is_export=True)
         try:
             await client.forget_snapshot(own_id)

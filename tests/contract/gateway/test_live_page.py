@@ -12,6 +12,8 @@ import httpx
 import pytest
 
 from gateway.live import live_routes
+from gateway.live.live_state import read_curves
+from gateway.live.step_curves import StepCurves
 from gateway.scopes import Scope
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.requests import Rest
@@ -153,6 +155,18 @@ async def test_curves_outlive_the_gateway_and_an_open_page_does_not_hold_it_up(s
     curves = (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]
     assert curves["reward"] == {"step": [1], "mean": [0.5]}
     assert curves["learning_rate"]["mean"] == [0.5]
+
+
+async def test_a_model_has_its_curves_in_the_database_from_its_first_step_on(stand: Stand, rest: Rest) -> None:
+    assert stand.gateway is not None
+    parts = stand.gateway.parts
+    model_id = await rest.create_model()
+    for number in (1, 2):
+        await _step(rest, model_id, number)
+        await parts.live_state.tick()
+    blob = await parts.database.read(lambda connection: read_curves(connection, model_id))
+    assert blob is not None
+    assert StepCurves.from_blob(blob).last_step == 1, "later ones half a minute after that, not each by itself"
 
 
 async def test_a_stream_ends_with_its_key(stand: Stand) -> None:

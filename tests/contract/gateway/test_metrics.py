@@ -88,6 +88,9 @@ async def test_who_waits_for_a_place_in_a_replica_is_shown(tmp_path: Path) -> No
             await rest.result(answer.json()["request_id"])
         await stand.gateway.parts.health.set_gauges()
         assert value(waiting, service="sampler", replica=stand.sampler.address) == 0
+        assert value("fovea_gateway_sessions") == 1
+    assert value(waiting, service="sampler", replica=stand.sampler.address) is None, "the gateway is gone"
+    assert value("fovea_gateway_sessions") == 0
 
 
 async def test_every_stage_of_a_request_is_counted_once(stand: Stand, rest: Rest) -> None:

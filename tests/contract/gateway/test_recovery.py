@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fovea.client import GatewayClient
-from fovea.wire.errors import NotFound, PermissionDenied
+from fovea.wire.errors import DiskFull, NotFound, PermissionDenied
 from gateway.scopes import Scope
 from gateway.training import parking
 from tests.contract.gateway.conftest import KEY, Stand, running
@@ -109,6 +109,45 @@ async def test_a_step_whose_answer_was_lost_is_not_taken_twice(stand: Recovering
     assert await answers(rest, ids) == expected
     mine = [request.seq_id for request in stand.trainer.of("OptimStep") if request.model_id == model_id]
     assert mine == [3, 6, 9], "the step was durable: it is only asked for once more"
+
+
+async def test_a_batch_that_was_being_rendered_waits_for_what_is_run_again(stand: RecoveringStand, rest: Rest) -> None:
+    expected = await undisturbed(stand, 2)
+    model_id = await rest.create_model()
+    stand.trainer.is_disk_slow = True
+    ids = await submit(rest, model_id, 1, 1)
+    await answers(rest, ids)
+    stand.renderer.open.clear()
+    ids += await submit(rest, model_id, 4, 1)
+    await eventually(lambda: stand.renderer.waiting == 2)
+    await stand.kill_trainer()
+    await eventually(lambda: stand.renderer.waiting == 3)  # the replay is there, behind what is new
+    stand.renderer.open.set()
+    assert await answers(rest, ids) == expected
+
+
+async def test_a_save_that_waits_for_room_waits_for_what_is_run_again(stand: RecoveringStand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    stand.trainer.is_disk_slow = True
+    await answers(rest, await submit(rest, model_id, 1, 1))
+    weights = stand.trainer.models[model_id]["weights"]
+    stand.trainer.failures["SaveState"] = [DiskFull("full", place="/kept")] * 1000
+    saving = (await rest.ok("save_weights", model_id=model_id, seq_id=4, path="a"))["request_id"]
+    await eventually(lambda: "SaveState" in stand.trainer.names())
+    stand.renderer.open.clear()
+    await stand.kill_trainer()
+    await eventually(lambda: stand.renderer.waiting == 1)
+    stand.trainer.failures["SaveState"] = []
+
+    async def goes_on() -> bool:
+        answer = await rest.poll(saving)
+        return answer.status_code != 408 or "run again" in answer.json().get("queue_state_reason", "")
+
+    await eventually(goes_on)
+    stand.renderer.open.set()
+    await rest.result(saving)
+    (saved,) = stand.trainer.saved.values()
+    assert saved["weights"] == weights
 
 
 async def test_gateway_and_trainer_die_together(stand: RecoveringStand, rest: Rest) -> None:

@@ -32,6 +32,19 @@ def test_no_seed_breaks_a_promise() -> None:
     print(done.stdout)
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(81, id="81: saves that waited for room, while the model was brought back"),
+        pytest.param(2296, id="2296: a call that failed when the model was back already"),
+        pytest.param(3028, id="3028: a snapshot written before its model's first point"),
+    ],
+)
+def test_a_seed_that_broke_once_keeps_every_promise(seed: int) -> None:
+    done = simulate("--seed", str(seed))
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 def test_a_seed_is_the_same_run_each_time() -> None:
     first, second = simulate("--seed", "7"), simulate("--seed", "7")
     assert "is killed" in first.stderr
