@@ -224,7 +224,7 @@ class LiveState:
             raise
         for model_id in due:
             if curves := self._curves.get(model_id):
-                curves.is_kept = True
+                curves.note_kept()
 
     def _save_soon(self, model_id: str, curves: StepCurves) -> None:
         self._unsaved.setdefault(model_id, time.time() if curves.is_kept else 0.0)

@@ -90,6 +90,10 @@ class StepCurves:
             found |= {"low": _rounded(low[there]), "high": _rounded(high[there])}
         return found
 
+    def note_kept(self) -> None:
+        """The database has them from now on."""
+        self.is_kept = True
+
     def to_blob(self) -> bytes:
         """What the database keeps."""
         used = self.last_step // self.stride + 1
@@ -106,7 +110,7 @@ class StepCurves:
         curves = cls(*facts)
         for name in names:
             curves._row(name)
-        curves.is_kept = True
+        curves.note_kept()
         used = curves.last_step // curves.stride + 1
         kept = np.frombuffer(data, np.float64, offset=end).reshape(len(_COLUMNS), len(names), used)
         for column, values in zip(_COLUMNS, kept, strict=True):
