@@ -19,12 +19,23 @@ _COLOURS = {
     Status.REFUSED: "yellow",
     Status.NOT_APPLICABLE: "bright_black",
 }
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Tinker API conformance</title><style>
-body{font:15px/1.5 system-ui,sans-serif;margin:2.5rem auto;max-width:70rem;padding:0 1rem;color:#1c2330}
-h1{font-size:1.5rem;margin:0}p{color:#566}table{border-collapse:collapse;width:100%%;margin-top:1rem}
-td,th{padding:.35rem .6rem;border-bottom:1px solid #e4e7ec;text-align:left;vertical-align:top}
-td:nth-child(4){color:#566;font-size:13px;overflow-wrap:anywhere}td:nth-child(5){text-align:right;white-space:nowrap}
-.passed{color:#13713b}.failed{color:#b3261e;font-weight:600}.refused{color:#8a5a00}.not_applicable{color:#8a93a3}
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>Tinker API conformance</title><style>
+:root{color-scheme:light dark;--page:#fff;--ink:#1c2330;--soft:#566070;--line:#e4e7ec;
+--good:#13713b;--bad:#b3261e;--refused:#8a5a00}
+@media(prefers-color-scheme:dark){:root{--page:#101418;--ink:#e4e8ed;--soft:#9aa5b1;--line:#2b323b;
+--good:#5fd08f;--bad:#ff8a80;--refused:#e3b341}}
+body{font:15px/1.5 system-ui,sans-serif;margin:2.5rem auto;max-width:70rem;padding:0 1rem;color:var(--ink);
+background:var(--page)}
+h1{font-size:1.5rem;margin:0}p{color:var(--soft)}table{border-collapse:collapse;width:100%%;margin-top:1rem}
+td,th{padding:.35rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
+td:nth-child(2){white-space:nowrap}td:nth-child(5),th:nth-child(5){text-align:right;white-space:nowrap}
+td:nth-child(4){color:var(--soft);font-size:13px;overflow-wrap:anywhere}
+.passed{color:var(--good)}.failed{color:var(--bad);font-weight:600}.refused{color:var(--refused)}
+.not_applicable{color:var(--soft)}
+@media(max-width:40rem){tr:first-child{display:none}tr{display:grid;grid-template-columns:auto 1fr auto;gap:0 .8rem;
+padding:.5rem 0;border-bottom:1px solid var(--line)}td{border:0;padding:0}td:nth-child(3),td:nth-child(4){
+grid-column:1/-1;order:1}}
 </style><h1>Tinker API conformance</h1><p>%s</p><p>%s</p>
 <table><tr><th>Check</th><th>Verdict</th><th>What it says</th><th>What was seen</th><th>s</th></tr>%s</table></html>
 """

@@ -1,29 +1,40 @@
-"""One static page: the loss curve, the accuracy over steps, and held-out pictures with what the model said."""
+"""One static page: the loss, the accuracy over steps, and held-out pictures with what the model said.
+
+It is light or dark, fits a phone, and loads nothing from elsewhere.
+"""
 
 import base64
 import html
-import io
+import math
 import pathlib
-
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 from demo.digits import QUESTION, Scan
 from demo.job import History
+from fovea_rollout.line_chart import line_chart
 
 GRID_COUNT = 60
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24 }
-h1 { margin-bottom: 0 } .sub { color: #57606a; margin-top: .2rem }
-.figures { display: flex; gap: 2.5rem; margin: 1.5rem 0; flex-wrap: wrap }
-.figure b { display: block; font-size: 2rem; line-height: 1.1 } .figure span { color: #57606a }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(5.6rem, 1fr)); gap: .8rem }
-.scan { text-align: center; border-radius: .5rem; padding: .5rem; background: #eaf6ec }
-.scan.wrong { background: #fdebe9 } .scan img { width: 4.4rem; image-rendering: pixelated; border-radius: .25rem }
-.scan .was { color: #8b949e; text-decoration: line-through; font-size: .85rem }
-.plot { width: 100% }
+:root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --soft: #57606a; --line: #e1e5ea; --accent: #0b6bcb;
+  --right: #eaf6ec; --wrong: #fdebe9; --bad: #b3261e }
+@media (prefers-color-scheme: dark) { :root { --page: #101418; --ink: #e4e8ed; --soft: #9aa5b1; --line: #2b323b;
+  --accent: #62aef7; --right: #16291d; --wrong: #3a1d1c; --bad: #ff8a80 } }
+* { box-sizing: border-box }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: var(--ink);
+  background: var(--page) }
+h1 { margin: 0; line-height: 1.2 } .sub { color: var(--soft); margin-top: .4rem }
+.figures { display: flex; gap: 1.2rem 2.5rem; margin: 1.5rem 0; flex-wrap: wrap }
+.figure b { display: block; font-size: 2rem; line-height: 1.1 } .figure span { color: var(--soft) }
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); gap: 1.6rem }
+.curve { margin: 0 } .curve figcaption { display: flex; justify-content: space-between; gap: 1rem; color: var(--soft) }
+.curve figcaption b { color: var(--ink); white-space: nowrap } .curve svg { display: block; width: 100%; height: auto }
+.curve .grid { stroke: var(--line) } .curve text { fill: var(--soft); font-size: 10px }
+.curve .area { fill: var(--accent); opacity: .1 } .curve .path { fill: none; stroke: var(--accent); stroke-width: 1.8 }
+.curve .dot { fill: var(--accent) } .curve .hit { fill: transparent } .curve .hit:hover { fill: var(--accent) }
+.scans { display: grid; grid-template-columns: repeat(auto-fill, minmax(5.6rem, 1fr)); gap: .8rem }
+.scan { text-align: center; border-radius: .5rem; padding: .5rem; background: var(--right) }
+.scan.wrong { background: var(--wrong) } .scan img { width: 4.4rem; image-rendering: pixelated; border-radius: .25rem }
+.scan .is { color: var(--bad); white-space: nowrap }
+.scan .was { color: var(--soft); text-decoration: line-through; font-size: .85rem }
 """
 
 
@@ -40,43 +51,36 @@ def write_report(path: pathlib.Path, history: History, held_out: list[Scan], res
     cells = "".join(_cell(*row) for row in wrong_first[:GRID_COUNT])
     boxes = "".join(f'<div class="figure"><b>{value}</b><span>{name}</span></div>' for value, name in figures)
     path.write_text(
-        f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Fovea: the main job</title>
+        f"""<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Fovea: the main job</title>
 <style>{STYLE}</style>
 <h1>A vision-language model learns real digits</h1>
 <p class="sub">LoRA through the official Tinker SDK, trained by FSDP2, pushed live into vLLM after every epoch, asked
 “{html.escape(QUESTION)}”</p>
 <div class="figures">{boxes}</div>
-<img class="plot" alt="loss and accuracy over steps" src="data:image/svg+xml;base64,{_plot(history)}">
+<div class="curves">{_curves(history)}</div>
 <h2>What it says of scans it never saw</h2>
-<p class="sub">Its answer now, and struck through its answer before training. The wrong ones come first, in red.</p>
-<div class="grid">{cells}</div></html>
+<p class="sub">Its answer now, and struck through its answer before training. The wrong ones come first, in red, with
+the right digit.</p>
+<div class="scans">{cells}</div></html>
 """
     )
 
 
 def _cell(scan: Scan, first: str, last: str) -> str:
     picture = base64.b64encode(scan.png).decode()
-    kind = "scan" if last == str(scan.digit) else "scan wrong"
+    is_right = last == str(scan.digit)
+    right = "" if is_right else f'<span class="is">is {scan.digit}</span> '
     return (
-        f'<div class="{kind}"><img alt="{scan.digit}" src="data:image/png;base64,{picture}"><br>'
-        f'<b>{html.escape(last) or "∅"}</b> <span class="was">{html.escape(first[:8]) or "∅"}</span></div>'
+        f'<div class="{"scan" if is_right else "scan wrong"}">'
+        f'<img alt="a scan of {scan.digit}" src="data:image/png;base64,{picture}"><br>'
+        f'<b>{html.escape(last) or "∅"}</b> {right}<span class="was">{html.escape(first[:8]) or "∅"}</span></div>'
     )
 
 
-def _plot(history: History) -> str:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    left.plot(range(1, len(history.losses) + 1), history.losses, color="#0969da", linewidth=1.3)
-    left.set(title="Loss of an answer token", xlabel="step", ylabel="negative log-probability", yscale="log")
-    steps, shares = zip(*history.accuracies, strict=True)
-    right.plot(steps, shares, marker="o", color="#1a7f37")
-    right.axhline(0.1, color="#8b949e", linestyle=":", label="chance")
-    right.axhline(0.9, color="#bf8700", linestyle=":", label="0.90")
-    right.set(title="Held-out accuracy, sampled through vLLM", xlabel="step", ylim=(0, 1.02))
-    right.legend(loc="lower right")
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.2)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg")
-    plt.close(figure)
-    return base64.b64encode(buffer.getvalue()).decode()
+def _curves(history: History) -> str:
+    measured = dict(history.accuracies)
+    accuracies = [measured.get(step, math.nan) for step in range(max(measured) + 1)]
+    loss = line_chart("Loss of an answer token, nats", [math.nan, *history.losses])
+    return loss + line_chart("Held-out accuracy, sampled through vLLM (chance: 0.1)", accuracies)

@@ -39,7 +39,8 @@ WARM_UP_EPISODES = 400
 WARM_UP_BATCH = 32
 """Answers of a step: fewer episodes where these have several."""
 WARM_UP_ADAM = tinker.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
-SHOWN = 64
+SHOWN = 32
+"""Episodes of each evaluation that the page has."""
 
 
 def read_arguments(
@@ -163,7 +164,7 @@ class Experiment:
             raise RuntimeError(f"{len(found.failures)} rollouts failed, the first: {found.failures[0]}")
         self.result[moment] = found.reward_mean
         self.result |= {f"{moment}_{name}": value for name, value in found.metrics.items()}
-        self._trajectories = list(found.trajectories[:SHOWN])
+        self._trajectories += found.trajectories[:SHOWN]
         self._say(f"{moment}: reward {found.reward_mean:.3f}, {_shown(found.metrics)}")
 
     async def learn(self, sources: Sources, settings: LoopSettings, base: tinker.SamplingClient | None = None) -> None:

@@ -1,11 +1,15 @@
 """A real browser for tests: Debian's Chromium, driven by its chromedriver over the W3C WebDriver protocol, JSON over
 HTTP. It loads pages of this machine alone.
+
+`python -m tests.e2e.browser PAGE.html docs/page/NAME` takes the pictures of a page that docs/ shows.
 """
 
 import base64
+import io
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from PIL import Image
 
 from fovea.runtime.hosts import free_ports
 
@@ -21,6 +26,12 @@ _FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
 ]  # fmt: skip
+_TOO_WIDE = """
+    return [...document.querySelectorAll("body *")]
+        .filter((one) => !one.closest(arguments[0]))
+        .filter((one) => one.getBoundingClientRect().right > innerWidth + 0.5)
+        .map((one) => `${one.tagName} ${one.className}`);
+"""
 _PATIENCE_S = 60.0
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
@@ -106,7 +117,21 @@ class Browser:
         size = self.command("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], most_height), "scale": 1}
         found = self.command("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
+        # Chromium packs its pictures quickly, not well.
+        Image.open(io.BytesIO(base64.b64decode(found["data"]))).convert("RGB").save(path, optimize=True)
+
+    def pictures(self, folder: Path, name: str, most_height: int = 2400) -> None:
+        """Four of them: on a wide screen and on a phone, in light and dark."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for width in (1280, 390):
+            for scheme in ("light", "dark"):
+                self.show(width, dark=scheme == "dark")
+                self.wait("return new Promise((done) => setTimeout(() => done(true), 1500))")
+                self.screenshot(folder / f"{name}-{width}-{scheme}.png", most_height)
+
+    def too_wide(self, allowed: str = ".scroll") -> list[str]:
+        """What reaches past the right edge of the window, but for what is within the elements that may."""
+        return [str(one) for one in self.run(_TOO_WIDE, allowed)]
 
     def complaints(self) -> list[str]:
         """What the console says of errors since the last time: scripts that failed, what the policy has stopped."""
@@ -159,3 +184,13 @@ def _wait_ready(http: httpx.Client) -> None:
             pass
         time.sleep(0.1)
     raise AssertionError("chromedriver does not answer")
+
+
+def _main(page: str, stem: str) -> None:
+    with running_browser() as browser:
+        browser.open(Path(page).resolve().as_uri())
+        browser.pictures(Path(stem).parent, Path(stem).name)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

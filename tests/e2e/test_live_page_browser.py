@@ -21,12 +21,6 @@ PICTURES = os.environ.get("FOVEA_PAGE_PICTURES", "")
 """A folder for pictures of the page: then the training is longer, so that there is something to see."""
 STEPS = 138 if PICTURES else 6
 _BATCH = 32
-_WIDER = """
-    return [...document.querySelectorAll("body *")]
-        .filter((one) => !one.closest(".scroll, .models, svg"))
-        .filter((one) => one.getBoundingClientRect().right > arguments[0] + 0.5)
-        .map((one) => `${one.tagName} ${one.className}`);
-"""
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +113,9 @@ def test_what_happens_appears_without_a_reload(
     browser.wait_text("#pushes", "pushes of weights")
     browser.wait_text("#usage", "Trained", "Sampled")
     if PICTURES:
-        _take_pictures(browser, Path(PICTURES))
+        browser.pictures(Path(PICTURES), "page")
     browser.show(390, dark=True)
-    assert browser.run(_WIDER, 390) == []
+    assert browser.too_wide(".scroll, .models, svg") == []
     browser.show(1280, dark=False)
 
     browser.click(f"{row} button", "Delete")
@@ -147,12 +141,3 @@ def test_a_wrong_key_is_told_in_a_line_and_the_right_one_opens_the_page(stack: S
     assert browser.text("#wrong") == ""
     told = browser.complaints()
     assert [one for one in told if "401" not in one] == []
-
-
-def _take_pictures(browser: Browser, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for width in (1280, 390):
-        for name in ("light", "dark"):
-            browser.show(width, dark=name == "dark")
-            browser.wait("return new Promise((done) => setTimeout(() => done(true), 1500))")
-            browser.screenshot(folder / f"page-{width}-{name}.png", most_height=2400)

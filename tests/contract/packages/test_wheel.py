@@ -1,12 +1,10 @@
 """The package as a user gets it: a wheel in an empty environment, of each Python that is here."""
 
 import asyncio
-import os
 import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Iterator
 
@@ -16,11 +14,10 @@ import yaml
 import fovea
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
+from tests.contract.packages.conftest import ROOT, UV, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = pathlib.Path(__file__).parents[3]
-UV = str(pathlib.Path(sys.executable).with_name("uv"))
 PYTHONS = ("3.11", "3.12", "3.13")
 
 TALK = """
@@ -42,14 +39,6 @@ print(asyncio.run(ask()), [model.model_name for model in told.supported_models])
 """
 
 
-def run(*command: str) -> str:
-    """Runs a program that must succeed, without what this environment would tell it; returns what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 def interpreter(version: str) -> str:
     """Of a Python that is on the path or among pyenv's; skips the test without one."""
     installed = pathlib.Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
@@ -57,14 +46,6 @@ def interpreter(version: str) -> str:
         if candidate and subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode == 0:
             return candidate
     pytest.skip(f"no Python {version} is here")
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    folder = tmp_path_factory.mktemp("dist")
-    run(UV, "build", "--quiet", "--wheel", "--out-dir", str(folder), str(ROOT))
-    (built,) = folder.glob("*.whl")
-    return built
 
 
 @pytest.fixture(scope="module", params=PYTHONS)

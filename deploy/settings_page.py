@@ -1,0 +1,57 @@
+"""`python -m deploy.settings_page`: writes docs/settings.md, every setting of every service, from their settings.py."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from deploy.helm.schema import SETTINGS
+from fovea.runtime.settings import ServiceSettings
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "settings.md"
+_HEAD = """# Settings of the services
+
+Made by `python -m deploy.settings_page` from the code; a test compares. A setting `max_loras` of the sampler is
+
+* `--set sampler.max_loras=16` of `fovea up`, where it is not an option of its own ([cli.md](cli.md));
+* `FOVEA_SAMPLER_MAX_LORAS=16` in the environment;
+* `--max-loras 16` of `python -m services.sampler`;
+* `sampler.settings.max_loras: 16` in the values of the [chart](operations.md#install), where it is no value of its own.
+
+The command line stands above the environment, the environment above the default. A wrong value is refused in one line.
+"""
+_LIMITS = {"minimum": "≥ ", "exclusiveMinimum": "> ", "maximum": "≤ ", "exclusiveMaximum": "< "}
+
+
+def page() -> str:
+    """The whole page."""
+    sections = [_section("all four", ServiceSettings.model_json_schema()["properties"], {})]
+    for name, settings in SETTINGS.items():
+        shown, common = settings.model_json_schema()["properties"], ServiceSettings.model_json_schema()["properties"]
+        sections.append(_section(name, shown, common))
+    return _HEAD + "".join(sections)
+
+
+def _section(name: str, fields: Mapping[str, Any], common: Mapping[str, Any]) -> str:
+    rows = [_row(field, told) for field, told in fields.items() if common.get(field) != told]
+    return "\n".join([f"\n## {name}\n", "| setting | what it is | default |", "|---|---|---|", *rows, ""])
+
+
+def _row(name: str, told: Mapping[str, Any]) -> str:
+    choices = [one for one in told.get("anyOf", [told]) if one.get("type") != "null"]
+    kind = " or ".join(filter(None, map(_kind, choices)))
+    words = " ".join(str(told.get("description", "")).split()).replace("|", "\\|")
+    default = told.get("default")
+    shown = "" if default in (None, "") else f"`{default if isinstance(default, str) else json.dumps(default)}`"
+    return f"| `{name}` {kind} | {words} | {shown} |"
+
+
+def _kind(told: Mapping[str, Any]) -> str:
+    if "enum" in told:
+        return ", ".join(str(one) for one in told["enum"])
+    limits = [f"{sign}{told[limit]:g}" for limit, sign in _LIMITS.items() if limit in told]
+    return ", ".join([str(told.get("type", "")), *limits])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,97 @@
+"""What a loop tells the live page arrives beside the samples that it is of; who cannot be told costs nothing."""
+
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fovea_rollout.live_reports import LiveReports
+from fovea_rollout.policy import Policy
+from fovea_rollout.step_report import Agreement, StepReport
+from fovea_rollout.trajectory import Failure, Trajectory
+from tests.contract.gateway.conftest import KEY, Stand, running
+from tests.contract.gateway.requests import Rest
+from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
+
+
+@pytest.fixture
+async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+    async with running(Stand(tmp_path)) as stand:
+        yield stand
+
+
+@pytest.fixture
+async def rest(stand: Stand) -> AsyncIterator[Rest]:
+    async with stand.http() as http:
+        rest = Rest(http)
+        await rest.open_session()
+        yield rest
+
+
+def played(conversation: str, sequence_id: str, reward: float) -> Trajectory:
+    """A rollout of one turn that a server has sampled under this name."""
+    found = turn([1, 2, 3], [4, 5, 6, 7], [-0.25] * 4, reward)
+    named = replace(found, sampled=replace(found.sampled, sequence_id=sequence_id))
+    return rollout(named, conversation=conversation)
+
+
+def report(*trajectories: Trajectory, kl: float | None = None) -> StepReport:
+    policy: Policy = FourTokenPictures()
+    return StepReport(
+        step=0, reward_mean=0.5, signal_share=1.0, lag=0, sampled_tokens=8, trained_tokens=8,
+        agreement=Agreement(kl=0.002, largest_log_ratio=0.1), base_kl=kl, metrics={}, seconds={}, failures=(),
+        trajectories=(trajectories,), data=(), policy=policy,
+    )  # fmt: skip
+
+
+async def test_rewards_kl_and_right_answers_arrive_beside_their_samples(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await rest.result((await rest.forward_backward(model_id, 1)).json()["request_id"])
+    await rest.result((await rest.optim_step(model_id, 2))["request_id"])
+    sampling_id = await rest.snapshot(model_id, 3)
+    sample = (await rest.sample(sampling_id, 0)).json()["request_id"]
+    await rest.result(sample)
+
+    live = LiveReports(stand.url, KEY, model_id)
+    failed = rollout(conversation="failed", failure=Failure("reset", "OSError", ""))
+    await live.tell(report(played("a", f"{sample}:0", 1.0), failed), {"a": "seven", "failed": "nine"})
+    curves = (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]
+    told = {name: curves[name] for name in ("reward", "kl", "signal_share", "lag")}
+    assert told == {
+        "reward": {"step": [1], "mean": [0.5]},
+        "kl": {"step": [1], "mean": [0.002]},
+        "signal_share": {"step": [1], "mean": [1.0]},
+        "lag": {"step": [1], "mean": [0.0]},
+    }
+    (group,) = (await rest.http.get("live/samples", params={"source": model_id})).json()["groups"]
+    assert (group["truth"], group["drawn"][0]["reward"]) == ("seven", 1.0)
+
+
+async def test_the_distance_of_the_base_model_is_told_where_it_is_known(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    await LiveReports(f"{stand.url}/", KEY, model_id).tell(report(kl=0.25), {})
+    assert (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]["kl"]["mean"] == [0.25]
+
+
+async def test_a_server_that_takes_no_reports_is_asked_once(stand: Stand, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fovea_rollout.live_reports")
+    live = LiveReports(f"{stand.url}/elsewhere", KEY, "sess-1:train:0")
+    await live.tell(report(), {})
+    await live.tell(report(), {})
+    (record,) = caplog.records
+    assert "no live page is told of rewards" in record.getMessage()
+    assert "404" in record.getMessage()
+
+
+async def test_it_goes_by_the_variables_of_the_sdk(monkeypatch: pytest.MonkeyPatch, stand: Stand, rest: Rest) -> None:
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    assert LiveReports.from_environment("m") is None
+    monkeypatch.setenv("TINKER_BASE_URL", stand.url)
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    model_id = await rest.create_model()
+    live = LiveReports.from_environment(model_id)
+    assert live is not None
+    await live.tell(report(), {})
+    assert (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]["reward"]["mean"] == [0.5]

@@ -1,0 +1,112 @@
+"""Pages that are files, in a real browser: the demo's report, the rollouts' viewer, the conformance suite's verdicts.
+
+Each is read on a phone and in the dark; it loads nothing and complains of nothing. No Fovea runs.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conformance.check import Check, Status
+from conformance.report import write_html
+from conformance.runner import Verdict
+from conformance.target import Options
+from demo.digits import load_scans
+from demo.job import History
+from demo.report import write_report
+from tests.e2e.browser import Browser, running_browser, why_no_browser
+from tests.unit.fovea_rollout.test_viewer import write as write_rollouts
+
+pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
+
+VERDICTS = Path(__file__).parents[2] / "docs" / "conformance.json"
+_CONTRAST = """
+    const light = (colour) => {
+        const [r, g, b] = colour.match(/[\\d.]+/g).map((one) => one / 255)
+            .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const behind = (one) => {
+        for (; one; one = one.parentElement) {
+            const colour = getComputedStyle(one).backgroundColor;
+            if (!/, 0\\)$/.test(colour)) return colour;
+        }
+        return "rgb(255, 255, 255)";
+    };
+    return [...document.querySelectorAll(arguments[0])].map((one) => {
+        const [low, high] = [light(getComputedStyle(one).color), light(behind(one))].sort((a, b) => a - b);
+        return (high + 0.05) / (low + 0.05);
+    }).reduce((least, one) => Math.min(least, one), 21);
+"""
+"""Least contrast of texts before what is behind them; WCAG 2 wants 4.5 of small ones."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with running_browser() as browser:
+        yield browser
+
+
+def read_everywhere(browser: Browser, page: Path, texts: str) -> None:
+    """Opens it; on a phone nothing is cut off, in light and dark its texts can be told from the ground."""
+    browser.open(page.as_uri())
+    for width, dark in ((1280, False), (1280, True), (390, True), (390, False)):
+        browser.show(width, dark)
+        assert browser.too_wide() == [], (width, dark)
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+        assert browser.run(_CONTRAST, texts) >= 4.5, (width, dark)
+    colour = "return getComputedStyle(document.body).backgroundColor"
+    browser.show(390, dark=True)
+    dark_ground = browser.run(colour)
+    browser.show(1280, dark=False)
+    assert browser.run(colour) != dark_ground
+    assert (
+        browser.run("return performance.getEntriesByType('resource').filter((one) => !/^data:/.test(one.name)).length")
+        == 0
+    )
+    assert browser.complaints() == []
+
+
+def test_the_demos_report_shows_the_right_digit_beside_a_wrong_one(browser: Browser, tmp_path: Path) -> None:
+    held_out = load_scans()[1][:80]
+    right = [str(scan.digit) for scan in held_out]
+    said = ["<b>", "", *right[2:]]
+    history = History([2.0, 1.0, 0.1], [(0, 0.1), (2, 0.5), (3, 0.975)], said, ["fu"] * 80)
+    figures = {"accuracy_before": 0.0, "accuracy_after": 0.975, "ready_s": 30.0, "total_s": 120.0}
+    write_report(tmp_path / "report.html", history, held_out, figures)
+    read_everywhere(browser, tmp_path / "report.html", "h1, h2, p, b, span")
+    wrong = browser.run("return [...document.querySelectorAll('.wrong')].map((one) => one.innerText.trim())")
+    assert wrong == [f"<b> is {right[0]} fu", f"∅ is {right[1]} fu"]
+    assert browser.run("return document.querySelectorAll('.scan').length") == 60
+    assert browser.run("return [...document.images].every((one) => one.naturalWidth > 0)")
+    drawn = "return [...document.querySelectorAll('.path')].map((one) => one.getAttribute('d').split('L').length)"
+    assert browser.run(drawn) == [3, 3]
+
+
+def test_the_viewer_shows_turns_and_tokens_and_moves_by_keys(browser: Browser, tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "run.html")
+    read_everywhere(browser, tmp_path / "run.html", "h1, h2, h3, #count, .what, .facts span, .role, .legend > span")
+    browser.click("#list li", "")
+    assert browser.run("return document.querySelectorAll('.card.turn .token').length") == 5
+    browser.click("button", "tokens")
+    assert browser.run("return [...document.querySelectorAll('.stream img')].every((one) => one.naturalWidth > 0)")
+    assert browser.run("return location.hash") == "#0/tokens"
+    browser.run("document.dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowDown' }))")
+    browser.wait_text("#shown", "failed at reset", "no <display>")
+    assert browser.complaints() == []
+
+
+def test_the_verdicts_of_the_conformance_suite_are_read_on_a_phone(browser: Browser, tmp_path: Path) -> None:
+    rows = json.loads(VERDICTS.read_text())
+    verdicts = [
+        Verdict(
+            Check(row["id"], row["title"], row["section"], lambda _: "", 1.0, False, False),
+            Status(row["status"]), row["detail"], row["seconds"],
+        )
+        for row in rows
+    ]  # fmt: skip
+    write_html(verdicts, Options("http://127.0.0.1:8000", "tml-local", "tiny"), tmp_path / "conformance.html")
+    read_everywhere(browser, tmp_path / "conformance.html", "h1, p, td")
+    assert browser.run("return document.querySelectorAll('td:first-child').length") == len(rows)
