@@ -22,7 +22,8 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: var(--ink);
   background: var(--page) }
 h1 { margin: 0; line-height: 1.2 } .sub { color: var(--soft); margin-top: .4rem }
-.figures { display: flex; gap: 1.2rem 2.5rem; margin: 1.5rem 0; flex-wrap: wrap }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: 1.2rem 2rem;
+  margin: 1.5rem 0 }
 .figure b { display: block; font-size: 2rem; line-height: 1.1 } .figure span { color: var(--soft) }
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); gap: 1.6rem }
 .curve { margin: 0 } .curve figcaption { display: flex; justify-content: space-between; gap: 1rem; color: var(--soft) }
@@ -82,5 +83,5 @@ def _cell(scan: Scan, first: str, last: str) -> str:
 def _curves(history: History) -> str:
     measured = dict(history.accuracies)
     accuracies = [measured.get(step, math.nan) for step in range(max(measured) + 1)]
-    loss = line_chart("Loss of an answer token, nats", [math.nan, *history.losses])
-    return loss + line_chart("Held-out accuracy, sampled through vLLM (chance: 0.1)", accuracies)
+    loss = line_chart("Loss of an answer token", [math.nan, *history.losses])
+    return loss + line_chart("Held-out accuracy (chance: 0.1)", accuracies)

@@ -21,6 +21,9 @@ PICTURES = os.environ.get("FOVEA_PAGE_PICTURES", "")
 """A folder for pictures of the page: then the training is longer, so that there is something to see."""
 STEPS = 138 if PICTURES else 6
 _BATCH = 32
+_SLIDE = (
+    "const step = document.querySelector('#step'); step.value = arguments[0]; step.dispatchEvent(new Event('input'))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +116,8 @@ def test_what_happens_appears_without_a_reload(
     browser.wait_text("#pushes", "pushes of weights")
     browser.wait_text("#usage", "Trained", "Sampled")
     if PICTURES:
+        browser.run(_SLIDE, 2)  # to the third of the steps that were sampled, where it is not sure yet
+        browser.wait_text("#step-shown", "18")
         browser.pictures(Path(PICTURES), "page")
     browser.show(390, dark=True)
     assert browser.too_wide(".scroll, .models, svg") == []

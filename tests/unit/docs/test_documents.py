@@ -1,0 +1,43 @@
+"""What documents say of each other is true: links lead somewhere, the README's figures are those that were measured."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_FENCES = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """Of a page's headings, as they are linked to."""
+    titles = re.findall(r"^#+ (.+)$", _FENCES.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_pictures_are_there(page: pathlib.Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", _FENCES.sub("", page.read_text()))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: no such heading"
+
+
+def test_the_readmes_figures_are_those_that_were_measured() -> None:
+    readme, measured = (ROOT / "README.md").read_text(), (ROOT / "docs" / "performance.md").read_text()
+    table = readme[readme.index("| measured on H200s") : readme.index("**Models and memory.**")]
+    figures = set(re.findall(r"\d+,\d{3}|\d+\.\d+", table))
+    assert len(figures) >= 5
+    missing = sorted(figure for figure in figures if figure not in measured)
+    assert not missing, f"docs/performance.md no longer has {missing}: the README's first table must follow it"
+
+
+def test_the_package_is_never_called_by_a_strangers_name() -> None:
+    for page in PAGES:
+        assert not re.search(r"pip install (-\S+ )*[\"']?fovea[\"'\[\s`]", page.read_text()), page
