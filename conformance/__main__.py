@@ -20,7 +20,7 @@ from conformance.report import summary, table, write_html, write_json
 from conformance.runner import Verdict, run_checks
 from conformance.target import Options
 
-_RANGE = re.compile(r"C(\d+)(?:-C?(\d+))?|([A-H])")
+_RANGE = re.compile(r"C(\d+)(?:-C?(\d+))?|([A-I])")
 
 
 def load() -> list[Check]:
@@ -38,7 +38,7 @@ def select(all_checks: list[Check], words: list[str]) -> list[Check]:
     for word in (part for given in words for part in given.replace(",", " ").split()):
         match = _RANGE.fullmatch(word.upper())
         if match is None:
-            raise typer.BadParameter(f"{word!r} is no check; write C14, C20-C25 or a section A to H")
+            raise typer.BadParameter(f"{word!r} is no check; write C14, C20-C25 or a section A to I")
         first, last, section = match.groups()
         if section:
             chosen |= {one.number for one in all_checks if one.section == section}
@@ -52,7 +52,7 @@ def main(
     api_key: Annotated[str, typer.Option(help="A key that it accepts (tml-...).")] = "tml-local",
     model: Annotated[str, typer.Option(help="A model that it serves; by default the first.")] = "",
     vlm: Annotated[bool, typer.Option("--vlm", help="The model takes images.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="C14, C20-C25 or a section A to H; may be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="C14, C20-C25 or a section A to I; may be repeated.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="The same, to leave out.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the verdicts here as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write them here as a page.")] = None,
@@ -63,7 +63,7 @@ def main(
     cookbook: Annotated[bool, typer.Option("--cookbook", help="Run the cookbook's recipes too.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the SDK logs.")] = False,
 ) -> None:
-    """Check a Tinker server against the contract: 119 checks through the real SDK and raw HTTP."""
+    """Check a Tinker server against the contract: 123 checks through the real SDK and raw HTTP."""
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     if not verbose:
         warnings.filterwarnings("ignore", category=FutureWarning)

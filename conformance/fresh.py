@@ -23,10 +23,14 @@ COOKBOOK_CHECKS = {"C117", "C118", "C119"}
 
 
 @contextmanager
-def fresh_fovea(folder: Path) -> Iterator[dict[str, Any]]:
-    """Runs one, and yields its `up.json`. Its gateway takes the settings of `ENVIRONMENT` from this process."""
+def fresh_fovea(folder: Path, *options: str) -> Iterator[dict[str, Any]]:
+    """Runs one, and yields its `up.json`. Its gateway takes the settings of `ENVIRONMENT` from this process.
+
+    Args:
+        options: Further ones of `fovea up`.
+    """
     up = ("--model-name", MODEL_NAME, "--port", "0", "--grpc-port", "0")
-    with running_fovea(folder, tinyvlm.ensure("qwen3_vl"), *up) as state:
+    with running_fovea(folder, tinyvlm.ensure("qwen3_vl"), *up, *options) as state:
         yield state
 
 
@@ -41,9 +45,13 @@ def suite_command(state: dict[str, Any], folder: Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Starts Fovea, runs the suite, and returns its exit code."""
+    """Starts Fovea with a second base model, runs the suite, and returns its exit code."""
     os.environ |= ENVIRONMENT
-    with tempfile.TemporaryDirectory(prefix="fovea-conformance-") as folder, fresh_fovea(Path(folder)) as state:
+    teacher = ("--also-sample", f"teacher={tinyvlm.ensure('qwen3')}")
+    with (
+        tempfile.TemporaryDirectory(prefix="fovea-conformance-") as folder,
+        fresh_fovea(Path(folder), *teacher) as state,
+    ):
         return subprocess.run([*suite_command(state, Path(folder)), *arguments], check=False).returncode
 
 

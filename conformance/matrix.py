@@ -18,6 +18,7 @@ _SECTIONS = {
     "F": "Images",
     "G": "Checkpoints, REST, the SDK's command line",
     "H": "The cookbook, end to end",
+    "I": "Several base models, and what SDK 0.39 adds",
 }
 
 

@@ -66,6 +66,21 @@ class Rises:
 
 
 @dataclass(frozen=True)
+class Reaches:
+    """`metric` ends at `bar` or above."""
+
+    metric: str
+    bar: float
+
+    def judge(self, rows: Metrics) -> Verdict:
+        values = _values(rows, self.metric)
+        if len(values) < LEAST_STEPS:
+            return _too_few(values, self.metric)
+        said = f"{self.metric} {values[0]:.4g} to {values[-1]:.4g}, to reach {self.bar:g}"
+        return Verdict(values[-1] >= self.bar, len(values), values[0], values[-1], said)
+
+
+@dataclass(frozen=True)
 class Stays:
     """Every value of `metric` is within `below` of zero."""
 

@@ -6,15 +6,16 @@ exists, so recipes stay as they are and nothing is fetched.
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from cookbook import material
 from cookbook.material import Row
+from tinyvlm.scenes import COLOUR_QUESTION, COLOURS, SHAPE_QUESTION, SHAPES, shape_scene
 
 PROMPT_DISTILLATION_FILE = "prompt_distillation/data.jsonl"
 _GSM8K_CARD = """---
@@ -27,9 +28,7 @@ configs:
     path: main/test.jsonl
 ---
 """
-_DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_TRAIN_PICTURES, _TEST_PICTURES = range(256), range(1500, 1532)
-_PICTURE_SIDE = 64
+_PICTURES_OF_A_CLASS = {"train": 20, "test": 4}
 
 
 def lay_out(folder: Path, model_name: str, tokenizer: Path | None) -> None:
@@ -67,11 +66,18 @@ def _write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _write_pictures(folder: Path) -> None:
-    """scikit-learn's scans of digits as a folder of pictures by split and class."""
-    digits = load_digits()
-    for split, indices in (("train", _TRAIN_PICTURES), ("test", _TEST_PICTURES)):
-        for index in indices:
-            path = folder / split / _DIGITS[digits.target[index]] / f"{index}.png"
+    """Coloured shapes as Caltech-101 lies there: by split and class, `red_disc/image_0001.jpg`, no picture in both."""
+    rng = np.random.default_rng(0)
+    for split, most in _PICTURES_OF_A_CLASS.items():
+        drawn: Counter[str] = Counter()
+        while drawn.total() < most * len(COLOURS) * len(SHAPES):
+            scene = shape_scene(rng)
+            if SHAPE_QUESTION not in scene.facts:
+                continue
+            name = f"{scene.facts[COLOUR_QUESTION]}_{scene.facts[SHAPE_QUESTION]}"
+            if drawn[name] == most:
+                continue
+            drawn[name] += 1
+            path = folder / split / name / f"image_{drawn[name]:04}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
-            ink = np.round(digits.images[index] * (255 / 16)).astype(np.uint8)
-            Image.fromarray(255 - ink).resize((_PICTURE_SIDE, _PICTURE_SIDE), Image.Resampling.NEAREST).save(path)
+            Image.fromarray(scene.pixels).save(path, quality=95)

@@ -16,8 +16,8 @@ import tinyvlm
 from demo.up import running_fovea
 from examples.chart import draw_curves
 from examples.distillation_digits import TEACHER, make_teacher
+from examples.summary import FOLDER, RESULTS, is_met
 
-FOLDER = pathlib.Path(__file__).parent
 EXAMPLES = {
     "rl_digits": ("rl_digits",),
     "rl_geometry": ("rl_geometry",),
@@ -26,50 +26,70 @@ EXAMPLES = {
     "rl_visgym_reasoned": ("rl_visgym", "--answers", "reasoned"),
     "rl_visgym_tagged": ("rl_visgym", "--answers", "tagged"),
     "rl_visgym_nested": ("rl_visgym", "--answers", "nested"),
+    "rl_zoom": ("rl_zoom",),
 }
 """Their modules and arguments, by name."""
+OF_OTHERS = {"rl_openenv": ("rl_openenv",), "rl_verifiers": ("rl_verifiers",)}
+"""Likewise, on environments of other libraries, which `make environments` installs: they run where these are."""
+OTHERS = FOLDER.parent / ".environments" / "site-packages"
 LEARN_OTHERWISE = {"distillation_digits": ("distillation_digits",), "dpo_digits": ("dpo_digits",)}
 """Likewise, of examples that learn from a teacher, and from preferences: they run where they are named."""
 API_KEY = "tml-local"
-_HELP = f"Some of {', '.join(EXAMPLES)}; default: all of these. Also {', '.join(LEARN_OTHERWISE)}."
+_HELP = (
+    f"Some of {', '.join(EXAMPLES)}, and after `make environments` {', '.join(OF_OTHERS)}; default: all of these. "
+    f"Also {', '.join(LEARN_OTHERWISE)}."
+)
 
 
 def main(
     examples: Annotated[list[str] | None, typer.Argument(help=_HELP)] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds from 0.")] = 1,
     out: Annotated[pathlib.Path, typer.Option(help="Where curves and pages go.")] = FOLDER / "out",
-    results: Annotated[pathlib.Path, typer.Option(help="What was measured.")] = FOLDER / "results.json",
+    results: Annotated[pathlib.Path, typer.Option(help="What was measured.")] = RESULTS,
 ) -> None:
-    """Run the examples, and write what they learnt."""
+    """Run the examples, and write what they learnt; ends with 1 if a run misses its bar."""
     # The SDK would otherwise report its use of our own server to our own server.
     environment = os.environ | {"TINKER_TELEMETRY": "0"}
     console = Console()
+    names = examples or [*EXAMPLES, *(OF_OTHERS if OTHERS.is_dir() else ())]
+    known = EXAMPLES | OF_OTHERS | LEARN_OTHERWISE
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"there is no example {unknown[0]}; there are {', '.join(known)}")
+    missed = []
     out.mkdir(parents=True, exist_ok=True)
     also = []
-    if "distillation_digits" in (examples or ()):
+    if "distillation_digits" in names:
         console.rule("the teacher")
         also = ["--also-sample", f"{TEACHER}={make_teacher(out / 'teacher', tinyvlm.ensure())}"]
     with running_fovea(out / "fovea", tinyvlm.ensure(), "--port", "0", "--grpc-port", "0", *also) as up:
         server = ("--base-url", up["base_url"], "--api-key", API_KEY, "--out", str(out))
-        for name in examples or EXAMPLES:
+        for name in names:
+            module, *options = known[name]
+            path = {"PYTHONPATH": str(OTHERS)} if name in OF_OTHERS else {}
             for seed in range(seeds):
                 console.rule(f"{name}, seed {seed}")
-                module, *options = (EXAMPLES | LEARN_OTHERWISE)[name]
                 command = [sys.executable, "-m", f"examples.{module}", *options, *server, "--seed", str(seed)]
-                subprocess.run(command, env=environment, cwd=FOLDER.parent, check=True)
-                keep(json.loads((out / f"{name}-{seed}.json").read_text()), results)
-            if name in EXAMPLES:
+                subprocess.run(command, env=environment | path, cwd=FOLDER.parent, check=True)
+                run = json.loads((out / f"{name}-{seed}.json").read_text())
+                keep(run, results)
+                if "bar" in run and not is_met(run):
+                    missed.append(f"{name}, seed {seed}: {run['after']:.3f}, the bar is {run['bar']:g}")
+            if name not in LEARN_OTHERWISE:
                 draw_curves([out / f"{name}-{seed}.json" for seed in range(seeds)], out / f"{name}.png")
     console.print(f"results: {results}; curves and pages: {out}")
+    for line in missed:
+        console.print(f"missed: {line}")
+    raise typer.Exit(1 if missed else 0)
 
 
 def keep(run: dict[str, Any], results: pathlib.Path) -> None:
     """Puts a run into the results, in the place of the last one of the same example and seed."""
     rows: list[dict[str, Any]] = json.loads(results.read_text()) if results.exists() else []
     rows = [row for row in rows if (row["example"], row["seed"]) != (run["example"], run["seed"])]
-    rows.append({name: value for name, value in run.items() if name != "rewards"})
+    rows.append(run | {"rewards": [round(reward, 3) for reward in run["rewards"]]} if "rewards" in run else run)
     rows.sort(key=lambda row: (row["example"], row["seed"]))
-    results.write_text(json.dumps(rows, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    results.write_text(f"[\n{lines}\n]\n")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from fovea_rollout import Answer, LoopSettings, RolloutSettings, SamplingSetting
 
 TEACHER = "teacher"
 """What it is called on the server; `FOVEA_TEACHER` names another one."""
+BAR = 0.8
+"""Held-out scans that the student reads correctly; by chance 0.1."""
 _API_KEY = "tml-local"
 _LABELLED = 1000
 
@@ -84,7 +86,7 @@ async def main(arguments: argparse.Namespace) -> None:
     )
     await experiment.learn(unlabelled, settings, teacher)
     await experiment.measure("after", measured)
-    experiment.write()
+    experiment.write(BAR)
 
 
 if __name__ == "__main__":

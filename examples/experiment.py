@@ -6,15 +6,16 @@ Nothing here is Fovea's own: any server that speaks the Tinker API will do.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import pathlib
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import tinker
 
-from examples.scripted_player import ScriptedPlayer
 from fovea_rollout import (
     ChatTemplate,
     Chunk,
@@ -23,33 +24,35 @@ from fovea_rollout import (
     Policy,
     RolloutSettings,
     SamplingSettings,
+    ScriptedPlayer,
     StepReport,
     TinkerPolicy,
     Trajectory,
+    WarmUpSettings,
     evaluate,
-    run_rollouts,
     train,
-    training_datums,
+    warm_up,
     write_viewer,
 )
-from fovea_rollout.trajectory import reward_mean
 
 Sources = Sequence[Callable[[], Environment]]
-WARM_UP_EPISODES = 400
-WARM_UP_BATCH = 32
-"""Answers of a step: fewer episodes where these have several."""
-WARM_UP_ADAM = tinker.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
 SHOWN = 32
 """Episodes of each evaluation that the page has."""
 
 
 def read_arguments(
-    about: str, *, steps: int, groups: int, warm_up: int, stages: int = 1, answers: Sequence[str] = ()
+    about: str,
+    *,
+    steps: int = LoopSettings.steps,
+    groups: int = LoopSettings.groups_per_step,
+    warm_up: int = WarmUpSettings.steps,
+    stages: int = 1,
+    answers: Sequence[str] = (),
 ) -> argparse.Namespace:
     """Of the command line.
 
     Args:
-        steps: A default, as are `groups` and `warm_up`.
+        steps: A default, as are `groups` and `warm_up`: else those of `fovea_rollout`.
         stages: Each needs a step.
         answers: The ways to answer that the example has, if it has several; the first is the default.
     """
@@ -95,7 +98,13 @@ class Experiment:
         self._trajectories: list[Trajectory] = []
         self._start = time.monotonic()
         self.policy: Policy
-        self.result: dict[str, float | str] = {"example": name, "seed": arguments.seed, "steps": arguments.steps}
+        self.result: dict[str, float | str] = {
+            "example": name,
+            "seed": arguments.seed,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            **{one: getattr(arguments, one) for one in ("steps", "groups", "warm_up", "held_out")},
+        }
 
     @classmethod
     async def begin(cls, name: str, arguments: argparse.Namespace, rollout: RolloutSettings) -> Experiment:
@@ -121,32 +130,8 @@ class Experiment:
             player = TinkerPolicy(answer)
         else:
             player = ScriptedPlayer(self.policy, self._tokenizer, answer)
-        played = await run_rollouts(
-            player,
-            self._template,
-            sources[: min(WARM_UP_EPISODES, WARM_UP_BATCH * self._arguments.warm_up)],
-            self._rollout,
-            name="cloned",
-        )
-        self.result["cloned"] = reward_mean(played)
-        data = [
-            tinker.Datum(
-                model_input=one.datum.model_input,
-                loss_fn_inputs={
-                    "target_tokens": one.datum.loss_fn_inputs["target_tokens"],
-                    "weights": one.datum.loss_fn_inputs["advantages"],  # 1 where the player spoke
-                },
-            )
-            for trajectory in played
-            for one in await training_datums(trajectory, [1.0] * len(trajectory.turns), player)
-        ]
-        rng = np.random.default_rng(self._arguments.seed)
-        answers = float(np.mean([len(trajectory.turns) for trajectory in played]))
-        for _ in range(self._arguments.warm_up):
-            batch = [data[i] for i in rng.choice(len(data), max(4, round(WARM_UP_BATCH / answers)))]
-            backward = self._training.forward_backward(batch, "cross_entropy")
-            await self._training.optim_step(WARM_UP_ADAM)
-            await backward
+        settings = WarmUpSettings(self._arguments.warm_up, rollout=self._rollout, seed=self._arguments.seed)
+        self.result["cloned"] = await warm_up(self._training, self._template, sources, player, settings)
         await self._publish()
         self._say(f"warm-up done; the cloned player's reward is {self.result['cloned']:.3f}")
 
@@ -176,8 +161,15 @@ class Experiment:
         self.result["prefix_breaks"] = self._breaks
         self.result["largest_log_ratio"] = self._log_ratio
 
-    def write(self) -> None:
-        """Writes result, curve and viewer into the folder of `--out`."""
+    def write(self, bar: float) -> None:
+        """Writes result, curve and viewer into the folder of `--out`.
+
+        Args:
+            bar: The reward that the model should reach at the end.
+        """
+        self.result["bar"] = bar
+        # What else the machine did: processes that ran or waited to, on average over the last quarter of an hour.
+        self.result["load"] = round(os.getloadavg()[2], 1)
         self.result["seconds"] = round(time.monotonic() - self._start, 1)
         folder: pathlib.Path = self._arguments.out
         folder.mkdir(parents=True, exist_ok=True)

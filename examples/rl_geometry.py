@@ -17,6 +17,9 @@ from fovea_rollout import Answer, LoopSettings, Message, Picture, RolloutSetting
 SIDE, UNIT, WIDEST = 64, 8, 7
 TRIES = 3
 LATER_LOSES = 0.25
+BAR = 0.7
+"""Who sees nothing halves what is left with each try: right at once of 1 width in 7, then of 2, then of 4, which is a
+reward of (1 + 2 * 0.75 + 4 * 0.5) / 7 = 0.64 at best. Who sees the bar gets 1."""
 QUESTION = "How many squares wide is the bar? Call calc_score."
 INKS = ((220, 30, 30), (30, 170, 50), (40, 60, 220), (240, 220, 40))
 
@@ -131,7 +134,7 @@ async def main(arguments: argparse.Namespace) -> None:
     )
     await experiment.learn(train, tries)
     await experiment.measure("after", held_out)
-    experiment.write()
+    experiment.write(BAR)
 
 
 if __name__ == "__main__":

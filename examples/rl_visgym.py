@@ -20,10 +20,13 @@ from examples.experiment import Experiment, read_arguments
 from examples.picture_games import MAZE, TILES, Maze, Pixels, Tiles
 from fovea_rollout import Chunk, LoopSettings, Picture, RolloutSettings, SamplingSettings
 from fovea_rollout.records import parse_record
-from fovea_rollout.visgym_environment import WORDS, Answering, visgym_environment
+from fovea_rollout.visgym_environment import FORMAT_SHARE, TASK_SHARE, WORDS, Answering, visgym_environment
 
 SKILL = 0.5
 """How often the cloned player does what it should."""
+SOLVED = 0.7
+"""Share of games that the model should solve. Who does not look solves 0.14 of the mazes with the best fixed way, and
+0.11 of the tiles with the best fixed swaps."""
 _NAMES = {action: word for word, action in WORDS.items()}
 
 
@@ -42,6 +45,11 @@ class Game:
     max_turns: int
     max_tokens: int
     write: Callable[[Pixels, np.random.Generator], str]
+
+    @property
+    def bar(self) -> float:
+        """The reward of whoever solves that share, every answer well formed."""
+        return SOLVED if self.answering == "instruct" else TASK_SHARE * SOLVED + FORMAT_SHARE
 
 
 def _move(maze: Maze, rng: np.random.Generator) -> tuple[str, Any]:
@@ -122,20 +130,11 @@ async def main(arguments: argparse.Namespace) -> None:
     experiment = await Experiment.begin(f"rl_visgym_{arguments.answers}", arguments, rollout)
     await experiment.warm_up(train, lambda prompt: game.write(last_frame(prompt), rng))
     await experiment.measure("before", held_out)
-    settings = LoopSettings(
-        steps=arguments.steps,
-        groups_per_step=arguments.groups,
-        group_size=8,
-        learning_rate=7e-4,
-        estimator="dr_grpo",
-        adam={"eps": 1e-8, "grad_clip_norm": 1.0},
-        rollout=rollout,
-        seed=arguments.seed,
-    )
+    settings = LoopSettings(arguments.steps, arguments.groups, rollout=rollout, seed=arguments.seed)
     await experiment.learn(train, settings)
     await experiment.measure("after", held_out)
-    experiment.write()
+    experiment.write(game.bar)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=40, groups=16, warm_up=200, answers=tuple(GAMES))))
+    asyncio.run(main(read_arguments(__doc__, warm_up=100, answers=tuple(GAMES))))

@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -16,6 +16,7 @@ import tinker
 
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.advantages import Estimator
+from fovea_rollout.default_rate import REINFORCING_RATE, learning_rate_of
 from fovea_rollout.experts_client import ExpertSource
 from fovea_rollout.group_pool import GroupPool
 from fovea_rollout.live_reports import LiveReports
@@ -34,12 +35,12 @@ Mode = Literal["on_policy", "one_step_off", "inflight"]
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How to train.
+    """How to train. The defaults are what the examples learn with; those that differ say why.
 
     Attributes:
         groups_per_step: Groups that a step trains on, each from one source (record or environment factory).
         group_size: Rollouts of one group.
-        learning_rate: Of every step, or a function of the step, counted from 0.
+        learning_rate: Of every step, or a function of the step, counted from 0; None takes one by the model's width.
         mode: When rollouts run.
             `on_policy`: before each step, with the very weights that the step trains.
             `one_step_off`: those of the next step while a step trains, with weights one step older.
@@ -57,25 +58,25 @@ class LoopSettings:
             is sure and wrong is brought back by nothing else.
         kl_coefficient: Weight of the penalty for leaving the base model; above 0 it needs `base` of `train` and a
             temperature of 1.
-        adam: Other fields of `tinker.AdamParams`, as in `{"grad_clip_norm": 1.0}`.
+        adam: Other fields of `tinker.AdamParams`.
         concurrency: The most rollouts that run at once.
         seed: Decides the order of sources, which are gone through again and again.
     """
 
-    steps: int
-    groups_per_step: int
-    group_size: int
-    learning_rate: float | Callable[[int], float] = 1e-4
+    steps: int = 60
+    groups_per_step: int = 8
+    group_size: int = 8
+    learning_rate: float | Callable[[int], float] | None = None
     mode: Mode = "on_policy"
     max_lag: int = 2
-    estimator: Estimator = "grpo"
+    estimator: Estimator = "dr_grpo"
     discount: float | None = None
     substeps: int = 1
     loss: Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"] = "importance_sampling"
     loss_config: Mapping[str, float] = field(default_factory=dict)
     filter_groups: bool = True
     kl_coefficient: float = 0.0
-    adam: Mapping[str, float] = field(default_factory=dict)
+    adam: Mapping[str, float] = field(default_factory=lambda: {"eps": 1e-8, "grad_clip_norm": 1.0})
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     concurrency: int = 256
     seed: int = 0
@@ -111,8 +112,9 @@ class LoopSettings:
         return {**implied, **self.loss_config}
 
     def adam_params(self, step: int) -> tinker.AdamParams:
-        """The optimizer's parameters of one step."""
+        """The optimizer's parameters of one step. The learning rate must be known by then, as in `train`."""
         rate = self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
+        assert rate is not None, "train() has set it"
         return tinker.AdamParams(learning_rate=rate, **self.adam)
 
 
@@ -155,6 +157,8 @@ async def train(
             f"kl_coefficient is {settings.kl_coefficient:g}: pass the base model's sampling client as base",
             field="base",
         )
+    if settings.learning_rate is None:
+        settings = replace(settings, learning_rate=await learning_rate_of(training_client, None, REINFORCING_RATE))
     with LoopProgress(settings.steps, settings.groups_per_step * settings.group_size, progress) as shown:
         loop = _Loop(training_client, template, sources, settings, base, experts, shown)
         live = live or LiveReports.from_environment(training_client.model_id)

@@ -1,14 +1,21 @@
 """A folder of pictures becomes an adapter and a merged model, by which plain transformers and vLLM answer as Fovea."""
 
+import base64
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import httpx
+import openai
 import pytest
 
+from fovea.runtime.hosts import free_ports
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
 from fovea_data import export_model
 from tests.e2e.fovea_data.conftest import Answers, Trained
@@ -19,19 +26,25 @@ pytestmark = pytest.mark.timeout(900)  # the first test trains
 FOVEA = pathlib.Path(sys.executable).with_name("fovea")
 
 
-def plain(program: str, trained: Trained, *model: pathlib.Path) -> Answers:
-    """What another program answers, which must not import anything of ours."""
+def strangers_environment() -> dict[str, str]:
+    """Of a program that knows nothing of Fovea, with a small vLLM."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FOVEA", "TINKER", "VLLM"))}
-    settings = {
+    return kept | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
     }
+
+
+def plain(program: str, trained: Trained, *model: pathlib.Path) -> Answers:
+    """What another program answers, which must not import anything of ours."""
     ran = subprocess.run(
         [sys.executable, HERE / program, *model],
         input=json.dumps(trained.asked),
-        env=kept | settings | {"VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"},
+        env=strangers_environment(),
         cwd=model[-1],
         capture_output=True,
         text=True,
@@ -57,6 +70,48 @@ def test_the_merged_model_answers_alike_to_the_token(program: str, trained: Trai
 @pytest.mark.parametrize("program", ["plain_transformers.py", pytest.param("plain_vllm.py", marks=pytest.mark.long)])
 def test_the_adapter_answers_alike_to_the_token(program: str, trained: Trained, stack: Stack) -> None:
     assert plain(program, trained, stack.model, trained.adapter) == trained.answers
+
+
+@contextmanager
+def vllm_serve(folder: pathlib.Path, *options: str) -> Iterator[str]:
+    """`vllm serve FOLDER`, small; yields its address."""
+    (port,) = free_ports(1)
+    small = ["--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
+    command = [FOVEA.with_name("vllm"), "serve", folder, "--host", "127.0.0.1", "--port", str(port), *small, *options]
+    with subprocess.Popen(command, cwd=folder, env=strangers_environment()) as server:
+        try:
+            while True:
+                try:
+                    if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
+                        break
+                except httpx.TransportError:
+                    assert server.poll() is None, "vllm serve has ended"
+                    time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            server.terminate()
+
+
+def test_plain_vllm_serve_answers_alike_to_the_token(trained: Trained) -> None:
+    """Over HTTP, as docs/first-fine-tune.md has it."""
+    answers = []
+    with vllm_serve(trained.merged, "--served-model-name", "own") as base_url:
+        client = openai.OpenAI(base_url=base_url, api_key="none")
+        for picture, question in trained.asked:
+            data = base64.b64encode(pathlib.Path(picture).read_bytes()).decode()
+            content: Any = [
+                {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+                {"type": "text", "text": question},
+            ]
+            answer = client.chat.completions.create(
+                model="own",
+                messages=[{"role": "user", "content": content}],
+                temperature=0.0,
+                max_completion_tokens=8,
+                extra_body={"return_token_ids": True},
+            )
+            answers.append(answer.choices[0].model_dump()["token_ids"])
+    assert answers == trained.answers
 
 
 def test_exports_have_all_that_a_stranger_needs(trained: Trained, stack: Stack) -> None:

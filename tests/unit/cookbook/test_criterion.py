@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cookbook.criterion import Criterion, Falls, Rises, Stays
+from cookbook.criterion import Criterion, Falls, Reaches, Rises, Stays
 
 
 def rows(*values: float) -> list[dict[str, float]]:
@@ -18,6 +18,8 @@ def rows(*values: float) -> list[dict[str, float]]:
         (Falls("m", to=0.5), (4.0, 9.0, 0.0), (4.0, 1.0, math.nan)),
         (Rises("m", by=0.2), (0.1, 0.3, 0.4), (0.1, 0.9, 0.2, 0.3)),
         (Rises("m", by=0.2), (0.1, 0.0, 0.9), (0.1, 0.3, math.nan)),
+        (Reaches("m", bar=0.9), (0.0, 1.0, 0.9), (0.95, 1.0, 0.89)),
+        (Reaches("m", bar=0.9), (math.nan, 0.0, 1.0), (1.0, 1.0, math.nan)),
         (Stays("m", below=0.1), (0.1, -0.1, 0.0), (0.0, -0.2, 0.0)),
         (Stays("m", below=0.1), (0.0, 0.0, 0.0), (0.0, math.nan, 0.0)),
     ],
@@ -27,7 +29,9 @@ def test_a_criterion_tells_good_from_bad(criterion: Criterion, good: tuple[float
     assert not criterion.judge(rows(*bad)).ok
 
 
-@pytest.mark.parametrize("criterion", [Falls("m", to=2.0), Rises("m", by=-9.0), Stays("m", below=9.0)])
+@pytest.mark.parametrize(
+    "criterion", [Falls("m", to=2.0), Reaches("m", 0.5), Rises("m", by=-9.0), Stays("m", below=9.0)]
+)
 def test_two_steps_are_too_few(criterion: Criterion) -> None:
     verdict = criterion.judge([*rows(1.0, 1.0), {"step": 2, "other": 1.0}])
     assert not verdict.ok

@@ -23,7 +23,7 @@ WARM = RolloutSettings(sampling=SamplingSettings(temperature=0.7))
 )
 def test_bad_settings_are_named(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
-        LoopSettings(**({"steps": 1, "groups_per_step": 1, "group_size": 2} | changes))
+        LoopSettings(**changes)
 
 
 def test_a_learning_rate_may_depend_on_the_step() -> None:

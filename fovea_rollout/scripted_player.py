@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fovea_rollout import Chunk, Picture, Policy, Sampled, SamplingSettings, WeightVersions
+from fovea_rollout.messages import Picture
+from fovea_rollout.policy import Chunk, Policy, Sampled, SamplingSettings, WeightVersions
 
 
 class ScriptedPlayer:

@@ -1,0 +1,100 @@
+"""A beginning for reinforcement learning: a model clones a player, so that it answers in the form that is rewarded.
+
+Of a player that answers at random it learns what an answer looks like, and nothing of what is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import tinker
+
+from fovea.wire.errors import InvalidInput
+from fovea_rollout.default_rate import CLONING_RATE, learning_rate_of
+from fovea_rollout.environment import Environment
+from fovea_rollout.policy import Policy
+from fovea_rollout.rollout import RolloutSettings, run_rollouts
+from fovea_rollout.template import ChatTemplate
+from fovea_rollout.training_batch import training_datums
+from fovea_rollout.trajectory import Trajectory, reward_mean
+
+
+@dataclass(frozen=True)
+class WarmUpSettings:
+    """How to clone.
+
+    Attributes:
+        steps: Optimizer steps.
+        episodes: The most that the player plays; steps draw from them again and again.
+        answers_per_step: About as many; fewer episodes where these have several.
+        learning_rate: Of every step; None takes one by the model's width.
+        adam: Other fields of `tinker.AdamParams`.
+        rollout: How the player plays.
+        seed: Decides which episodes a step has.
+    """
+
+    steps: int = 60
+    episodes: int = 400
+    answers_per_step: int = 32
+    learning_rate: float | None = None
+    adam: Mapping[str, float] = field(default_factory=lambda: {"grad_clip_norm": 1.0})
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "episodes", "answers_per_step"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 1 or more", field=name)
+
+
+async def warm_up(
+    training_client: tinker.TrainingClient,
+    template: ChatTemplate,
+    sources: Sequence[Callable[[], Environment]],
+    player: Policy,
+    settings: WarmUpSettings,
+) -> float:
+    """Trains a model on what a player says; an answer counts alike, whatever came of it.
+
+    Args:
+        player: Such as a `ScriptedPlayer`, or a teacher's `TinkerPolicy`.
+
+    Returns:
+        The mean reward of the player itself, which is where a perfect clone begins.
+
+    Raises:
+        InvalidInput: No episode could be played; the message has the first failure.
+        tinker.TinkerError: What the server refuses.
+    """
+    most = min(settings.episodes, settings.answers_per_step * settings.steps)
+    played = await run_rollouts(player, template, sources[:most], settings.rollout, name="cloned", progress=False)
+    data = [datum for trajectory in played if trajectory.turns for datum in await _datums(trajectory, player)]
+    if not data:
+        failure = next((one.failure for one in played if one.failure), None)
+        raise InvalidInput(f"the player played no episode to learn from: {failure}", field="sources")
+    answers = float(np.mean([len(trajectory.turns) for trajectory in played]))
+    size = max(4, round(settings.answers_per_step / answers))
+    rate = await learning_rate_of(training_client, settings.learning_rate, CLONING_RATE)
+    rng = np.random.default_rng(settings.seed)
+    for _ in range(settings.steps):
+        batch = [data[index] for index in rng.choice(len(data), size)]
+        backward = training_client.forward_backward(batch, "cross_entropy")
+        await training_client.optim_step(tinker.AdamParams(learning_rate=rate, **settings.adam))
+        await backward
+    return reward_mean(played)
+
+
+async def _datums(trajectory: Trajectory, player: Policy) -> list[tinker.Datum]:
+    """For `cross_entropy`: weight 1 where the player spoke."""
+    return [
+        tinker.Datum(
+            model_input=one.datum.model_input,
+            loss_fn_inputs={
+                "target_tokens": one.datum.loss_fn_inputs["target_tokens"],
+                "weights": one.datum.loss_fn_inputs["advantages"],
+            },
+        )
+        for one in await training_datums(trajectory, [1.0] * len(trajectory.turns), player)
+    ]
