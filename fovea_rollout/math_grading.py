@@ -10,18 +10,19 @@ import atexit
 import json
 import logging
 import re
-import selectors
+import signal
 import subprocess
 import sys
 import threading
 from fractions import Fraction
+from functools import lru_cache
 
 from fovea.wire.errors import FailedPrecondition
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
-"""For one comparison; the first of a process also loads sympy, which takes a second or two."""
+"""Seconds of processor time that one comparison may take: on a busy machine a right answer stays right."""
 LONGEST = 1000
 """Characters of an answer: a longer one is wrong."""
 _MEMORY_BYTES = 2 << 30
@@ -84,9 +85,9 @@ class _Grader:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
                 )
-            reply = _asked(self._process, json.dumps([truth, answer]))
+            reply = _asked(self._process, json.dumps([truth, answer, TIMEOUT_S]))
             if reply is None:
-                logger.info("%r could not be compared with %r in %g s", answer, truth, TIMEOUT_S)
+                logger.info("%r could not be compared with %r in %g s of processor time", answer, truth, TIMEOUT_S)
                 self.stop()
                 return False
         said = json.loads(reply)
@@ -103,17 +104,15 @@ class _Grader:
 
 
 def _asked(process: subprocess.Popen[str], question: str) -> str | None:
-    """A line for a line; None if there was none in time."""
+    """A line for a line; None if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        try:
-            process.stdin.write(question + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            return None
-        return (process.stdout.readline() or None) if selector.select(TIMEOUT_S) else None
+    try:
+        process.stdin.write(question + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return None
+    return process.stdout.readline() or None
 
 
 _GRADER = _Grader()
@@ -132,13 +131,20 @@ def _serve() -> None:
             print(json.dumps("answers are graded by math-verify: install it"), flush=True)
         return
     logging.disable()  # it warns that without its own timeout nothing ends it
-    for line in sys.stdin:
-        truth, answer = json.loads(line)
+
+    @lru_cache(maxsize=4096)
+    def compare(truth: str, answer: str) -> bool:
         gold = parse(f"${truth}$", parsing_timeout=None)
         # As one expression; if it is none, the last one of the text.
-        is_same = any(
+        return any(
             verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None) for text in (f"${answer}$", answer)
         )
+
+    for line in sys.stdin:
+        truth, answer, timeout_s = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # whose signal ends the process, whatever it is in
+        is_same = compare(truth, answer)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         print(json.dumps(is_same), flush=True)
 
 

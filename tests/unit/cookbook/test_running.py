@@ -122,6 +122,6 @@ def test_the_folder_has_what_the_recipes_name(tmp_path: Path) -> None:
     assert (folder / "Qwen/Tiny").resolve() == tokenizer
     for name in ("HuggingFaceH4/no_robots", "Anthropic/hh-rlhf", "openai/gsm8k/main", "tangqiaoyu/ToolAlpaca"):
         assert json.loads((folder / name / "train.jsonl").read_text().splitlines()[0])
-    assert len(list((folder / "dpdl-benchmark/caltech101/train").glob("*/*.png"))) == 256
+    assert any((folder / "dpdl-benchmark/caltech101/train").glob("*/*.jpg"))
     lay_out(folder, "Qwen/Tiny", None)
     assert not (folder / "Qwen").exists()
