@@ -29,7 +29,7 @@ def load_environment(rng: np.random.Generator, count: int) -> Any:
 
     async def share_right(completion: Any, answer: str) -> float:
         said = [message["content"].strip() for message in completion if message["role"] == "assistant"]
-        return sum(one == WAYS[colour] for one, colour in zip(said, answer.split(), strict=False)) / LENGTH
+        return float(sum(one == WAYS[colour] for one, colour in zip(said, answer.split(), strict=False)) / LENGTH)
 
     games = [draw_signals(rng) for _ in range(count)]
     rows = Dataset.from_list([{"prompt": [_asked(game[0])], "answer": " ".join(game)} for game in games])
