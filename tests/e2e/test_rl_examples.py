@@ -12,11 +12,15 @@ from examples.__main__ import EXAMPLES
 from tests.e2e.stack import API_KEY, Stack
 
 ROOT = pathlib.Path(__file__).parents[2]
+MOST_DIFFERENT = {"rl_digits", "rl_gridworld", "rl_visgym_reasoned"}
+"""One turn, many turns, and tickets with thoughts; `make long` runs all."""
 
 
 @pytest.mark.timeout(660)
-# The other two of VisGym's have all that `tagged` has.
-@pytest.mark.parametrize("name", sorted({*EXAMPLES} - {"rl_visgym_tagged"}))
+@pytest.mark.parametrize(
+    "name",
+    [name if name in MOST_DIFFERENT else pytest.param(name, marks=pytest.mark.long) for name in sorted(EXAMPLES)],
+)
 def test_an_example_runs(name: str, stack: Stack, tmp_path: pathlib.Path) -> None:
     server = ["--base-url", stack.base_url, "--api-key", API_KEY]
     size = ["--steps", "2", "--groups", "8", "--warm-up", "1", "--held-out", "8", "--seed", "5"]
