@@ -44,7 +44,7 @@ def write_report(path: pathlib.Path, history: History, held_out: list[Scan], res
     figures = [
         (f"{result['accuracy_before']:.1%}", "read right before"),
         (f"{result['accuracy_after']:.1%}", f"read right after, of {len(held_out)} held-out scans"),
-        (f"{result['ready_s']:.0f} s", "until all services were ready"),
+        *([(f"{result['ready_s']:.0f} s", "until all services were ready")] if result["ready_s"] else []),
         (f"{result['total_s']:.0f} s", "start to report"),
     ]
     told = list(zip(held_out, history.first_answers, history.answers, strict=True))
