@@ -15,7 +15,7 @@ from PIL import Image
 
 from cookbook import material
 from cookbook.material import Row
-from tinyvlm.scenes import COLOUR_QUESTION, COLOURS, SHAPE_QUESTION, SHAPES, shape_scene
+from tinyvlm.scenes import COLOUR_QUESTION, COLOURS, GROUND_QUESTION, GROUNDS, shape_scene
 
 PROMPT_DISTILLATION_FILE = "prompt_distillation/data.jsonl"
 _GSM8K_CARD = """---
@@ -28,7 +28,8 @@ configs:
     path: main/test.jsonl
 ---
 """
-_PICTURES_OF_A_CLASS = {"train": 20, "test": 4}
+_CLASSES = [f"{colour}_on_{ground}" for ground in GROUNDS for colour in COLOURS if colour != ground]
+_PICTURES_OF_A_CLASS = {"train": 40, "test": 10}
 
 
 def lay_out(folder: Path, model_name: str, tokenizer: Path | None) -> None:
@@ -66,15 +67,15 @@ def _write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _write_pictures(folder: Path) -> None:
-    """Coloured shapes as Caltech-101 lies there: by split and class, `red_disc/image_0001.jpg`, no picture in both."""
+    """Coloured shapes as Caltech-101 lies there: by split and class, `red_on_black/image_0001.jpg`, none in both."""
     rng = np.random.default_rng(0)
     for split, most in _PICTURES_OF_A_CLASS.items():
         drawn: Counter[str] = Counter()
-        while drawn.total() < most * len(COLOURS) * len(SHAPES):
+        while drawn.total() < most * len(_CLASSES):
             scene = shape_scene(rng)
-            if SHAPE_QUESTION not in scene.facts:
+            if GROUND_QUESTION not in scene.facts:
                 continue
-            name = f"{scene.facts[COLOUR_QUESTION]}_{scene.facts[SHAPE_QUESTION]}"
+            name = f"{scene.facts[COLOUR_QUESTION]}_on_{scene.facts[GROUND_QUESTION]}"
             if drawn[name] == most:
                 continue
             drawn[name] += 1

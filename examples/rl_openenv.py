@@ -105,6 +105,7 @@ async def main(arguments: argparse.Namespace) -> None:
         settings = LoopSettings(
             arguments.steps,
             arguments.groups,
+            learning_rate=2e-3,  # of two tokens, which have no form to lose
             discount=0.0,  # the server rewards each answer at once
             rollout=rollout,
             seed=arguments.seed,
@@ -115,4 +116,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, warm_up=30)))
+    asyncio.run(main(read_arguments(__doc__, steps=30, warm_up=30)))

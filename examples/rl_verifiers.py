@@ -54,11 +54,17 @@ async def main(arguments: argparse.Namespace) -> None:
     experiment = await Experiment.begin("rl_verifiers", arguments, rollout)
     await experiment.warm_up(train, lambda _: random_way(rng))
     await experiment.measure("before", held_out)
-    settings = LoopSettings(arguments.steps, arguments.groups, rollout=rollout, seed=arguments.seed)
+    settings = LoopSettings(
+        arguments.steps,
+        arguments.groups,
+        learning_rate=2e-3,  # of two tokens, which have no form to lose
+        rollout=rollout,
+        seed=arguments.seed,
+    )
     await experiment.learn(train, settings)
     await experiment.measure("after", held_out)
     experiment.write(BAR)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, warm_up=30)))
+    asyncio.run(main(read_arguments(__doc__, steps=30, warm_up=30)))

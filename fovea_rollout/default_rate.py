@@ -9,11 +9,11 @@ import tinker
 
 logger = logging.getLogger(__name__)
 
-CLONING_RATE, REINFORCING_RATE = 4e-4, 9e-5
+CLONING_RATE, REINFORCING_RATE = 4e-4, 1.3e-4
 """Of a LoRA on a language model that is 2,000 wide. Cloning is fine-tuning, and its rate that of `fovea_data`; what
 learns from rewards moves more slowly, or else it loses the form of long answers."""
 _WIDTH, _POWER = 2000, 0.75
-"""The rule of `fovea_data`. At a width of 128 the rates are 3e-3 and 7e-4, at 4,096 2e-4 and 5e-5."""
+"""The rule of `fovea_data`. At a width of 128 the rates are 3e-3 and 1e-3, at 4,096 2e-4 and 8e-5."""
 
 
 async def learning_rate_of(training_client: tinker.TrainingClient, given: float | None, default: float) -> float:

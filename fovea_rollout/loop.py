@@ -63,7 +63,7 @@ class LoopSettings:
         seed: Decides the order of sources, which are gone through again and again.
     """
 
-    steps: int = 60
+    steps: int = 120
     groups_per_step: int = 8
     group_size: int = 8
     learning_rate: float | Callable[[int], float] | None = None

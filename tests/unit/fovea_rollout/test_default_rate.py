@@ -13,7 +13,7 @@ def checkpoint(folder: pathlib.Path, **config: object) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("width", "rate"), [(128, 7.1e-4), (2000, 9e-5), (4096, 5.3e-5)])
+@pytest.mark.parametrize(("width", "rate"), [(128, 1.02e-3), (2000, 1.3e-4), (4096, 7.6e-5)])
 def test_it_falls_with_the_width(width: int, rate: float, tmp_path: pathlib.Path) -> None:
     name = checkpoint(tmp_path, model_type="qwen3", hidden_size=width)
     assert _by_width(name, REINFORCING_RATE) == pytest.approx(rate, rel=0.02)
@@ -26,4 +26,4 @@ def test_the_width_is_that_of_the_language_part(tmp_path: pathlib.Path) -> None:
 
 def test_without_a_width_it_is_the_one_of_2000(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     assert _by_width(str(tmp_path / "nowhere"), REINFORCING_RATE) == REINFORCING_RATE
-    assert "is unknown, so the learning rate is 9e-05" in caplog.text
+    assert "is unknown, so the learning rate is 0.00013" in caplog.text
