@@ -87,7 +87,7 @@ class TrainerLink(Peer):
     async def look_again(self) -> str:
         """Asks now, after a call failed; returns the instance that answers, or an empty text."""
         await self.refresh()
-        return self.info.instance_id if self.info is not None and self.up else ""
+        return self.instance_id if self.up else ""
 
     def _note(self) -> None:
         if self.up:

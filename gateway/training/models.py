@@ -11,6 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.api.v1 import weights_pb2
+from fovea.client import TrainerClient
 from fovea.wire.errors import BrokenOff, FailedPrecondition, FoveaError, ModelLost, NotFound, ResourceExhausted
 from gateway.access.owners import Owners
 from gateway.checkpoints.checkpoint import TRAINING
@@ -19,6 +20,7 @@ from gateway.database.database import Database
 from gateway.database.schema import custom_losses, journal, models, sessions
 from gateway.database.sql_engine import insert_new
 from gateway.database.writer import Job
+from gateway.replicas.trainer_link import TrainerLink
 
 logger = logging.getLogger(__name__)
 
@@ -169,14 +171,15 @@ class Models:
         finally:
             self._returning.discard(model.model_id)
 
-    def check_settled(self, model: Model, trainer_instance: str) -> None:
-        """To be called right before the trainer is: raises BrokenOff for a model that is not back in this instance.
+    def client_of(self, model: Model, trainer: TrainerLink) -> TrainerClient:
+        """To be asked for right before each call: raises BrokenOff for a model that is not back in this trainer.
 
         A command may have waited since it was let to the trainer, for a turn, a renderer or room on a disk: if the
         trainer has restarted meanwhile, the model may be there, but not as its last command left it.
         """
-        if model.trainer_instance != trainer_instance or model.model_id in self._returning:
+        if model.trainer_instance != trainer.instance_id or model.model_id in self._returning:
             raise BrokenOff(f"model {model.model_id} is not back yet in the trainer, which restarted")
+        return trainer.client
 
     def check_share(self, model: Model, trainer_instance: str) -> None:
         """Raises ResourceExhausted if this trainer holds, or is given, as many of the owner's models as it may."""

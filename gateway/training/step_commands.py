@@ -74,9 +74,8 @@ class StepCommands:
         batch.header.drop_gradients = drop_gradients
         tokens = sum(len(datum.input.tokens) // 4 for datum in batch.datums)
         async with self._turn(pending, tokens, "computing, or waiting for the trainer"):
-            if model is not None:
-                self._models.check_settled(model, self._trainer.instance_id)
-            answer = await self._trainer.client.forward_backward(batch.header, batch.datums, timeout_s=None)
+            client = self._trainer.client if model is None else self._models.client_of(model, self._trainer)
+            answer = await client.forward_backward(batch.header, batch.datums, timeout_s=None)
         if pending.submission.kind is Kind.FORWARD_BACKWARD:
             pending.usage.trained_tokens += tokens
         else:
@@ -85,10 +84,10 @@ class StepCommands:
 
     async def optim_step(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Takes a step, unless a forward_backward since the last one failed: then gradients are partial and dropped."""
-        client, seq_id = self._trainer.client, pending.submission.seq_id
+        seq_id = pending.submission.seq_id
         if model.failed_seq_id is not None:
             failed, reason = model.failed_seq_id, model.failed_reason
-            self._models.check_settled(model, self._trainer.instance_id)
+            client = self._models.client_of(model, self._trainer)
             await client.clear_gradients(model.model_id, timeout_s=None, seq_id=seq_id)
             model.failed_seq_id, model.failed_reason = None, ""
             raise FailedPrecondition(
@@ -98,7 +97,7 @@ class StepCommands:
             )
         request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
         async with self._turn(pending, _STEP_TOKENS, "stepping, or waiting for the trainer"):
-            self._models.check_settled(model, self._trainer.instance_id)
+            client = self._models.client_of(model, self._trainer)
             answer = await client.optim_step(model.model_id, request.adam, timeout_s=None, seq_id=seq_id)
         return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
 

@@ -154,8 +154,8 @@ class CreationCommands:
                 f"{model.lora.rank}; use create_training_client_from_state, which takes the checkpoint's own",
                 field="path",
             )
-        self._models.check_settled(model, self._trainer.instance_id)
-        step = await self._trainer.client.load_state(
+        client = self._models.client_of(model, self._trainer)
+        step = await client.load_state(
             model.model_id, checkpoint.uri, request.optimizer, timeout_s=None, seq_id=pending.submission.seq_id
         )
         loaded = gateway_pb2.StateLoaded(step=step, path=request.path)
@@ -182,8 +182,8 @@ class SaveCommands:
         expires_at = check_ttl(request.ttl_s)
         checkpoint, old = await self._plan(model, TRAINING, name, request.overwrite)
         async with self._checkpoints.writing(checkpoint.uri):
-            self._models.check_settled(model, self._trainer.instance_id)
-            answer = await self._trainer.client.save_state(model.model_id, checkpoint.uri, self._timeout_s)
+            client = self._models.client_of(model, self._trainer)
+            answer = await client.save_state(model.model_id, checkpoint.uri, self._timeout_s)
         checkpoint.step, checkpoint.size_bytes = answer.step, answer.size_bytes
         _describe(checkpoint, dict(request.user_metadata), expires_at)
         return self._saved(checkpoint, old)
@@ -204,8 +204,8 @@ class SaveCommands:
             checkpoint, _ = await self._plan(model, SAMPLER, request.name)
         uri = checkpoint.uri if checkpoint else ""
         async with self._checkpoints.writing(*filter(None, [uri])):
-            self._models.check_settled(model, self._trainer.instance_id)
-            frozen = await self._trainer.client.take_snapshot(model.model_id, own_id, uri, self._timeout_s)
+            client = self._models.client_of(model, self._trainer)
+            frozen = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s)
         kept = KeptSnapshot(frozen, uri, model.trainer_instance)
         saved = gateway_pb2.SnapshotSaved(snapshot=frozen)
         effects: list[Job[Any]] = [partial(snapshot_pushes.put_row, kept=kept)]
@@ -244,9 +244,8 @@ class SaveCommands:
 
     async def _write_export(self, model: Model, seq_id: int, uri: str) -> int:
         """Has the trainer write the weights as they are now; returns the steps that they have taken."""
-        client = self._trainer.client
         own_id = id_of_export(model.model_id, seq_id)
-        self._models.check_settled(model, self._trainer.instance_id)
+        client = self._models.client_of(model, self._trainer)
         snapshot = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s, is_export=True)
         try:
             await client.forget_snapshot(own_id)
