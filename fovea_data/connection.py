@@ -11,12 +11,9 @@ from fovea.runtime.model_files import language_entries, read_json
 from fovea.wire.errors import FailedPrecondition, NotFound
 from fovea_data.encoder import Encoder
 from fovea_data.picture_tokens import PictureTokens, ask_server, checkpoint_directory, checkpoint_formula
+from fovea_rollout.default_rate import CLONING_RATE, rate_at
 
 SupportedModel = tinker.types.SupportedModel
-
-_WIDTH, _RATE, _POWER = 2000, 4e-4, 0.75
-"""A LoRA's learning rate falls with the width of the model: 3e-3 was best at 128 (make demo), 1e-4 to 5e-4 are what
-recipes for widths of 2,000 to 4,000 have."""
 
 
 class Server:
@@ -77,7 +74,7 @@ class Connection:
         sampling = cache(lambda: service.create_sampling_client(base_model=name).result())
         tokens = PictureTokens(checkpoint_formula(files), lambda picture: ask_server(sampling(), picture))
         encoder = Encoder(tokenizer, tokens, vocabulary=text.get("vocab_size"), max_tokens=model.max_context_length)
-        return cls(server, training, encoder, _RATE * (_WIDTH / text["hidden_size"]) ** _POWER)
+        return cls(server, training, encoder, rate_at(text["hidden_size"], CLONING_RATE))
 
     def sampling(self, weights: str) -> tinker.SamplingClient:
         """Samples from a checkpoint."""

@@ -158,7 +158,7 @@ async def train(
             field="base",
         )
     if settings.learning_rate is None:
-        settings = replace(settings, learning_rate=await learning_rate_of(training_client, None, REINFORCING_RATE))
+        settings = replace(settings, learning_rate=await learning_rate_of(training_client, REINFORCING_RATE))
     with LoopProgress(settings.steps, settings.groups_per_step * settings.group_size, progress) as shown:
         loop = _Loop(training_client, template, sources, settings, base, experts, shown)
         live = live or LiveReports.from_environment(training_client.model_id)

@@ -76,7 +76,9 @@ async def warm_up(
         raise InvalidInput(f"the player played no episode to learn from: {failure}", field="sources")
     answers = float(np.mean([len(trajectory.turns) for trajectory in played]))
     size = max(4, round(settings.answers_per_step / answers))
-    rate = await learning_rate_of(training_client, settings.learning_rate, CLONING_RATE)
+    rate = settings.learning_rate
+    if rate is None:
+        rate = await learning_rate_of(training_client, CLONING_RATE)
     rng = np.random.default_rng(settings.seed)
     for _ in range(settings.steps):
         batch = [data[index] for index in rng.choice(len(data), size)]
