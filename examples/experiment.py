@@ -161,6 +161,21 @@ class Experiment:
         self.result["prefix_breaks"] = self._breaks
         self.result["largest_log_ratio"] = self._log_ratio
 
+    async def run(
+        self,
+        train_sources: Sources,
+        held_out: Sources,
+        answer: Callable[[Sequence[Chunk]], str],
+        settings: LoopSettings,
+        bar: float,
+    ) -> None:
+        """The whole course in one stage: clones the player, learns by rewards, measures before and after, writes."""
+        await self.warm_up(train_sources, answer)
+        await self.measure("before", held_out)
+        await self.learn(train_sources, settings)
+        await self.measure("after", held_out)
+        self.write(bar)
+
     def write(self, bar: float) -> None:
         """Writes result, curve and viewer into the folder of `--out`.
 

@@ -42,8 +42,6 @@ async def main(arguments: argparse.Namespace) -> None:
     experiment = await Experiment.begin("rl_digits", arguments, rollout)
     rng = np.random.default_rng(arguments.seed)
     await experiment.measure("base", held_out)
-    await experiment.warm_up(train, lambda _: str(rng.integers(10)))
-    await experiment.measure("before", held_out)
     settings = LoopSettings(
         steps=arguments.steps,
         groups_per_step=arguments.groups,
@@ -56,9 +54,7 @@ async def main(arguments: argparse.Namespace) -> None:
         rollout=rollout,
         seed=arguments.seed,
     )
-    await experiment.learn(train, settings)
-    await experiment.measure("after", held_out)
-    experiment.write(BAR)
+    await experiment.run(train, held_out, lambda _: str(rng.integers(10)), settings, BAR)
 
 
 if __name__ == "__main__":

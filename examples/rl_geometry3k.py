@@ -115,12 +115,8 @@ async def main(arguments: argparse.Namespace) -> None:
     train = sources_of(write_rows(folder / "train.jsonl", rng, 400))
     rollout = RolloutSettings(SamplingSettings(max_tokens=64, seed=arguments.seed), max_turns=MAX_TURNS)
     experiment = await Experiment.begin("rl_geometry3k", arguments, rollout)
-    await experiment.warm_up(train, Player(rng).answer)
-    await experiment.measure("before", held_out)
     settings = LoopSettings(arguments.steps, arguments.groups, rollout=rollout, seed=arguments.seed)
-    await experiment.learn(train, settings)
-    await experiment.measure("after", held_out)
-    experiment.write(BAR)
+    await experiment.run(train, held_out, Player(rng).answer, settings, BAR)
 
 
 if __name__ == "__main__":

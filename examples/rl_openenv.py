@@ -100,8 +100,6 @@ async def main(arguments: argparse.Namespace) -> None:
     with serving(signals_app()) as url:
         held_out, train = draw_sources(rng, arguments.held_out, url), draw_sources(rng, 400, url)
         experiment = await Experiment.begin("rl_openenv", arguments, rollout)
-        await experiment.warm_up(train, lambda _: random_way(rng))
-        await experiment.measure("before", held_out)
         settings = LoopSettings(
             arguments.steps,
             arguments.groups,
@@ -110,9 +108,7 @@ async def main(arguments: argparse.Namespace) -> None:
             rollout=rollout,
             seed=arguments.seed,
         )
-        await experiment.learn(train, settings)
-        await experiment.measure("after", held_out)
-    experiment.write(BAR)
+        await experiment.run(train, held_out, lambda _: random_way(rng), settings, BAR)
 
 
 if __name__ == "__main__":

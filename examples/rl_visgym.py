@@ -128,12 +128,8 @@ async def main(arguments: argparse.Namespace) -> None:
     held_out, train = draw_sources(rng, arguments.held_out, game), draw_sources(rng, 1000, game)
     rollout = RolloutSettings(SamplingSettings(game.max_tokens, seed=arguments.seed), game.max_turns)
     experiment = await Experiment.begin(f"rl_visgym_{arguments.answers}", arguments, rollout)
-    await experiment.warm_up(train, lambda prompt: game.write(last_frame(prompt), rng))
-    await experiment.measure("before", held_out)
     settings = LoopSettings(arguments.steps, arguments.groups, rollout=rollout, seed=arguments.seed)
-    await experiment.learn(train, settings)
-    await experiment.measure("after", held_out)
-    experiment.write(game.bar)
+    await experiment.run(train, held_out, lambda prompt: game.write(last_frame(prompt), rng), settings, game.bar)
 
 
 if __name__ == "__main__":

@@ -121,12 +121,8 @@ async def main(arguments: argparse.Namespace) -> None:
     held_out, train = draw_sources(rng, arguments.held_out), draw_sources(rng, 1000)
     rollout = RolloutSettings(SamplingSettings(seed=arguments.seed))
     experiment = await Experiment.begin("rl_zoom", arguments, rollout)
-    await experiment.warm_up(train, RandomPlayer(rng).answer)
-    await experiment.measure("before", held_out)
     settings = LoopSettings(arguments.steps, arguments.groups, rollout=rollout, seed=arguments.seed)
-    await experiment.learn(train, settings)
-    await experiment.measure("after", held_out)
-    experiment.write(BAR)
+    await experiment.run(train, held_out, RandomPlayer(rng).answer, settings, BAR)
 
 
 if __name__ == "__main__":
