@@ -184,6 +184,26 @@ async def test_a_second_one_in_the_same_folder_is_refused_and_takes_nothing(tmp_
     second.release()
 
 
+def supervisor_of(
+    specs: list[ServiceSpec], folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Supervisor, io.StringIO]:
+    """Of these parts, a gateway and a trainer by name, and what it shows."""
+    shown = io.StringIO()
+    monkeypatch.setattr(supervisor_module, "service_specs", lambda options: specs)
+    monkeypatch.setattr(supervisor_module, "STOP_ORDER", ("gateway", "trainer"))
+    return Supervisor(replace(OPTIONS, state_dir=folder), Console(file=shown, width=300)), shown
+
+
+async def run_until(words: str, supervisor: Supervisor, shown: io.StringIO, patience_s: float) -> "asyncio.Task[int]":
+    """Starts it; it goes on when it has shown the words."""
+    running = asyncio.create_task(supervisor.run())
+    async with asyncio.timeout(patience_s):
+        while words not in shown.getvalue():
+            assert not running.done(), shown.getvalue()
+            await asyncio.sleep(0.05)
+    return running
+
+
 async def test_a_part_that_keeps_dying_ends_nobody_else(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,15 +218,8 @@ async def test_a_part_that_keeps_dying_ends_nobody_else(
         )
         for name, program, port in (("trainer", SERVING, free_ports(1)[0]), ("gateway", FLAPPING, free_ports(1)[0]))
     )
-    shown = io.StringIO()
-    monkeypatch.setattr(supervisor_module, "service_specs", lambda options: [steady, flapping])
-    monkeypatch.setattr(supervisor_module, "STOP_ORDER", ("gateway", "trainer"))
-    supervisor = Supervisor(replace(OPTIONS, state_dir=tmp_path), Console(file=shown, width=300))
-    running = asyncio.create_task(supervisor.run())
-    async with asyncio.timeout(120):
-        while "gateway is back" not in shown.getvalue():
-            assert not running.done(), shown.getvalue()
-            await asyncio.sleep(0.05)
+    supervisor, shown = supervisor_of([steady, flapping], tmp_path, monkeypatch)
+    running = await run_until("gateway is back", supervisor, shown, 120)
     lines = shown.getvalue()
     ends = re.findall(r"gateway ended by code 3 \(count \d\); starting it again in (\S+) s, the others go on", lines)
     assert len(ends) == 8, "of its first life the last lines are gRPC's"
@@ -230,10 +243,7 @@ async def test_what_cannot_start_ends_all_at_once_with_its_cause(
         ServiceSpec("trainer", ("-c", SERVING, str(port)), f"127.0.0.1:{port}", "fovea.Part", 0, {VARIABLE: 32 * "s"}),
         ServiceSpec("gateway", ("-c", program), "127.0.0.1:1", "fovea.Part", 0, {}),
     ]
-    shown = io.StringIO()
-    monkeypatch.setattr(supervisor_module, "service_specs", lambda options: specs)
-    monkeypatch.setattr(supervisor_module, "STOP_ORDER", ("gateway", "trainer"))
-    supervisor = Supervisor(replace(OPTIONS, state_dir=tmp_path), Console(file=shown, width=300))
+    supervisor, shown = supervisor_of(specs, tmp_path, monkeypatch)
     async with asyncio.timeout(30):
         assert await supervisor.run() == 1
     (line,) = [line for line in shown.getvalue().splitlines() if "ended by" in line]
@@ -254,15 +264,8 @@ async def test_what_starts_after_another_finds_it_serving(
         )
         for name, program, port, after in (("trainer", late, first, ""), ("gateway", finds, second, "trainer"))
     ]  # fmt: skip
-    shown = io.StringIO()
-    monkeypatch.setattr(supervisor_module, "service_specs", lambda options: specs)
-    monkeypatch.setattr(supervisor_module, "STOP_ORDER", ("gateway", "trainer"))
-    supervisor = Supervisor(replace(OPTIONS, state_dir=tmp_path), Console(file=shown, width=300))
-    running = asyncio.create_task(supervisor.run())
-    async with asyncio.timeout(60):
-        while "gateway is ready" not in shown.getvalue():
-            assert not running.done(), shown.getvalue()
-            await asyncio.sleep(0.05)
+    supervisor, shown = supervisor_of(specs, tmp_path, monkeypatch)
+    running = await run_until("gateway is ready", supervisor, shown, 60)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await running == 0
 
