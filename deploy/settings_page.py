@@ -25,10 +25,10 @@ _LIMITS = {"minimum": "≥ ", "exclusiveMinimum": "> ", "maximum": "≤ ", "excl
 
 def page() -> str:
     """The whole page."""
-    sections = [_section("all four", ServiceSettings.model_json_schema()["properties"], {})]
+    common = ServiceSettings.model_json_schema()["properties"]
+    sections = [_section("all four", common, {})]
     for name, settings in SETTINGS.items():
-        shown, common = settings.model_json_schema()["properties"], ServiceSettings.model_json_schema()["properties"]
-        sections.append(_section(name, shown, common))
+        sections.append(_section(name, settings.model_json_schema()["properties"], common))
     return _HEAD + "".join(sections)
 
 
