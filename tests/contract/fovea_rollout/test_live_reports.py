@@ -22,14 +22,6 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
         yield stand
 
 
-@pytest.fixture
-async def rest(stand: Stand) -> AsyncIterator[Rest]:
-    async with stand.http() as http:
-        rest = Rest(http)
-        await rest.open_session()
-        yield rest
-
-
 def played(conversation: str, sequence_id: str, reward: float) -> Trajectory:
     """A rollout of one turn that a server has sampled under this name."""
     found = turn([1, 2, 3], [4, 5, 6, 7], [-0.25] * 4, reward)

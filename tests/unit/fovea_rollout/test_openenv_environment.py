@@ -1,16 +1,13 @@
 """OpenEnv: a client that follows its protocol, and its own client and server where it is (`make environments`)."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import uvicorn
 
+from examples.rl_openenv import serving
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.messages import Picture
 from fovea_rollout.openenv_environment import OpenEnvEnvironment, observation_message
@@ -110,21 +107,6 @@ def test_numbers_that_are_no_pixels_are_text() -> None:
 def test_nothing_to_show_and_broken_pictures_are_refused(observation: Any) -> None:
     with pytest.raises(InvalidInput):
         observation_message(observation)
-
-
-@contextmanager
-def serving(app: Any) -> Iterator[str]:
-    """A server on a free port of this machine, in a thread."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def colour_app() -> Any:
