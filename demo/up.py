@@ -18,17 +18,20 @@ class NotReady(Exception):
 
 @contextmanager
 def running_fovea(
-    state_dir: pathlib.Path, model: pathlib.Path, *arguments: str, timeout_s: float = 300.0
+    state_dir: pathlib.Path, model: pathlib.Path | None, *arguments: str, timeout_s: float = 300.0
 ) -> Iterator[dict[str, Any]]:
     """Yields the contents of `up.json`: base_url, model_name, ready_s and the services' addresses.
 
-    The log goes to `state_dir`/up.log. Leaving sends Ctrl-C and waits until everything has stopped.
+    Without a model it has its own tiny one. The log goes to `state_dir`/up.log. Leaving sends Ctrl-C and waits until
+    everything has stopped.
     Raises NotReady with the end of the log if the services do not come up.
     """
     state_dir.mkdir(parents=True, exist_ok=True)
     state_file, log_file = state_dir / "up.json", state_dir / "up.log"
     state_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "fovea.cli.main", "up", "--model", str(model), "--state-dir", str(state_dir)]
+    command = [sys.executable, "-m", "fovea.cli.main", "up", "--state-dir", str(state_dir)]
+    if model is not None:
+        command += ["--model", str(model)]
     with log_file.open("w") as log, _unwound_by_sigterm():
         process = subprocess.Popen([*command, *arguments], stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:

@@ -10,15 +10,13 @@ of OpenAI's client or of transformers was not the Tinker API's, token by token.
 from __future__ import annotations
 
 import base64
-import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 os.environ["TINKER_TELEMETRY"] = "0"  # the SDK would report its use of our own server to our own server
@@ -30,6 +28,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from demo.digits import load_scans
+from demo.up import running_fovea
 from fovea_data import Dataset, TunedModel, fine_tune, image_folder
 
 KEY = "tml-local"
@@ -50,7 +49,10 @@ def main(folder: pathlib.Path) -> int:
             (place / f"{number}.png").write_bytes(scan.png)
         train, held_out = image_folder(folder / "pictures", QUESTION).split(0.2)
 
-    with running_fovea(folder / "fovea") as address:
+    with ExitStack() as until_the_end:
+        with timed("fovea up, the first time: builds its tiny model"):
+            up = running_fovea(folder / "fovea", None, "--port", "0", "--grpc-port", "0", timeout_s=1800.0)
+            address = str(until_the_end.enter_context(up)["base_url"])
         print(f"watch it learn: {address}/", flush=True)
         with timed("fine-tune on 240 of them"):
             model = fine_tune(train, held_out, out=folder / "run", base_url=address, api_key=KEY, progress=False)
@@ -81,26 +83,6 @@ def timed(what: str) -> Iterator[None]:
     begun = time.monotonic()
     yield
     print(f"{time.monotonic() - begun:7.1f} s  {what}", flush=True)
-
-
-@contextmanager
-def running_fovea(state: pathlib.Path) -> Iterator[str]:
-    """`fovea up` with its own tiny model, as on a terminal; its address. Ctrl-C ends it."""
-    state.mkdir()
-    command = [FOVEA, "up", "--state-dir", str(state), "--port", "0", "--grpc-port", "0"]
-    log = state / "up.log"
-    with log.open("w") as file:
-        fovea = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        with timed("fovea up, the first time: builds its tiny model"):
-            while not (state / "up.json").exists():
-                if fovea.poll() is not None:
-                    raise SystemExit(f"fovea up ended:\n{log.read_text()}")
-                time.sleep(0.1)
-        yield str(json.loads((state / "up.json").read_text())["base_url"])
-    finally:
-        fovea.send_signal(signal.SIGINT)
-        fovea.wait()
 
 
 def by_tinker(model: TunedModel, rows: Dataset) -> Answers:
