@@ -196,12 +196,14 @@ async def test_elements_of_messages_are_counted_before_they_are_built(stand: Sta
     }
     async with limited(stand) as _:
         assert stand.gateway is not None
-        async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:
+        # Not grpc.aio (1.76): a write that meets the end of its call may hide the status behind an INTERNAL of its own.
+        with grpc.insecure_channel(stand.gateway.grpc.address) as channel:
             before = process.memory_info().rss
             for name, bodies in calls.items():
                 call = channel.stream_unary(f"/fovea.api.v1.GatewayService/{name}")
-                error = await raised(call(iter(bodies), timeout=20, metadata=KEYED))
-                assert isinstance(error, PayloadTooLarge), name
+                with pytest.raises(grpc.RpcError) as caught:
+                    await asyncio.to_thread(call, iter(bodies), timeout=20, metadata=KEYED)
+                assert isinstance(from_rpc_error(caught.value), PayloadTooLarge), name
             assert process.memory_info().rss - before < 64 * _MIB
 
 
