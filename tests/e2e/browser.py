@@ -1,7 +1,7 @@
 """A real browser for tests: Debian's Chromium, driven by its chromedriver over the W3C WebDriver protocol, JSON over
 HTTP. It loads pages of this machine alone.
 
-`python -m tests.e2e.browser PAGE.html docs/page/NAME` takes the pictures of a page that docs/ shows.
+`python -m tests.e2e.browser PAGE.html[#PLACE] docs/page/NAME` takes the pictures of a page that docs/ shows.
 """
 
 import base64
@@ -187,8 +187,9 @@ def _wait_ready(http: httpx.Client) -> None:
 
 
 def _main(page: str, stem: str) -> None:
+    file, number_sign, place = page.partition("#")
     with running_browser() as browser:
-        browser.open(Path(page).resolve().as_uri())
+        browser.open(Path(file).resolve().as_uri() + number_sign + place)
         browser.pictures(Path(stem).parent, Path(stem).name)
 
 

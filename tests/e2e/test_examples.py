@@ -1,5 +1,6 @@
 """The README's examples run as they stand."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -52,6 +53,38 @@ def test_a_first_model_is_good(stack: Stack) -> None:
     assert learnt.startswith("pictures that were not trained on: loss ")
     assert after.startswith("after training: sampler and trainer are apart by at most ")
     assert judged.startswith("GOOD: it learns, it sees its pictures, and sampler and trainer agree")
+
+
+CELLS = """
+import asyncio, json, sys
+async def run(names):
+    for source in json.load(sys.stdin):
+        exec(source, names)
+asyncio.run(run({}))
+"""
+"""Runs what it is given in an event loop that runs already, as Jupyter does."""
+
+
+def test_the_notebook_runs(stack: Stack, tmp_path: pathlib.Path) -> None:
+    cells = json.loads((ROOT / "examples" / "fine_tune.ipynb").read_text())["cells"]
+    given, *sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    given += f"\nADDRESS, KEY, PICTURES, EPOCHS = {stack.base_url!r}, {API_KEY!r}, 40, 1"
+    result = subprocess.run(
+        [sys.executable, "-c", CELLS],
+        cwd=tmp_path,
+        input=json.dumps([given, *sources]),
+        env=os.environ | {"TINKER_TELEMETRY": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    steps, read, *answers, merged = result.stdout.splitlines()
+    assert steps.startswith("2 steps, loss ")
+    assert read.endswith("of 8 held-out pictures are read right")
+    assert len(answers) == 5
+    assert (tmp_path / merged / "model.safetensors").exists()
 
 
 def test_the_grpc_example_streams_an_answer(stack: Stack) -> None:

@@ -118,7 +118,7 @@ def test_what_happens_appears_without_a_reload(
     if PICTURES:
         browser.run(_SLIDE, 2)  # to the third of the steps that were sampled, where it is not sure yet
         browser.wait_text("#step-shown", "18")
-        browser.pictures(Path(PICTURES), "page")
+        browser.pictures(Path(PICTURES), "page", most_height=6000)
     browser.show(390, dark=True)
     assert browser.too_wide(".scroll, .models, svg") == []
     browser.show(1280, dark=False)

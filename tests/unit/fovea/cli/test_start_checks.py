@@ -148,7 +148,7 @@ def test_a_start_that_cannot_work_is_refused_in_one_line(way: str, place: Place)
     arguments = make(place)
     defaults = {"--port": "0", "--grpc-port": "0", "--state-dir": str(place.folder / "state")}
     given = [part for name, value in defaults.items() if name not in arguments for part in (name, value)]
-    command = [sys.executable, "-m", "fovea.cli.main", "up", *arguments, *given]
+    command = [str(pathlib.Path(sys.executable).with_name("fovea")), "up", *arguments, *given]
     before, begun = os.times(), time.monotonic()
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | place.environment, check=False)
     after, seconds = os.times(), time.monotonic() - begun
