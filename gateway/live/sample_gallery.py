@@ -8,6 +8,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ _GROUPS = 8
 _SEQUENCES = 16
 _PROMPT_TOKENS = 4096
 _SAMPLED_TOKENS = 2048
+_LINGER_S = 10.0
+"""How long a picture outlives the last prompt with it: who has just been told of that comes for it a moment later."""
 _MEDIA_TYPES = {model_input_pb2.IMAGE_FORMAT_PNG: "image/png", model_input_pb2.IMAGE_FORMAT_JPEG: "image/jpeg"}
 _STOPS = {sampler_pb2.FINISH_REASON_STOP: "stop", sampler_pb2.FINISH_REASON_LENGTH: "length"}
 
@@ -99,6 +102,7 @@ class SampleGallery:
         self._steps: OrderedDict[tuple[str, str], dict[int, list[Group]]] = OrderedDict()
         self._pictures: dict[str, Picture] = {}
         self._uses: Counter[str] = Counter()
+        self._parting: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._bytes = 0
         self._groups_of: dict[str, Group] = {}
         self.version = 0
@@ -149,11 +153,10 @@ class SampleGallery:
 
     def picture(self, owner: str | None, digest: str) -> Picture | None:
         """A picture that an owner, or with None anybody, has sampled with."""
-        for group in self._groups.values():
-            if owner in (None, group.owner):
-                for piece in group.pieces:
-                    if isinstance(piece, Picture) and piece.digest == digest:
-                        return self._pictures.get(digest)
+        known = ((group.owner, piece) for group in self._groups.values() for piece in group.pieces)
+        told = ((of, piece.digest) for of, piece in known if isinstance(piece, Picture))
+        if any(owner in (None, of) and name == digest for of, name in chain(told, self._parting)):
+            return self._pictures.get(digest)
         return None
 
     def _insert(self, group: Group) -> None:
@@ -180,8 +183,13 @@ class SampleGallery:
             for groups in list(next(iter(self._steps.values())).values()):
                 for group in list(groups):
                     self._remove(group)
-        while self._bytes > self._most_bytes and len(self._groups) > 1:
-            self._remove(next(iter(self._groups.values())))
+        while self._parting and next(iter(self._parting.values())) < time.monotonic() - _LINGER_S:
+            self._release(self._parting.popitem(last=False)[0])
+        while self._bytes > self._most_bytes and (self._parting or len(self._groups) > 1):
+            if self._parting:
+                self._release(self._parting.popitem(last=False)[0])
+            else:
+                self._remove(next(iter(self._groups.values())))
 
     def _remove(self, group: Group) -> None:
         del self._groups[group.key]
@@ -196,10 +204,18 @@ class SampleGallery:
             self._groups_of.pop(one.sequence_id, None)
         for piece in group.pieces:
             if isinstance(piece, Picture) and piece.data:
-                self._uses[piece.digest] -= 1
-                if not self._uses[piece.digest]:
-                    del self._uses[piece.digest], self._pictures[piece.digest]
-                    self._bytes -= len(piece.data)
+                place = group.owner, piece.digest
+                if self._parting.pop(place, None) is not None:
+                    self._release(place)
+                self._parting[place] = time.monotonic()
+
+    def _release(self, place: tuple[str, str]) -> None:
+        """Lets go of one use of an owner's picture, and with the last one of its bytes."""
+        digest = place[1]
+        self._uses[digest] -= 1
+        if not self._uses[digest]:
+            self._bytes -= len(self._pictures.pop(digest).data)
+            del self._uses[digest]
 
 
 def _closest(steps: list[int]) -> int:

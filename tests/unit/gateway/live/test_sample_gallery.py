@@ -3,7 +3,9 @@
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
+from gateway.live import sample_gallery
 from gateway.live.sample_gallery import Drawn, Group, Picture, SampleGallery
 
 PICTURE = Picture("digest", "image/png", b"x" * 1000)
@@ -37,6 +39,23 @@ def test_an_owner_is_told_of_its_own() -> None:
     assert gallery.judge("alice", "a:0", 1.0, "seven")
     (group,) = gallery.groups("alice", "model", None)
     assert (group.truth, group.drawn[0].reward) == ("seven", 1.0)
+
+
+def test_a_picture_that_a_page_was_told_of_can_still_be_fetched_a_moment_after_others_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gallery = SampleGallery()
+    told = Picture("told", "image/png", b"x" * 5000)
+    gallery.add(Group("alice", "model", 1, "first", "base", [told]), [_drawn("first:0")])
+    for number in range(20):
+        gallery.add(_group(prompt=f"{number}"), [_drawn(f"{number}:0")])
+    assert "first" not in [group.prompt for group in gallery.groups("alice", "model", 1)]
+    assert gallery.picture("alice", "told") == told
+    assert gallery.picture("bob", "told") is None
+    monkeypatch.setattr(sample_gallery, "_LINGER_S", 0.0)
+    gallery.add(_group(prompt="last"), [_drawn("last:0")])
+    assert gallery.picture("alice", "told") is None
+    assert gallery.picture("alice", "digest") == PICTURE
 
 
 def test_steps_stay_spread_over_the_training_and_end_with_the_newest() -> None:
