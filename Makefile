@@ -91,9 +91,10 @@ images: setup ## The four images, built by podman as root, and deploy/compose.ya
 	$(BIN)/python -m deploy.images build
 	$(BIN)/python -m pytest tests/images -v
 
-chart: setup ## After a change of settings or chart: write its schema, golden files and docs/settings.md anew
+chart: setup ## After a change of settings, metrics or chart: write its schema, golden files and reference pages anew
 	$(BIN)/python -m deploy.helm.schema
 	$(BIN)/python -m deploy.settings_page
+	$(BIN)/python -m deploy.metrics_page
 	$(BIN)/python -m tests.unit.deploy.chart
 
 format: setup ## Format the code and fix what the linter can

@@ -1,0 +1,70 @@
+"""`python -m deploy.metrics_page`: writes docs/metrics.md, every Prometheus metric of every service, from the code."""
+
+import pathlib
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+from prometheus_client import Metric
+from prometheus_client.metrics import MetricWrapperBase
+
+import gateway.gateway_metrics
+import services.renderer.renderer_metrics
+import services.sampler.sampler_metrics
+import services.trainer.trainer_metrics
+from fovea.runtime import interceptors
+from fovea.runtime.gpu_memory import GpuMemory
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
+SERVICES: dict[str, ModuleType] = {
+    "all four": interceptors,
+    "gateway": gateway.gateway_metrics,
+    "renderer": services.renderer.renderer_metrics,
+    "sampler": services.sampler.sampler_metrics,
+    "trainer": services.trainer.trainer_metrics,
+}
+"""Where each service's metrics are declared."""
+_HEAD = """# Metrics of the services
+
+Made by `python -m deploy.metrics_page` from the code; a test compares. vLLM's own `vllm:*` are among the sampler's.
+[operations/metrics.md](operations/metrics.md) goes by the question that a metric answers, and says what is healthy.
+"""
+
+
+class _Shown(NamedTuple):
+    name: str
+    kind: str
+    labels: Sequence[str]
+    words: str
+
+
+def page() -> str:
+    """The whole page."""
+    return _HEAD + "".join(_section(service, module) for service, module in SERVICES.items())
+
+
+def _section(service: str, module: ModuleType) -> str:
+    rows = [
+        f"| `{one.name}` {one.kind} | {', '.join(f'`{label}`' for label in one.labels)} | {one.words} |"
+        for one in _shown(module)
+    ]
+    return "\n".join([f"\n## {service}\n", "| metric | labels | what it is |", "|---|---|---|", *rows, ""])
+
+
+def _shown(module: ModuleType) -> Iterator[_Shown]:
+    for metric in vars(module).values():
+        if isinstance(metric, MetricWrapperBase):
+            (family,) = metric.describe()
+            yield _row(family, metric._labelnames)
+    if module is interceptors:
+        for family in GpuMemory(lambda: []).describe():
+            yield _row(family, ("device", "kind"))
+
+
+def _row(family: Metric, labels: Sequence[str]) -> _Shown:
+    ending = "_total" if family.type == "counter" else ""
+    return _Shown(family.name + ending, family.type, labels, family.documentation.replace("|", "\\|"))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
