@@ -239,7 +239,11 @@ def _check_ranks(ranks: int | None, gpu_count: int) -> None:
 
 def _check_fits(weight_bytes: int, room: int, where: str, flag: str) -> None:
     if room and weight_bytes > room:
-        raise StartRefused(flag, f"its weights take {_gib(weight_bytes)}, and {where} have {_gib(room)} free")
+        raise StartRefused(
+            flag,
+            f"its weights take {_gib(weight_bytes)}, and {where} have {_gib(room)} free; take a smaller model, or "
+            "give it more cards (--gpus, --trainer-gpus, --sampler-gpus)",
+        )
 
 
 def _samplers(count: int) -> str:

@@ -1,7 +1,7 @@
 """A real browser for tests: Debian's Chromium, driven by its chromedriver over the W3C WebDriver protocol, JSON over
 HTTP. It loads pages of this machine alone.
 
-`python -m tests.e2e.browser PAGE.html[#PLACE] docs/page/NAME` takes the pictures of a page that docs/ shows.
+`python -m tests.e2e.browser PAGE.html[#PLACE] docs/page/NAME [HEIGHT]` takes the pictures of a page that docs/ shows.
 """
 
 import base64
@@ -117,8 +117,9 @@ class Browser:
         size = self.command("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], most_height), "scale": 1}
         found = self.command("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        # Chromium packs its pictures quickly, not well.
-        Image.open(io.BytesIO(base64.b64decode(found["data"]))).convert("RGB").save(path, optimize=True)
+        # Chromium packs its pictures quickly, not well; pages have few colours.
+        picture = Image.open(io.BytesIO(base64.b64decode(found["data"]))).convert("RGB")
+        picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
 
     def pictures(self, folder: Path, name: str, most_height: int = 2400) -> None:
         """Four of them: on a wide screen and on a phone, in light and dark."""
@@ -186,11 +187,11 @@ def _wait_ready(http: httpx.Client) -> None:
     raise AssertionError("chromedriver does not answer")
 
 
-def _main(page: str, stem: str) -> None:
+def _main(page: str, stem: str, most_height: str = "2400") -> None:
     file, number_sign, place = page.partition("#")
     with running_browser() as browser:
         browser.open(Path(file).resolve().as_uri() + number_sign + place)
-        browser.pictures(Path(stem).parent, Path(stem).name)
+        browser.pictures(Path(stem).parent, Path(stem).name, int(most_height))
 
 
 if __name__ == "__main__":
