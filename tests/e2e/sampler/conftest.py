@@ -1,4 +1,4 @@
-"""One sampler, one renderer and one reference for all of this folder: vLLM starts once."""
+"""A sampler, a renderer and a reference for all of this folder, and a sampler of another family for two files."""
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -18,6 +18,9 @@ from tests.e2e.sampler.asking import Part, rendered
 from tests.e2e.sampler.process import SamplerProcess, running_sampler
 from tests.e2e.sampler.reference import Reference
 from tests.e2e.sampler.renderer import TinyRenderer, running_renderer
+from tinyvlm.families import ensure_family
+
+THREE_SLOTS = ("--max-loras", "3", "--max-adapters", "8")
 
 
 @pytest.fixture(scope="package")
@@ -37,6 +40,13 @@ def renderer(model: Path) -> Iterator[TinyRenderer]:
 def sampler(model: Path) -> Iterator[SamplerProcess]:
     """The sampler under test: two adapters in a batch, three held."""
     with running_sampler(model, "--max-loras", "3", "--max-cpu-loras", "3", "--max-adapters", "4") as sampler:
+        yield sampler
+
+
+@pytest.fixture(scope="package")
+def mixture() -> Iterator[SamplerProcess]:
+    """A sampler of another family, which has delta nets, experts and images."""
+    with running_sampler(ensure_family("qwen3_5_moe"), *THREE_SLOTS) as sampler:
         yield sampler
 
 

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -9,7 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from demo.up import NotReady, running_fovea
 from fovea.api.v1 import sampler_pb2
 from fovea.client.sampler import SamplerClient
 from tests.e2e.sampler.asking import ask, rendered, request_for
@@ -65,12 +66,12 @@ def tokens_of(sampler: SamplerProcess) -> int:
     return int(found[1])
 
 
-def test_fovea_up_hands_them_on_and_ends_with_what_is_wrong(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(_VARIABLE, '{"gdn_prefil_backend": "triton"}')
+def test_a_wrong_one_ends_the_start_with_its_name(model: Path) -> None:
+    """That `fovea up` hands them on, and ends with a service's words, is in tests/unit/fovea/cli/test_supervisor.py."""
+    command = [sys.executable, "-m", "services.sampler", "--model", str(model), "--metrics-port", "0"]
+    variables = os.environ | {_VARIABLE: '{"gdn_prefil_backend": "triton"}'}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
     words = "services.sampler: --engine-arguments: vLLM has no engine argument gdn_prefil_backend; the nearest is gdn_"
-    ports = ("--port", "0", "--grpc-port", "0")
-    with pytest.raises(NotReady, match=words), running_fovea(tmp_path, model, "--ranks", "1", *ports):
-        pass
-    assert "Traceback" not in (tmp_path / "up.log").read_text()
+    assert ended.stderr.splitlines()[-1].startswith(words)
+    assert "Traceback" not in ended.stderr

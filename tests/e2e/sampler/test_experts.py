@@ -1,10 +1,11 @@
-"""Mixtures of experts: the base, adapters of experts and whole weights, each in a sampler of its own.
+"""Mixtures of experts: the base, adapters of experts and whole weights.
 
 An adapter has what Tinker's have ("shared outer"): of the factors at the width of the model one for all experts.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from fovea.client.sampler import SamplerClient
 from fovea.wire.errors import InvalidInput
 from tests.e2e.sampler.asking import Answer, ask, rendered, request_for
+from tests.e2e.sampler.conftest import THREE_SLOTS
 from tests.e2e.sampler.process import running_sampler
 from tests.e2e.sampler.reference import Reference, as_in_files, random_adapter
 from tests.e2e.sampler.sender import Sender
@@ -57,11 +59,12 @@ LAYOUTS = {
     "qwen3_moe, a part of every expert": SPLIT,
     "qwen3_moe, whole experts": [*SPLIT, "--expert-parallel"],
     "qwen3_vl_moe": [],
-    "qwen3_5_moe": [],
 }
+ALL = ["qwen3_5_moe", *(pytest.param(name, marks=() if "part" in name else pytest.mark.long) for name in LAYOUTS)]
+"""tests/e2e/test_split_sampler.py has whole experts, those of qwen3_vl_moe, in `make test`."""
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=ALL)
 async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     """A model with three slots, in one worker or split between two.
 
@@ -69,7 +72,11 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     """
     name = request.param.partition(",")[0]
     model = ensure_family(name)
-    with running_sampler(model, "--max-loras", "3", "--max-adapters", "8", *LAYOUTS[request.param]) as sampler:
+    with ExitStack() as stack:
+        if request.param in LAYOUTS:
+            sampler = stack.enter_context(running_sampler(model, *THREE_SLOTS, *LAYOUTS[request.param]))
+        else:
+            sampler = request.getfixturevalue("mixture")
         async with SamplerClient(sampler.address) as client:
             yield Served(model, TOLERANCE[name], client, await Sender(client).join())
 

@@ -1,5 +1,10 @@
-"""Rotary embeddings that are scaled: the context is the scaled one, and its log-probabilities are transformers'."""
+"""Long prompts, rotary embeddings that are scaled, and a cache that is too small for all of them.
 
+The context is the scaled one, log-probabilities are transformers', and each is told once, though some are computed
+twice.
+"""
+
+import asyncio
 import json
 from pathlib import Path
 
@@ -7,6 +12,7 @@ import numpy as np
 import pytest
 
 import tinyvlm
+from fovea.api.v1 import sampler_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.wire.errors import ContextOverflow
 from tests.checkpoints import with_one_processor_file
@@ -14,11 +20,16 @@ from tests.e2e.sampler.asking import ask, rendered, request_for
 from tests.e2e.sampler.process import running_sampler
 from tests.e2e.sampler.reference import Reference
 
-UNSCALED, FACTOR = 64, 4
+TOLERANCE = 1e-3
+UNSCALED, FACTOR = 950, 4
+NEW = 300
+LENGTH = UNSCALED * FACTOR - NEW
+THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 
 
-@pytest.mark.slow
-async def test_yarn(tmp_path: Path) -> None:
+@pytest.fixture
+def scaled(tmp_path: Path) -> Path:
+    """The tiny Qwen3-VL with YaRN."""
     model = with_one_processor_file(tinyvlm.ensure("qwen3_vl"), tmp_path)
     config = json.loads((model / "config.json").read_text())
     text = config["text_config"]
@@ -29,13 +40,40 @@ async def test_yarn(tmp_path: Path) -> None:
         "original_max_position_embeddings": UNSCALED,
     }
     (model / "config.json").write_text(json.dumps(config))
-    tokens = np.random.default_rng(0).integers(100, 1000, UNSCALED * FACTOR - 1).astype(np.int32)
-    with running_sampler(model) as sampler:
+    return model
+
+
+@pytest.mark.slow
+async def test_scores_survive_preemptions_up_to_the_end_of_a_scaled_context(scaled: Path) -> None:
+    """16 MiB hold about 11,000 tokens of the tiny model, three of these prompts."""
+    generator = np.random.default_rng(0)
+    prompts = generator.integers(100, 1000, (4, LENGTH))
+    targets = generator.integers(100, 1000, LENGTH - 1)
+    with running_sampler(scaled, "--kv-cache-mib", "16") as sampler:
         async with SamplerClient(sampler.address) as client:
             assert (await client.info()).max_context_length == UNSCALED * FACTOR
-            wire = rendered([tokens.tolist()])
-            answer = await ask(client, request_for(wire, prompt_logprobs=True, max_tokens=1))
             with pytest.raises(ContextOverflow):
-                await ask(client, request_for(wire, max_tokens=2))
-    assert answer.prompt_logprobs is not None
-    assert np.abs(answer.prompt_logprobs[1:] - Reference(model).prompt_logprobs(tokens)[1:]).max() < 1e-3
+                await ask(client, request_for(rendered([prompts[0].tolist()]), max_tokens=NEW + 1))
+            requests = [
+                request_for(
+                    rendered([prompt.tolist()]),
+                    prompt_logprobs=True,
+                    target_rows=targets[:, None].tolist(),
+                    alt_token_count=2,
+                    max_tokens=NEW,
+                    stop=THROUGH,
+                )
+                for prompt in prompts
+            ]
+            answers = await asyncio.gather(*(ask(client, request) for request in requests))
+        assert sampler.metric("vllm:num_preemptions_total") > 0, "the cache held everything"
+    reference, every = Reference(scaled), np.arange(LENGTH - 1)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        table = reference.table(prompt.astype(np.int32))[:-1]
+        assert answer.prompt_logprobs is not None
+        assert answer.target_logprobs is not None
+        assert answer.alt_ids is not None
+        assert np.abs(answer.prompt_logprobs[1:] - table[every, prompt[1:]]).max() < TOLERANCE
+        assert np.abs(answer.target_logprobs - table[every, targets]).max() < TOLERANCE
+        assert np.abs(answer.alt_logprobs - np.take_along_axis(table, answer.alt_ids, 1)).max() < TOLERANCE
+        assert len(answer.sequences[0].tokens) == NEW
