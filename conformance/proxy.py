@@ -106,7 +106,7 @@ class Proxy:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.should_exit = True
+        self._server.should_exit = self._server.force_exit = True  # without waiting for polls that are held
         self._thread.join(10)
 
     def of(self, route: str) -> Iterator[Exchange]:
@@ -128,7 +128,10 @@ class Proxy:
             return Response("the client left", status_code=499)
         exchange = Exchange(request.method, path, headers, body, time.monotonic())
         self.exchanges.append(exchange)
-        response = await self._answer(request, exchange)
+        try:
+            response = await self._answer(request, exchange)
+        except asyncio.CancelledError:  # the proxy ends while a poll is held; nobody waits for it any more
+            return Response("the proxy has ended", status_code=503)
         exchange.status, exchange.ended_s = response.status_code, time.monotonic()
         exchange.answer, exchange.answer_headers = bytes(response.body), dict(response.headers)
         return response

@@ -24,6 +24,7 @@ from conformance.check import Failed, NotApplicable
 from conformance.proxy import Proxy, Rule
 
 logger = logging.getLogger(__name__)
+_CLOSING_S = 5.0
 _TEXT = "The quick brown fox jumps over the lazy dog and then it sleeps under a tree. "
 
 
@@ -226,8 +227,9 @@ class Target:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The model's own, loaded once for all checks."""
-        return _tokenizer(self.options)
+        """The model's own, loaded once for all checks: from its files where they are known, else as the server says."""
+        options = self.options
+        return _files_tokenizer(options.checkpoint) if options.checkpoint else _servers_tokenizer(options)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -269,7 +271,14 @@ class Target:
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer(options: Options) -> Any:
+def _files_tokenizer(checkpoint: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+@functools.lru_cache(maxsize=1)
+def _servers_tokenizer(options: Options) -> Any:
     client = tinker.ServiceClient(base_url=options.base_url, api_key=options.api_key)
     try:
         # A sampling client would take the model's name for the tokenizer's; this one asks the server.
@@ -324,6 +333,6 @@ def unique_name(stem: str) -> str:
 
 def _close_quietly(client: tinker.ServiceClient) -> None:
     try:
-        client.close("success")
+        client.close("success").result(_CLOSING_S)
     except Exception as error:  # the check has its verdict already, and may have ended the session itself
         logger.debug("closing a client: %s", error)
