@@ -273,7 +273,14 @@ class Gateway:
 
 
 class _RestServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own: the process has one place that stops it."""
+    """uvicorn without signal handlers of its own, since the process has one place that stops it, and without its waits.
+
+    uvicorn looks ten times a second whether it is to end, and then sleeps even if nobody is connected.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._asked = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -282,6 +289,20 @@ class _RestServer(uvicorn.Server):
     def stop_soon(self) -> None:
         """Takes no more requests, and ends once those in progress are answered."""
         self.should_exit = True
+        self._asked.set()
+
+    async def main_loop(self) -> None:
+        # Every tenth tick of uvicorn's, of which there are ten a second, sets the date that answers bear.
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), 1.0)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+            return
+        for each in (*self.servers, *(sockets or ())):
+            each.close()
 
 
 def _die() -> None:

@@ -13,6 +13,7 @@ import tinker
 
 from gateway.app import Gateway
 from gateway.settings import GatewaySettings
+from tests.certificates import one_certificate
 from tests.contract.gateway.fakes import MODEL, FakeRenderer, FakeSampler, FakeTrainer
 from tests.contract.gateway.requests import Rest
 from tests.contract.gateway.valid_bodies import Bodies
@@ -91,6 +92,12 @@ class Stand:
                 return use(client)
 
         return await asyncio.to_thread(run)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_certificate(tmp_path_factory.mktemp("certificates")):
+        yield
 
 
 @pytest.fixture

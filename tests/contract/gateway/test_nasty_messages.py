@@ -15,7 +15,7 @@ from tests.contract.gateway.valid_bodies import Bodies
 from tests.contract.gateway.valid_messages import calls
 
 KEYED = (("x-api-key", KEY),)
-_AT_ONCE = 64
+_AT_ONCE = 6
 
 
 @pytest.mark.usefixtures("no_surprises")

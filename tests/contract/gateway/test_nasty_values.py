@@ -19,7 +19,7 @@ from tests.waiting import eventually
 
 JSON = {"Content-Type": "application/json"}
 BINARY = {"Content-Type": PROTOBUF}
-_AT_ONCE = 64
+_AT_ONCE = 6
 
 
 class Answers:
