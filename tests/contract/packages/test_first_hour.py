@@ -37,13 +37,19 @@ class Hour:
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.lines: list[str] = []
         self._process, self._coming = process, queue.Queue[str]()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._coming.put(line.rstrip())
+        with self._process.stdout as lines:
+            for line in lines:
+                self._coming.put(line.rstrip())
         self._coming.put("")
+
+    def close(self) -> None:
+        """Waits until all that it printed is read, once it has ended."""
+        self._reading.join(60)
 
     def until(self, pattern: str) -> "re.Match[str]":
         """The first line from here on that has it."""
@@ -96,8 +102,8 @@ def test_from_an_empty_environment_to_the_same_tokens_everywhere(wheel: pathlib.
     command = [python, "-P", str(ROOT / "examples" / "first_hour.py"), str(tmp_path / "hour")]
     errors = (tmp_path / "errors").open("w+")
     process = subprocess.Popen(command, cwd=tmp_path, env=told, stdout=subprocess.PIPE, stderr=errors, text=True)
+    hour = Hour(process)
     try:
-        hour = Hour(process)
         hour.say(f"{installed_s:7.1f} s  install the wheel with the extras cpu and demo")
         address = hour.until(r"watch it learn: (http://127\.0\.0\.1:\d+/)")[1]
         with running_browser() as browser:
@@ -113,4 +119,5 @@ def test_from_an_empty_environment_to_the_same_tokens_everywhere(wheel: pathlib.
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(120)
+        hour.close()
         errors.close()
