@@ -120,7 +120,7 @@ def test_what_happens_appears_without_a_reload(
         browser.wait_text("#step-shown", "18")
         browser.pictures(Path(PICTURES), "page", most_height=6000)
     browser.show(390, dark=True)
-    assert browser.too_wide(".scroll, .models, svg") == []
+    assert browser.too_wide("#usage .scroll, #queue .scroll, .models, svg") == []
     browser.show(1280, dark=False)
 
     browser.click(f"{row} button", "Delete")
