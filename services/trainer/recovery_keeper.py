@@ -193,6 +193,8 @@ class RecoveryKeeper:
             self._models.pop(model_id, None)  # freed meanwhile
             return
         size_bytes = await asyncio.wrap_future(state.written)
+        if self._models.get(model_id) is not model:  # freed meanwhile: its files go next
+            return
         model.durable, model.kept = state.seq_id, state.change_count
         model.since = began if self._lag_of(model_id) else math.inf
         self._succeeded("state", size_bytes)

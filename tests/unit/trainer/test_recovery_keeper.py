@@ -202,3 +202,17 @@ async def test_what_waits_of_a_model_that_is_freed_is_not_written(trainer: Train
     await trainer.keeper.flush("b")
     assert await trainer.keeper.kept("a") == (0, 0)
     assert [each[0] for each in trainer.copied] == ["b"]
+
+
+async def test_a_model_that_is_freed_while_its_point_is_written_is_no_failure_of_storage(trainer: Trainer) -> None:
+    slow = trainer.hold()
+    trainer.change("a", 1)
+    await eventually(lambda: len(trainer.copied) == 1)
+    del trainer.engine.models["a"]
+    trainer.engine.recovery.forget("a")
+    trainer.keeper.forget("a")
+    waits = asyncio.create_task(trainer.keeper.flush("b"))
+    trainer.change("b", 1)
+    slow.set()
+    assert (await waits)[0] == 1
+    assert trainer.durable(b=1)
