@@ -8,7 +8,8 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from types import ModuleType
+from typing import NoReturn, cast
 
 from fovea.runtime import tracing
 
@@ -16,12 +17,19 @@ _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def importing(*without: str) -> Iterator[None]:
     """Imports torch, vLLM and their like in three quarters of the time: what they make stays, and is not looked at.
 
     By default the collector goes through hundreds of thousands of objects, again and again, and finds nothing to free;
     neither do later collections look at them.
+
+    Args:
+        without: Packages that count as not installed meanwhile: those which are imported where they are found, take
+            long, and serve nothing here.
     """
+    hidden = [name for name in without if name not in sys.modules]
+    for name in hidden:
+        sys.modules[name] = cast(ModuleType, None)  # as Python's own documentation has it
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -30,6 +38,8 @@ def importing() -> Iterator[None]:
         gc.freeze()
         if collects:
             gc.enable()
+        for name in hidden:
+            del sys.modules[name]
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

@@ -24,7 +24,7 @@ def main() -> None:
     logs.configure("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)
     logging.getLogger("torch").setLevel("WARNING")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    with importing():
+    with importing("scipy", "sklearn"):  # of transformers' other losses and ways to generate: a fifth of all imports
         from services.trainer.trainer_process import follower_process, leader_process
 
     leader_process(settings, rank_env) if rank_env.rank == 0 else follower_process(settings, rank_env)

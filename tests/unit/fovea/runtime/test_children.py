@@ -5,6 +5,10 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
 
 from fovea.runtime.children import importing
 
@@ -44,3 +48,12 @@ def test_nothing_is_collected_while_importing() -> None:
         raise ImportError
     assert gc.isenabled()
     assert gc.get_freeze_count() > before
+
+
+def test_what_is_left_out_is_missing_only_while_importing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    loaded = sys.modules["gc"]
+    with importing("colorsys", "gc"):
+        assert find_spec("colorsys") is None
+        assert import_module("gc") is loaded
+    assert import_module("colorsys").rgb_to_hsv
