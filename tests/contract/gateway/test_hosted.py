@@ -60,16 +60,13 @@ async def test_a_key_is_described(rest: Rest) -> None:
 
 async def test_the_command_line_sees_sessions_models_and_its_key(stand: Stand, tmp_path: pathlib.Path) -> None:
     environment = os.environ | {"TINKER_BASE_URL": stand.url, "TINKER_API_KEY": KEY, "HOME": str(tmp_path)}
-
-    async def run(*arguments: str) -> str:
-        command = [sys.executable, "-m", "tinker.cli", *arguments]
-        process = await asyncio.create_subprocess_exec(
-            *command, env=environment, stdin=PIPE, stdout=PIPE, stderr=STDOUT
-        )
-        output, _ = await process.communicate(f"{KEY}\n".encode())
-        assert process.returncode == 0, output
-        return output.decode()
-
-    assert "Tinker accessible: yes" in await run("auth", "status")
-    assert MODEL.split("/")[-1] in await run("model", "list")
-    assert "Logged in" in await run("auth", "login")
+    # In one process: the SDK imports torch.
+    calls = [["auth", "status"], ["model", "list"], ["auth", "login"]]
+    code = f"from tinker.cli.__main__ import main_cli\nfor call in {calls}: main_cli(call, standalone_mode=False)"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, env=environment, stdin=PIPE, stdout=PIPE, stderr=STDOUT
+    )
+    output, _ = await process.communicate(f"{KEY}\n".encode())
+    assert process.returncode == 0, output
+    for words in ("Tinker accessible: yes", MODEL.split("/")[-1], "Logged in"):
+        assert words in output.decode()
