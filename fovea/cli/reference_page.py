@@ -1,10 +1,12 @@
 """docs/cli.md, made from the commands themselves: `python -m fovea.cli.reference_page`."""
 
+import json
 import os
 import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import typer
@@ -17,6 +19,18 @@ _HEAD = """# The `fovea` command
 Made by `python -m fovea.cli.reference_page` from the commands; a test compares. What is wrong with a command is said in
 one line, with exit code 2; 1 is for what failed, or is not healthy. Commands find the Fovea that was started in
 the same folder, or with the same `--state-dir`.
+"""
+
+# One process for all: most of them import torch.
+_ASK_ALL = """
+import contextlib, io, json, runpy, sys
+told = []
+for module, arguments in json.loads(sys.argv[1]):
+    sys.argv = [module, *arguments, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    told.append(out.getvalue())
+print(json.dumps(told))
 """
 
 
@@ -69,13 +83,19 @@ def _text(words: str | None) -> str:
 
 
 def _theirs(name: str) -> str:
-    """What a program of its own says of itself, on a terminal without colours of 100 characters."""
-    module, arguments = PASSED_ON_TO[name]
-    told = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "TYPER_USE_RICH": "0"}
-    command = [sys.executable, "-m", module, *arguments, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=told)
-    words = done.stdout.strip().replace(f"{PAGE.parents[1]}/", "").replace(f"python -m {module}", name)
+    """What a program of its own says of itself."""
+    module, _ = PASSED_ON_TO[name]
+    words = _told()[name].strip().replace(f"{PAGE.parents[1]}/", "").replace(f"python -m {module}", name)
     return "\n```\n" + "\n".join(line.rstrip() for line in words.splitlines()) + "\n```\n"
+
+
+@cache
+def _told() -> dict[str, str]:
+    """What each program says on a terminal without colours of 100 characters."""
+    environment = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "TYPER_USE_RICH": "0"}
+    command = [sys.executable, "-c", _ASK_ALL, json.dumps(list(PASSED_ON_TO.values()))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return dict(zip(PASSED_ON_TO, json.loads(done.stdout), strict=True))
 
 
 if __name__ == "__main__":

@@ -69,8 +69,6 @@ def test_its_version_and_wrong_uses_are_one_line() -> None:
         assert words in line
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # four programs import torch to say what their options are
 def test_the_reference_page_is_what_the_commands_say() -> None:
     assert reference_page.PAGE.read_text() == reference_page.page(), "run python -m fovea.cli.reference_page"
 
