@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+
+from tests.certificates import one_certificate
 
 
 async def config(request: Request) -> JSONResponse:
@@ -41,7 +43,14 @@ async def bare_url() -> AsyncIterator[str]:
     await serving
 
 
+@pytest.fixture
+def _certificates(tmp_path: Path) -> Iterator[None]:
+    with one_certificate(tmp_path):
+        yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_certificates")
 async def test_what_is_missing_fails(bare_url: str, tmp_path: Path) -> None:
     out = tmp_path / "verdicts.json"
     command = [sys.executable, "-m", "conformance", "--base-url", bare_url, "--model", "any", "--vlm"]
