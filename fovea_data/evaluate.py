@@ -176,24 +176,23 @@ def main(
     )
     try:
         kind, sources = read_sources(data, question, limit)
-        service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
-        if model.startswith("tinker://"):
-            sampling = service.create_sampling_client(model_path=model).result()
-        else:
-            sampling = service.create_sampling_client(base_model=model).result()
-        played = measure(
-            TinkerPolicy(sampling),
-            ChatTemplate(sampling.get_tokenizer()),
-            kind,
-            sources,
-            settings,
-            model=model,
-            data=str(data),
-            concurrency=concurrency,
-            progress=None,
-        )
-        report = asyncio.run(played)
-        service.close("success")
+        with tinker.ServiceClient(base_url=base_url, api_key=api_key) as service:
+            if model.startswith("tinker://"):
+                sampling = service.create_sampling_client(model_path=model).result()
+            else:
+                sampling = service.create_sampling_client(base_model=model).result()
+            played = measure(
+                TinkerPolicy(sampling),
+                ChatTemplate(sampling.get_tokenizer()),
+                kind,
+                sources,
+                settings,
+                model=model,
+                data=str(data),
+                concurrency=concurrency,
+                progress=None,
+            )
+            report = asyncio.run(played)
     except (FoveaError, tinker.TinkerError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

@@ -1,31 +1,40 @@
-"""`python plain_transformers.py MODEL [ADAPTER]`: answers pictures as a stranger would, with transformers and PEFT.
+"""`python plain_transformers.py MERGED MODEL ADAPTER`: answers pictures as a stranger would: transformers and PEFT.
 
-Reads a JSON list of [picture, question] from standard input; writes the tokens of each greedy answer.
+Reads a JSON list of [picture, question] from standard input; writes the tokens of each greedy answer, first of the
+merged model, then, in another line, of the model with the adapter.
 """
 
 import json
 import sys
+from typing import Any
 
 sys.modules.update(dict.fromkeys(("fovea", "fovea_data", "fovea_rollout", "services", "gateway"), None))
 
 LONGEST = 8
 
 
-def main(model: str, adapter: str | None = None) -> None:
+def main(merged: str, model: str, adapter: str) -> None:
     """Loads, answers, prints."""
     import torch
-    from PIL import Image
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
 
     torch.set_num_threads(1)
-    processor = AutoProcessor.from_pretrained(adapter or model)
+    asked = json.load(sys.stdin)
+    answer(merged, AutoModelForImageTextToText.from_pretrained(merged).eval(), asked)
     loaded = AutoModelForImageTextToText.from_pretrained(model).eval()
-    if adapter is not None:
-        from peft import PeftModel
+    answer(adapter, PeftModel.from_pretrained(loaded, adapter).eval(), asked)
 
-        loaded = PeftModel.from_pretrained(loaded, adapter).eval()
+
+def answer(folder: str, loaded: Any, asked: list[tuple[str, str]]) -> None:
+    """With the processor that lies in the folder."""
+    import torch
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(folder)
     answers = []
-    for picture, question in json.load(sys.stdin):
+    for picture, question in asked:
         content = [{"type": "image", "image": Image.open(picture)}, {"type": "text", "text": question}]
         inputs = processor.apply_chat_template(
             [{"role": "user", "content": content}],

@@ -7,16 +7,26 @@ import subprocess
 import sys
 
 import tinker
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
 
+from fovea_data.evaluate import main
 from tests.e2e.fovea_data.test_fine_tuning import digits
 from tests.e2e.stack import API_KEY, Stack
 
+APP = typer.Typer()
+APP.command()(main)
+TOLD = {"TINKER_API_KEY": API_KEY, "TINKER_TELEMETRY": "0"}
 
-def evaluate(stack: Stack, model: str, data: pathlib.Path) -> "subprocess.CompletedProcess[str]":
-    command = [str(pathlib.Path(sys.executable).with_name("fovea")), "evaluate", model, str(data), "--json"]
-    server = ["--base-url", stack.base_url, "--max-tokens", "4", "--limit", "40"]
-    environment = os.environ | {"TINKER_API_KEY": API_KEY, "TINKER_TELEMETRY": "0"}
-    return subprocess.run([*command, *server], env=environment, capture_output=True, text=True, check=False)
+
+def arguments(stack: Stack, model: str, data: pathlib.Path) -> list[str]:
+    return [model, str(data), "--json", "--base-url", stack.base_url, "--max-tokens", "4", "--limit", "40"]
+
+
+def evaluate(stack: Stack, model: str, data: pathlib.Path) -> Result:
+    """The command in this process, which has imported all that it needs."""
+    return CliRunner().invoke(APP, arguments(stack, model, data), env=TOLD)
 
 
 def test_a_base_model_and_its_untrained_checkpoint_score_alike(stack: Stack, tmp_path: pathlib.Path) -> None:
@@ -24,8 +34,11 @@ def test_a_base_model_and_its_untrained_checkpoint_score_alike(stack: Stack, tmp
     with stack.service_client() as service:
         training: tinker.TrainingClient = service.create_lora_training_client(base_model=stack.model_name).result()
         path = training.save_weights_for_sampler("untrained").result().path
-    base, checkpoint = (evaluate(stack, model, folder) for model in (stack.model_name, path))
-    assert (base.returncode, checkpoint.returncode) == (0, 0), (base, checkpoint)
+    command = [pathlib.Path(sys.executable).with_name("fovea"), "evaluate", *arguments(stack, stack.model_name, folder)]
+    base = subprocess.run(command, env=os.environ | TOLD, capture_output=True, text=True, check=False)
+    assert base.returncode == 0, base
+    checkpoint = evaluate(stack, path, folder)
+    assert checkpoint.exit_code == 0, checkpoint.output
     found = [json.loads(one.stdout) for one in (base, checkpoint)]
     assert [one.pop("model") for one in found] == [stack.model_name, path]
     assert found[0] == found[1]
@@ -34,6 +47,6 @@ def test_a_base_model_and_its_untrained_checkpoint_score_alike(stack: Stack, tmp
 
 def test_a_model_that_is_not_served_is_an_error_in_a_line(stack: Stack, tmp_path: pathlib.Path) -> None:
     done = evaluate(stack, "nobody/nothing", digits(tmp_path / "digits", 20))
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert "nobody/nothing" in done.stderr

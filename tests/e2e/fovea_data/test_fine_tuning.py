@@ -1,4 +1,4 @@
-"""A folder of scanned digits, ten lines of code: it is learnt, and a killed run goes on as if nothing had been."""
+"""A run of fine-tuning that is killed goes on as if nothing had been; test_export.py beside it says what one learns."""
 
 import asyncio
 import json
@@ -12,7 +12,6 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from fovea_data import FineTuneSettings, fine_tune, image_folder
 from tests.e2e.stack import API_KEY, Stack
 from tests.waiting import eventually
 
@@ -22,7 +21,7 @@ from fovea_data import FineTuneSettings, fine_tune, image_folder
 
 folder, out, url, key = sys.argv[1:]
 train, held_out = image_folder(folder).split(0.25)
-fine_tune(train, held_out, FineTuneSettings(epochs=3, batch_size=4), out=out, base_url=url, api_key=key).close()
+fine_tune(train, held_out, FineTuneSettings(epochs=2, batch_size=4), out=out, base_url=url, api_key=key).close()
 """
 
 
@@ -44,17 +43,6 @@ def metrics(out: pathlib.Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name not in ("seconds", "time")} for row in rows]
 
 
-def test_a_folder_of_pictures_is_learnt(stack: Stack, tmp_path: pathlib.Path) -> None:
-    train, held_out = image_folder(digits(tmp_path / "digits", 300)).split(0.2)
-    settings = FineTuneSettings()
-    with fine_tune(
-        train, held_out, settings, out=tmp_path / "out", base_url=stack.base_url, api_key=API_KEY, progress=False
-    ) as model:
-        assert model.best["accuracy"] >= 0.9, model.history
-        picture = next((tmp_path / "digits" / "7").iterdir())
-        assert model.ask(picture, "What is in this picture?") in {str(digit) for digit in range(10)}
-
-
 def test_a_killed_run_goes_on_to_the_bit(stack: Stack, tmp_path: pathlib.Path) -> None:
     folder = digits(tmp_path / "digits", 48)
 
@@ -63,13 +51,13 @@ def test_a_killed_run_goes_on_to_the_bit(stack: Stack, tmp_path: pathlib.Path) -
         return subprocess.Popen(command, env=os.environ | {"TINKER_TELEMETRY": "0"})
 
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert start(whole).wait(120) == 0
-    killed = start(cut)
-    # After the first of three evaluations, within the epoch that follows.
-    asyncio.run(eventually(lambda: any("held_out_loss" in row for row in metrics(cut)[:-2]), 120))
+    undisturbed, killed = start(whole), start(cut)
+    # After the first of two evaluations, within the epoch that follows.
+    asyncio.run(eventually(lambda: any("held_out_loss" in row for row in metrics(cut)[:-2]), 240))
     killed.kill()
     killed.wait()
     before = len(metrics(cut))
+    assert start(cut).wait(240) == 0
+    assert undisturbed.wait(240) == 0
     assert before < len(metrics(whole)), "the kill met no work"
-    assert start(cut).wait(120) == 0
     assert metrics(cut) == metrics(whole)
