@@ -12,13 +12,16 @@ from tests.e2e.stack import Stack
 
 
 @pytest.mark.slow
-def test_the_demo_learns_to_read_digits(stack: Stack, tmp_path: pathlib.Path) -> None:
-    command = [sys.executable, "-m", "demo", "--out", tmp_path, "--base-url", stack.base_url]
-    result = subprocess.run([*command, "--base-model", stack.model_name], capture_output=True, text=True, timeout=280)
+@pytest.mark.parametrize(("epochs", "least"), [(1, 0.6), pytest.param(3, 0.9, marks=pytest.mark.long)])
+def test_the_demo_learns_to_read_digits(epochs: int, least: float, stack: Stack, tmp_path: pathlib.Path) -> None:
+    """Its three passes, and one; fovea_data/test_export.py reads nine of ten digits after passes over fewer of them."""
+    server = ["--base-url", stack.base_url, "--base-model", stack.model_name]
+    command = [sys.executable, "-m", "demo", "--epochs", str(epochs), "--out", str(tmp_path), *server]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     figures = json.loads((tmp_path / "result.json").read_text())
     assert figures["accuracy_before"] <= 0.25
-    assert figures["accuracy_after"] >= 0.90
+    assert figures["accuracy_after"] >= least
     report = (tmp_path / "report.html").read_text()
     assert report.count("data:image/png;base64,") == 60
     assert report.count('<figure class="curve">') == 2
