@@ -1,4 +1,4 @@
-"""256 rollouts at once while environments crash and one of two samplers is killed: each one is accounted for."""
+"""128 rollouts at once while environments crash and one of two samplers is killed: each one is accounted for."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.e2e.fovea_rollout.environments import Walking
 from tests.e2e.fovea_rollout.two_samplers import TwoSamplers, running_beside
 from tests.e2e.stack import API_KEY, Stack
 
-ROLLOUTS = 256
+ROLLOUTS = 128
 TURNS = 3
-DEADLINE_S = 45.0
+DEADLINE_S = 25.0
 """Of those that hang, which come to where they do in half of it; the others have all the time they need."""
 FAULTS = ("make", "reset", "step", "hang")
 STAGES = {"make": "make", "reset": "reset", "step": "step", "hang": "deadline"}
