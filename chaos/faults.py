@@ -72,7 +72,7 @@ def deck(*, disk: bool, machine: bool) -> list[tuple[str, str]]:
 def brief_deck(*, disk: bool) -> list[tuple[str, str]]:
     """Twenty for a run of a minute: each kind, each part, each link at least once, few that take long to recover."""
     return [
-        *(("kill", target) for target in ("gateway", "gateway", "renderer", "sampler.engine", "trainer.rank1")),
+        *(("kill", target) for target in ("trainer", "gateway", "renderer", "sampler.engine", "trainer.rank1")),
         *(("terminate", target) for target in ("gateway", "renderer.worker")),
         *(("stop", target) for target in ("gateway", "sampler", "trainer.rank0", "renderer")),
         *((Trouble.CUT, link) for link in ("client-gateway", "gateway-trainer", "sampler-renderer")),

@@ -74,7 +74,7 @@ class Nemesis:
             return "no such process"
         with suppress(psutil.NoSuchProcess):
             process.send_signal(_SIGNALS[fault.kind])
-            await _until(lambda: not _runs(process), 40.0)
+            await until(lambda: not _runs(process), 40.0)
         return "" if not _runs(process) else "did not end within 40 s"
 
     async def _pause(self, fault: Fault) -> str:
@@ -98,10 +98,10 @@ class Nemesis:
         return found[0]
 
     async def _wait_until_back(self) -> None:
-        await _until(self._stack.is_serving, _BACK_WITHIN_S)
+        await until(self._stack.is_serving, _BACK_WITHIN_S)
 
 
-async def _until(holds: Callable[[], bool | Awaitable[bool]], timeout_s: float) -> None:
+async def until(holds: Callable[[], bool | Awaitable[bool]], timeout_s: float) -> None:
     """Returns when it holds, or when the time is over."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

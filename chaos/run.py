@@ -16,8 +16,8 @@ from chaos.checker import Violation
 from chaos.faults import Fault, Happened, write_log
 from chaos.history import History
 from chaos.inventory import Finish, Inventory, growth, ledger, saved_tensors, snapshots, take
-from chaos.nemesis import Nemesis
-from chaos.stack import MODEL_NAME, Stack
+from chaos.nemesis import Nemesis, until
+from chaos.stack import MODEL_NAME, READY_S, Stack
 
 _LEAVES_WITHIN_S = 60.0
 """Sessions that their clients ended are gone after some seconds, and with them what was theirs."""
@@ -81,8 +81,9 @@ async def run(
     # What stays open from the first command on, such as the group in which weights are sent, is no leftover.
     await run_clients(stack, folder / "before", ["samples-before"], stop, rounds={"samples-before": 2})
     at_first = await _settled(stack, Counter())
-    start = time.monotonic()
     disturbed = asyncio.create_task(run_clients(stack, folder / "disturbed", clients, stop, pause_s=pause_s))
+    await _begun(folder / "disturbed", clients, disturbed)
+    start = time.monotonic()
     happened = await Nemesis(stack, lambda fault: print(fault, flush=True)).run(plan)
     write_log(folder / "faults.jsonl", happened, start)
     stop.touch()
@@ -146,6 +147,12 @@ async def run_clients(
             environment = os.environ | {"TINKER_TELEMETRY": "0"}
             processes[name] = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, env=environment)
     return {name: await process.wait() for name, process in processes.items()}
+
+
+async def _begun(folder: Path, names: Sequence[str], clients: asyncio.Task[dict[str, int]]) -> None:
+    """Returns once each client has sent a command: faults before that would meet nobody."""
+    files = [folder / f"{name}.jsonl" for name in names]
+    await until(lambda: clients.done() or all(file.exists() and file.stat().st_size for file in files), READY_S)
 
 
 async def _settled(stack: Stack, before: Inventory) -> Inventory:

@@ -38,7 +38,7 @@ def disturbed(portal: BlockingPortal, tmp_path_factory: pytest.TempPathFactory) 
 def test_twenty_faults(disturbed: chaos.stack.Stack, portal: BlockingPortal, tmp_path: Path) -> None:
     """The brief form of `make chaos`."""
     cards = brief_deck(disk=disturbed.disk is not None)
-    faults = plan(16, len(cards), cards, mean_gap_s=2.0)
+    faults = plan(16, len(cards), cards, mean_gap_s=1.0)
     result = portal.call(run, disturbed, tmp_path, client_names(16, 2), faults)
     print(result.summary(), *limits(), sep="\n")
     assert len(result.disturbed.history.commands) > 50
