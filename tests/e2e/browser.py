@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 from PIL import Image
 
 from fovea.runtime.hosts import free_ports
@@ -119,7 +120,7 @@ class Browser:
         found = self.command("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         # Chromium packs its pictures quickly, not well; pages have few colours.
         picture = Image.open(io.BytesIO(base64.b64decode(found["data"]))).convert("RGB")
-        picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
+        _in_few_colours(picture).save(path, optimize=True)
 
     def pictures(self, folder: Path, name: str, most_height: int = 2400) -> None:
         """Four of them: on a wide screen and on a phone, in light and dark."""
@@ -173,6 +174,20 @@ def running_browser() -> Iterator[Browser]:
         finally:
             driver.terminate()
             driver.wait(30)
+
+
+def _in_few_colours(picture: Image.Image) -> Image.Image:
+    """With 256: its commonest as they are, and some spread over the rest, so that a rare one keeps its hue."""
+    colours, places, counts = np.unique(
+        np.asarray(picture).reshape(-1, 3), axis=0, return_inverse=True, return_counts=True
+    )
+    others = picture.quantize(64, Image.Quantize.MAXCOVERAGE).getpalette() or []
+    palette = np.concatenate([colours[np.argsort(-counts)[:192]], np.reshape(others, (-1, 3))]).astype(np.int64)
+    # Pillow's own choice from a palette is rough: white becomes nearly white.
+    nearest = [np.argmin(((palette - colour) ** 2).sum(1)) for colour in colours.astype(np.int64)]
+    drawn = Image.fromarray(np.asarray(nearest, np.uint8)[places].reshape(picture.height, picture.width), "P")
+    drawn.putpalette(palette.astype(np.uint8).tobytes())
+    return drawn
 
 
 def _wait_ready(http: httpx.Client) -> None:
