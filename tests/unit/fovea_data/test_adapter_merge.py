@@ -18,7 +18,7 @@ from services.trainer.model.lora import LoraSettings, LoraWeights
 from services.trainer.model.packed_model import build_model
 from services.trainer.settings import TrainerSettings
 from services.trainer.snapshots.weight_files import one_by_one, peft_files
-from tinyvlm.families import ensure_family
+from tests.families import ensure_family
 
 CPU = torch.device("cpu")
 # Tied, renamed by transformers, with experts in each of the three layouts, with layers that carry a state.

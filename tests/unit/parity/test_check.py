@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,14 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
+from transformers.utils import logging
 
+from parity.__main__ import main
 from parity.documents import Maker
 from parity.finding import Finding, run_apart
 from parity.learning_part import Lesson
 from parity.mixed_batch import fullness
 from parity.page import BEGIN, END, Row, with_table
 from parity.shallow import cut, layers_needed
-from tinyvlm.families import ensure_family
+from tests.families import ensure_family
 
 
 def test_as_few_layers_as_show_every_kind() -> None:
@@ -67,11 +68,20 @@ def test_a_part_that_raises_is_a_finding_and_the_next_checkpoint_is_checked(tmp_
     assert works == Finding("renderer", True, "text only: ids equal")
 
 
-def test_the_command_says_why_in_a_line(tmp_path: Path) -> None:
+def test_the_command_says_why_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "kosmos-9"}')
-    ended = subprocess.run([sys.executable, "-m", "parity", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    (line,) = ended.stdout.splitlines()
+    monkeypatch.setattr(sys, "argv", ["parity", str(tmp_path)])
+    level = logging.get_verbosity()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("transformers  does not work: ")
     assert "kosmos-9" in line
 

@@ -3,7 +3,7 @@
 import pytest
 
 from parity import renderer_part, trainer_part
-from tinyvlm.families import ensure_family
+from tests.families import ensure_family
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "internvl", "llava_onevision"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,15 @@ def test_fingerprint_follows_the_recipe() -> None:
     assert len({fingerprint(Recipe(kind="qwen3", seed=seed)) for seed in range(3)}) == 3
 
 
-@pytest.mark.slow
 def test_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOVEA_CACHE", str(tmp_path))
-    with pytest.raises(RuntimeError, match="failed with exit status"):
-        ensure_recipe(Recipe(kind="qwen3", thread_count=0))
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    fails = tmp_path / "python"  # -m tinyvlm.build RECIPE DIRECTORY
+    fails.write_text('#!/bin/sh\ntouch "$4/config.json"\nexit 3\n')
+    fails.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fails))
+    monkeypatch.setenv("FOVEA_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(RuntimeError, match="failed with exit status 3"):
+        ensure_recipe(RECIPE)
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def _ensure(recipe: Recipe) -> str:

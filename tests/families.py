@@ -1,0 +1,12 @@
+"""The tiny families, all built by the first test that wants one: each alone takes eight seconds, most of it imports."""
+
+from pathlib import Path
+
+from tinyvlm.cache import ensure
+from tinyvlm.families import FAMILIES, ensure_families
+from tinyvlm.recipe import KINDS
+
+
+def ensure_family(name: str) -> Path:
+    """As `tinyvlm.families.ensure_family`."""
+    return ensure(name) if name in KINDS else ensure_families([*FAMILIES])[name]
