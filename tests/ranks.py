@@ -9,13 +9,16 @@ from torch import multiprocessing as processes
 
 from fovea.runtime.hosts import interface_of
 
+PRELOADED = ["pytest", "services.trainer.trainer_process"]
+"""What they have imported when they begin."""
+
 
 def run_ranks(rank: Callable[..., None], count: int, *arguments: Any) -> None:
     """Calls `rank(number, *arguments)` in `count` processes. Raises with the trace of the first that failed.
 
     Each would import torch and transformers for six seconds.
     """
-    multiprocessing.set_forkserver_preload(["pytest", "services.trainer.training_engine"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     processes.start_processes(_begin, (rank, arguments), count, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 

@@ -15,8 +15,8 @@ import tinyvlm
 from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.client import TrainerClient
 from tests.checkpoints import with_one_processor_file
+from tests.e2e.trainer.copied_trainer import CopiedTrainer
 from tests.e2e.trainer.image_service import ImageService
-from tests.e2e.trainer.trainer_process import TrainerProcess
 
 ARGUMENTS = {
     # Parameters stay gathered, all datums in one micro-batch a rank.
@@ -25,6 +25,7 @@ ARGUMENTS = {
     "qwen2_5_vl": [
         *("--keep-gathered", "never", "--recompute", "always"),
         *("--token-budget", "160", "--logit-chunk-mib", "1"),
+        *("--recovery-lag-s", "60"),  # the others write a point after every step
     ],
     # No room for a second snapshot of all parameters.
     "qwen3": ["--token-budget", "48", "--join-timeout-s", "8", "--snapshot-memory-mib", "2"],
@@ -40,7 +41,7 @@ class Bench:
     kind: str
     model_dir: Path
     client: TrainerClient
-    process: TrainerProcess
+    process: CopiedTrainer
     images: ImageService
     reference: Any
     scratch: Path
@@ -100,7 +101,7 @@ async def start_bench(name: str, scratch: Path) -> Bench:
     model_dir = tinyvlm.ensure(kind)
     if name == "one_rank":  # and the checkpoint as the newest transformers saves it
         model_dir = with_one_processor_file(model_dir, scratch)
-    process = TrainerProcess(model_dir, scratch / "trainer.log", *ARGUMENTS[name])
+    process = CopiedTrainer(model_dir, scratch / "trainer.log", *ARGUMENTS[name])
     loader = AutoModelForCausalLM if kind == "qwen3" else AutoModelForImageTextToText
     reference = loader.from_pretrained(model_dir, dtype=torch.float32)
     images = ImageService(model_dir, getattr(reference.model, "get_rope_index", None))

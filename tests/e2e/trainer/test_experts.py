@@ -16,9 +16,9 @@ from torch import Tensor
 from fovea.api.v1 import model_input_pb2, weights_pb2
 from fovea.wire import tensors
 from tests.e2e.trainer.conftest import Bench, adam
+from tests.e2e.trainer.copied_trainer import CopiedTrainer
 from tests.e2e.trainer.examples import datum, header
 from tests.e2e.trainer.receiving_sampler import ReceivingSampler
-from tests.e2e.trainer.trainer_process import TrainerProcess
 from tinyvlm.families import ensure_family
 
 LORA = weights_pb2.LoraConfig(rank=4, train_attention=True, train_mlp=True)
@@ -34,7 +34,7 @@ def uninterrupted() -> dict[str, tuple[str, dict[str, Tensor]]]:
 async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     scratch, directory = tmp_path_factory.mktemp("experts"), ensure_family("qwen3_moe")
     arguments = ["--keep-gathered", "never", "--token-budget", "48", "--expert-parallel", str(request.param)]
-    process = TrainerProcess(directory, scratch / "trainer.log", *arguments)
+    process = CopiedTrainer(directory, scratch / "trainer.log", *arguments)
     nothing: Any = None
     running = Bench("qwen3_moe", directory, await process.ready(), process, nothing, None, scratch)
     yield running

@@ -16,8 +16,8 @@ from fovea.wire import tensors
 from fovea.wire.errors import Internal, InvalidInput
 from tests.e2e.trainer import reference
 from tests.e2e.trainer.conftest import Bench, adam
+from tests.e2e.trainer.copied_trainer import CopiedTrainer
 from tests.e2e.trainer.examples import chunk_lists, datum, header, logprobs_of
-from tests.e2e.trainer.trainer_process import TrainerProcess
 from tests.unit.trainer.losses import loss_references
 from tests.unit.trainer.losses.traced import graph, node, ref, square_loss, traced
 
@@ -225,7 +225,7 @@ async def test_a_traced_loss_that_takes_too_much_costs_its_own_call(qwen3: Bench
 async def test_nobody_waits_for_the_first_traced_loss(qwen3: Bench) -> None:
     """Of a trainer's life, for which torch is loaded: not while rank 1 is not ready, and not if that fails."""
     datums = await _policy_datums(qwen3, await qwen3.adapter())
-    process = TrainerProcess(qwen3.model_dir, qwen3.scratch / "first-traced.log")
+    process = CopiedTrainer(qwen3.model_dir, qwen3.scratch / "first-traced.log")
     try:
         client = await process.ready()
         for model_id in ("traced", "neighbour"):
@@ -254,7 +254,7 @@ async def test_nobody_waits_for_the_first_traced_loss(qwen3: Bench) -> None:
         process.stop()
 
 
-async def _sandbox_of(process: TrainerProcess, rank: int) -> psutil.Process:
+async def _sandbox_of(process: CopiedTrainer, rank: int) -> psutil.Process:
     """What evaluates traced losses for a rank, once it has begun to start."""
     return await _child_of(process.rank_pids()[rank])
 

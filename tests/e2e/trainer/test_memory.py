@@ -13,9 +13,9 @@ from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.client import TrainerClient
 from fovea.wire.errors import ResourceExhausted
 from tests.e2e.trainer.conftest import adam
+from tests.e2e.trainer.copied_trainer import CopiedTrainer
 from tests.e2e.trainer.examples import datum, header, logprobs_of, text
 from tests.e2e.trainer.image_service import ImageService
-from tests.e2e.trainer.trainer_process import TrainerProcess
 
 MIB = 2**20
 LORA = weights_pb2.LoraConfig(rank=8, seed=1, train_attention=True, train_mlp=True)
@@ -27,7 +27,7 @@ class Cramped:
     def __init__(self, folder: Path, *arguments: str) -> None:
         model_dir = tinyvlm.ensure("qwen3")
         self.images = ImageService(model_dir, None)
-        self.process = TrainerProcess(model_dir, folder / "trainer.log", "--max-lora-rank", "4096", *arguments)
+        self.process = CopiedTrainer(model_dir, folder / "trainer.log", "--max-lora-rank", "4096", *arguments)
         self.client: TrainerClient
 
     def datums(self, *lengths: int) -> list[trainer_pb2.Datum]:
@@ -68,8 +68,7 @@ async def cramped(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
         assert started.process.stop() == 0, started.process.log.read_text()
     finally:
         started.images.close()
-        started.process.process.kill()
-        started.process.process.wait()
+        started.process.kill()
 
 
 async def test_running_out_of_memory_costs_one_call_and_nobody_a_model(cramped: Cramped) -> None:

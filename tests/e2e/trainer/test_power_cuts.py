@@ -13,6 +13,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
@@ -142,6 +143,27 @@ class Recorded:
         disk.sees_root(self.root.stat().st_ino)
         return disk
 
+    @cached_property
+    def whole(self) -> dict[str, dict[str, bytes]]:
+        """The files of each checkpoint's folder, as they were when it was put in place, or at the end."""
+        disk, found = self.disk(), dict[str, dict[str, bytes]]()
+        for event in self.events:
+            disk.do(event)
+            place = event.data.decode() if event.kind is Kind.RENAME else ""
+            if _CHECKPOINT.fullmatch(place) and not _UNFINISHED.search(place):
+                found[place] = below(disk.files(), place)
+        final = disk.files()
+        for path in final:
+            if checkpoint := _CHECKPOINT.match(path):
+                found[checkpoint[0]] = below(final, checkpoint[0])
+        return found
+
+    @cached_property
+    def answers(self) -> dict[str, bytes]:
+        """The results of all futures, as they were kept."""
+        with closing(sqlite3.connect(self.root / _DATABASE)) as connection:
+            return dict(connection.execute("SELECT future_id, result FROM future_results"))
+
 
 @pytest.fixture(scope="module")
 async def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
@@ -216,8 +238,6 @@ def problems(recorded: Recorded, scratch: Path, unsynced: str = "-") -> Iterator
     ignored = {event.inode for event in recorded.events if event.path.startswith(unsynced)}
     chance = random.Random(16)
     moments = sorted(chance.randrange(len(recorded.events)) for _ in range(CUTS))
-    whole = whole_checkpoints(recorded)
-    answers = last_answers(recorded.root)
     disk, promises, done = recorded.disk(), Promises(), 0
     for number, moment in enumerate(moments):
         for event in recorded.events[done:moment]:
@@ -227,24 +247,9 @@ def problems(recorded: Recorded, scratch: Path, unsynced: str = "-") -> Iterator
         folder = scratch / str(number)
         files = disk.cut(random.Random(number))
         write_files(files, folder, _DATABASE)
-        for problem in promises.broken(folder / _DATABASE, files, whole, answers, str(recorded.root)):
+        for problem in promises.broken(folder / _DATABASE, files, recorded.whole, recorded.answers, str(recorded.root)):
             yield f"cut {number} before event {moment}: {problem}"
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def whole_checkpoints(recorded: Recorded) -> dict[str, dict[str, bytes]]:
-    """The files of each checkpoint's folder, as they were when it was put in place, or at the end."""
-    disk, found = recorded.disk(), dict[str, dict[str, bytes]]()
-    for event in recorded.events:
-        disk.do(event)
-        place = event.data.decode() if event.kind is Kind.RENAME else ""
-        if _CHECKPOINT.fullmatch(place) and not _UNFINISHED.search(place):
-            found[place] = below(disk.files(), place)
-    final = disk.files()
-    for path in final:
-        if place := _CHECKPOINT.match(path):
-            found[place[0]] = below(final, place[0])
-    return found
 
 
 def journaled(database: Path, model_id: str) -> set[int]:
@@ -269,12 +274,6 @@ def newest_point(files: dict[str, bytes], whole: dict[str, dict[str, bytes]], mo
 def below(files: dict[str, bytes], folder: str) -> dict[str, bytes]:
     """The files of a folder."""
     return {path: data for path, data in files.items() if path.startswith(f"{folder}/")}
-
-
-def last_answers(root: Path) -> dict[str, bytes]:
-    """The results of all futures, as they were kept."""
-    with sqlite3.connect(root / _DATABASE) as connection:
-        return dict(connection.execute("SELECT future_id, result FROM future_results"))
 
 
 class Promises:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from fovea.client import TrainerClient
@@ -29,7 +30,7 @@ class TrainerProcess:
         recovery = () if "--recovery" in arguments else ("--recovery", str(log.parent / "recovery"))
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, "--ranks", str(ranks), *_checkpoints(log.parent.parent), *recovery, *arguments],
+                [*command, "--ranks", str(ranks), *checkpoints(log.parent.parent), *recovery, *arguments],
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -37,13 +38,7 @@ class TrainerProcess:
 
     async def ready(self) -> TrainerClient:
         """A client, once the trainer serves."""
-        client = TrainerClient(self.address)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not await client.is_serving("fovea.api.v1.TrainerService"):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"the trainer did not start:\n{self.log.read_text()}")
-            await asyncio.sleep(0.2)
-        return client
+        return await until_serving(self.address, lambda: self.process.poll() is None, self.log.read_text)
 
     def rank_pids(self) -> list[int]:
         """Process ids of the ranks, rank 0 first."""
@@ -63,6 +58,17 @@ class TrainerProcess:
         return self.process.wait(timeout_s)
 
 
-def _checkpoints(folder: Path) -> list[str]:
+async def until_serving(address: str, lives: Callable[[], bool], said: Callable[[], str]) -> TrainerClient:
+    """A client of a trainer, once that serves."""
+    client = TrainerClient(address)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not await client.is_serving("fovea.api.v1.TrainerService"):
+        if not lives() or time.monotonic() > deadline:
+            raise AssertionError(f"the trainer did not start:\n{said()}")
+        await asyncio.sleep(0.2)
+    return client
+
+
+def checkpoints(folder: Path) -> list[str]:
     """Below the folder that all tests share, and in any bucket."""
     return ["--checkpoints", str(folder), "--checkpoints", "s3://"]

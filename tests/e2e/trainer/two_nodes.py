@@ -9,9 +9,9 @@ from tests.e2e.trainer.trainer_process import TrainerProcess
 
 
 class TwoNodes:
-    """A trainer of two nodes with `ranks` ranks each; node 0 serves."""
+    """A trainer of two nodes with so many ranks; node 0 serves."""
 
-    def __init__(self, model_dir: Path, folder: Path, ranks: int, *arguments: str) -> None:
+    def __init__(self, model_dir: Path, folder: Path, ranks: tuple[int, int], *arguments: str) -> None:
         (port,) = free_ports(1)
         meeting = ["--nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
         self.leader, self.follower = (
@@ -19,7 +19,7 @@ class TwoNodes:
                 model_dir,
                 folder / f"node-{node}.log",
                 *[*meeting, "--node-rank", str(node), "--metrics-port", "0", *arguments],
-                ranks=ranks,
+                ranks=ranks[node],
             )
             for node in (0, 1)
         )

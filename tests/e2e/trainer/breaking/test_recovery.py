@@ -1,10 +1,8 @@
 """A trainer that is killed anywhere and started again restores its models, and what is asked again is the same bits."""
 
 import asyncio
-import os
 import random
 import shutil
-import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -12,21 +10,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
-import tinyvlm
 from fovea.api.v1 import weights_pb2
 from fovea.client import TrainerClient
 from fovea.wire.conventions import STAGING_SUFFIX
-from fovea.wire.errors import FoveaError, NotFound, ResourceExhausted, Unavailable
+from fovea.wire.errors import NotFound, ResourceExhausted, Unavailable
+from tests.e2e.trainer.breaking.ground import Ground
 from tests.e2e.trainer.conftest import adam
 from tests.e2e.trainer.examples import datum, header, logprobs_of, text
 from tests.e2e.trainer.image_service import ImageService
 from tests.e2e.trainer.receiving_sampler import ReceivingSampler
-from tests.e2e.trainer.trainer_process import TrainerProcess
 
 STEPS = 6
 COMMANDS = 3 * STEPS
@@ -83,68 +78,6 @@ class Gateway:
         return durable
 
 
-@dataclass
-class Ground:
-    """A folder where trainers are started one after the other."""
-
-    folder: Path
-    images: ImageService
-    arguments: tuple[str, ...] = ()
-    process: TrainerProcess | None = None
-    count: int = 0
-
-    @property
-    def kept(self) -> Path:
-        """What is kept for recovery."""
-        return self.folder / "recovery"
-
-    async def start(self, *arguments: str, ranks: int = 2) -> TrainerClient:
-        self.count += 1
-        log = self.folder / f"trainer-{self.count}.log"
-        self.process = TrainerProcess(tinyvlm.ensure("qwen3"), log, *self.arguments, *arguments, ranks=ranks)
-        return await self.process.ready()
-
-    async def kill(self, victim: int | None) -> None:
-        """SIGKILL of a rank, or of the launcher if None; returns once all of the trainer has ended."""
-        assert self.process is not None
-        pids = self.process.rank_pids()
-        os.kill(self.process.process.pid if victim is None else pids[victim], signal.SIGKILL)
-        await asyncio.to_thread(self.process.process.wait, 40)
-        deadline = time.monotonic() + 20
-        while any(psutil.pid_exists(pid) for pid in pids):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
-
-    async def stop(self, client: TrainerClient) -> None:
-        assert self.process is not None
-        await client.close()
-        assert await asyncio.to_thread(self.process.stop) == 0, self.process.log.read_text()
-
-    async def weights(self, client: TrainerClient, model_id: str) -> dict[str, torch.Tensor]:
-        """Weights, and moments of an adapter, as SaveState writes them; of full parameters, the snapshot's weights."""
-        folders = [self.folder / f"{model_id}-{self.count}-{what}" for what in ("state", "snapshot")]
-        await client.save_state(model_id, str(folders[0]))
-        await client.take_snapshot(model_id, f"{model_id}@end-{self.count}", str(folders[1]))
-        return {
-            f"{path.name}/{name}": tensor
-            for folder in folders
-            for path in folder.glob("*.safetensors")
-            for name, tensor in load_file(path).items()
-        }
-
-
-@pytest.fixture
-async def ground(tmp_path: Path) -> AsyncIterator[Ground]:
-    images = ImageService(tinyvlm.ensure("qwen3"), None)
-    made = Ground(tmp_path / "ground", images)
-    made.folder.mkdir()
-    yield made
-    images.close()
-    if made.process is not None:
-        made.process.process.kill()
-        made.process.process.wait()
-
-
 @pytest.fixture
 async def sampler() -> AsyncIterator[ReceivingSampler]:
     started = ReceivingSampler()
@@ -167,51 +100,80 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("kind", "victims"), [("adapter", (1, None, 0)), ("full", (1,))])
+@pytest.mark.parametrize(("kind", "victims"), [("adapter", (1, None)), ("full", (0,))])
 async def test_killed_at_any_moment_it_comes_back_as_it_was(
     ground: Ground, kind: str, victims: tuple[int | None, ...]
 ) -> None:
+    """Whichever rank was killed, or the launcher; those who called and what was killed with it are told of it."""
     chance = random.Random(kind)
-    client = await ground.start()
-    undisturbed = Gateway(ground.images, "u", KINDS[kind])
+    client = await ground.trainer()
+    undisturbed = Gateway(ground.images, f"u-{kind}", KINDS[kind])
     await undisturbed.create(client)
     ends = [time.monotonic()]
     for seq_id in range(1, COMMANDS + 1):
         await undisturbed.train(client, seq_id)
         ends.append(time.monotonic())
     shortest_s = min(later - earlier for earlier, later in pairwise(ends))
-    expected = await ground.weights(client, "u")
-    await client.delete_model("u")
-    assert not list(ground.kept.glob("u/*"))
-    disturbed = Gateway(ground.images, "d", KINDS[kind])
+    expected = await ground.weights(undisturbed.model_id)
+    await client.delete_model(undisturbed.model_id)
+    assert not list(ground.kept.glob(f"{undisturbed.model_id}/*"))
+    disturbed = Gateway(ground.images, f"d-{kind}", KINDS[kind])
     await disturbed.create(client)
     restored = []
     for victim, answered in zip(victims, sorted(chance.sample(range(7, COMMANDS - 4), len(victims))), strict=True):
         await disturbed.train(client, answered)
         training = asyncio.create_task(disturbed.train(client))  # five commands at least, of which one may end
         await asyncio.sleep(chance.uniform(0.0, shortest_s))
-        await ground.kill(victim)
-        with pytest.raises(FoveaError):
-            await training
-        await client.close()
-        client = await ground.start()
+        await ground.kill(victim, disturbed.model_id, training)
+        client = await ground.trainer()
         restored.append(await disturbed.restore(client))
     assert any(restored), "nothing was durable when it was killed"
     await disturbed.train(client)
     assert disturbed.answers == undisturbed.answers
-    found = await ground.weights(client, "d")
+    found = await ground.weights(disturbed.model_id)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    await ground.stop(client)
+
+
+async def test_another_number_of_ranks_takes_the_models_as_they_are(ground: Ground) -> None:
+    client = await ground.trainer()
+    gateways = [Gateway(ground.images, model_id, lora) for model_id, lora in KINDS.items()]
+    before = {}
+    for gateway in gateways:  # one after the other: all parameters need the trainer for themselves
+        await gateway.create(client)
+        await gateway.train(client, 6)
+        before[gateway.model_id] = await ground.weights(gateway.model_id)
+        assert (await client.park_model(gateway.model_id)).seq_id == 6
+    assert (await client.info()).numerics["ranks"] == "2"
+    await ground.stop()
+
+    client = await ground.trainer("--ranks", "1")
+    for gateway in gateways:
+        restored = await client.restore_model(gateway.model_id, gateway.lora)
+        assert (restored.seq_id, restored.step) == (6, 2)
+        in_the_way = next(other for other in gateways if other is not gateway)
+        with pytest.raises(ResourceExhausted):  # a model that was here before waits for room
+            await client.restore_model(in_the_way.model_id, in_the_way.lora)
+        after = await ground.weights(gateway.model_id)
+        assert all(torch.equal(after[name], tensor) for name, tensor in before[gateway.model_id].items())
+        await gateway.train(client, 9)
+        await client.park_model(gateway.model_id)
+    (shard,) = (ground.kept / "full" / "9" / "dcp").glob("*.distcp")
+    flip(shard)
+    with pytest.raises(NotFound, match=f"damaged, dcp/{shard.name} is not what was written"):
+        await client.restore_model("full", None)
+    assert ground.running.log.read_text().count("other numerics than before: ranks 1 instead of 2") == 2
 
 
 async def test_storage_that_fails_parking_snapshots_and_damage(
     ground: Ground, sampler: ReceivingSampler, tmp_path: Path
 ) -> None:
-    """Of an adapter on a base in bfloat16."""
-    ground.arguments = ("--dtype", "bfloat16")
+    """Of an adapter on a base in bfloat16. A rank is killed while the trainer is idle."""
+    base = ("--dtype", "bfloat16")
+    await ground.stop()
+    shutil.rmtree(ground.kept, ignore_errors=True)
     ground.kept.write_text("a file is in the way: no folder can be made")
-    client = await ground.start()
+    client = await ground.trainer(*base)
     gateway = Gateway(ground.images, "a.b/c", LORA)
     await gateway.create(client)
     await gateway.train(client, 6)
@@ -232,13 +194,13 @@ async def test_storage_that_fails_parking_snapshots_and_damage(
     info = await client.info(with_kept=True)
     assert (list(info.model_ids), list(info.kept_model_ids)) == ([], ["a.b/c"])
     assert await gateway.restore(client) == 12
-    await ground.kill(0)
-    await client.close()
+    await asyncio.sleep(2.5)  # idle ranks have given each other signs of life
+    await ground.kill(1, "a.b/c")
 
     flip(ground.kept / "a%2Eb%2Fc" / "12" / "optimizer.safetensors")
     shutil.copytree(first, ground.kept / "a%2Eb%2Fc" / "9")
     shutil.copytree(first, ground.kept / "a%2Eb%2Fc" / f"15{STAGING_SUFFIX}1")
-    client = await ground.start()
+    client = await ground.trainer(*base)
     assert await gateway.restore(client) == 9
     await _until_durable(client, "a.b/c", 12)
     assert not list(ground.kept.rglob(f"*{STAGING_SUFFIX}*"))
@@ -251,37 +213,3 @@ async def test_storage_that_fails_parking_snapshots_and_damage(
     assert not list(ground.kept.iterdir())
     with pytest.raises(NotFound, match="no durable point"):
         await client.restore_model("a.b/c", LORA)
-    await ground.stop(client)
-
-
-async def test_another_number_of_ranks_takes_the_models_as_they_are(ground: Ground) -> None:
-    client = await ground.start()
-    gateways = [Gateway(ground.images, model_id, lora) for model_id, lora in KINDS.items()]
-    before = {}
-    for gateway in gateways:  # one after the other: all parameters need the trainer for themselves
-        await gateway.create(client)
-        await gateway.train(client, 6)
-        before[gateway.model_id] = await ground.weights(client, gateway.model_id)
-        assert (await client.park_model(gateway.model_id)).seq_id == 6
-    assert (await client.info()).numerics["ranks"] == "2"
-    await ground.kill(0)
-    await client.close()
-
-    client = await ground.start(ranks=1)
-    for gateway in gateways:
-        restored = await client.restore_model(gateway.model_id, gateway.lora)
-        assert (restored.seq_id, restored.step) == (6, 2)
-        in_the_way = next(other for other in gateways if other is not gateway)
-        with pytest.raises(ResourceExhausted):  # a model that was here before waits for room
-            await client.restore_model(in_the_way.model_id, in_the_way.lora)
-        after = await ground.weights(client, gateway.model_id)
-        assert all(torch.equal(after[name], tensor) for name, tensor in before[gateway.model_id].items())
-        await gateway.train(client, 9)
-        await client.park_model(gateway.model_id)
-    (shard,) = (ground.kept / "full" / "9" / "dcp").glob("*.distcp")
-    flip(shard)
-    with pytest.raises(NotFound, match=f"damaged, dcp/{shard.name} is not what was written"):
-        await client.restore_model("full", None)
-    assert ground.process is not None
-    assert ground.process.log.read_text().count("other numerics than before: ranks 1 instead of 2") == 2
-    await ground.stop(client)

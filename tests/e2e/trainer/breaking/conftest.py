@@ -1,0 +1,30 @@
+"""The ground of all tests here."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+import tinyvlm
+from tests.e2e.trainer.breaking.ground import Ground
+from tests.e2e.trainer.image_service import ImageService
+
+
+@pytest.fixture(scope="package")
+async def shared_ground(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ground]:
+    """One folder, and at most one trainer."""
+    images = ImageService(tinyvlm.ensure("qwen3"), None)
+    made = Ground(tmp_path_factory.mktemp("breaking") / "ground", images)
+    made.folder.mkdir()
+    try:
+        yield made
+        await made.stop()
+    finally:
+        made.end()
+        images.close()
+
+
+@pytest.fixture
+async def ground(shared_ground: Ground) -> AsyncIterator[Ground]:
+    """Without models of other tests."""
+    yield shared_ground
+    await shared_ground.clear()

@@ -1,0 +1,142 @@
+"""Trainers that tests break: one runs at a time, and the next test takes it if it lives and was started alike."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tinyvlm
+from fovea.client import TrainerClient
+from fovea.wire.errors import Unavailable
+from tests.e2e.trainer.conftest import adam
+from tests.e2e.trainer.image_service import ImageService
+from tests.e2e.trainer.trainer_process import TrainerProcess
+from tests.processes import survivors
+
+SECONDS = 10.0
+_ARGUMENTS = ("--heartbeat-s", "1", "--metrics-port", "0", "--drain-s", "120")
+
+
+@dataclass
+class Ground:
+    """A folder where trainers are started one after the other."""
+
+    folder: Path
+    images: ImageService
+    process: TrainerProcess | None = None
+    _client: TrainerClient | None = None
+    _started: tuple[str, ...] = ()
+    count: int = 0
+
+    @property
+    def kept(self) -> Path:
+        """What is kept for recovery."""
+        return self.folder / "recovery"
+
+    @property
+    def running(self) -> TrainerProcess:
+        """The trainer that was started last."""
+        assert self.process is not None
+        return self.process
+
+    def metrics_address(self) -> str:
+        """host:port of its page of metrics, as it says itself."""
+        found = re.search(r"metrics on (\S+)", self.running.log.read_text())
+        assert found
+        return found.group(1)
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher and its ranks."""
+        root = psutil.Process(self.running.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    async def trainer(self, *arguments: str) -> TrainerClient:
+        """The trainer that runs, if it was started with these arguments; else another one."""
+        if self._client is not None and self._is_alive() and self._started == arguments:
+            return self._client
+        await self.stop()
+        self.count += 1
+        log = self.folder / f"trainer-{self.count}.log"
+        self.process = TrainerProcess(tinyvlm.ensure("qwen3"), log, *_ARGUMENTS, *arguments)
+        self._client, self._started = await self.process.ready(), arguments
+        return self._client
+
+    async def any_trainer(self) -> TrainerClient:
+        """The trainer that runs, however it was started; else one without arguments of its own."""
+        return await self.trainer(*(self._started if self._is_alive() else ()))
+
+    async def kill(self, victim: int | None, model_id: str, running: "asyncio.Task[None] | None" = None) -> None:
+        """SIGKILL of a rank, or of the launcher if None: all of the trainer ends, and commands fail at once.
+
+        Args:
+            victim: Who is killed.
+            model_id: A model that the trainer has.
+            running: Calls that are under way.
+        """
+        assert self._client is not None
+        everything, pids = self.processes(), self.running.rank_pids()
+        os.kill(self.running.process.pid if victim is None else pids[victim], signal.SIGKILL)
+        if running is not None:
+            # Rank 0 tells of others; nobody tells of rank 0.
+            with pytest.raises(Unavailable, match="rank 1 of the trainer died" if victim == 1 else None):
+                await asyncio.wait_for(running, SECONDS)
+        with pytest.raises(Unavailable):
+            await self._client.optim_step(model_id, adam(), timeout_s=SECONDS)
+        with pytest.raises(Unavailable):  # it no longer says that it holds models
+            await self._client.info(timeout_s=SECONDS)
+        status = await asyncio.to_thread(self.running.process.wait, 30)
+        assert status == (-signal.SIGKILL if victim is None else 1)
+        assert not survivors(everything, SECONDS)
+        if victim == 1:
+            assert "rank 1 is gone" in self.running.log.read_text()
+
+    async def stop(self) -> None:
+        """Ends the trainer, if one runs, which must end well."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+        if self._is_alive():
+            assert await asyncio.to_thread(self.running.stop) == 0, self.running.log.read_text()
+
+    async def clear(self) -> None:
+        """Without models and what is kept of them. A trainer that cannot do that runs no more."""
+        if self._client is None or not self._is_alive():
+            shutil.rmtree(self.kept, ignore_errors=True)
+            return
+        try:
+            info = await self._client.info(with_kept=True, timeout_s=SECONDS)
+            for model_id in {*info.model_ids, *info.kept_model_ids}:
+                await self._client.delete_model(model_id)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Kills the launcher, and with it the ranks."""
+        if self.process is not None:
+            self.process.process.kill()
+            self.process.process.wait()
+
+    async def weights(self, model_id: str) -> dict[str, torch.Tensor]:
+        """Weights, and moments of an adapter, as SaveState writes them; of full parameters, the snapshot's weights."""
+        assert self._client is not None
+        folders = [self.folder / f"{model_id}-{self.count}-{what}" for what in ("state", "snapshot")]
+        await self._client.save_state(model_id, str(folders[0]))
+        await self._client.take_snapshot(model_id, f"{model_id}@end-{self.count}", str(folders[1]))
+        return {
+            f"{path.name}/{name}": tensor
+            for folder in folders
+            for path in folder.glob("*.safetensors")
+            for name, tensor in load_file(path).items()
+        }
+
+    def _is_alive(self) -> bool:
+        return self.process is not None and self.process.process.poll() is None

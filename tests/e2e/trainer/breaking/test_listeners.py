@@ -1,0 +1,12 @@
+"""A trainer alone listens where it was told to, and nowhere else."""
+
+from tests.e2e.trainer.breaking.ground import Ground
+from tests.listeners import listeners, unasked
+
+
+async def test_a_trainer_listens_where_it_was_told_to(ground: Ground) -> None:
+    await ground.any_trainer()
+    launcher, *ranks = ground.processes()
+    assert not listeners([launcher])
+    assert ground.running.address in listeners([launcher, *ranks])
+    assert not unasked([launcher, *ranks], {ground.running.address, ground.metrics_address()})
