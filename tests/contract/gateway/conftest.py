@@ -95,7 +95,7 @@ class Stand:
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with one_certificate(tmp_path_factory.mktemp("certificates")):
         yield
 
