@@ -66,7 +66,7 @@ class Stand:
             "poll_hold_s": 1.0,
             "retry_deadline_s": 20.0,
             "trainer_wait_s": 1.0,
-            "drain_s": 2.0,
+            "drain_s": 0.5,
         }
         settings = GatewaySettings(**(values | self.overrides))
         self.gateway = Gateway(settings)
