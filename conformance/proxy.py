@@ -106,8 +106,8 @@ class Proxy:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Nobody waits for its end: by now nobody asks it any more, but for polls that it held.
-        self._server.should_exit = self._server.force_exit = True
+        self._server.should_exit = self._server.force_exit = True  # without waiting for polls that are held
+        self._thread.join(10)
 
     def of(self, route: str) -> Iterator[Exchange]:
         """Exchanges of one route, such as `asample`, in order of arrival."""
