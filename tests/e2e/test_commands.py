@@ -2,14 +2,14 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import tinker
 from transformers import PreTrainedTokenizerBase
+from typer.testing import CliRunner
 
 import tinyvlm
+from fovea.cli.main import app
 from tests.e2e.prompts import PromptBuilder
 from tests.e2e.stack import API_KEY, Stack, running_stack
 from tests.e2e.test_agreement import take_steps
@@ -18,10 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 def fovea(stack: Stack, *arguments: str) -> str:
-    """Runs a command in the stack's state folder; it must succeed."""
-    command = [sys.executable, "-m", "fovea.cli.main", *arguments, "--state-dir", str(stack.log.parent)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """A command in the stack's state folder, run in this process; it must succeed."""
+    done = CliRunner().invoke(app, [*arguments, "--state-dir", str(stack.log.parent)])
+    assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
     return done.stdout
 
 

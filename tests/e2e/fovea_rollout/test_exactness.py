@@ -26,7 +26,7 @@ from tests.e2e.fovea_rollout.environments import Looking, Walking
 from tests.e2e.prompts import PromptBuilder
 from tests.e2e.stack import Stack
 
-ROLLOUTS = 100
+ROLLOUTS = 50
 TURNS = 3
 TOLERANCE = 1e-3
 
@@ -122,7 +122,7 @@ def scoring(made: TrainingDatum, tokens: npt.NDArray[np.int64]) -> tinker.Datum:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pattern", "temperature"), [(Looking, 0.7), (Walking, 1.0)])
-async def test_a_hundred_rollouts_train_as_they_were_sampled(
+async def test_fifty_rollouts_train_as_they_were_sampled(
     trained: tuple[tinker.TrainingClient, tinker.SamplingClient],
     tokenizer: PreTrainedTokenizerBase,
     pattern: type[Looking],
