@@ -29,7 +29,7 @@ $(VENV)/ready: requirements/cpu.txt pyproject.toml
 	touch $@
 
 demo: setup ## A tiny VLM learns real digits; writes demo/report.html and demo/result.json
-	$(BIN)/python -m demo
+	$(BIN)/python -m fovea_demo
 
 rl: setup ## Reinforcement learning: all examples that learn, each with its bar; writes examples/results.json, curves and pages
 	$(BIN)/python -m examples
@@ -64,8 +64,8 @@ environments: setup ## The adapters for `verifiers` and OpenEnv on the real pack
 	PYTHONPATH=.environments/site-packages $(BIN)/python -m pytest -W default $(addprefix tests/unit/fovea_rollout/test_,verifiers_environment.py openenv_environment.py)
 
 conformance: setup ## All checks of the Tinker API against a fresh Fovea; writes docs/conformance.json and the matrix
-	$(BIN)/python -m conformance.fresh --cookbook --json docs/conformance.json --html .fovea/conformance.html
-	$(BIN)/python -m conformance.matrix
+	$(BIN)/python -m fovea_conformance.fresh --cookbook --json docs/conformance.json --html .fovea/conformance.html
+	$(BIN)/python -m fovea_conformance.matrix
 
 # SEED=7 for other faults, REPLAY=.../faults.jsonl for those of a run before, FAULTS=20 for fewer.
 chaos: setup ## 200 faults in an hour while clients train and sample, and every promise checked (SEED=7, REPLAY=log)
@@ -78,7 +78,7 @@ soak: setup ## Hours of ordinary work of eight clients: memory and latencies (HO
 	$(BIN)/python -m chaos.soak --hours $(or $(HOURS),2)
 
 models: setup ## Which model families work, each on a tiny checkpoint; writes docs/models.md, half an hour to an hour
-	$(BIN)/python -m parity.page
+	$(BIN)/python -m fovea_parity.page
 
 clients: setup ## gRPC clients in other languages: built by their own tool chains, compared with what Python samples
 	$(BIN)/python -m examples.clients

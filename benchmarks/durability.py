@@ -18,14 +18,14 @@ import sqlalchemy as sa
 
 from benchmarks.figure import emit
 from benchmarks.gateway_polls import Client, gateway, serve_fakes
-from gateway.__main__ import main as run_gateway
+from fovea_gateway.__main__ import main as run_gateway
 
 _WAYS = ("FULL", "NORMAL")
 _ONE_CLIENT = 300
 
 
 def serve(synchronous: str) -> None:
-    """Runs a gateway, as `python -m gateway` does, whose SQLite syncs otherwise."""
+    """Runs a gateway, as `python -m fovea_gateway` does, whose SQLite syncs otherwise."""
 
     def configure(connection: Any, record: Any, *_: object) -> None:
         if not record.info.get("is_configured"):

@@ -1,9 +1,9 @@
 """Other families at published sizes, random weights: `python -m benchmarks.family_shapes gemma3-4b DIRECTORY`.
 
-Tokens and processors are those of the family in `tinyvlm.families`, at published image sizes; weights are drawn as
-transformers initializes them, in bfloat16. Sizes: Gemma 3 4B, InternVL 3.5 8B, Qwen3.5 9B and Qwen3-VL 30B-A3B as their
-configurations on the hub have them. `qwen3_vl-30b-a3b-12l` (8.7B) and `-4l` (3.7B) are the last one with fewer layers,
-`-2l` has an eighth of the experts too, a small vocabulary and two blocks in its tower (0.3B): for a CPU.
+Tokens and processors are those of the family in `fovea_tinyvlm.families`, at published image sizes; weights are drawn
+as transformers initializes them, in bfloat16. Sizes: Gemma 3 4B, InternVL 3.5 8B, Qwen3.5 9B and Qwen3-VL 30B-A3B as
+their configurations on the hub have them. `qwen3_vl-30b-a3b-12l` (8.7B) and `-4l` (3.7B) are the last one with fewer
+layers, `-2l` has an eighth of the experts too, a small vocabulary and two blocks in its tower (0.3B): for a CPU.
 
 `--seed 0` writes no bytes, and has trainer and sampler draw the weights (`benchmarks/random_checkpoint.py`): for models
 that the disk does not hold. `--zeros` writes no bytes either, which read as zeros.
@@ -31,9 +31,9 @@ from transformers import (
 
 from benchmarks import random_checkpoint
 from benchmarks.flops import IMAGE_SIDE, FamilySize
-from services.trainer.model.experts import is_experts
-from tinyvlm.families.registry import FAMILIES
-from tinyvlm.families.vocabulary import family_tokenizer
+from fovea_services.trainer.model.experts import is_experts
+from fovea_tinyvlm.families.registry import FAMILIES
+from fovea_tinyvlm.families.vocabulary import family_tokenizer
 
 _CONTEXT = 32768
 
@@ -43,7 +43,7 @@ class Shape:
     """What a family's tiny configuration becomes.
 
     Attributes:
-        family: Its name in `tinyvlm.families`.
+        family: Its name in `fovea_tinyvlm.families`.
         text, vision, whole: Entries of the language model, the tower and the rest.
         patches: Of one picture of `IMAGE_SIDE` pixels, which the tower sees at once.
         processor: Makes the processor; None takes the tiny one's, whose image sizes are the published ones.

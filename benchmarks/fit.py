@@ -18,13 +18,13 @@ import torch.distributed as dist
 from benchmarks.figure import emit
 from fovea.api.v1 import model_input_pb2, trainer_pb2
 from fovea.wire import tensors
-from services.trainer.batches.packing import DatumSize
-from services.trainer.command_queue import CreateModel, DeleteModel, ForwardBackward, OptimStep
-from services.trainer.model.lora import LoraSettings
-from services.trainer.model.optimizer import Adam
-from services.trainer.ranks.control_group import ControlGroup
-from services.trainer.settings import TrainerSettings
-from services.trainer.training_engine import TrainingEngine
+from fovea_services.trainer.batches.packing import DatumSize
+from fovea_services.trainer.command_queue import CreateModel, DeleteModel, ForwardBackward, OptimStep
+from fovea_services.trainer.model.lora import LoraSettings
+from fovea_services.trainer.model.optimizer import Adam
+from fovea_services.trainer.ranks.control_group import ControlGroup
+from fovea_services.trainer.settings import TrainerSettings
+from fovea_services.trainer.training_engine import TrainingEngine
 
 _LAST = 20
 _CURVE_STEP = 10

@@ -50,7 +50,7 @@ async def measure(port: int, process: psutil.Process, clients: int, requests: in
 async def run_all(fakes: Pipe, options: argparse.Namespace) -> None:
     """Measures and prints."""
     addresses = await asyncio.to_thread(fakes.recv)
-    async with gateway(addresses, ["-m", "gateway"]) as (port, process):
+    async with gateway(addresses, ["-m", "fovea_gateway"]) as (port, process):
         found = [await measure(port, process, options.clients, options.requests) for _ in range(options.repeats)]
     sizes = {"clients": options.clients, "requests": options.requests, "datums": _DATUMS, "tokens": _TOKENS}
     emit("gateway.bytes.taken", [one[0] for one in found], "MiB/s", **sizes)

@@ -226,7 +226,7 @@ async def gateway(fakes: Sequence[str], command: Sequence[str]) -> AsyncIterator
 
     Args:
         fakes: Addresses of renderer, sampler and trainer.
-        command: What Python is to run, such as `-m gateway`.
+        command: What Python is to run, such as `-m fovea_gateway`.
     """
     renderer, sampler, trainer = fakes
     (port,) = free_ports(1)
@@ -293,7 +293,7 @@ async def run(options: argparse.Namespace, fakes: Pipe, probing: Pipe) -> None:
     """Measures and prints."""
     profiler = ["-m", "cProfile", "-o", options.profile] if options.profile else []
     addresses = await asyncio.to_thread(fakes.recv)
-    async with gateway(addresses, [*profiler, "-m", "gateway"]) as (port, process):
+    async with gateway(addresses, [*profiler, "-m", "fovea_gateway"]) as (port, process):
         for together in (False, True):
             found = [
                 await measure(port, process, fakes, probing, options.polls, options.window, together)

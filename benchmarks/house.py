@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from benchmarks.figure import emit
 from benchmarks.foreign_attributes import foreign_attributes
 
-CORE = ("fovea", "gateway", "services")
+CORE = ("fovea", "fovea_gateway", "fovea_services")
 _ROOT = Path(__file__).parents[1]
 _GENERATED = ("fovea/api/", "fovea/tinker/")
 _NAMELESS = ("__init__.py", "__main__.py")
@@ -200,7 +200,7 @@ def figures(house: House) -> dict[str, Figure]:
     paths, shared = list(house.sources), house.shared_names()
     circles = [f"{folder}: {' '.join(knot)}" for folder, knot in house.circles()]
     foreign, short = foreign_attributes(house.trees), house.short_docstrings()
-    rooms = house.rooms("gateway")
+    rooms = house.rooms("fovea_gateway")
     way = floors(rooms)
     lines = house.file_lengths()
     files, functions = lines.most_common(5), house.function_lengths().most_common(5)

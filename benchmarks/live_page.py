@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 
 from benchmarks.figure import emit, quantile
-from gateway.live.live_state import write_curves
-from gateway.live.step_curves import StepCurves
+from fovea_gateway.live.live_state import write_curves
+from fovea_gateway.live.step_curves import StepCurves
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.requests import Rest
 from tests.e2e.browser import running_browser

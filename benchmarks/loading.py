@@ -84,9 +84,9 @@ def load(directory: Path, way: str, dtype: str, device: str, rank: int, ranks: i
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from services.trainer.model.packed_model import build_model, read_weights
-    from services.trainer.model.sharding import ShardedModel
-    from services.trainer.settings import TrainerSettings
+    from fovea_services.trainer.model.packed_model import build_model, read_weights
+    from fovea_services.trainer.model.sharding import ShardedModel
+    from fovea_services.trainer.settings import TrainerSettings
 
     own = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":

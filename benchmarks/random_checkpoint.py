@@ -39,7 +39,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], seed: int | None) -> N
 
 
 def published_tensors(model: Any, experts: str) -> dict[str, Tensor]:
-    """The tensors of a model on the meta device as the hub has them; `experts` as in `tinyvlm.families`."""
+    """The tensors of a model on the meta device as the hub has them; `experts` as in `fovea_tinyvlm.families`."""
     if experts == "one by one":
         return dict(revert_weight_conversion(model, _state(model)))
     turned = (".experts.gate_up_proj", ".experts.down_proj") if experts == "together, transposed" else ()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-import tinyvlm
+import fovea_tinyvlm
 from benchmarks.figure import emit
 from benchmarks.running import metric_total
 from fovea.api.v1 import model_input_pb2, trainer_pb2, weights_pb2
@@ -70,7 +70,7 @@ async def trainer(options: argparse.Namespace, log: pathlib.Path, recovery: str)
     arguments += ["--ranks", str(options.ranks), "--memory-limit-mib", str(options.memory_limit_mib)]
     with log.open("w") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.trainer", *arguments, stdout=output, stderr=output
+            sys.executable, "-m", "fovea_services.trainer", *arguments, stdout=output, stderr=output
         )
     client = TrainerClient(f"127.0.0.1:{port}")
     try:
@@ -151,7 +151,7 @@ def main() -> None:
         "--state", type=pathlib.Path, help="where points are kept; a folder of the system's if left out"
     )
     options = parser.parse_args()
-    options.model = options.model or str(tinyvlm.ensure())
+    options.model = options.model or str(fovea_tinyvlm.ensure())
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with tempfile.TemporaryDirectory(prefix="fovea-recovery-", dir=options.state) as folder:
         asyncio.run(measure(options, pathlib.Path(folder)))

@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
-import tinyvlm
+import fovea_tinyvlm
 from benchmarks.figure import emit
 from benchmarks.running import cpu_seconds, metric_total
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
@@ -102,7 +102,7 @@ async def renderer(model: str, workers: int) -> AsyncIterator[Service]:
         "feature-cache-bytes": CACHE_BYTES,
     }  # fmt: skip
     arguments = [f"--{name}={value}" for name, value in flags.items()]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.renderer", *arguments)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "fovea_services.renderer", *arguments)
     counted = psutil.Process(process.pid)
     counted.cpu_affinity(cores_of(workers))  # Nothing is started yet: all threads and children will have it.
     try:
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model = options.model or str(tinyvlm.ensure("qwen3_vl"))
+    model = options.model or str(fovea_tinyvlm.ensure("qwen3_vl"))
     for kind in options.pictures:
         bench = Bench(model, kind, options.count, options.cached_count)
         for workers in options.workers:

@@ -19,10 +19,10 @@ from typing import Any
 import tinker
 from tinker import types
 
-import gateway
+import fovea_gateway
 from benchmarks.figure import emit
 
-_FOLDER = f"{Path(gateway.__file__).parent}/"
+_FOLDER = f"{Path(fovea_gateway.__file__).parent}/"
 _PROMPT = types.ModelInput.from_ints([1, 2, 3])
 _SAMPLING = types.SamplingParams(max_tokens=4, seed=1)
 Request = Callable[[], Any]

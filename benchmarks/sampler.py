@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from benchmarks.sampler_ways import Timing, Way
-    from services.sampler.settings import SamplerSettings
+    from fovea_services.sampler.settings import SamplerSettings
 
 _SEEN_PICTURES = 8
 _LEAST_REQUESTS = 8
@@ -154,10 +154,12 @@ def settings_of(pid: int) -> "SamplerSettings":
     process = psutil.Process(pid)
     same = ("FOVEA_SAMPLER_", "VLLM_", "CUDA_VISIBLE_DEVICES", "OMP_", "GOMP_", "HF_HUB_OFFLINE")
     os.environ.update({name: value for name, value in process.environ().items() if name.startswith(same)})
-    from services.sampler.settings import SamplerSettings
+    from fovea_services.sampler.settings import SamplerSettings
 
     command = process.cmdline()
-    return SamplerSettings.from_command_line("services.sampler", command[command.index("services.sampler") + 1 :])
+    return SamplerSettings.from_command_line(
+        "fovea_services.sampler", command[command.index("fovea_services.sampler") + 1 :]
+    )
 
 
 async def run(llm: "AsyncLLM", running: Running, options: argparse.Namespace) -> None:
@@ -209,8 +211,8 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = options.reference_gpu
     if settings.max_sequences < max(options.in_flight):
         sys.exit(f"start Fovea with FOVEA_SAMPLER_MAX_SEQUENCES={max(options.in_flight)}; it has fewer")
-    # As in services.sampler: the engine is forked off before torch, gRPC or the SDK have started threads.
-    from services.sampler.engine import vllm_launch
+    # As in fovea_services.sampler: the engine is forked off before torch, gRPC or the SDK have started threads.
+    from fovea_services.sampler.engine import vllm_launch
 
     vllm_launch.prepare_environment(settings)
     capacity = vllm_launch.measure_adapter_capacity(settings)

@@ -127,7 +127,7 @@ class Direct:
     name = "direct"
 
     def __init__(self, llm: "AsyncLLM", running: Running, new_tokens: int) -> None:
-        from services.sampler.engine import request_conversion
+        from fovea_services.sampler.engine import request_conversion
 
         self._llm = llm
         os.environ[VARIABLE] = running.service_secret
@@ -186,7 +186,7 @@ class Direct:
         return rendered
 
     def _spec(self, tokens: "np.ndarray[Any, np.dtype[np.int32]]", spans: tuple[Any, ...]) -> Any:
-        from services.sampler.engine_api import SampleSpec
+        from fovea_services.sampler.engine_api import SampleSpec
 
         return SampleSpec(sampler_pb2.SampleRequest(sample_count=1), self._drawing, tokens, spans)
 

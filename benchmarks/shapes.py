@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from tinyvlm.curriculum import lesson_texts
-from tinyvlm.processor import chat_template, save_processor
-from tinyvlm.prose import corpus
-from tinyvlm.special_tokens import END_OF_TEXT, IM_END, IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START
-from tinyvlm.tokenizer import train_tokenizer
+from fovea_tinyvlm.curriculum import lesson_texts
+from fovea_tinyvlm.processor import chat_template, save_processor
+from fovea_tinyvlm.prose import corpus
+from fovea_tinyvlm.special_tokens import END_OF_TEXT, IM_END, IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START
+from fovea_tinyvlm.tokenizer import train_tokenizer
 
 _VISION_SMALL = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
 _VISION_LARGE = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}

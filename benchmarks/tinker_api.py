@@ -180,7 +180,7 @@ def main() -> int:
         parser.error(f"--bench: {options.bench} is no file; name bench_tinker.py, which is not in this repository")
     builders = {
         "text": [str(options.bench.with_name("mktiny_text.py"))],
-        "vlm": ["-m", "tinyvlm"],
+        "vlm": ["-m", "fovea_tinyvlm"],
     }
     problems = []
     with tempfile.TemporaryDirectory(prefix="tiny-text-") as folder:

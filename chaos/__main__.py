@@ -6,7 +6,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-import tinyvlm
+import fovea_tinyvlm
 from chaos import checker, disk
 from chaos.faults import deck, plan, read_log
 from chaos.inventory import left_after_stop
@@ -35,7 +35,7 @@ def main() -> int:
     print(f"seed {given.seed}, {len(faults)} faults, {given.clients} clients; logs in {folder}", flush=True)
 
     async def whole() -> int:
-        async with running(folder, tinyvlm.ensure()) as stack:
+        async with running(folder, fovea_tinyvlm.ensure()) as stack:
             clients = client_names(given.seed, given.clients)
             result = await run(stack, folder, clients, faults, given.pause_s)
             await stack.stop()

@@ -124,7 +124,7 @@ def role(process: psutil.Process) -> str:
     words = process.cmdline()
     if "-m" in words:
         module = words[words.index("-m") + 1]
-        rank = process.environ().get("RANK") if module == "services.trainer" else None
+        rank = process.environ().get("RANK") if module == "fovea_services.trainer" else None
         return f"{module} rank {rank}" if rank else module
     return _NUMBERS.sub("#", " ".join(words)[:60])
 

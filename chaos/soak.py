@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-import tinyvlm
+import fovea_tinyvlm
 from chaos.history import History
 from chaos.inventory import role
 from chaos.run import client_names, run_clients
@@ -71,7 +71,7 @@ def _p99(values: Sequence[float]) -> float:
 
 async def soak(seconds: float, clients: int, folder: Path) -> int:
     """Prints the figures; returns 0 if every command was answered."""
-    async with running(folder, tinyvlm.ensure()) as stack:
+    async with running(folder, fovea_tinyvlm.ensure()) as stack:
         stop, begun_s = folder / "stop", time.monotonic()
         working = asyncio.create_task(run_clients(stack, folder / "soak", client_names(0, clients), stop, pause_s=0.2))
         samples = await watch(stack, stop, seconds)

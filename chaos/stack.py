@@ -159,7 +159,7 @@ class Stack:
             if name == "everything":
                 return [supervisor, *supervisor.children(recursive=True)]
             for child in supervisor.children():
-                if f"services.{name}" in child.cmdline() or name in child.cmdline():
+                if {f"fovea_services.{name}", f"fovea_{name}"} & set(child.cmdline()):
                     found = child.children(recursive=True) if part else [child]
                     return [one for one in found if not part or _is_part(one, part)][:1]
         return []
@@ -214,9 +214,9 @@ class Stack:
 def _is_part(process: psutil.Process, part: str) -> bool:
     with suppress(psutil.Error):
         if part.startswith("rank"):
-            is_rank = "services.trainer" in process.cmdline()
+            is_rank = "fovea_services.trainer" in process.cmdline()
             return is_rank and process.environ().get("RANK") == part.removeprefix("rank")
-        known = {"worker": "services.renderer.image_worker", "engine": "VLLM::EngineCore"}
+        known = {"worker": "fovea_services.renderer.image_worker", "engine": "VLLM::EngineCore"}
         return any(known[part] in word for word in process.cmdline())
     return False
 

@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import tinyvlm
+import fovea_tinyvlm
 from cookbook.environments import ENVIRONMENTS, ROOT, Environment, NoEnvironment
 from cookbook.running import Result
 from cookbook.suite import CATALOGUE_NAME, TIMEOUT_S, Server, Suite, UnknownRecipe, select
-from demo.up import running_fovea
+from fovea_demo.up import running_fovea
 
 RESULTS = Path(__file__).parent / "results.json"
 _API_KEY = "tml-local"
@@ -87,7 +87,7 @@ def _server(
         yield Server(base_url, api_key, name, tokenizer)
         return
     os.environ.setdefault("TINKER_TELEMETRY", "0")
-    directory = tinyvlm.ensure("qwen3_vl")
+    directory = fovea_tinyvlm.ensure("qwen3_vl")
     console.print(f"starting Fovea with {directory} as {CATALOGUE_NAME}")
     with (
         tempfile.TemporaryDirectory(prefix="fovea-cookbook-") as state,

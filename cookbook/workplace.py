@@ -15,7 +15,7 @@ from PIL import Image
 
 from cookbook import material
 from cookbook.material import Row
-from tinyvlm.scenes import COLOUR_QUESTION, COLOURS, GROUND_QUESTION, GROUNDS, shape_scene
+from fovea_tinyvlm.scenes import COLOUR_QUESTION, COLOURS, GROUND_QUESTION, GROUNDS, shape_scene
 
 PROMPT_DISTILLATION_FILE = "prompt_distillation/data.jsonl"
 _GSM8K_CARD = """---

@@ -8,20 +8,20 @@ from typing import NamedTuple
 from prometheus_client import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-import gateway.gateway_metrics
-import services.renderer.renderer_metrics
-import services.sampler.sampler_metrics
-import services.trainer.trainer_metrics
+import fovea_gateway.gateway_metrics
+import fovea_services.renderer.renderer_metrics
+import fovea_services.sampler.sampler_metrics
+import fovea_services.trainer.trainer_metrics
 from fovea.runtime import interceptors
 from fovea.runtime.gpu_memory import GpuMemory
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
 SERVICES: dict[str, ModuleType] = {
     "all four": interceptors,
-    "gateway": gateway.gateway_metrics,
-    "renderer": services.renderer.renderer_metrics,
-    "sampler": services.sampler.sampler_metrics,
-    "trainer": services.trainer.trainer_metrics,
+    "gateway": fovea_gateway.gateway_metrics,
+    "renderer": fovea_services.renderer.renderer_metrics,
+    "sampler": fovea_services.sampler.sampler_metrics,
+    "trainer": fovea_services.trainer.trainer_metrics,
 }
 """Where each service's metrics are declared."""
 _HEAD = """# Metrics of the services

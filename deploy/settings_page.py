@@ -15,7 +15,7 @@ Made by `python -m deploy.settings_page` from the code; a test compares. A setti
 
 * `--set sampler.max_loras=16` of `fovea up`, where it is not an option of its own ([cli.md](cli.md));
 * `FOVEA_SAMPLER_MAX_LORAS=16` in the environment;
-* `--max-loras 16` of `python -m services.sampler`;
+* `--max-loras 16` of `python -m fovea_services.sampler`;
 * `sampler.settings.max_loras: 16` in the values of the [chart](operations.md#install), where it is no value of its own.
 
 The command line stands above the environment, the environment above the default. A wrong value is refused in one line.

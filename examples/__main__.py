@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-import tinyvlm
-from demo.up import running_fovea
+import fovea_tinyvlm
 from examples.chart import draw_curves
 from examples.distillation_digits import TEACHER, make_teacher
 from examples.summary import FOLDER, RESULTS, is_met
+from fovea_demo.up import running_fovea
 
 EXAMPLES = {
     "rl_digits": ("rl_digits",),
@@ -60,8 +60,8 @@ def main(
     also = []
     if "distillation_digits" in names:
         console.rule("the teacher")
-        also = ["--also-sample", f"{TEACHER}={make_teacher(out / 'teacher', tinyvlm.ensure())}"]
-    with running_fovea(out / "fovea", tinyvlm.ensure(), "--port", "0", "--grpc-port", "0", *also) as up:
+        also = ["--also-sample", f"{TEACHER}={make_teacher(out / 'teacher', fovea_tinyvlm.ensure())}"]
+    with running_fovea(out / "fovea", fovea_tinyvlm.ensure(), "--port", "0", "--grpc-port", "0", *also) as up:
         server = ("--base-url", up["base_url"], "--api-key", API_KEY, "--out", str(out))
         for name in names:
             module, *options = known[name]

@@ -17,11 +17,11 @@ from functools import partial
 
 import tinker
 
-from demo.digits import QUESTION, Scan, load_scans
-from demo.up import running_fovea
 from examples.experiment import Experiment, read_arguments
 from examples.rl_digits import DigitEnvironment
 from fovea_data import fine_tune, load_chats
+from fovea_demo.digits import QUESTION, Scan, load_scans
+from fovea_demo.up import running_fovea
 from fovea_rollout import Answer, LoopSettings, RolloutSettings, SamplingSettings, Step
 
 TEACHER = "teacher"

@@ -18,11 +18,11 @@ import tinker
 import torch
 from torch.nn.functional import logsigmoid
 
-from demo.digits import QUESTION, Scan, load_scans
 from examples.experiment import read_arguments
 from fovea_data.connection import Connection, Server
 from fovea_data.conversation import Conversation
 from fovea_data.encoder import Encoder
+from fovea_demo.digits import QUESTION, Scan, load_scans
 from fovea_rollout import Message, Picture
 
 Floats = npt.NDArray[np.float64]

@@ -27,9 +27,9 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from demo.digits import load_scans
-from demo.up import running_fovea
 from fovea_data import Dataset, TunedModel, fine_tune, image_folder
+from fovea_demo.digits import load_scans
+from fovea_demo.up import running_fovea
 
 KEY = "tml-local"
 QUESTION = "Which digit is this?"

@@ -22,10 +22,10 @@ import tinker
 from PIL import Image
 from tinker.types import ImageChunk
 
-from demo.digits import QUESTION, Scan, load_scans
-from demo.up import NotReady, running_fovea
 from examples.download import CannotTry, checkpoint
 from fovea.wire.errors import InvalidInput
+from fovea_demo.digits import QUESTION, Scan, load_scans
+from fovea_demo.up import NotReady, running_fovea
 from fovea_rollout import ChatTemplate, Message, Picture
 
 API_KEY = "tml-local"

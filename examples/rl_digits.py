@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from demo.digits import QUESTION, Scan, load_scans
 from examples.experiment import Experiment, read_arguments
+from fovea_demo.digits import QUESTION, Scan, load_scans
 from fovea_rollout import Answer, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step
 
 BAR = 0.9

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from tinyvlm.cache import ensure
-from tinyvlm.families import FAMILIES, ensure_families
-from tinyvlm.recipe import KINDS
+from fovea_tinyvlm.cache import ensure
+from fovea_tinyvlm.families import FAMILIES, ensure_families
+from fovea_tinyvlm.recipe import KINDS
 
 
 def ensure_family(name: str) -> Path:
-    """As `tinyvlm.families.ensure_family`."""
+    """As `fovea_tinyvlm.families.ensure_family`."""
     return ensure(name) if name in KINDS else ensure_families([*FAMILIES])[name]

@@ -9,7 +9,7 @@ from torch import multiprocessing as processes
 
 from fovea.runtime.hosts import interface_of
 
-PRELOADED = ["pytest", "services.trainer.trainer_process"]
+PRELOADED = ["pytest", "fovea_services.trainer.trainer_process"]
 """What they have imported when they begin."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from chaos.inventory import Finish, Inventory
-from gateway.database.database import Database
+from fovea_gateway.database.database import Database
 
 _ROOMY = 2**34
 _PAGE_LIMIT = 2**30

@@ -20,10 +20,10 @@ from chaos.simulation.event_loop import Process, VirtualLoop
 from chaos.simulation.fake_sampler import FakeRenderer, FakeSampler
 from chaos.simulation.fake_trainer import MODEL, FakeTrainer, TrainerDisk
 from chaos.simulation.network import HttpAnswer, Network, ask_app
-from gateway.api import build_api
-from gateway.app import Upkeep
-from gateway.parts import Parts
-from gateway.settings import GatewaySettings
+from fovea_gateway.api import build_api
+from fovea_gateway.app import Upkeep
+from fovea_gateway.parts import Parts
+from fovea_gateway.settings import GatewaySettings
 
 logger = logging.getLogger("world")
 

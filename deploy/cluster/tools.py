@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tinyvlm.cache import cache_directory
+from fovea_tinyvlm.cache import cache_directory
 
 _MODULE = Path(__file__).parent
 RUNTIME = _MODULE / "runtime"

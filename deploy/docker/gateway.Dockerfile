@@ -16,9 +16,9 @@ RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
 COPY --from=build /opt/fovea /opt/fovea
 WORKDIR /app
 COPY fovea fovea
-COPY gateway gateway
-RUN python -m compileall -q fovea gateway
+COPY fovea_gateway fovea_gateway
+RUN python -m compileall -q fovea fovea_gateway
 ENV PATH=/opt/fovea/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp
 USER 10001:10001
 EXPOSE 8000 50050 9090
-ENTRYPOINT ["python", "-m", "gateway"]
+ENTRYPOINT ["python", "-m", "fovea_gateway"]

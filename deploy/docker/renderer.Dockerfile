@@ -15,13 +15,13 @@ RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
     && install --directory --owner fovea --group fovea /models
 WORKDIR /app
 COPY fovea fovea
-COPY services/__init__.py services/__init__.py
-COPY services/renderer services/renderer
-RUN python -m compileall -q fovea services
+COPY fovea_services/__init__.py fovea_services/__init__.py
+COPY fovea_services/renderer fovea_services/renderer
+RUN python -m compileall -q fovea fovea_services
 # No secret: hadolint sees "token" in TOKENIZERS_PARALLELISM.
 # hadolint ignore=DL3064
 ENV PATH=/opt/fovea/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models/huggingface \
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 TOKENIZERS_PARALLELISM=false
 USER 10001:10001
 EXPOSE 50051 9090
-ENTRYPOINT ["python", "-m", "services.renderer"]
+ENTRYPOINT ["python", "-m", "fovea_services.renderer"]

@@ -19,9 +19,9 @@ RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
 COPY --from=build /opt/fovea /opt/fovea
 WORKDIR /app
 COPY fovea fovea
-COPY services/__init__.py services/__init__.py
-COPY services/sampler services/sampler
-RUN python -m compileall -q fovea services
+COPY fovea_services/__init__.py fovea_services/__init__.py
+COPY fovea_services/sampler fovea_services/sampler
+RUN python -m compileall -q fovea fovea_services
 # No secret: hadolint sees "token" in TOKENIZERS_PARALLELISM.
 # hadolint ignore=DL3064
 ENV PATH=/opt/fovea/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models/huggingface \
@@ -29,4 +29,4 @@ ENV PATH=/opt/fovea/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp HF_HO
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 EXPOSE 50052 9090
-ENTRYPOINT ["python", "-m", "services.sampler"]
+ENTRYPOINT ["python", "-m", "fovea_services.sampler"]

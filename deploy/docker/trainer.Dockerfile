@@ -21,9 +21,9 @@ RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
     && install --directory --owner fovea --group fovea /checkpoints /models
 WORKDIR /app
 COPY fovea fovea
-COPY services/__init__.py services/__init__.py
-COPY services/trainer services/trainer
-RUN python -m compileall -q fovea services
+COPY fovea_services/__init__.py fovea_services/__init__.py
+COPY fovea_services/trainer fovea_services/trainer
+RUN python -m compileall -q fovea fovea_services
 # No secret: hadolint sees "token" in TOKENIZERS_PARALLELISM.
 # hadolint ignore=DL3064
 ENV PATH=/opt/fovea/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models/huggingface \
@@ -31,4 +31,4 @@ ENV PATH=/opt/fovea/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp HF_HO
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 EXPOSE 50053 9090 29500
-ENTRYPOINT ["python", "-m", "services.trainer"]
+ENTRYPOINT ["python", "-m", "fovea_services.trainer"]

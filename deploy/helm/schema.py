@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fovea.runtime.settings import ServiceSettings
-from gateway.settings import GatewaySettings
-from services.renderer.settings import RendererSettings
-from services.sampler.settings import SamplerSettings
-from services.trainer.settings import TrainerSettings
+from fovea_gateway.settings import GatewaySettings
+from fovea_services.renderer.settings import RendererSettings
+from fovea_services.sampler.settings import SamplerSettings
+from fovea_services.trainer.settings import TrainerSettings
 
 Schema = dict[str, Any]
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tinyvlm.cache import cache_directory
+from fovea_tinyvlm.cache import cache_directory
 
 ROOT = Path(__file__).parents[2]
 FOLDER = cache_directory() / "images"

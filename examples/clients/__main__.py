@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
-import tinyvlm
-from demo.up import running_fovea
+import fovea_tinyvlm
 from examples.clients.answer import answer, answer_in_python
 from examples.clients.question import questions
 from examples.clients.toolchain import TOOLCHAINS, BuildFailed
+from fovea_demo.up import running_fovea
 
 API_KEY = "tml-local"
 READY_TIMEOUT_S = 900.0
@@ -62,7 +62,7 @@ def _fovea(running: Path | None) -> Iterator[dict[str, Any]]:
     options = ("--port", "0", "--grpc-port", "0", "--ready-timeout-s", str(READY_TIMEOUT_S))
     with (
         tempfile.TemporaryDirectory(prefix="fovea-clients-") as folder,
-        running_fovea(Path(folder), tinyvlm.ensure(), *options, timeout_s=READY_TIMEOUT_S) as up,
+        running_fovea(Path(folder), fovea_tinyvlm.ensure(), *options, timeout_s=READY_TIMEOUT_S) as up,
     ):
         yield up
 

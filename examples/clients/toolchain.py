@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinyvlm.cache import cache_directory
+from fovea_tinyvlm.cache import cache_directory
 
 ROOT = Path(__file__).parents[2]
 _MADE = ("build", "gen", "node_modules", "target", "sample")

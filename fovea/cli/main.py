@@ -55,22 +55,22 @@ app.add_typer(sessions_app, name="sessions")
 app.add_typer(checkpoints_command.app, name="checkpoints")
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 PASSED_ON_TO: dict[str, tuple[str, tuple[str, ...]]] = {
-    "fovea keys": ("gateway.access.keys_command", ()),
-    "fovea owners": ("gateway.access.owners_command", ("owners",)),
-    "fovea usage": ("gateway.access.owners_command", ("usage",)),
-    "fovea downgrade": ("gateway.database.downgrade_command", ()),
-    "fovea models check": ("parity", ()),
-    "fovea conformance": ("conformance", ()),
+    "fovea keys": ("fovea_gateway.access.keys_command", ()),
+    "fovea owners": ("fovea_gateway.access.owners_command", ("owners",)),
+    "fovea usage": ("fovea_gateway.access.owners_command", ("usage",)),
+    "fovea downgrade": ("fovea_gateway.database.downgrade_command", ()),
+    "fovea models check": ("fovea_parity", ()),
+    "fovea conformance": ("fovea_conformance", ()),
     "fovea evaluate": ("fovea_data.evaluate", ()),
     "fovea export": ("fovea_data.model_export", ()),
-    "fovea demo": ("demo", ()),
+    "fovea demo": ("fovea_demo", ()),
 }
 """The programs of commands that are programs of their own: a module, and its first arguments."""
 _NEEDS = {
-    "gateway": ("sqlalchemy", "gateway"),
-    "parity": ("vllm", "cpu"),
-    "conformance": ("torch", "cpu"),
-    "demo": ("sklearn", "demo"),
+    "fovea_gateway": ("sqlalchemy", "gateway"),
+    "fovea_parity": ("vllm", "cpu"),
+    "fovea_conformance": ("torch", "cpu"),
+    "fovea_demo": ("sklearn", "demo"),
 }
 """By package: what it cannot do without, and the extra of the distribution that has it."""
 KEYS_VARIABLE = "FOVEA_API_KEY"
@@ -477,7 +477,7 @@ def _check_alone(state_dir: pathlib.Path) -> None:
 def make_first_key(state_dir: pathlib.Path) -> None:
     """Makes a key that allows everything, and shows it: other machines reach the gateway, and nobody has one."""
     options = ("--owner", "admin", "--scope", "admin", "--name", "of the first fovea up", "--state-dir", str(state_dir))
-    made = subprocess.run([sys.executable, "-m", "gateway.access.keys_command", "create", *options], check=False)
+    made = subprocess.run([sys.executable, "-m", "fovea_gateway.access.keys_command", "create", *options], check=False)
     if made.returncode:
         raise typer.Exit(complain("no API key could be made, and other machines reach this host: give one"))
 
@@ -513,7 +513,7 @@ async def _health(addresses: dict[str, str]) -> dict[str, bool]:
 
 def _tiny_model(console: Console) -> str:
     console.print("No --model given: using the tiny Qwen3-VL (built once, about a minute).")
-    built = subprocess.run([sys.executable, "-m", "tinyvlm"], stdout=subprocess.PIPE, text=True, check=True)
+    built = subprocess.run([sys.executable, "-m", "fovea_tinyvlm"], stdout=subprocess.PIPE, text=True, check=True)
     return built.stdout.strip().splitlines()[-1]
 
 

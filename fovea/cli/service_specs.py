@@ -206,14 +206,14 @@ def _model_specs(
     recovery = f"{recovery}{of_model}" if recovery else ""
     transfer = ("--transfer", "gloo") if served.shares_gpu else ()
     yield _spec(
-        options, f"renderer{of_model}", "services.renderer", conventions.RENDERER_SERVICE, renderer, next(ports),
+        options, f"renderer{of_model}", "fovea_services.renderer", conventions.RENDERER_SERVICE, renderer, next(ports),
         ("--port", str(renderer), *model), environment,
     )  # fmt: skip
     for number, devices in enumerate(served.parts):
         sampler = next(ports)
         split = ("--tensor-parallel", str(len(devices))) if len(devices) > 1 else ()
         yield _spec(
-            options, f"sampler{number + 1 if number else ''}{of_model}", "services.sampler",
+            options, f"sampler{number + 1 if number else ''}{of_model}", "fovea_services.sampler",
             conventions.SAMPLER_SERVICE, sampler, next(ports),
             ("--port", str(sampler), *model, *to_renderer, *transfer, *split), environment | _visible(devices),
             # vLLM measures how much of the device is left for its cache, and takes for its own what another process
@@ -223,7 +223,7 @@ def _model_specs(
     if served.is_trained:
         kept = ("--checkpoints", checkpoints, "--recovery", recovery)
         yield _spec(
-            options, f"trainer{of_model}", "services.trainer", conventions.TRAINER_SERVICE, trainer, next(ports),
+            options, f"trainer{of_model}", "fovea_services.trainer", conventions.TRAINER_SERVICE, trainer, next(ports),
             ("--port", str(trainer), *model, *to_renderer, "--ranks", str(options.ranks), *kept),
             environment | _visible(served.trainer_gpus),
         )  # fmt: skip
@@ -260,7 +260,7 @@ def _gateway_spec(
     return _spec(
         options,
         "gateway",
-        "gateway",
+        "fovea_gateway",
         conventions.GATEWAY_SERVICE,
         port,
         next(ports),

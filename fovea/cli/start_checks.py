@@ -23,10 +23,10 @@ from fovea.runtime.model_files import check_directory, language_entries, read_js
 from fovea.wire.errors import FoveaError
 
 KINDS = {
-    "renderer": "services.renderer.settings:RendererSettings",
-    "sampler": "services.sampler.settings:SamplerSettings",
-    "trainer": "services.trainer.settings:TrainerSettings",
-    "gateway": "gateway.settings:GatewaySettings",
+    "renderer": "fovea_services.renderer.settings:RendererSettings",
+    "sampler": "fovea_services.sampler.settings:SamplerSettings",
+    "trainer": "fovea_services.trainer.settings:TrainerSettings",
+    "gateway": "fovea_gateway.settings:GatewaySettings",
 }
 """The settings of each kind of service. They are imported by name: this package knows no service."""
 

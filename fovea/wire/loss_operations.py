@@ -1,7 +1,7 @@
 """What a traced loss may do: the allow-list, as the names under which torch.fx records operations.
 
 Left out on purpose: whatever writes in place, draws random numbers, reads files or devices, calls back into Python, or
-makes a size out of values. The trainer (services/trainer/losses/graph_evaluation.py) has a callable for each name.
+makes a size out of values. fovea_services/trainer/losses/graph_evaluation.py has a callable for each name.
 """
 
 _UNARY = """

@@ -9,7 +9,7 @@ import pytest
 import tinker
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.runtime.settings import TRACE_VARIABLE
 from tests.e2e.stack import Stack, running_stack
 from tests.otlp_collector import Collector
@@ -28,7 +28,7 @@ def stack(collector: Collector) -> Iterator[Stack]:
     with ExitStack() as exit_stack:
         tracing = {TRACE_VARIABLE: collector.url, "OTEL_TRACES_SAMPLER": "parentbased_always_off"}
         with mock.patch.dict(os.environ, tracing):  # its own alone: unit tests of the same session follow
-            stack = exit_stack.enter_context(running_stack(tinyvlm.ensure()))
+            stack = exit_stack.enter_context(running_stack(fovea_tinyvlm.ensure()))
         yield stack
 
 

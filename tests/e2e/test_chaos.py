@@ -8,7 +8,7 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 import chaos.stack
-import tinyvlm
+import fovea_tinyvlm
 from chaos import checker
 from chaos.disk import limits
 from chaos.faults import brief_deck, plan
@@ -28,7 +28,7 @@ def disturbed(portal: BlockingPortal, tmp_path_factory: pytest.TempPathFactory) 
     """A Fovea of its own, to be broken: its parts, which talk over mutual TLS, and the links between them."""
     os.environ["TINKER_TELEMETRY"] = "0"
     folder = tmp_path_factory.mktemp("chaos")
-    with portal.wrap_async_context_manager(chaos.stack.running(folder, tinyvlm.ensure())) as stack:
+    with portal.wrap_async_context_manager(chaos.stack.running(folder, fovea_tinyvlm.ensure())) as stack:
         yield stack
         left = left_after_stop(stack) if portal.call(stack.stop) else []
         assert left == []

@@ -8,7 +8,7 @@ import tinker
 from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.cli.main import app
 from tests.e2e.prompts import PromptBuilder
 from tests.e2e.stack import API_KEY, Stack, running_stack
@@ -40,13 +40,16 @@ def test_status_and_logs_tell_what_runs(stack: Stack) -> None:
         assert all(item["serves"] and item["memory_bytes"] > 50 * 2**20 for item in report["services"].values())
     assert f"Fovea {report['version']} at {stack.base_url}, up for " in fovea(stack, "status")
     trained = fovea(stack, "logs", "trainer", "--lines", "100000")
-    assert "services.trainer" in trained
+    assert "fovea_services.trainer" in trained
     assert all(" trainer │ " in line for line in trained.splitlines())
 
 
 def test_without_samplers_it_trains(tokenizer: PreTrainedTokenizerBase) -> None:
     catalogue = PromptBuilder(tokenizer).catalogue()
-    with running_stack(tinyvlm.ensure(), "--samplers", "0", "--ranks", "1") as stack, stack.service_client() as service:
+    with (
+        running_stack(fovea_tinyvlm.ensure(), "--samplers", "0", "--ranks", "1") as stack,
+        stack.service_client() as service,
+    ):
         assert set(stack.state["services"]) == {"renderer", "trainer", "gateway"}
         api = tinker.RestClient(base_url=stack.base_url, api_key=API_KEY)
         (served,) = api.get_server_capabilities().result().supported_models

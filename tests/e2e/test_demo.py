@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from demo.digits import HELD_OUT_COUNT, load_scans
+from fovea_demo.digits import HELD_OUT_COUNT, load_scans
 from tests.e2e.stack import Stack
 
 
@@ -16,7 +16,7 @@ from tests.e2e.stack import Stack
 def test_the_demo_learns_to_read_digits(epochs: int, least: float, stack: Stack, tmp_path: pathlib.Path) -> None:
     """Its three passes, and one; fovea_data/test_export.py reads nine of ten digits after passes over fewer of them."""
     server = ["--base-url", stack.base_url, "--base-model", stack.model_name]
-    command = [sys.executable, "-m", "demo", "--epochs", str(epochs), "--out", str(tmp_path), *server]
+    command = [sys.executable, "-m", "fovea_demo", "--epochs", str(epochs), "--out", str(tmp_path), *server]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     figures = json.loads((tmp_path / "result.json").read_text())

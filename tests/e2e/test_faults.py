@@ -24,7 +24,7 @@ import tinker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-import tinyvlm
+import fovea_tinyvlm
 from benchmarks.running import metric_total
 from fovea.runtime import tls
 from tests.e2e.prompts import PromptBuilder, picture
@@ -34,7 +34,7 @@ from tests.processes import survivors
 from tests.waiting import eventually
 
 START, END = "<|im_start|>user\n<|vision_start|>", "<|vision_end|>What is this?<|im_end|>\n"
-CREATED = "gateway.training.commands: create_model of"
+CREATED = "fovea_gateway.training.commands: create_model of"
 RETURNED = "is back in"
 """What the gateway logs of each model that it has made, and brought back to the trainer."""
 
@@ -43,7 +43,7 @@ RETURNED = "is back in"
 def saved_again(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The tiny model, loaded and saved."""
     directory = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
-    built = tinyvlm.ensure("qwen2_5_vl")
+    built = fovea_tinyvlm.ensure("qwen2_5_vl")
     model = AutoModelForImageTextToText.from_pretrained(built)
     assert model.config.tie_word_embeddings
     model.save_pretrained(directory, max_shard_size="1MB")

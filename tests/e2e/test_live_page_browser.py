@@ -9,8 +9,8 @@ import pytest
 import tinker
 from transformers import PreTrainedTokenizerBase
 
-from demo.digits import Prompter, Scan, load_scans
-from demo.job import Recipe
+from fovea_demo.digits import Prompter, Scan, load_scans
+from fovea_demo.job import Recipe
 from tests.e2e.browser import Browser, running_browser, why_no_browser
 from tests.e2e.stack import API_KEY, Stack
 

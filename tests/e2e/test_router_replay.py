@@ -31,16 +31,16 @@ from fovea.runtime.secret import VARIABLE
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
 from fovea.wire.features import tensors_sha256
-from parity.documents import Maker, Piece, picture
-from parity.trainer_part import datum_of
-from services.trainer.batches.datum_decoding import Datum
-from services.trainer.batches.micro_batch import BatchLayout
-from services.trainer.model.lora import LoraInjector
-from services.trainer.model.packed_model import PackedModel, load_model
-from services.trainer.settings import TrainerSettings
+from fovea_parity.documents import Maker, Piece, picture
+from fovea_parity.trainer_part import datum_of
+from fovea_services.trainer.batches.datum_decoding import Datum
+from fovea_services.trainer.batches.micro_batch import BatchLayout
+from fovea_services.trainer.model.lora import LoraInjector
+from fovea_services.trainer.model.packed_model import PackedModel, load_model
+from fovea_services.trainer.settings import TrainerSettings
+from fovea_tinyvlm.families import ensure_family
 from tests.e2e.sampler.asking import rendered, request_for
 from tests.e2e.stack import API_KEY, Stack, running_stack
-from tinyvlm.families import ensure_family
 
 NEW_TOKENS = 40
 LAYERS, TOP = 3, 2

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from conformance.check import Check, Status
-from conformance.report import write_html
-from conformance.runner import Verdict
-from conformance.target import Options
-from demo.digits import load_scans
-from demo.job import History
-from demo.report import write_report
+from fovea_conformance.check import Check, Status
+from fovea_conformance.report import write_html
+from fovea_conformance.runner import Verdict
+from fovea_conformance.target import Options
+from fovea_demo.digits import load_scans
+from fovea_demo.job import History
+from fovea_demo.report import write_report
 from tests.e2e.browser import Browser, running_browser, why_no_browser
 from tests.unit.fovea_rollout.test_viewer import write as write_rollouts
 

@@ -10,7 +10,7 @@ import pytest
 import tinker
 from transformers import AutoTokenizer, MistralConfig
 
-import tinyvlm
+import fovea_tinyvlm
 from tests.checkpoints import save_random
 from tests.e2e.prompts import PromptBuilder, picture
 from tests.e2e.stack import Stack, running_stack
@@ -21,7 +21,7 @@ from tests.e2e.test_agreement import check_model
 def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, and the tokenizer of the tiny models."""
     directory = tmp_path_factory.mktemp("models") / "tiny-mistral"
-    tokenizer = AutoTokenizer.from_pretrained(tinyvlm.ensure("qwen3"))
+    tokenizer = AutoTokenizer.from_pretrained(fovea_tinyvlm.ensure("qwen3"))
     config = MistralConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,

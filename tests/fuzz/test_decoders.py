@@ -12,18 +12,18 @@ import torch
 from google.protobuf.message import DecodeError
 from safetensors.torch import save
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.api.v1 import model_input_pb2, sampler_pb2, trainer_pb2
 from fovea.wire import custom_loss, tensors
 from fovea.wire.errors import FoveaError, Internal, InvalidInput
-from services.renderer import image_header
-from services.renderer.chunk_errors import InvalidChunk
-from services.renderer.worker_pool import WorkerProcess, WorkerSettings
-from services.sampler.engine_api import Limits
-from services.sampler.sample_validation import read_request
-from services.trainer.batches.datum_decoding import DatumLimits, decode_datum
-from services.trainer.losses import LOSSES, Sandbox, loss_of
-from services.trainer.snapshots.weight_files import read_tensors
+from fovea_services.renderer import image_header
+from fovea_services.renderer.chunk_errors import InvalidChunk
+from fovea_services.renderer.worker_pool import WorkerProcess, WorkerSettings
+from fovea_services.sampler.engine_api import Limits
+from fovea_services.sampler.sample_validation import read_request
+from fovea_services.trainer.batches.datum_decoding import DatumLimits, decode_datum
+from fovea_services.trainer.losses import LOSSES, Sandbox, loss_of
+from fovea_services.trainer.snapshots.weight_files import read_tensors
 from tests.fuzz.mutations import Messages, fuzzed, mutated_bytes, mutated_json
 from tests.unit.renderer.pictures import encoded, picture
 from tests.unit.trainer.losses.traced import graph, message, node, ref, square_loss
@@ -130,7 +130,9 @@ IMAGES = {
 @pytest.fixture(scope="module")
 def worker() -> Iterator[WorkerProcess]:
     """A worker as a renderer starts it."""
-    limits = WorkerSettings(tinyvlm.ensure("qwen3_vl"), memory_bytes=4 * 2**30, job_timeout_s=20, start_timeout_s=120)
+    limits = WorkerSettings(
+        fovea_tinyvlm.ensure("qwen3_vl"), memory_bytes=4 * 2**30, job_timeout_s=20, start_timeout_s=120
+    )
     process = WorkerProcess(limits)
     process.start()
     yield process

@@ -58,7 +58,7 @@ class Target:
             "grpc-port": self._grpc_port, "state-dir": stand.state_dir, "log-level": "ERROR", "poll-hold-s": 0.1,
         }  # fmt: skip
         self.started = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gateway", *(f"--{name}={value}" for name, value in flags.items())
+            sys.executable, "-m", "fovea_gateway", *(f"--{name}={value}" for name, value in flags.items())
         )
         self.process = psutil.Process(self.started.pid)
         self.http = httpx.AsyncClient(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import tinyvlm
+import fovea_tinyvlm
 from deploy.cluster.cluster import Cluster
 from fovea.runtime.hosts import free_ports
 from fovea.runtime.secret import VARIABLE
@@ -38,7 +38,7 @@ class Fleet:
     @contextmanager
     def running(self, samplers: int) -> Iterator[Fleet]:
         """Starts everything at once, returns when all serve, and stops it; the first sampler alone is an endpoint."""
-        model = ("--model", str(tinyvlm.ensure()))
+        model = ("--model", str(fovea_tinyvlm.ensure()))
         with ExitStack() as stack:
             renderer = stack.enter_context(self._service("RendererService", *model))
             reach = (*model, "--renderer", renderer.address)

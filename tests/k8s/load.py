@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import tinker
 from transformers import AutoTokenizer
 
-import tinyvlm
+import fovea_tinyvlm
 from benchmarks.running import metric_total
 from tests.e2e.prompts import Prompt, PromptBuilder, picture
 from tests.k8s.cluster import WAIT_S, wait_for
@@ -73,7 +73,7 @@ class Load:
 
 def image_prompts(count: int) -> list[Prompt]:
     """With an image each, unlike from their first words on: no cached prefix binds them to one sampler."""
-    builder = PromptBuilder(AutoTokenizer.from_pretrained(tinyvlm.ensure()))
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(fovea_tinyvlm.ensure()))
     return [
         builder.build(f"{number}. <|vision_start|>", (picture(224, 224, number), 64), "<|vision_end|>What is this? ")
         for number in range(count)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tinker
 
-import tinyvlm
+import fovea_tinyvlm
 from benchmarks.client import take_step
 from deploy.cluster.node import Node
 from tests.e2e.prompts import Prompt
@@ -207,4 +207,4 @@ def _claim_model(node: Node, namespace: str) -> None:
     wait_for("the claim is bound", lambda: get(node.cluster, namespace, "pvc")[0]["status"]["phase"] == "Bound")
     (bound,) = get(node.cluster, namespace, "pvc")
     volume = json.loads(node.cluster.kubectl("get", f"pv/{bound['spec']['volumeName']}", "-o", "json"))
-    shutil.copytree(tinyvlm.ensure(), Path(volume["spec"]["hostPath"]["path"]) / _MODEL)
+    shutil.copytree(fovea_tinyvlm.ensure(), Path(volume["spec"]["hostPath"]["path"]) / _MODEL)

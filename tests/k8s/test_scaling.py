@@ -8,7 +8,7 @@ import pytest
 import tinker
 from transformers import AutoTokenizer
 
-import tinyvlm
+import fovea_tinyvlm
 from benchmarks.client import take_step
 from benchmarks.running import metric_total
 from deploy.cluster.cluster import Cluster
@@ -68,7 +68,7 @@ def expected(fleet: Fleet, sampling: tinker.SamplingClient, prompts: list[Prompt
 
 def taught(prompt: Prompt) -> tinker.Datum:
     """The prompt with an answer, which alone is weighed."""
-    answer = AutoTokenizer.from_pretrained(tinyvlm.ensure()).encode("a tabby cat", add_special_tokens=False)
+    answer = AutoTokenizer.from_pretrained(fovea_tinyvlm.ensure()).encode("a tabby cat", add_special_tokens=False)
     targets = [*prompt.ids[1:], *answer]
     weights = [0.0] * (len(prompt.ids) - 1) + [1.0] * len(answer)
     return tinker.Datum(

@@ -53,7 +53,7 @@ def _certificates(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("_certificates")
 async def test_what_is_missing_fails(bare_url: str, tmp_path: Path) -> None:
     out = tmp_path / "verdicts.json"
-    command = [sys.executable, "-m", "conformance", "--base-url", bare_url, "--model", "any", "--vlm"]
+    command = [sys.executable, "-m", "fovea_conformance", "--base-url", bare_url, "--model", "any", "--vlm"]
     process = await asyncio.create_subprocess_exec(*command, "--json", str(out), "--long-job-s", "1")
     assert await asyncio.wait_for(process.wait(), 280) == 1
     verdicts = {row["id"]: row for row in json.loads(out.read_text())}

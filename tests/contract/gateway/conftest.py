@@ -11,8 +11,8 @@ import httpx
 import pytest
 import tinker
 
-from gateway.app import Gateway
-from gateway.settings import GatewaySettings
+from fovea_gateway.app import Gateway
+from fovea_gateway.settings import GatewaySettings
 from tests.certificates import one_certificate
 from tests.contract.gateway.fakes import MODEL, FakeRenderer, FakeSampler, FakeTrainer
 from tests.contract.gateway.requests import Rest
@@ -101,10 +101,11 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 _LOOKS = (
-    "gateway.access.api_keys._LOOK_S", "gateway.app.LOOK_S", "gateway.app._GAUGES_S", "gateway.app._JOURNAL_S",
-    "gateway.app._RETURN_S", "gateway.app._SHARES_S", "gateway.replicas.replicas._AGAIN_S",
-    "gateway.replicas.replicas._POLL_S", "gateway.training.commands._FIRST_LOOK_S",
-    "gateway.training.parking._LOOK_S", "gateway.training.residence._FULL_S", "gateway.training.residence._LOOK_S",
+    "fovea_gateway.access.api_keys._LOOK_S", "fovea_gateway.app.LOOK_S", "fovea_gateway.app._GAUGES_S",
+    "fovea_gateway.app._JOURNAL_S", "fovea_gateway.app._RETURN_S", "fovea_gateway.app._SHARES_S",
+    "fovea_gateway.replicas.replicas._AGAIN_S", "fovea_gateway.replicas.replicas._POLL_S",
+    "fovea_gateway.training.commands._FIRST_LOOK_S", "fovea_gateway.training.parking._LOOK_S",
+    "fovea_gateway.training.residence._FULL_S", "fovea_gateway.training.residence._LOOK_S",
 )  # fmt: skip
 
 

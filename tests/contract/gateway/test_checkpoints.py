@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tinker
 
-from gateway.checkpoints import checkpoint_registry as rows
+from fovea_gateway.checkpoints import checkpoint_registry as rows
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.keeping import KeepingTrainer

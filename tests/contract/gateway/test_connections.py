@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from gateway.http import connections
-from gateway.http.connections import MAX_HEAD_BYTES, MAX_HEADERS, Seldom
+from fovea_gateway.http import connections
+from fovea_gateway.http.connections import MAX_HEAD_BYTES, MAX_HEADERS, Seldom
 from tests.contract.gateway.conftest import Stand
 
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -17,7 +17,7 @@ import pytest
 import tinker
 
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
-from gateway.checkpoints import checkpoint_registry as rows
+from fovea_gateway.checkpoints import checkpoint_registry as rows
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.keeping import CONFIG, WEIGHT_BYTES, WEIGHTS, KeepingTrainer, weights
 from tests.contract.gateway.requests import Rest

@@ -21,8 +21,8 @@ from starlette.routing import Route
 
 from fovea.api.v1 import admin_pb2, gateway_pb2
 from fovea.wire.errors import from_rpc_error
-from gateway.api import build_api
-from gateway.scopes import Scope
+from fovea_gateway.api import build_api
+from fovea_gateway.scopes import Scope
 from tests.contract.gateway import valid_messages
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import MODEL

@@ -11,7 +11,7 @@ import pytest
 import tinker
 
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
-from gateway.database.database import Database
+from fovea_gateway.database.database import Database
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.waiting import eventually
@@ -45,7 +45,7 @@ async def command(stand: Stand, *arguments: str) -> str:
     if url := stand.overrides.get("database_url"):
         environment["FOVEA_GATEWAY_DATABASE_URL"] = url
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway.access.keys_command", *arguments, "--state-dir", str(stand.state_dir),
+        sys.executable, "-m", "fovea_gateway.access.keys_command", *arguments, "--state-dir", str(stand.state_dir),
         env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     out, told = await process.communicate()

@@ -56,7 +56,7 @@ async def test_expired_checkpoint_no_longer_loads(stand: Stand, rest: Rest) -> N
     assert stand.gateway is not None
 
     def expire(connection: object) -> None:
-        from gateway.checkpoints import checkpoint_registry as checkpoints
+        from fovea_gateway.checkpoints import checkpoint_registry as checkpoints
 
         checkpoints.update_expiry(connection, path, 1.0)  # type: ignore[arg-type]
 

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.live import live_routes
-from gateway.live.live_state import read_curves
-from gateway.live.step_curves import StepCurves
-from gateway.scopes import Scope
+from fovea_gateway.live import live_routes
+from fovea_gateway.live.live_state import read_curves
+from fovea_gateway.live.step_curves import StepCurves
+from fovea_gateway.scopes import Scope
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.requests import Rest
 

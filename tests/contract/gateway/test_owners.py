@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from fovea.api.v1 import admin_pb2, admin_pb2_grpc, gateway_pb2_grpc
-from gateway.access.owners import Owner
-from gateway.scopes import Scope
+from fovea_gateway.access.owners import Owner
+from fovea_gateway.scopes import Scope
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.requests import Rest, text_datum
 from tests.contract.gateway.test_tenants import base_session, keyed, sample_request
@@ -74,7 +74,7 @@ async def command(stand: Stand, *arguments: str) -> str:
     if url := stand.overrides.get("database_url"):
         environment["FOVEA_GATEWAY_DATABASE_URL"] = url
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway.access.owners_command", *arguments, "--state-dir", str(stand.state_dir),
+        sys.executable, "-m", "fovea_gateway.access.owners_command", *arguments, "--state-dir", str(stand.state_dir),
         env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     out, told = await process.communicate()

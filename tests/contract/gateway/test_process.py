@@ -1,4 +1,4 @@
-"""`python -m gateway` as a process: starts, shows metrics, drains at SIGTERM, takes up its work again."""
+"""`python -m fovea_gateway` as a process: starts, shows metrics, drains at SIGTERM, takes up its work again."""
 
 import asyncio
 import signal
@@ -37,7 +37,7 @@ class Process:
         }  # fmt: skip
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in (arguments | more).items()]
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gateway", *flags, stderr=asyncio.subprocess.PIPE
+            sys.executable, "-m", "fovea_gateway", *flags, stderr=asyncio.subprocess.PIPE
         )
         process = self.process
 

@@ -12,8 +12,8 @@ import pytest
 
 from fovea.client import GatewayClient
 from fovea.wire.errors import DiskFull, NotFound, PermissionDenied
-from gateway.scopes import Scope
-from gateway.training import parking
+from fovea_gateway.scopes import Scope
+from fovea_gateway.training import parking
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.recovering import RecoveringTrainer
 from tests.contract.gateway.requests import Rest, image_datum, text_datum
@@ -217,7 +217,7 @@ async def test_what_is_durable_leaves_the_journal(stand: RecoveringStand, rest: 
 async def test_a_full_journal_gives_up_and_says_so(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.app._JOURNAL_S", 3600.0)  # it gives up once, below
+    monkeypatch.setattr("fovea_gateway.app._JOURNAL_S", 3600.0)  # it gives up once, below
     stand = RecoveringStand(tmp_path)
     stand.trainer.is_disk_slow = True
     async with running(stand, database_url=database_url, max_journal_bytes=1000) as _, stand.http() as http:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import Counter
 
-from gateway import gateway_metrics as metrics
+from fovea_gateway import gateway_metrics as metrics
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import Fake, FakeRenderer, FakeSampler
 from tests.contract.gateway.requests import PNG, Rest

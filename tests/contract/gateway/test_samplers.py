@@ -10,7 +10,7 @@ import tinker
 from tinker import types
 
 from fovea.wire.errors import FeatureEvicted, Unavailable
-from gateway.sampling import sample_runner
+from fovea_gateway.sampling import sample_runner
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL, FakeSampler
 from tests.contract.gateway.requests import Rest, image_input

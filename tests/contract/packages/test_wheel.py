@@ -72,12 +72,13 @@ def test_its_name_is_ours_and_its_types_are_known(wheel: pathlib.Path) -> None:
     assert re.findall(r"Provides-Extra: (\S+)", metadata) == ["cpu", "demo", "gateway", "gpu", "rollout", "serve"]
 
 
-def test_what_it_puts_at_the_top_of_site_packages_is_what_the_documents_say(wheel: pathlib.Path) -> None:
+def test_all_its_packages_bear_our_name_and_are_in_the_documents(wheel: pathlib.Path) -> None:
     with zipfile.ZipFile(wheel) as files:
         tops = {name.partition("/")[0] for name in files.namelist()} - {f"fovea_vlm-{fovea.__version__}.dist-info"}
     text = (ROOT / "docs/operations.md").read_text()
     (told,) = re.findall(r"^\*\*Names\.\*\* It installs (.*?)\.", text, re.MULTILINE | re.DOTALL)
     assert tops == set(re.findall(r"`(\w+)`", told))
+    assert all(name.startswith("fovea") for name in tops)
 
 
 async def test_the_client_imports_and_talks(environment: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -6,10 +6,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-import tinyvlm
+import fovea_tinyvlm
 from tests.served_renderer import Served, serving
 
-KINDS: tuple[tinyvlm.Kind, ...] = ("qwen3_vl", "qwen2_5_vl", "qwen3")
+KINDS: tuple[fovea_tinyvlm.Kind, ...] = ("qwen3_vl", "qwen2_5_vl", "qwen3")
 # The largest tensors of one input in these tests have 3 MB; two of them do not fit together with a third.
 FEATURE_CACHE_BYTES = 8 * 2**20
 IMAGE_STORE_BYTES = 6 * 2**20
@@ -24,7 +24,7 @@ SETTINGS = {
 async def all_served() -> AsyncIterator[dict[str, Served]]:
     """All kinds, started side by side: most of a start is a worker's imports."""
     async with AsyncExitStack() as stack:
-        contexts = [serving(tinyvlm.ensure(kind), **SETTINGS) for kind in KINDS]
+        contexts = [serving(fovea_tinyvlm.ensure(kind), **SETTINGS) for kind in KINDS]
         served = await asyncio.gather(*(context.__aenter__() for context in contexts))
         for context in contexts:
             stack.push_async_exit(context.__aexit__)

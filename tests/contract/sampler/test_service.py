@@ -16,12 +16,12 @@ from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.wire import tensors
 from fovea.wire.errors import FeatureEvicted, InvalidInput, ResourceExhausted, SnapshotNotLoaded, Unavailable
 from fovea.wire.features import iter_pieces, size_bytes, tensors_sha256
-from services.sampler.engine_api import Limits
-from services.sampler.generation import Generation
-from services.sampler.image_fetching import ImageFetcher
-from services.sampler.pushes import SnapshotPushes
-from services.sampler.sampler_servicer import EngineInfo, SamplerService
-from services.sampler.weight_store import AdapterCache, WeightStore
+from fovea_services.sampler.engine_api import Limits
+from fovea_services.sampler.generation import Generation
+from fovea_services.sampler.image_fetching import ImageFetcher
+from fovea_services.sampler.pushes import SnapshotPushes
+from fovea_services.sampler.sampler_servicer import EngineInfo, SamplerService
+from fovea_services.sampler.weight_store import AdapterCache, WeightStore
 from tests.otlp_collector import Collector, attributes
 from tests.unit.sampler.memory_engine import MemoryEngine, eventually
 from tests.vision_families import IMAGE, small_qwen3_vl

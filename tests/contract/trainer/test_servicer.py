@@ -16,16 +16,16 @@ from fovea.runtime.server import ServiceServer
 from fovea.wire import tensors
 from fovea.wire.conventions import TRAINER_SERVICE
 from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
-from services.trainer import command_queue, trainer_metrics
-from services.trainer.batches.datum_decoding import DatumLimits
-from services.trainer.batches.packing import DatumSize
-from services.trainer.command_queue import CommandQueue, resolve
-from services.trainer.loss_results import ForwardBackwardResult
-from services.trainer.model.lora import LoraSettings
-from services.trainer.model.optimizer import Adam
-from services.trainer.model.packed_model import family_of
-from services.trainer.settings import TrainerSettings
-from services.trainer.trainer_servicer import TrainerServicer
+from fovea_services.trainer import command_queue, trainer_metrics
+from fovea_services.trainer.batches.datum_decoding import DatumLimits
+from fovea_services.trainer.batches.packing import DatumSize
+from fovea_services.trainer.command_queue import CommandQueue, resolve
+from fovea_services.trainer.loss_results import ForwardBackwardResult
+from fovea_services.trainer.model.lora import LoraSettings
+from fovea_services.trainer.model.optimizer import Adam
+from fovea_services.trainer.model.packed_model import family_of
+from fovea_services.trainer.settings import TrainerSettings
+from fovea_services.trainer.trainer_servicer import TrainerServicer
 from tests.otlp_collector import Collector
 from tests.vision_families import small_qwen3_vl
 

@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
-import tinyvlm
-from conformance.fresh import ENVIRONMENT, fresh_fovea
+import fovea_tinyvlm
+from fovea_conformance.fresh import ENVIRONMENT, fresh_fovea
 from tests.e2e.stack import Stack
 
 
@@ -23,4 +23,4 @@ def stack(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Iterator[Sta
     folder = tmp_path_factory.mktemp("fovea")
     settings = {"FOVEA_GATEWAY_CHECKPOINT_DIR": f"{bucket}/fovea", "TINKER_TELEMETRY": "0"}
     with mock.patch.dict(os.environ, ENVIRONMENT | settings), fresh_fovea(folder) as state:
-        yield Stack(state, tinyvlm.ensure("qwen3_vl"), folder / "up.log")
+        yield Stack(state, fovea_tinyvlm.ensure("qwen3_vl"), folder / "up.log")

@@ -9,7 +9,7 @@ import numpy as np
 from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as public
 
-from conformance.proxy import Exchange, Rule
+from fovea_conformance.proxy import Exchange, Rule
 
 Change = Callable[[Any], None]
 _PROTOBUF = "application/x-protobuf"
@@ -17,7 +17,7 @@ _PROTOBUF = "application/x-protobuf"
 
 @dataclass(frozen=True)
 class Wrong:
-    """What the proxy does, see `conformance.proxy.Proxy`."""
+    """What the proxy does, see `fovea_conformance.proxy.Proxy`."""
 
     before: Rule | None = None
     after: Rule | None = None

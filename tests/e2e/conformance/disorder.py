@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as public
 
-from conformance.proxy import Exchange
+from fovea_conformance.proxy import Exchange
 from tests.e2e.conformance.corruption import Wrong
 
 _PROTOBUF = "application/x-protobuf"

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from conformance.__main__ import load
-from conformance.proxy import Proxy
-from conformance.runner import Verdict, run_check
-from conformance.target import Options
+from fovea_conformance.__main__ import load
+from fovea_conformance.proxy import Proxy
+from fovea_conformance.runner import Verdict, run_check
+from fovea_conformance.target import Options
 from tests.e2e.conformance.corruption import Wrong
 from tests.e2e.stack import API_KEY, Stack
 

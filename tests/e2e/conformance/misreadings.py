@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as public
 
-from conformance.proxy import Exchange
+from fovea_conformance.proxy import Exchange
 from tests.e2e.conformance.corruption import Change, Wrong, floats, request
 
 _MOST_BYTES = 1 << 28

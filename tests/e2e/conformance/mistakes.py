@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
-from conformance.proxy import Exchange
+from fovea_conformance.proxy import Exchange
 from tests.e2e.conformance.corruption import Wrong, floats
 
 

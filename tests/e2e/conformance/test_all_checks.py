@@ -7,7 +7,7 @@ import subprocess
 import fsspec
 import pytest
 
-from conformance.fresh import COOKBOOK_CHECKS, suite_command
+from fovea_conformance.fresh import COOKBOOK_CHECKS, suite_command
 from tests.e2e.stack import Stack
 
 REFUSED = {"C12", "C123"}

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from conformance.check import Status
-from conformance.runner import Verdict
+from fovea_conformance.check import Status
+from fovea_conformance.runner import Verdict
 from tests.e2e.conformance import disorder, mistakes
 from tests.e2e.conformance.corruption import Wrong, answer, request, without
 from tests.e2e.conformance.judging import judged, judging

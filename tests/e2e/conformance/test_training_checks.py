@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from conformance.check import Status
+from fovea_conformance.check import Status
 from tests.e2e.conformance import disorder, misreadings
 from tests.e2e.conformance.corruption import Wrong, answer, loss, request, without
 from tests.e2e.conformance.judging import judged

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import tinker
 
-from demo.digits import QUESTION
 from fovea_data import FineTuneSettings, TunedModel, fine_tune, image_folder
+from fovea_demo.digits import QUESTION
 from tests.e2e.fovea_data.test_fine_tuning import digits
 from tests.e2e.stack import API_KEY, Stack
 

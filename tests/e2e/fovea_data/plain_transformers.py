@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-sys.modules.update(dict.fromkeys(("fovea", "fovea_data", "fovea_rollout", "services", "gateway"), None))
+sys.modules.update(dict.fromkeys(("fovea", "fovea_data", "fovea_rollout", "fovea_services", "fovea_gateway"), None))
 
 LONGEST = 8
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from demo.digits import QUESTION
+from fovea_demo.digits import QUESTION
 from tests.e2e.fovea_data.conftest import Trained
 from tests.e2e.stack import API_KEY, Stack
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import tinyvlm
+import fovea_tinyvlm
 from tests.e2e.fovea_data.conftest import Trained
 from tests.e2e.stack import API_KEY, Stack, running_stack
 
@@ -36,7 +36,17 @@ def run(name: str, stack: Stack, out: pathlib.Path, **sizes: int) -> dict[str, A
 
 def judge(checks: str, stack: Stack, out: pathlib.Path) -> dict[str, str]:
     """Verdicts of the conformance suite, by check."""
-    command = [sys.executable, "-m", "conformance", "--base-url", stack.base_url, "--only", checks, "--json", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "fovea_conformance",
+        "--base-url",
+        stack.base_url,
+        "--only",
+        checks,
+        "--json",
+        str(out),
+    ]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert out.exists(), ran.stdout + ran.stderr
     return {row["id"]: row["status"] for row in json.loads(out.read_text())}
@@ -44,7 +54,7 @@ def judge(checks: str, stack: Stack, out: pathlib.Path) -> dict[str, str]:
 
 @pytest.mark.timeout(900)
 def test_a_student_learns_from_a_teacher_behind_the_same_gateway(trained: Trained, tmp_path: pathlib.Path) -> None:
-    with running_stack(tinyvlm.ensure(), "--also-sample", f"teacher={trained.merged}") as both:
+    with running_stack(fovea_tinyvlm.ensure(), "--also-sample", f"teacher={trained.merged}") as both:
         result = run("distillation_digits", both, tmp_path, steps=20, groups=32, warm_up=80, held_out=100)
         verdicts = judge("C120-C121", both, tmp_path / "verdicts.json")
     assert verdicts == {"C120": "passed", "C121": "passed"}

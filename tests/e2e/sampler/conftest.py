@@ -9,16 +9,16 @@ import numpy.typing as npt
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.api.v1 import model_input_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.wire import tensors
 from fovea.wire.features import FeatureTensors
+from fovea_tinyvlm.families import ensure_family
 from tests.e2e.sampler.asking import Part, rendered
 from tests.e2e.sampler.process import SamplerProcess, running_sampler
 from tests.e2e.sampler.reference import Reference
 from tests.e2e.sampler.renderer import TinyRenderer, running_renderer
-from tinyvlm.families import ensure_family
 
 THREE_SLOTS = ("--max-loras", "3", "--max-adapters", "8")
 
@@ -26,7 +26,7 @@ THREE_SLOTS = ("--max-loras", "3", "--max-adapters", "8")
 @pytest.fixture(scope="package")
 def model() -> Path:
     """The tiny Qwen3-VL."""
-    return tinyvlm.ensure("qwen3_vl")
+    return fovea_tinyvlm.ensure("qwen3_vl")
 
 
 @pytest.fixture(scope="package")

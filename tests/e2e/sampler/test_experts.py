@@ -15,13 +15,13 @@ import pytest
 
 from fovea.client.sampler import SamplerClient
 from fovea.wire.errors import InvalidInput
+from fovea_tinyvlm.families import ensure_family
 from tests.e2e.sampler.asking import Answer, ask, rendered, request_for
 from tests.e2e.sampler.conftest import THREE_SLOTS
 from tests.e2e.sampler.process import running_sampler
 from tests.e2e.sampler.reference import Reference, as_in_files, random_adapter
 from tests.e2e.sampler.sender import Sender
 from tests.e2e.sampler.test_weights import trained
-from tinyvlm.families import ensure_family
 
 TOLERANCE = {"qwen3_moe": 1e-4, "qwen3_vl_moe": 1e-4, "qwen3_5_moe": 1e-3}
 """In nats. Delta nets enlarge the noise of float32, the more so where a prompt comes in other parts."""

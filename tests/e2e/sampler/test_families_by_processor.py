@@ -19,12 +19,12 @@ from fovea.api.v1 import model_input_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
+from fovea_tinyvlm.families import ensure_family
 from tests.contract.renderer.inputs import image, model_input, text
 from tests.e2e.sampler.asking import ask, request_for
 from tests.e2e.sampler.process import running_sampler
 from tests.served_renderer import Served, serving
 from tests.unit.renderer.pictures import encoded
-from tinyvlm.families import ensure_family
 
 TOLERANCE = 1e-3
 SIZES = [(112, 60), (90, 140), (300, 40), (40, 300), (64, 64), (28, 28), (200, 133), (57, 171), (320, 240), (513, 85)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.api.v1 import sampler_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.wire.errors import ContextOverflow
@@ -30,7 +30,7 @@ THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 @pytest.fixture
 def scaled(tmp_path: Path) -> Path:
     """The tiny Qwen3-VL with YaRN."""
-    model = with_one_processor_file(tinyvlm.ensure("qwen3_vl"), tmp_path)
+    model = with_one_processor_file(fovea_tinyvlm.ensure("qwen3_vl"), tmp_path)
     config = json.loads((model / "config.json").read_text())
     text = config["text_config"]
     text["max_position_embeddings"] = UNSCALED

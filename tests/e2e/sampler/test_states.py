@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3_5TextConfig
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.api.v1 import sampler_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.wire.errors import InvalidInput, Unavailable
@@ -36,7 +36,10 @@ THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights of a text-only Qwen3.5, beside one of the layers that guess ahead, which nobody here reads."""
-    directory, tokenizer = tmp_path_factory.mktemp("hybrid"), AutoTokenizer.from_pretrained(tinyvlm.ensure("qwen3"))
+    directory, tokenizer = (
+        tmp_path_factory.mktemp("hybrid"),
+        AutoTokenizer.from_pretrained(fovea_tinyvlm.ensure("qwen3")),
+    )
     config = Qwen3_5TextConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,

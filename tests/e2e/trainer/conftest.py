@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.client import TrainerClient
 from tests.checkpoints import with_one_processor_file
@@ -97,8 +97,8 @@ def adam(**changes: float) -> trainer_pb2.AdamParams:
 
 async def start_bench(name: str, scratch: Path) -> Bench:
     """A running trainer with its surroundings."""
-    kind: tinyvlm.Kind = "qwen3_vl" if name == "one_rank" else cast(tinyvlm.Kind, name)
-    model_dir = tinyvlm.ensure(kind)
+    kind: fovea_tinyvlm.Kind = "qwen3_vl" if name == "one_rank" else cast(fovea_tinyvlm.Kind, name)
+    model_dir = fovea_tinyvlm.ensure(kind)
     if name == "one_rank":  # and the checkpoint as the newest transformers saves it
         model_dir = with_one_processor_file(model_dir, scratch)
     process = CopiedTrainer(model_dir, scratch / "trainer.log", *ARGUMENTS[name])

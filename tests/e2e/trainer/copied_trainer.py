@@ -17,14 +17,14 @@ from fovea.client import TrainerClient
 from fovea.runtime import logs
 from fovea.runtime.children import die_with_parent
 from fovea.runtime.hosts import free_ports, interface_of
-from services.trainer.ranks.rank_launcher import RankEnvironment
-from services.trainer.settings import TrainerSettings
+from fovea_services.trainer.ranks.rank_launcher import RankEnvironment
+from fovea_services.trainer.settings import TrainerSettings
 from tests.e2e.trainer.trainer_process import checkpoints, until_serving
 from tests.ranks import PRELOADED
 
 
 class CopiedTrainer:
-    """A trainer on a free port, with the arguments of `python -m services.trainer`."""
+    """A trainer on a free port, with the arguments of `python -m fovea_services.trainer`."""
 
     def __init__(self, model_dir: Path, log: Path, *arguments: str) -> None:
         (self.port,) = free_ports(1)
@@ -78,8 +78,8 @@ class CopiedTrainer:
 
 
 def _be_rank(rank_env: RankEnvironment, command: list[str], environment: dict[str, str], log: Path) -> None:
-    """What `services.trainer.__main__` does for a rank."""
-    from services.trainer.trainer_process import follower_process, leader_process
+    """What `fovea_services.trainer.__main__` does for a rank."""
+    from fovea_services.trainer.trainer_process import follower_process, leader_process
 
     gc.freeze()
     die_with_parent()

@@ -14,14 +14,14 @@ import pytest
 from fovea.api.v1 import model_input_pb2
 from fovea.wire import tensors
 from fovea.wire.features import FeatureTensors, size_bytes, tensors_sha256
-from parity.documents import Maker, Piece, picture
-from parity.refusals import own_renderer
-from services.trainer.model.lora import LoraSettings
-from services.trainer.model.optimizer import Adam
+from fovea_parity.documents import Maker, Piece, picture
+from fovea_parity.refusals import own_renderer
+from fovea_services.trainer.model.lora import LoraSettings
+from fovea_services.trainer.model.optimizer import Adam
+from fovea_tinyvlm.families import ensure_family
 from tests.e2e.trainer.examples import datum
 from tests.e2e.trainer.rank_engine import Call, run_ranks
 from tests.e2e.trainer.test_ranks import relative
-from tinyvlm.families import ensure_family
 
 ADAM = Adam(1e-4, 0.9, 0.95, 1e-8, 0.0, 0.0)
 SETTINGS = {"keep_gathered": "never", "recompute": "always", "dtype": "float32"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.client import TrainerClient
 from fovea.wire.errors import ResourceExhausted
@@ -25,7 +25,7 @@ class Cramped:
     """A trainer on two ranks whose memory a test may make scarce."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        model_dir = tinyvlm.ensure("qwen3")
+        model_dir = fovea_tinyvlm.ensure("qwen3")
         self.images = ImageService(model_dir, None)
         self.process = CopiedTrainer(model_dir, folder / "trainer.log", "--max-lora-rank", "4096", *arguments)
         self.client: TrainerClient

@@ -20,9 +20,9 @@ from urllib.parse import quote
 import pyrage  # type: ignore[import-untyped]
 import pytest
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.wire.conventions import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
-from services.trainer.snapshots.recovery_folder import POINT
+from fovea_services.trainer.snapshots.recovery_folder import POINT
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.requests import Rest
 from tests.contract.gateway.test_process import Process
@@ -179,7 +179,7 @@ async def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         for name, value in recording.environment.items():
             patch.setenv(name, value)
         trainer = TrainerProcess(
-            tinyvlm.ensure("qwen3"), folder / "logs" / "trainer.log", "--recovery", str(root / "recovery")
+            fovea_tinyvlm.ensure("qwen3"), folder / "logs" / "trainer.log", "--recovery", str(root / "recovery")
         )
         gateway = Process(stand)
         async with await trainer.ready():

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3TextConfig
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.api.v1 import model_input_pb2
 from fovea.wire import tensors
-from services.trainer.model.lora import LoraSettings
-from services.trainer.model.optimizer import Adam
+from fovea_services.trainer.model.lora import LoraSettings
+from fovea_services.trainer.model.optimizer import Adam
 from tests.e2e.trainer.examples import datum, datums_of, text
 from tests.e2e.trainer.image_service import ImageService
 from tests.e2e.trainer.rank_engine import Call, run_ranks
@@ -28,8 +28,8 @@ ADAM = Adam(1e-4, 0.9, 0.95, 1e-8, 0.0, 0.0)
 
 @pytest.fixture(scope="module")
 def images() -> Iterator[ImageService]:
-    model = AutoModelForImageTextToText.from_pretrained(tinyvlm.ensure("qwen3_vl"), dtype=torch.float32)
-    service = ImageService(tinyvlm.ensure("qwen3_vl"), model.model.get_rope_index)
+    model = AutoModelForImageTextToText.from_pretrained(fovea_tinyvlm.ensure("qwen3_vl"), dtype=torch.float32)
+    service = ImageService(fovea_tinyvlm.ensure("qwen3_vl"), model.model.get_rope_index)
     yield service
     service.close()
 
@@ -40,7 +40,7 @@ def found(images: ImageService, tmp_path_factory: pytest.TempPathFactory) -> dic
     datums = [datum.SerializeToString() for datum in datums_of(images, "mixed")]
     loras = {"adapter": LoraSettings(8, 32.0, 7, True, True, True, True), "full": None}
     calls = [Call(lora, datums, 3, ADAM) for lora in loras.values()]
-    folder, model = tmp_path_factory.mktemp("ranks"), tinyvlm.ensure("qwen3_vl")
+    folder, model = tmp_path_factory.mktemp("ranks"), fovea_tinyvlm.ensure("qwen3_vl")
     results = [run_ranks(model, SETTINGS, calls, ranks, folder / str(ranks)) for ranks in (1, 2)]
     return dict(zip(loras, map(list, zip(*results, strict=True)), strict=True))
 

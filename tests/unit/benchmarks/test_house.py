@@ -9,12 +9,12 @@ from benchmarks.house import House, figures, floors
 
 HOUSE = House(
     {
-        "gateway/__init__.py": '"""A gateway that is described well enough."""\nfrom gateway import app\n',
-        "gateway/app.py": "from gateway.http import routes\nfrom gateway import names\n",
-        "gateway/http/__init__.py": "",
-        "gateway/http/routes.py": '"""Routes."""\ndef serve():\n    from ..store import names\n\n    return names\n',
-        "gateway/store/names.py": "import gateway.http.routes\n",
-        "gateway/names.py": "import fovea.wire\n",
+        "fovea_gateway/__init__.py": '"""A gateway that is described well enough."""\nfrom fovea_gateway import app\n',
+        "fovea_gateway/app.py": "from fovea_gateway.http import routes\nfrom fovea_gateway import names\n",
+        "fovea_gateway/http/__init__.py": "",
+        "fovea_gateway/http/routes.py": '"""Routes."""\ndef serve():\n  from ..store import names\n\n  return names\n',
+        "fovea_gateway/store/names.py": "import fovea_gateway.http.routes\n",
+        "fovea_gateway/names.py": "import fovea.wire\n",
         "fovea/wire/__init__.py": "",
     }
 )
@@ -37,7 +37,7 @@ def test_figures_of_a_small_house() -> None:
         "longest_file": 5,
         "longest_function": 4,
     }
-    assert figures(HOUSE)["circles"].behind == ["gateway: http store"]
+    assert figures(HOUSE)["circles"].behind == ["fovea_gateway: http store"]
 
 
 def test_a_way_goes_through_a_circle_but_enters_no_room_twice() -> None:
@@ -80,5 +80,5 @@ class Record:
     ],
 )
 def test_what_is_set_by_another(statement: str, is_foreign: bool) -> None:
-    found = foreign_attributes({"gateway/board.py": ast.parse(CLASSES.format(statement))})
+    found = foreign_attributes({"fovea_gateway/board.py": ast.parse(CLASSES.format(statement))})
     assert bool(found) is is_foreign

@@ -17,7 +17,7 @@ FIRST = {"replay_skips_a_command": 60}
 
 def answer_not_kept() -> None:
     """What else a command changed is not written together with its answer."""
-    from gateway.futures.futures import Futures
+    from fovea_gateway.futures.futures import Futures
 
     keep = Futures.finish
     _put(Futures, "finish", lambda self, pending, outcome, also=(): keep(self, pending, outcome))
@@ -25,8 +25,8 @@ def answer_not_kept() -> None:
 
 def journal_row_dropped() -> None:
     """Steps leave no row in the journal."""
-    from gateway.futures.future import Kind
-    from gateway.training.journal import Journal
+    from fovea_gateway.futures.future import Kind
+    from fovea_gateway.training.journal import Journal
 
     record = Journal.record
 
@@ -38,7 +38,7 @@ def journal_row_dropped() -> None:
 
 def replay_skips_a_command() -> None:
     """The first command after a durable point is not run again."""
-    from gateway.training.replay import Replay
+    from fovea_gateway.training.replay import Replay
 
     remaining = Replay._remaining
 
@@ -58,14 +58,14 @@ def commands_without_numbers() -> None:
 
 def submission_not_kept() -> None:
     """A submission is accepted and not written down."""
-    from gateway.futures import futures
+    from fovea_gateway.futures import futures
 
     _put(futures.rows, "insert", lambda connection, accepted: [True for _ in accepted])
 
 
 def newest_snapshot_sampled() -> None:
     """Sampling sessions follow their model, where clients asked for one snapshot."""
-    from gateway.sampling.sampling_sessions import Sampling
+    from fovea_gateway.sampling.sampling_sessions import Sampling
 
     begin = Sampling.open_on_snapshot
     _put(Sampling, "open_on_snapshot", lambda self, session_id, base_model, model_id, snapshot_id, inflight: begin(

@@ -9,12 +9,12 @@ import tinker
 import typer
 from tinker.types import RequestErrorCategory
 
-from conformance import matrix
-from conformance.__main__ import load, select
-from conformance.check import Check, Failed, NotApplicable, Refused, Status, may_refuse, user_error
-from conformance.report import summary, write_html, write_json
-from conformance.runner import run_check, run_checks
-from conformance.target import Options, Target
+from fovea_conformance import matrix
+from fovea_conformance.__main__ import load, select
+from fovea_conformance.check import Check, Failed, NotApplicable, Refused, Status, may_refuse, user_error
+from fovea_conformance.report import summary, write_html, write_json
+from fovea_conformance.runner import run_check, run_checks
+from fovea_conformance.target import Options, Target
 
 OPTIONS = Options("http://127.0.0.1:9", "tml-x", "a<b")
 

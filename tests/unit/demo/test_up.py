@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from demo.up import NotReady, running_fovea
+from fovea_demo.up import NotReady, running_fovea
 
 PROGRAM = """
 import pathlib, subprocess, sys, time
-from demo import up
+from fovea_demo import up
 
 def wait(process, *_):
     print(process.pid, flush=True)

@@ -13,10 +13,10 @@ import yaml
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 
-import gateway.gateway_metrics
-import services.renderer.renderer_metrics
-import services.sampler.sampler_metrics
-import services.trainer.trainer_metrics
+import fovea_gateway.gateway_metrics
+import fovea_services.renderer.renderer_metrics
+import fovea_services.sampler.sampler_metrics
+import fovea_services.trainer.trainer_metrics
 from fovea.runtime import interceptors
 from fovea.runtime.gpu_memory import GpuMemory
 from fovea.wire.errors import FoveaError
@@ -27,10 +27,10 @@ DASHBOARD = json.loads((FILES / "dashboard.json").read_text())
 ALERTS = yaml.safe_load((FILES / "alerts.yaml").read_text())
 PAGE = (ROOT / "docs/operations/metrics.md").read_text()
 MODULES = (
-    services.renderer.renderer_metrics,
-    services.sampler.sampler_metrics,
-    gateway.gateway_metrics,
-    services.trainer.trainer_metrics,
+    fovea_services.renderer.renderer_metrics,
+    fovea_services.sampler.sampler_metrics,
+    fovea_gateway.gateway_metrics,
+    fovea_services.trainer.trainer_metrics,
     interceptors,
 )
 

@@ -24,7 +24,7 @@ DOCKER = ROOT / "deploy/docker"
 BASE = ROOT / "deploy/images/base.Dockerfile"
 COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
 FIRST_PARTY = {
-    *("fovea", "fovea_rollout", "gateway", "services", "tinyvlm", "demo", "conformance"),
+    *("fovea", "fovea_rollout", "fovea_gateway", "fovea_services", "fovea_tinyvlm", "fovea_demo", "fovea_conformance"),
     *("cookbook", "benchmarks", "examples"),
 }
 SERVICES = sorted(SETTINGS)
@@ -120,7 +120,7 @@ def test_renderer_and_trainer_share_their_largest_layer() -> None:
 
 def test_the_gateway_has_the_packages_that_it_imports() -> None:
     owners = importlib.metadata.packages_distributions()
-    packages = ("fovea/api", "fovea/tinker", "fovea/wire", "fovea/runtime", "fovea/client", "gateway")
+    packages = ("fovea/api", "fovea/tinker", "fovea/wire", "fovea/runtime", "fovea/client", "fovea_gateway")
     files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     used = {module.split(".")[0] for path in files for module in imports(path)} - sys.stdlib_module_names - FIRST_PARTY
     # Namespaces such as `google` and `opentelemetry` have several owners, of which one must be there.
@@ -184,4 +184,4 @@ def test_compose_builds_what_is_there() -> None:
     volumes = {volume.split(":")[0] for service in COMPOSE["services"].values() for volume in service["volumes"]}
     assert {volume for volume in volumes if not volume.startswith(".")} == set(COMPOSE["volumes"])
     assert {service["image"] for service in COMPOSE["services"].values()} == built
-    assert (ROOT / "deploy" / "../tinyvlm").is_dir()
+    assert (ROOT / "deploy" / "../fovea_tinyvlm").is_dir()

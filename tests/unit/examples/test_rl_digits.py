@@ -1,7 +1,7 @@
 """The scans as an environment."""
 
-from demo.digits import load_scans
 from examples.rl_digits import DigitEnvironment
+from fovea_demo.digits import load_scans
 from fovea_rollout.environment import Answer
 
 

@@ -11,7 +11,8 @@ HEAVY = {"torch", "vllm", "transformers", "torchvision", "peft", "matplotlib", "
 
 
 @pytest.mark.parametrize(
-    "module", ["fovea.cli.main", "fovea.client", "fovea.vision", "fovea.runtime.server", "gateway.app", *ROLLOUT, *DATA]
+    "module",
+    ["fovea.cli.main", "fovea.client", "fovea.vision", "fovea.runtime.server", "fovea_gateway.app", *ROLLOUT, *DATA],
 )
 def test_importing_loads_no_heavy_module(module: str) -> None:
     program = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"

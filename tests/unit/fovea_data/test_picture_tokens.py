@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.wire.errors import FailedPrecondition
 from fovea_data import PictureTokens, read_picture, token_count
 from fovea_data.picture_tokens import checkpoint_formula
@@ -15,11 +15,11 @@ from tests.unit.fovea_data.pictures import encoded
 
 @pytest.mark.parametrize(("size", "tokens"), [((8, 8), 64), ((224, 224), 64), ((512, 256), 128), ((640, 480), 300)])
 def test_a_checkpoints_files_tell(size: tuple[int, int], tokens: int) -> None:
-    assert token_count(tinyvlm.ensure("qwen3_vl"), size) == tokens
+    assert token_count(fovea_tinyvlm.ensure("qwen3_vl"), size) == tokens
 
 
 def test_older_files_give_their_bounds_by_other_names(tmp_path: pathlib.Path) -> None:
-    source = tinyvlm.ensure("qwen3_vl")
+    source = fovea_tinyvlm.ensure("qwen3_vl")
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     settings = json.loads((source / "preprocessor_config.json").read_text())
     size = settings.pop("size")
@@ -45,4 +45,4 @@ def test_a_server_is_asked_once_per_size() -> None:
 
 def test_a_model_whose_files_do_not_tell_is_refused() -> None:
     with pytest.raises(FailedPrecondition, match="give a sampling client instead"):
-        token_count(tinyvlm.ensure("qwen3"), (64, 64))
+        token_count(fovea_tinyvlm.ensure("qwen3"), (64, 64))

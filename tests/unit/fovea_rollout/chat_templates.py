@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea_rollout.messages import Message, Picture
 from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
 
-_FOLDERS = {"released": Path(__file__).parent / "templates", "tiny": Path(tinyvlm.__file__).parent / "chat_templates"}
+_FOLDERS = {
+    "released": Path(__file__).parent / "templates",
+    "tiny": Path(fovea_tinyvlm.__file__).parent / "chat_templates",
+}
 NAMES = sorted(f"{kind}/{path.stem}" for kind, folder in _FOLDERS.items() for path in folder.glob("*.jinja"))
 TEXT_ONLY = {"released/qwen3", "tiny/qwen3"}
 WITHOUT_TOOLS = {"tiny/qwen3_vl"}
@@ -37,7 +40,7 @@ def tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     kind, _, stem = name.partition("/")
-    loaded = AutoTokenizer.from_pretrained(tinyvlm.ensure("qwen3_vl"))
+    loaded = AutoTokenizer.from_pretrained(fovea_tinyvlm.ensure("qwen3_vl"))
     loaded.chat_template = (_FOLDERS[kind] / f"{stem}.jinja").read_text()
     return loaded
 

@@ -5,8 +5,8 @@ import socket
 import pytest
 from pydantic import ValidationError
 
-from gateway.app import _listen
-from gateway.settings import GatewaySettings
+from fovea_gateway.app import _listen
+from fovea_gateway.settings import GatewaySettings
 
 
 def test_answers_do_not_wait_for_an_ack() -> None:

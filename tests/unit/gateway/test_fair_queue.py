@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.fair_queue import FairQueue, Turn
+from fovea_gateway.fair_queue import FairQueue, Turn
 
 
 class Line:

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 
 from fovea.wire.errors import ResourceExhausted
-from gateway.quotas import Quota
+from fovea_gateway.quotas import Quota
 
 
 def fill(quota: Quota, owner: str) -> int:

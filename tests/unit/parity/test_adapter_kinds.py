@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from parity.adapter_kinds import LEAST_MOVED, MOST_NAT, Moved, differ
+from fovea_parity.adapter_kinds import LEAST_MOVED, MOST_NAT, Moved, differ
 
 BASE = [np.array([-1.0, -2.0]), np.array([-3.0])]
 TRAINED = [np.array([-1.0, -2.1]), np.array([-3.0])]

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from parity.__main__ import main
-from parity.documents import Maker
-from parity.finding import Finding, run_apart
-from parity.learning_part import Lesson
-from parity.mixed_batch import fullness
-from parity.page import BEGIN, END, Row, with_table
-from parity.shallow import cut, layers_needed
+from fovea_parity.__main__ import main
+from fovea_parity.documents import Maker
+from fovea_parity.finding import Finding, run_apart
+from fovea_parity.learning_part import Lesson
+from fovea_parity.mixed_batch import fullness
+from fovea_parity.page import BEGIN, END, Row, with_table
+from fovea_parity.shallow import cut, layers_needed
 from tests.families import ensure_family
 
 
@@ -72,7 +72,7 @@ def test_the_command_says_why_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "kosmos-9"}')
-    monkeypatch.setattr(sys, "argv", ["parity", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["fovea_parity", str(tmp_path)])
     level = logging.get_verbosity()
     try:
         with pytest.raises(SystemExit) as ended:

@@ -6,7 +6,7 @@ import pytest
 from fovea.api.v1 import model_input_pb2
 from fovea.wire.errors import InvalidInput
 from fovea.wire.features import FeatureTensors, tensors_sha256
-from parity.refusals import Ask, refusal_problem, spoilt
+from fovea_parity.refusals import Ask, refusal_problem, spoilt
 
 RIGHT = model_input_pb2.RenderedInput(spans=[model_input_pb2.VisionSpan(feature=model_input_pb2.VisionFeature())])
 PIXELS = {"pixel_values": np.zeros((1, 2, 3), np.float32)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parity import renderer_part, trainer_part
+from fovea_parity import renderer_part, trainer_part
 from tests.families import ensure_family
 
 

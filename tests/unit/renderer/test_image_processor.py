@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoImageProcessor
 
-from services.renderer import image_processor
-from services.renderer.image_processor import ImagePatcher, QwenPatches, anywhere
+from fovea_services.renderer import image_processor
+from fovea_services.renderer.image_processor import ImagePatcher, QwenPatches, anywhere
 from tests.unit.renderer.pictures import picture
 
 QWEN3 = {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 1_000_000}}

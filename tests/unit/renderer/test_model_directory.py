@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.renderer import model_directory
+from fovea_services.renderer import model_directory
 from tests.unit.renderer import checkpoints
 
 

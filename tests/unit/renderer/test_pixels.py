@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from services.renderer import pixels
-from services.renderer.chunk_errors import InvalidChunk
-from services.renderer.image_header import ImageFormat
+from fovea_services.renderer import pixels
+from fovea_services.renderer.chunk_errors import InvalidChunk
+from fovea_services.renderer.image_header import ImageFormat
 from tests.unit.renderer.pictures import encoded, picture, pixels_of
 
 WIDTH, HEIGHT = 24, 16

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.wire.errors import ContextOverflow, InvalidInput, ResourceExhausted
-from services.renderer.image_caches import FeatureCache, ImageCache
-from services.renderer.image_fetch import ImageFetcher
-from services.renderer.image_header import ImageHeader
-from services.renderer.input_messages import Chunk, ImageChunk, Rendered
-from services.renderer.rendering import ImageSupport, Renderer, ServedModel
-from services.renderer.worker_pool import ProcessedImage
+from fovea_services.renderer.image_caches import FeatureCache, ImageCache
+from fovea_services.renderer.image_fetch import ImageFetcher
+from fovea_services.renderer.image_header import ImageHeader
+from fovea_services.renderer.input_messages import Chunk, ImageChunk, Rendered
+from fovea_services.renderer.rendering import ImageSupport, Renderer, ServedModel
+from fovea_services.renderer.worker_pool import ProcessedImage
 from tests.unit.renderer.checkpoints import IMAGE, PROCESSORS, VOCABULARY_SIZE, family
 from tests.unit.renderer.pictures import png
 

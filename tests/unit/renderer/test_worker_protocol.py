@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from services.renderer.worker_protocol import Place, SharedMemory
+from fovea_services.renderer.worker_protocol import Place, SharedMemory
 
 
 def put(memory: SharedMemory, tensors: dict[str, np.ndarray]) -> list[Place]:

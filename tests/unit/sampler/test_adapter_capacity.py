@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-import tinyvlm
-from services.sampler.engine.manifest_check import checkpoint_shapes
-from services.sampler.engine.vllm_launch import capacity_for, host_memory_bytes
-from services.sampler.settings import SamplerSettings
+import fovea_tinyvlm
+from fovea_services.sampler.engine.manifest_check import checkpoint_shapes
+from fovea_services.sampler.engine.vllm_launch import capacity_for, host_memory_bytes
+from fovea_services.sampler.settings import SamplerSettings
 from tests.e2e.sampler.reference import Reference, random_adapter
 
 GIB = 2**30
@@ -75,7 +75,7 @@ def test_experts_share_their_outer_factors(together: bool, transposed: bool) -> 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3"])
 def test_the_largest_adapter_of_a_model_is_what_it_takes(kind: str) -> None:
-    model = tinyvlm.ensure(kind)
+    model = fovea_tinyvlm.ensure(kind)
     whole = random_adapter(Reference(model), RANK, seed=0)
     found = capacity_for(SamplerSettings(model="m"), checkpoint_shapes(model), 4, GIB, GIB)
     assert found.adapter_bytes == sum(tensor.numel() * 4 for tensor in whole.values())

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from services.sampler.engine.host_offload import SnapshotOffload, room_for_pushes
+from fovea_services.sampler.engine.host_offload import SnapshotOffload, room_for_pushes
 
 
 def test_on_cpu_everything_stays_where_it_arrived() -> None:

@@ -4,14 +4,14 @@ import subprocess
 import sys
 
 LIGHT = [
-    "services.sampler.settings",
-    "services.sampler.sampler_servicer",
-    "services.sampler.sample_validation",
-    "services.sampler.pushes",
-    "services.sampler.generation",
+    "fovea_services.sampler.settings",
+    "fovea_services.sampler.sampler_servicer",
+    "fovea_services.sampler.sample_validation",
+    "fovea_services.sampler.pushes",
+    "fovea_services.sampler.generation",
     "fovea.vision",
-    "services.sampler.engine.vllm_launch",
-    "services.sampler.engine.manifest_check",
+    "fovea_services.sampler.engine.vllm_launch",
+    "fovea_services.sampler.engine.manifest_check",
 ]
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.sampler.engine.vllm_launch import check_model, measure_adapter_capacity, missing_entries
-from services.sampler.settings import SamplerSettings
+from fovea_services.sampler.engine.vllm_launch import check_model, measure_adapter_capacity, missing_entries
+from fovea_services.sampler.settings import SamplerSettings
 
 
 def _write(directory: Path, **config: Any) -> str:

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from services.sampler.vllm_patches.routed_experts import _Passing, _Rows
+from fovea_services.sampler.vllm_patches.routed_experts import _Passing, _Rows
 
 
 def rows(start: int, end: int) -> np.ndarray:

@@ -49,8 +49,8 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from fovea.runtime.hosts import interface_of
-from services.sampler import vllm_patches
-from services.sampler.vllm_patches import adapted_modules, kernels_cpu, parameter_names, tied_head
+from fovea_services.sampler import vllm_patches
+from fovea_services.sampler.vllm_patches import adapted_modules, kernels_cpu, parameter_names, tied_head
 
 WRITTEN_AGAINST = {
     "vllm.lora.layers.fused_moe:FusedMoEWithLoRA.set_lora": "414a3ed95b69dbc3",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tinyvlm.build import build
-from tinyvlm.recipe import Kind, Recipe
+from fovea_tinyvlm.build import build
+from fovea_tinyvlm.recipe import Kind, Recipe
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from tinyvlm import ensure
-from tinyvlm.build import build
-from tinyvlm.recipe import Kind, Recipe
+from fovea_tinyvlm import ensure
+from fovea_tinyvlm.build import build
+from fovea_tinyvlm.recipe import Kind, Recipe
 
 
 def _contents(directory: Path) -> dict[str, bytes]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tinyvlm.cache import ensure_recipe, fingerprint
-from tinyvlm.recipe import Recipe
+from fovea_tinyvlm.cache import ensure_recipe, fingerprint
+from fovea_tinyvlm.recipe import Recipe
 
 RECIPE = Recipe(kind="qwen3")
 
@@ -20,7 +20,7 @@ def test_fingerprint_follows_the_recipe() -> None:
 
 
 def test_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails = tmp_path / "python"  # -m tinyvlm.build RECIPE DIRECTORY
+    fails = tmp_path / "python"  # -m fovea_tinyvlm.build RECIPE DIRECTORY
     fails.write_text('#!/bin/sh\ntouch "$4/config.json"\nexit 3\n')
     fails.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fails))

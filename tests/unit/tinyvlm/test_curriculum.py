@@ -10,14 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
-import tinyvlm
-from tinyvlm.curriculum import SIGN_QUESTION, draw_lessons
-from tinyvlm.patches import StillPatchEmbedding, patchify
-from tinyvlm.processor import image_processor
-from tinyvlm.scenes import COLOUR_QUESTION, COLOURS, COUNT_QUESTION, dots_scene, shape_scene
-from tinyvlm.signs import SIGN_NAMES, invent_alphabet, scan
+import fovea_tinyvlm
+from fovea_tinyvlm.curriculum import SIGN_QUESTION, draw_lessons
+from fovea_tinyvlm.patches import StillPatchEmbedding, patchify
+from fovea_tinyvlm.processor import image_processor
+from fovea_tinyvlm.scenes import COLOUR_QUESTION, COLOURS, COUNT_QUESTION, dots_scene, shape_scene
+from fovea_tinyvlm.signs import SIGN_NAMES, invent_alphabet, scan
 
-MODULES = sorted(Path(tinyvlm.__file__).parent.glob("*.py"))
+MODULES = sorted(Path(fovea_tinyvlm.__file__).parent.glob("*.py"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)

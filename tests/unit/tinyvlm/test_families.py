@@ -21,7 +21,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from tinyvlm.families import FAMILIES, build_family, ensure_families
+from fovea_tinyvlm.families import FAMILIES, build_family, ensure_families
 
 # GLM's and others' processors hand torch tensors to numpy 2 in the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-from tinyvlm.recipe import Kind
-from tinyvlm.special_tokens import ADDITIONAL_SPECIAL_TOKENS, END_OF_TEXT, PLAIN_ADDED_TOKENS
+from fovea_tinyvlm.recipe import Kind
+from fovea_tinyvlm.special_tokens import ADDITIONAL_SPECIAL_TOKENS, END_OF_TEXT, PLAIN_ADDED_TOKENS
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 

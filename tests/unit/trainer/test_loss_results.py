@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from services.trainer.batches.datum_decoding import Datum
-from services.trainer.loss_results import expert_loads, mean_logprob_gap
+from fovea_services.trainer.batches.datum_decoding import Datum
+from fovea_services.trainer.loss_results import expert_loads, mean_logprob_gap
 
 
 def datum(index: int, **inputs: list[float]) -> Datum:

@@ -1,6 +1,6 @@
 """What a profile says of the device's time."""
 
-from services.trainer.rank_worker import busy_lines
+from fovea_services.trainer.rank_worker import busy_lines
 
 
 def test_overlaps_count_once_and_gaps_are_named() -> None:

@@ -15,16 +15,16 @@ from torch import nn
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import NotFound, Unavailable
-from services.trainer.command_queue import CommandQueue, KeepState, Shutdown, resolve
-from services.trainer.model.lora import LoraInjector, LoraSettings
-from services.trainer.model.model_family import LoraTarget, Role
-from services.trainer.model.trained_model import AdapterModel
-from services.trainer.ranks.control_group import ControlGroup
-from services.trainer.recovery_keeper import RecoveryKeeper
-from services.trainer.settings import TrainerSettings
-from services.trainer.snapshots.recovery_folder import RecoveryFolder
-from services.trainer.snapshots.recovery_writer import RecoveryWriter
-from services.trainer.snapshots.snapshot_store import PACKED, SnapshotStore, StoredSnapshot, packed, specs_of
+from fovea_services.trainer.command_queue import CommandQueue, KeepState, Shutdown, resolve
+from fovea_services.trainer.model.lora import LoraInjector, LoraSettings
+from fovea_services.trainer.model.model_family import LoraTarget, Role
+from fovea_services.trainer.model.trained_model import AdapterModel
+from fovea_services.trainer.ranks.control_group import ControlGroup
+from fovea_services.trainer.recovery_keeper import RecoveryKeeper
+from fovea_services.trainer.settings import TrainerSettings
+from fovea_services.trainer.snapshots.recovery_folder import RecoveryFolder
+from fovea_services.trainer.snapshots.recovery_writer import RecoveryWriter
+from fovea_services.trainer.snapshots.snapshot_store import PACKED, SnapshotStore, StoredSnapshot, packed, specs_of
 from tests.waiting import eventually
 
 CPU = torch.device("cpu")

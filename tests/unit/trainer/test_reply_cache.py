@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fovea.wire.errors import Expired, FailedPrecondition, FeatureEvicted, InvalidInput
-from services.trainer.reply_cache import ReplyCache
+from fovea_services.trainer.reply_cache import ReplyCache
 
 
 class Work:

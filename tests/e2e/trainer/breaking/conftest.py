@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-import tinyvlm
+import fovea_tinyvlm
 from tests.e2e.trainer.breaking.ground import Ground
 from tests.e2e.trainer.image_service import ImageService
 
@@ -12,7 +12,7 @@ from tests.e2e.trainer.image_service import ImageService
 @pytest.fixture(scope="package")
 async def shared_ground(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ground]:
     """One folder, and at most one trainer."""
-    images = ImageService(tinyvlm.ensure("qwen3"), None)
+    images = ImageService(fovea_tinyvlm.ensure("qwen3"), None)
     made = Ground(tmp_path_factory.mktemp("breaking") / "ground", images)
     made.folder.mkdir()
     try:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.client import TrainerClient
 from fovea.wire.errors import Unavailable
 from tests.e2e.trainer.conftest import adam
@@ -65,7 +65,7 @@ class Ground:
         await self.stop()
         self.count += 1
         log = self.folder / f"trainer-{self.count}.log"
-        self.process = TrainerProcess(tinyvlm.ensure("qwen3"), log, *_ARGUMENTS, *arguments)
+        self.process = TrainerProcess(fovea_tinyvlm.ensure("qwen3"), log, *_ARGUMENTS, *arguments)
         self._client, self._started = await self.process.ready(), arguments
         return self._client
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoProcessor
 
-import tinyvlm
+import fovea_tinyvlm
 from fovea.runtime import model_files
 from fovea.runtime.model_files import check_directory, context_length, fingerprints, read_image_processor
-from services.renderer import model_directory as renderer_checkpoint
-from services.renderer.image_processor import ImagePatcher
-from services.trainer.model.model_family import PatchNormalizer
+from fovea_services.renderer import model_directory as renderer_checkpoint
+from fovea_services.renderer.image_processor import ImagePatcher
+from fovea_services.trainer.model.model_family import PatchNormalizer
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -23,7 +23,7 @@ def read_config(model: str) -> dict[str, Any]:
     """From a directory; the hub has one file for every name."""
 
     def download(name: str, file: str) -> str:
-        return str(tinyvlm.ensure("qwen3") / file)
+        return str(fovea_tinyvlm.ensure("qwen3") / file)
 
     return model_files.read_config(model, download)
 
@@ -61,7 +61,7 @@ def test_context_lengths(config: dict[str, Any], length: int | None) -> None:
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen3"])
 def test_all_services_read_one_context_under_yarn(kind: str, tmp_path: Path) -> None:
     """The sampler and the renderer read config.json, the trainer has it from transformers."""
-    config = read_config(str(tinyvlm.ensure(kind)))
+    config = read_config(str(fovea_tinyvlm.ensure(kind)))
     text = config.get("text_config", config)
     text["rope_parameters"] |= {**YARN, "original_max_position_embeddings": text["max_position_embeddings"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -73,7 +73,7 @@ def test_all_services_read_one_context_under_yarn(kind: str, tmp_path: Path) -> 
 
 def test_a_processor_that_transformers_5_saved(tmp_path: Path) -> None:
     """One file for the processor and its parts, where there were two: the renderer and the trainer read the same."""
-    model = tinyvlm.ensure("qwen3_vl")
+    model = fovea_tinyvlm.ensure("qwen3_vl")
     processor = AutoProcessor.from_pretrained(model)
     processor.image_processor.image_mean = [0.1, 0.2, 0.3]
     processor.save_pretrained(tmp_path)
@@ -107,7 +107,7 @@ def test_the_nested_processor_goes_first_as_in_transformers(tmp_path: Path) -> N
 def test_code_that_a_processor_alone_brings_is_refused_before_anything_starts(
     name: str, content: dict[str, Any], tmp_path: Path
 ) -> None:
-    for file in tinyvlm.ensure("qwen3_vl").glob("*.json"):
+    for file in fovea_tinyvlm.ensure("qwen3_vl").glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     check_directory(tmp_path)
     (tmp_path / name).write_text(json.dumps(content))
@@ -132,7 +132,7 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
 
 
 def test_fingerprints_tell_what_services_read_differently(tmp_path: Path) -> None:
-    model = tinyvlm.ensure("qwen3_vl")
+    model = fovea_tinyvlm.ensure("qwen3_vl")
     first, same, other = (tmp_path / name for name in ("first", "same", "other"))
     for directory in (first, same, other):
         shutil.copytree(model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -142,4 +142,4 @@ def test_fingerprints_tell_what_services_read_differently(tmp_path: Path) -> Non
     (processor,) = {"processor_config.json", "preprocessor_config.json"} & {path.name for path in other.iterdir()}
     (other / processor).write_text((other / processor).read_text().replace("image_mean", "image_mode"))
     assert dict(fingerprints(first).items() ^ fingerprints(other).items()).keys() == {"image processor"}
-    assert set(fingerprints(tinyvlm.ensure("qwen3"))) == {"config.json", "tokenizer.json"}
+    assert set(fingerprints(fovea_tinyvlm.ensure("qwen3"))) == {"config.json", "tokenizer.json"}

@@ -16,9 +16,9 @@ from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import FeatureEvicted, Internal, Unauthenticated
-from gateway.settings import GatewaySettings
-from services.renderer.settings import RendererSettings
-from services.trainer.settings import TrainerSettings
+from fovea_gateway.settings import GatewaySettings
+from fovea_services.renderer.settings import RendererSettings
+from fovea_services.trainer.settings import TrainerSettings
 
 SECRET = "0123456789abcdef"
 

@@ -13,7 +13,7 @@ from fovea.client.channel import ServiceClient, open_blocking_channel
 from fovea.runtime import tls
 from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
-from gateway.settings import GatewaySettings
+from fovea_gateway.settings import GatewaySettings
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from fovea.wire.errors import InvalidInput
-from gateway.access.api_keys import GivenKey, KeyRing, parse_given
-from gateway.database.database import Database
-from gateway.settings import GatewaySettings
+from fovea_gateway.access.api_keys import GivenKey, KeyRing, parse_given
+from fovea_gateway.database.database import Database
+from fovea_gateway.settings import GatewaySettings
 
 OTHERS = {"model_name": "n", "model": "/m", "renderer": ["r:1"], "sampler": ["s:1"], "trainer": "t:1"}
 

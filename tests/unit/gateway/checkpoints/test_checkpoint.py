@@ -3,7 +3,7 @@
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from gateway.checkpoints.checkpoint import CheckpointPath, check_name, parse_path
+from fovea_gateway.checkpoints.checkpoint import CheckpointPath, check_name, parse_path
 
 
 def test_paths_come_apart_and_together() -> None:

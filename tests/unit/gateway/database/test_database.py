@@ -4,9 +4,9 @@ import asyncio
 
 import sqlalchemy as sa
 
-from gateway.database import schema
-from gateway.database.database import Database
-from gateway.database.sql_engine import insert_new
+from fovea_gateway.database import schema
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.sql_engine import insert_new
 
 
 def keep(owner: str) -> object:

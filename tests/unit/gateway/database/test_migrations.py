@@ -10,11 +10,11 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from fovea.wire.errors import FailedPrecondition, Internal, Unavailable
-from gateway.access.api_keys import all_keys
-from gateway.database import migrations, schema
-from gateway.database.database import Database
-from gateway.database.downgrade_command import downgrade
-from gateway.database.sql_engine import make_engine, parse_url
+from fovea_gateway.access.api_keys import all_keys
+from fovea_gateway.database import migrations, schema
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.downgrade_command import downgrade
+from fovea_gateway.database.sql_engine import make_engine, parse_url
 
 _BACK = {
     4: [

@@ -3,8 +3,8 @@
 import pytest
 
 from fovea.wire.errors import InvalidInput, Unavailable
-from gateway.database.database import Database
-from gateway.database.sql_engine import describe, parse_url
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.sql_engine import describe, parse_url
 from tests.postgresql import PASSWORD, Server
 
 WRONG = ["postgresql://fovea:s3cret@host:port/db", "s3cret", "mysql://fovea:s3cret@host/db"]

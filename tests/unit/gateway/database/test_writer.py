@@ -9,9 +9,9 @@ import pytest
 import sqlalchemy as sa
 
 from fovea.wire.errors import Internal, InvalidInput, Unavailable
-from gateway.database import schema
-from gateway.database.database import Database
-from gateway.database.sql_engine import insert_new
+from fovea_gateway.database import schema
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.sql_engine import insert_new
 from tests.postgresql import Server
 from tests.waiting import eventually
 
@@ -35,7 +35,7 @@ async def opened(url: str) -> Database:
 
 @pytest.fixture(autouse=True)
 def _logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "gateway.database")
+    caplog.set_level(logging.INFO, "fovea_gateway.database")
 
 
 async def second_waits(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from gateway.discovery import Kind, choose
-from gateway.discovery.discovery import DnsDiscovery, StaticDiscovery
+from fovea_gateway.discovery import Kind, choose
+from fovea_gateway.discovery.discovery import DnsDiscovery, StaticDiscovery
 
 
 async def test_static_addresses_are_told_once() -> None:

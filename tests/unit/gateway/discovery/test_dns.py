@@ -9,7 +9,7 @@ import pytest
 
 _WATCH = """
 import asyncio
-from gateway.discovery.discovery import DnsDiscovery
+from fovea_gateway.discovery.discovery import DnsDiscovery
 
 async def main():
     async for addresses in DnsDiscovery("samplers.test:50052", interval_s=0.05).watch():

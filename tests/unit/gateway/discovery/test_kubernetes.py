@@ -10,8 +10,8 @@ import pytest
 from kubernetes.aio import client
 
 from fovea.wire.errors import InvalidInput
-from gateway.discovery.discovery import Addresses
-from gateway.discovery.kubernetes import KubernetesDiscovery
+from fovea_gateway.discovery.discovery import Addresses
+from fovea_gateway.discovery.kubernetes import KubernetesDiscovery
 from tests.unit.gateway.discovery.api_server import NAMESPACE, ApiServer, endpoint, kubeconfig, serving
 from tests.waiting import eventually
 

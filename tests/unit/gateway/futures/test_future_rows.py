@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
-from gateway.database import schema
-from gateway.database.database import Database
-from gateway.database.sql_engine import make_engine, parse_url
-from gateway.database.writer import Batched
-from gateway.futures import future_rows as rows
-from gateway.futures.future import Kind, Outcome, State, Submission
+from fovea_gateway.database import schema
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.sql_engine import make_engine, parse_url
+from fovea_gateway.database.writer import Batched
+from fovea_gateway.futures import future_rows as rows
+from fovea_gateway.futures.future import Kind, Outcome, State, Submission
 
 
 def submission(number: int) -> rows.Accepted:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from gateway.http.endpoint import BurstLimiter, accepted_encoding
+from fovea_gateway.http.endpoint import BurstLimiter, accepted_encoding
 
 
 async def test_a_crowd_goes_in_order_and_lets_others_through_in_between() -> None:

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gateway.live import sample_gallery
-from gateway.live.sample_gallery import Drawn, Group, Picture, SampleGallery
+from fovea_gateway.live import sample_gallery
+from fovea_gateway.live.sample_gallery import Drawn, Group, Picture, SampleGallery
 
 PICTURE = Picture("digest", "image/png", b"x" * 1000)
 

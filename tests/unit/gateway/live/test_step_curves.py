@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.live.live_state import summed
-from gateway.live.step_curves import MOST_METRICS, PLACES, StepCurves
+from fovea_gateway.live.live_state import summed
+from fovea_gateway.live.step_curves import MOST_METRICS, PLACES, StepCurves
 
 NUMBERS = st.floats(-1e6, 1e6)
 

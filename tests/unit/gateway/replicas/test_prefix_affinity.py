@@ -4,7 +4,7 @@ import pytest
 
 from fovea.api.v1 import model_input_pb2
 from fovea.wire.tensors import encode_tokens
-from gateway.replicas.samplers import Affinity, prefix_keys
+from fovea_gateway.replicas.samplers import Affinity, prefix_keys
 
 
 def prompt(length: int, first: int = 0, **pictures: int) -> model_input_pb2.RenderedInput:

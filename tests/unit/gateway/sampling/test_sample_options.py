@@ -1,7 +1,7 @@
 """An option of a sample is declared once in the protos and travels under that name, from REST to the sampler."""
 
 from fovea.api.v1 import gateway_pb2, sampler_pb2
-from gateway.sampling import sample_routes, sample_runner
+from fovea_gateway.sampling import sample_routes, sample_runner
 
 
 def test_rest_options_are_called_as_in_the_protos() -> None:

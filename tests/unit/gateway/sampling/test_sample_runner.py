@@ -6,8 +6,8 @@ import pytest
 from fovea.api.v1 import gateway_pb2, sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, Internal, InvalidInput
-from gateway.sampling import sample_wire as targets
-from gateway.sampling.sample_runner import check_context, check_limits, gather
+from fovea_gateway.sampling import sample_wire as targets
+from fovea_gateway.sampling.sample_runner import check_context, check_limits, gather
 
 
 def delta(index: int, ids: list[int], finish: int = 0, top: int = 0) -> sampler_pb2.SampleResponse:

@@ -15,9 +15,9 @@ from fovea.api.v1 import model_input_pb2
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput, Unimplemented
-from gateway.http.model_inputs import ModelInput, input_from_json
-from gateway.http.request_body import peek_address
-from gateway.training.training_wire import datum_from_proto, loss_config_from_proto, tensor_from_proto
+from fovea_gateway.http.model_inputs import ModelInput, input_from_json
+from fovea_gateway.http.request_body import peek_address
+from fovea_gateway.training.training_wire import datum_from_proto, loss_config_from_proto, tensor_from_proto
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 text = ids.map(lambda tokens: types.EncodedTextChunk(tokens=tokens))

@@ -3,8 +3,8 @@
 import pytest
 import sqlalchemy as sa
 
-from gateway.database.schema import custom_losses, journal, metadata, models, sessions
-from gateway.training.models import ids_of_unfreed_sessions
+from fovea_gateway.database.schema import custom_losses, journal, metadata, models, sessions
+from fovea_gateway.training.models import ids_of_unfreed_sessions
 
 OVER, OPEN = 2.0, None
 

@@ -9,7 +9,7 @@ from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
 
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.errors import InvalidInput
-from gateway.training.training_wire import datum_from_proto
+from fovea_gateway.training.training_wire import datum_from_proto
 from tests.unit.gateway.training.test_datum_decoding import encode
 
 TEXT = types.EncodedTextChunk(tokens=[5, 6, 7])

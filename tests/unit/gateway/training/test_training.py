@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.wire.errors import FoveaError, SessionEnded
-from gateway.futures.future import Kind, Pending, Progress, QueueState, Submission
-from gateway.training.training import CommandQueue
+from fovea_gateway.futures.future import Kind, Pending, Progress, QueueState, Submission
+from fovea_gateway.training.training import CommandQueue
 
 
 def command(seq_id: int) -> Submission:

@@ -4,7 +4,7 @@ import pytest
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
-from gateway.training.weight_commands import check_lora
+from fovea_gateway.training.weight_commands import check_lora
 
 
 def test_ranks_are_the_trainer_s() -> None:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from services.trainer.model.expert_parallel import EXPERTS, expert_mesh
-from services.trainer.model.experts import experts_forward
-from services.trainer.model.lora import LoraSettings, LoraWeights
-from services.trainer.model.model_family import LoraTarget, Role
+from fovea_services.trainer.model.expert_parallel import EXPERTS, expert_mesh
+from fovea_services.trainer.model.experts import experts_forward
+from fovea_services.trainer.model.lora import LoraSettings, LoraWeights
+from fovea_services.trainer.model.model_family import LoraTarget, Role
 from tests.ranks import run_ranks
 from tests.unit.trainer.model.random_experts import COUNT, HIDDEN, random_experts
 

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-import tinyvlm
-from services.trainer.model.packed_model import load_model
-from services.trainer.settings import TrainerSettings
+import fovea_tinyvlm
+from fovea_services.trainer.model.packed_model import load_model
+from fovea_services.trainer.settings import TrainerSettings
 
 CPU = torch.device("cpu")
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 2.0}
 
 
-def _variant(kind: tinyvlm.Kind, directory: Path, **changes: Any) -> Path:
+def _variant(kind: fovea_tinyvlm.Kind, directory: Path, **changes: Any) -> Path:
     """The tiny model with another rotary embedding, its files linked."""
-    base = tinyvlm.ensure(kind)
+    base = fovea_tinyvlm.ensure(kind)
     for path in base.iterdir():
         (directory / path.name).symlink_to(path)
     config = json.loads((base / "config.json").read_text())
@@ -32,7 +32,7 @@ def _variant(kind: tinyvlm.Kind, directory: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, LONG], ids=["dynamic", "longrope"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_vl"])
 def test_rotary_frequencies_that_depend_on_the_longest_document(
-    kind: tinyvlm.Kind, rope: dict[str, Any], tmp_path: Path
+    kind: fovea_tinyvlm.Kind, rope: dict[str, Any], tmp_path: Path
 ) -> None:
     directory = _variant(kind, tmp_path, **rope)
     with pytest.raises(ValueError, match=f"rope_type '{rope['rope_type']}' of {kind} is not supported"):
@@ -40,7 +40,7 @@ def test_rotary_frequencies_that_depend_on_the_longest_document(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_vl"])
-def test_frequencies_that_are_fixed_load(kind: tinyvlm.Kind, tmp_path: Path) -> None:
+def test_frequencies_that_are_fixed_load(kind: fovea_tinyvlm.Kind, tmp_path: Path) -> None:
     directory = _variant(kind, tmp_path, **YARN)
     _, _, module = load_model(TrainerSettings(model=str(directory)), directory, CPU)
     assert module.hf.config.get_text_config().rope_parameters["rope_type"] == "yarn"

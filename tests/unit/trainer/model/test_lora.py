@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from fovea.wire.errors import InvalidInput
-from services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
-from services.trainer.model.model_family import LoraTarget, Role
-from services.trainer.snapshots.weight_files import copy_into, peft_files, read_tensors
+from fovea_services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from fovea_services.trainer.model.model_family import LoraTarget, Role
+from fovea_services.trainer.snapshots.weight_files import copy_into, peft_files, read_tensors
 
 CPU = torch.device("cpu")
 

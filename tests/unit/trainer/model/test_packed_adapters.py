@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from services.trainer.snapshots.snapshot_store import digest_of, packed, specs_of
-from services.trainer.snapshots.snapshot_taker import packed_digest
+from fovea_services.trainer.snapshots.snapshot_store import digest_of, packed, specs_of
+from fovea_services.trainer.snapshots.snapshot_taker import packed_digest
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 

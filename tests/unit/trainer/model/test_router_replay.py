@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig
 
-from services.trainer.batches.datum_decoding import ExpertShape
-from services.trainer.model import router_replay
-from services.trainer.model.router_replay import ARGUMENT, expert_shape
+from fovea_services.trainer.batches.datum_decoding import ExpertShape
+from fovea_services.trainer.model import router_replay
+from fovea_services.trainer.model.router_replay import ARGUMENT, expert_shape
 
 COUNT, TOP, LENGTH = 8, 2, 12
 SIZES = {

@@ -25,13 +25,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from services.trainer.batches.datum_decoding import Datum
-from services.trainer.batches.micro_batch import BatchLayout
-from services.trainer.model.experts import ExpertAdapter
-from services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
-from services.trainer.model.model_family import LoraTarget, Role
-from services.trainer.model.packed_model import PackedModel, load_model
-from services.trainer.settings import TrainerSettings
+from fovea_services.trainer.batches.datum_decoding import Datum
+from fovea_services.trainer.batches.micro_batch import BatchLayout
+from fovea_services.trainer.model.experts import ExpertAdapter
+from fovea_services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from fovea_services.trainer.model.model_family import LoraTarget, Role
+from fovea_services.trainer.model.packed_model import PackedModel, load_model
+from fovea_services.trainer.settings import TrainerSettings
 
 CPU = torch.device("cpu")
 VOCABULARY = 96

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import Gemma4TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3VLConfig
 
-from services.trainer.batches.datum_decoding import Datum
-from services.trainer.batches.micro_batch import BatchLayout
-from services.trainer.model.linear_attention import kept_bytes
-from services.trainer.model.lora import LoraInjector
-from services.trainer.model.memory_budget import (
+from fovea_services.trainer.batches.datum_decoding import Datum
+from fovea_services.trainer.batches.micro_batch import BatchLayout
+from fovea_services.trainer.model.linear_attention import kept_bytes
+from fovea_services.trainer.model.lora import LoraInjector
+from fovea_services.trainer.model.memory_budget import (
     MOST_PATCHES,
     MOST_TOKENS,
     activation_bytes,
@@ -19,9 +19,9 @@ from services.trainer.model.memory_budget import (
     least_bytes,
     patch_bytes,
 )
-from services.trainer.model.packed_model import PackedModel, load_model
-from services.trainer.settings import TrainerSettings
-from tinyvlm.families import ensure_family
+from fovea_services.trainer.model.packed_model import PackedModel, load_model
+from fovea_services.trainer.settings import TrainerSettings
+from fovea_tinyvlm.families import ensure_family
 
 CPU = torch.device("cpu")
 

@@ -23,14 +23,14 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-import tinyvlm
+import fovea_tinyvlm
 from benchmarks import random_checkpoint
 from fovea.random_weights import random_slices
-from services.trainer.model.packed_model import build_model, file_names, load_model, read_weights
-from services.trainer.model.sharding import ShardedModel
-from services.trainer.settings import TrainerSettings
+from fovea_services.trainer.model.packed_model import build_model, file_names, load_model, read_weights
+from fovea_services.trainer.model.sharding import ShardedModel
+from fovea_services.trainer.settings import TrainerSettings
+from fovea_tinyvlm.families import ensure_families
 from tests.ranks import run_ranks
-from tinyvlm.families import ensure_families
 
 CPU = torch.device("cpu")
 # Tied and not, renamed by transformers, with constants and many buffers, with layers that carry a state.
@@ -116,7 +116,7 @@ def _save_with_experts(config: PretrainedConfig, directory: Path) -> Path:
 
 
 def test_each_rank_reads_its_part(tmp_path: Path) -> None:
-    directories = {"qwen3_vl": tinyvlm.ensure("qwen3_vl"), **ensure_families(NAMES)}
+    directories = {"qwen3_vl": fovea_tinyvlm.ensure("qwen3_vl"), **ensure_families(NAMES)}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
     configs = (
         Qwen3MoeConfig(**EXPERTS),
@@ -142,7 +142,7 @@ def test_each_rank_reads_its_part(tmp_path: Path) -> None:
     ids=["missing", "misshapen", "untied"],
 )
 def test_files_of_another_model(change: Callable[[dict[str, Tensor]], None], said: str, tmp_path: Path) -> None:
-    base = tinyvlm.ensure("qwen3")
+    base = fovea_tinyvlm.ensure("qwen3")
     assert json.loads((base / "config.json").read_text())["tie_word_embeddings"]
     for path in base.iterdir():
         (tmp_path / path.name).symlink_to(path)

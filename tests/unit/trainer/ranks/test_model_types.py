@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fovea.runtime.model_files import MODEL_TYPES
-from services.trainer.model.model_family import FAMILIES
-from services.trainer.ranks.rank_launcher import check_checkpoint
+from fovea_services.trainer.model.model_family import FAMILIES
+from fovea_services.trainer.ranks.rank_launcher import check_checkpoint
 from tests.unit.renderer import checkpoints
 
 
@@ -25,7 +25,7 @@ def test_an_unsupported_model_is_refused_in_one_line_before_anything_heavy(servi
         "import sys, runpy\n"
         f"sys.argv = ['x', '--model', {str(tmp_path)!r}, '--port', '0', '--metrics-port', '0']\n"
         "try:\n"
-        f"    runpy.run_module('services.{service}', run_name='__main__')\n"
+        f"    runpy.run_module('fovea_services.{service}', run_name='__main__')\n"
         "finally:\n"
         "    print('heavy:', [name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])\n"
     )

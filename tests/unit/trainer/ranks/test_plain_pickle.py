@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import FeatureEvicted, InvalidInput
-from services.trainer import command_queue
-from services.trainer.batches.packing import DatumSize
-from services.trainer.model.lora import LoraSettings
-from services.trainer.ranks import plain_pickle
-from services.trainer.ranks.peer_monitor import Peer
-from services.trainer.ranks.plain_pickle import MessagePickler, MessageUnpickler, MetadataUnpickler, NotPlain
-from services.trainer.snapshots.training_state import PlainReader, TensorPlanner
+from fovea_services.trainer import command_queue
+from fovea_services.trainer.batches.packing import DatumSize
+from fovea_services.trainer.model.lora import LoraSettings
+from fovea_services.trainer.ranks import plain_pickle
+from fovea_services.trainer.ranks.peer_monitor import Peer
+from fovea_services.trainer.ranks.plain_pickle import MessagePickler, MessageUnpickler, MetadataUnpickler, NotPlain
+from fovea_services.trainer.snapshots.training_state import PlainReader, TensorPlanner
 
 
 class Call:
@@ -72,10 +72,10 @@ def test_an_attack_is_refused_by_name(name: str, reader: type[pickle.Unpickler],
 @pytest.mark.parametrize(
     "name",
     [
-        "services.trainer.ranks.rank_launcher tempfile.mkdtemp",  # dotted: reaches into what a module imports
-        "services.trainer.ranks.rank_launcher asyncio.create_subprocess_exec",
-        "services.trainer.ranks.rank_launcher _leave",  # a function of our own
-        "services.trainer.ranks.plain_pickle Enum",  # makes classes
+        "fovea_services.trainer.ranks.rank_launcher tempfile.mkdtemp",  # dotted: reaches into what a module imports
+        "fovea_services.trainer.ranks.rank_launcher asyncio.create_subprocess_exec",
+        "fovea_services.trainer.ranks.rank_launcher _leave",  # a function of our own
+        "fovea_services.trainer.ranks.plain_pickle Enum",  # makes classes
         "torch.distributed.checkpoint.filesystem FileSystemReader",
         "torch load",
         "torch hub.load",

@@ -29,8 +29,8 @@ time.sleep(600)
 
 START = """
 import os, sys
-from services.trainer.ranks.rank_launcher import launch
-from services.trainer.settings import TrainerSettings
+from fovea_services.trainer.ranks.rank_launcher import launch
+from fovea_services.trainer.settings import TrainerSettings
 os.environ["PYTHONPATH"] = {folder!r}  # of the ranks
 sys.argv[1:] = [{ranks!r}]
 sys.exit(launch(TrainerSettings(model="m", ranks={count}, drain_s=0)))
@@ -41,7 +41,7 @@ class Launcher:
     """The launcher, with ranks that do what they are told by number, such as `0=sleep,1=kill`."""
 
     def __init__(self, folder: Path, ranks: str) -> None:
-        package = folder / "services" / "trainer"
+        package = folder / "fovea_services" / "trainer"
         package.mkdir(parents=True)
         for initial in (package.parent / "__init__.py", package / "__init__.py"):
             initial.touch()

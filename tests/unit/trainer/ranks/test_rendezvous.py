@@ -10,9 +10,9 @@ import pytest
 
 from fovea.runtime.hosts import free_ports
 from fovea.runtime.secret import VARIABLE
-from services.trainer.ranks.handshake import AuthenticationFailed, connect
-from services.trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
-from services.trainer.settings import TrainerSettings
+from fovea_services.trainer.ranks.handshake import AuthenticationFailed, connect
+from fovea_services.trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
+from fovea_services.trainer.settings import TrainerSettings
 
 Node = Callable[..., TrainerSettings]
 Meet = Callable[[TrainerSettings], Rendezvous]

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from services.trainer.model.expert_parallel import expert_mesh
-from services.trainer.model.packed_model import build_model, read_weights
-from services.trainer.model.sharding import ShardedModel, local_of
-from services.trainer.ranks.control_group import ControlGroup
-from services.trainer.settings import TrainerSettings
-from services.trainer.snapshots import weight_files
-from services.trainer.snapshots.checkpoint_folder import Folder
+from fovea_services.trainer.model.expert_parallel import expert_mesh
+from fovea_services.trainer.model.packed_model import build_model, read_weights
+from fovea_services.trainer.model.sharding import ShardedModel, local_of
+from fovea_services.trainer.ranks.control_group import ControlGroup
+from fovea_services.trainer.settings import TrainerSettings
+from fovea_services.trainer.snapshots import weight_files
+from fovea_services.trainer.snapshots.checkpoint_folder import Folder
+from fovea_tinyvlm.families import ensure_families
 from tests.ranks import run_ranks
-from tinyvlm.families import ensure_families
 
 NAMES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
 CPU = torch.device("cpu")

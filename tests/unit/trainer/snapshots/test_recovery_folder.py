@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.snapshots.checkpoint_folder import Folder, write_folder
-from services.trainer.snapshots.recovery_folder import Point, RecoveryFolder
+from fovea_services.trainer.snapshots.checkpoint_folder import Folder, write_folder
+from fovea_services.trainer.snapshots.recovery_folder import Point, RecoveryFolder
 
 NAMES = ["plain", "a/b:train:0", "..", "100%@*"]
 

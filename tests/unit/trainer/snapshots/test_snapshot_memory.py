@@ -4,7 +4,13 @@ import torch
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.manifest import SnapshotDigest
-from services.trainer.snapshots.snapshot_store import SnapshotStore, StoredSnapshot, digest_of, packed_buckets, specs_of
+from fovea_services.trainer.snapshots.snapshot_store import (
+    SnapshotStore,
+    StoredSnapshot,
+    digest_of,
+    packed_buckets,
+    specs_of,
+)
 
 
 def _held(name: str, size_bytes: int = 10) -> StoredSnapshot:

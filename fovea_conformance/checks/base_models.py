@@ -1,0 +1,52 @@
+"""Section I: several base models behind one server, such as a teacher beside its student."""
+
+import tinker
+from tinker import types
+
+from fovea_conformance.check import Failed, NotApplicable, check, expect
+from fovea_conformance.target import Target
+
+
+def _listed(target: Target) -> list[types.SupportedModel]:
+    return list(target.rest().get_server_capabilities().result(30).supported_models)
+
+
+@check("C120", "Of several base models, each that is listed as sampleable samples and scores by its own name")
+def c120_each_samples(target: Target) -> str:
+    """A sampling client of each: what it says it samples from, four tokens, and the score of a prompt."""
+    names = [str(one.model_name) for one in _listed(target) if one.sampleable is not False]
+    if len(names) < 2:
+        raise NotApplicable(f"needs a second base model; sampleable are {names}")
+    service, tokens = target.service(), target.tokens(8)
+    scores = {}
+    for name in names:
+        sampling = service.create_sampling_client(base_model=name).result(60)
+        said = sampling.get_base_model()
+        expect(said == name, f"the client of {name} says that it samples from {said}")
+        params = types.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
+        drawn = sampling.sample(types.ModelInput.from_ints(tokens), 1, params).result(60).sequences[0].tokens
+        expect(0 < len(drawn) <= 4, f"{name} drew {len(drawn)} tokens of 4")
+        found = sampling.compute_logprobs(types.ModelInput.from_ints(tokens)).result(60)
+        expect(len(found) == len(tokens), f"{name} scored {len(found)} of {len(tokens)} tokens")
+        scores[name] = tuple(found)
+    expect(len(set(scores.values())) == len(names), f"two of {names} score a prompt alike: they are one model")
+    return f"{len(names)} models, each of its own weights"
+
+
+@check("C121", "A base model that is listed as not trainable is refused as user error, and goes on being sampled")
+def c121_sampling_only(target: Target) -> str:
+    """create_model on it, by the SDK; then a sample of it."""
+    names = [str(one.model_name) for one in _listed(target) if one.trainable is False]
+    if not names:
+        raise NotApplicable("needs a base model that is for sampling only")
+    service = target.service()
+    for name in names:
+        try:
+            service.create_lora_training_client(base_model=name, rank=8).result(60)
+        except (tinker.BadRequestError, tinker.RequestFailedError) as error:
+            expect(name in str(error), f"the refusal does not name {name}: {error}")
+        else:
+            raise Failed(f"{name} is listed as not trainable, and a training client of it was made")
+        sampling = service.create_sampling_client(base_model=name).result(60)
+        sampling.sample(target.prompt(), 1, types.SamplingParams(max_tokens=1)).result(60)
+    return f"{names} refused by name, and sampled"

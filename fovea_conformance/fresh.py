@@ -1,0 +1,59 @@
+"""The suite against a fresh Fovea with the tiny VLM: `python -m fovea_conformance.fresh [options of the suite]`."""
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fovea_tinyvlm
+from fovea_demo.up import running_fovea
+
+SESSION_TTL_S = 30.0
+ENVIRONMENT = {"FOVEA_GATEWAY_SESSION_TTL_S": str(SESSION_TTL_S), "FOVEA_TRAINER_RECOVERY": ""}
+"""Silent sessions end, sooner than by default; where recovery is kept they are parked, which C8 does not know."""
+MODEL_NAME = "Qwen/Qwen3-VL-30B-A3B-Instruct"
+"""The tiny model goes by a name of the cookbook's catalogue: its recipes ask that for a renderer."""
+COOKBOOK_CHECKS = {"C117", "C118", "C119"}
+"""Made only with --cookbook: they build client environments of their own."""
+
+
+@contextmanager
+def fresh_fovea(folder: Path, *options: str) -> Iterator[dict[str, Any]]:
+    """Runs one, and yields its `up.json`. Its gateway takes the settings of `ENVIRONMENT` from this process.
+
+    Args:
+        options: Further ones of `fovea up`.
+    """
+    up = ("--model-name", MODEL_NAME, "--port", "0", "--grpc-port", "0")
+    with running_fovea(folder, fovea_tinyvlm.ensure("qwen3_vl"), *up, *options) as state:
+        yield state
+
+
+def suite_command(state: dict[str, Any], folder: Path) -> list[str]:
+    """The suite with everything that it can be told of a `fresh_fovea`."""
+    restart = [sys.executable, "-m", "fovea.cli.main", "restart", "gateway", "--state-dir", str(folder)]
+    return [
+        *(sys.executable, "-m", "fovea_conformance", "--base-url", state["base_url"], "--model", MODEL_NAME, "--vlm"),
+        *("--checkpoint", str(fovea_tinyvlm.ensure("qwen3_vl")), "--session-ttl-s", str(SESSION_TTL_S)),
+        *("--restart-command", shlex.join(restart)),
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Starts Fovea with a second base model, runs the suite, and returns its exit code."""
+    os.environ |= ENVIRONMENT
+    teacher = ("--also-sample", f"teacher={fovea_tinyvlm.ensure('qwen3')}")
+    with (
+        tempfile.TemporaryDirectory(prefix="fovea-conformance-") as folder,
+        fresh_fovea(Path(folder), *teacher) as state,
+    ):
+        return subprocess.run([*suite_command(state, Path(folder)), *arguments], check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,299 @@
+"""API keys: their texts, their rows, and who is let in by them. Only their hashes are kept and compared.
+
+A key is an owner's; an owner is a name that outlives its keys.
+"""
+
+import asyncio
+import enum
+import hashlib
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from fovea.runtime.hosts import is_loopback
+from fovea.wire.errors import InvalidInput, NotFound, Unauthenticated
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.schema import keys
+from fovea_gateway.database.sql_engine import insert_new
+from fovea_gateway.scopes import CALLER, Caller, Scope
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "tml-"
+"""How the SDK wants keys to begin."""
+
+PUBLISHED = "tml-local"
+"""In every copy of the documentation, so good for programs of this machine only."""
+
+_LOOK_S = 1.0
+_KEY_BYTES = 32
+_ID_LENGTH = 12
+_KEY = re.compile(r"tml-[!-~]{1,500}")
+_OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-+@]{0,99}")
+
+
+class GivenKey(NamedTuple):
+    """A key as the settings give it. Without an owner it owns what it makes by itself."""
+
+    owner: str
+    key: str
+
+
+def hash_key(key: str) -> str:
+    """SHA-256 of a key; keys are long random text, so no slow hash is needed."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def check_owner(owner: str) -> str:
+    """Returns an owner's name. Raises ValueError for what is none, a key above all."""
+    if owner.startswith(PREFIX) or not _OWNER.fullmatch(owner):
+        raise ValueError("an owner has 1 to 100 letters, digits or _ . - + @, and does not begin with tml-")
+    return owner
+
+
+def parse_given(text: str) -> GivenKey:
+    """Reads `tml-KEY` or `OWNER=tml-KEY`. Raises ValueError, which does not repeat the key."""
+    owner, _, key = ("", "", text) if text.startswith(PREFIX) else text.rpartition(f"={PREFIX}")
+    key = key if not owner else PREFIX + key
+    if not _KEY.fullmatch(key):
+        raise ValueError(
+            f"a key of {len(text)} characters is not tml-... or OWNER=tml-...: the SDK takes keys that begin with "
+            f"{PREFIX}, of letters, digits and signs"
+        )
+    return GivenKey(check_owner(owner) if owner else "", key)
+
+
+def parse_scope(text: str) -> Scope:
+    """Reads a scope; an empty text means train. Raises InvalidInput."""
+    try:
+        return Scope(text or Scope.TRAIN)
+    except ValueError:
+        raise InvalidInput(f"scope is {text[:40]!r}; it is one of {', '.join(Scope)}", field="scope") from None
+
+
+class Source(enum.StrEnum):
+    """Where a key comes from."""
+
+    CREATED = "created"
+    """Made by `fovea keys create`: valid until it expires or is revoked."""
+    CONFIGURED = "configured"
+    """Named by the gateway's settings: valid while they name it."""
+    REMOVED = "removed"
+    """Named by the settings once, and no longer."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key, without the key itself.
+
+    Attributes:
+        key_id: The beginning of the hash, for people.
+        key_hash: SHA-256 of the key, in hex.
+        owner: Whose it is: all data belongs to an owner.
+        name: What it is for.
+        scope: What it allows.
+        expires_at: Seconds since the epoch; None for never.
+    """
+
+    key_id: str
+    key_hash: str
+    owner: str
+    name: str = ""
+    source: Source = Source.CREATED
+    scope: Scope = Scope.TRAIN
+    created_at: float = field(default_factory=time.time)
+    expires_at: float | None = None
+    revoked_at: float | None = None
+
+    @property
+    def caller(self) -> Caller:
+        """Whoever shows it."""
+        return Caller(self.owner, self.key_id, self.scope)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What administrators are told of it; absent times are 0."""
+        return {
+            "key_id": self.key_id,
+            "owner": self.owner,
+            "name": self.name,
+            "scope": self.scope.value,
+            "source": self.source.value,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at or 0.0,
+            "revoked_at": self.revoked_at or 0.0,
+            "problem": self.problem(time.time()),
+        }
+
+    def problem(self, now: float) -> str:
+        """Why it is not valid, in words that end a sentence; empty if it is."""
+        if self.revoked_at is not None:
+            return "has been revoked"
+        if self.expires_at is not None and self.expires_at <= now:
+            return "has expired"
+        return "is no longer among the keys of the gateway's settings" if self.source is Source.REMOVED else ""
+
+
+def nameless(key_hash: str) -> str:
+    """The owner of a key that was given without one."""
+    return f"key-{key_hash[:_ID_LENGTH]}"
+
+
+def new_key(key_hash: str, owner: str, **more: Any) -> Key:
+    return Key(key_hash[:_ID_LENGTH], key_hash, owner or nameless(key_hash), **more)
+
+
+def random_key(owner: str, **more: Any) -> tuple[str, Key]:
+    """A key that nobody guesses, 256 bits, and its record: only that is kept."""
+    text = PREFIX + secrets.token_hex(_KEY_BYTES)
+    return text, new_key(hash_key(text), owner, **more)
+
+
+class KeyRing:
+    """The keys that are let in: those of the settings, and those that `fovea keys create` made.
+
+    Args:
+        given: The keys of the settings. Without any, the published one is let in if `host` is a loopback.
+        host: Where the gateway listens.
+    """
+
+    def __init__(self, database: Database, given: Iterable[GivenKey], host: str) -> None:
+        self._database, self._host = database, host
+        self._given = list(given) or ([GivenKey("", PUBLISHED)] if is_loopback(host) else [])
+        self._keys: dict[str, Key] = {}
+
+    async def load(self) -> None:
+        """Makes the settings' keys the only configured ones, and reads all.
+
+        Raises InvalidInput if nobody could come in, or a key is given to two owners.
+        """
+        hashed = {hash_key(key): owner for owner, key in self._given}
+        given = {each: new_key(each, owner, source=Source.CONFIGURED) for each, owner in hashed.items()}
+        await self._database.write(lambda connection: configure_keys(connection, given))
+        await self._read()
+        if not any(not key.problem(time.time()) for key in self._keys.values()):
+            raise InvalidInput(
+                f"host is {self._host}, which other machines reach, and there is no API key: make one with `fovea keys "
+                "create`, or give one by --api-key-file or FOVEA_GATEWAY_API_KEY",
+                field="host",
+            )
+        for key in self._keys.values():
+            if key.key_hash in given and (problem := key.problem(time.time())):
+                logger.warning("key %s of the settings %s", key.key_id, problem)
+
+    async def watch(self) -> None:
+        """Follows what `fovea keys` changes, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await self._read()
+            except Exception:
+                logger.exception("the API keys could not be read; those of before stay")
+
+    def identify(self, key: str | None) -> Caller:
+        """Who has this key: the caller of this task from now on. Raises Unauthenticated."""
+        if not key:
+            raise Unauthenticated(
+                "no API key: send it as X-API-Key (the SDK reads TINKER_API_KEY), or as Authorization: Bearer"
+            )
+        known = self._keys.get(hash_key(key))
+        if known is None:
+            raise Unauthenticated("this API key is not known here")
+        if problem := known.problem(time.time()):
+            raise Unauthenticated(f"this API key {problem}")
+        CALLER.set(known.caller)
+        return known.caller
+
+    def identify_call(self, metadata: Any) -> Caller:
+        """Who sent a gRPC call with this metadata, pairs of name and value. Raises Unauthenticated."""
+        return self.identify(dict(metadata or ()).get("x-api-key"))
+
+    async def create(self, owner: str, name: str, scope: Scope, expires_at: float | None) -> tuple[str, Key]:
+        """Makes a key, which is valid at once; returns its text, told this once, and its record.
+
+        Raises InvalidInput for a name that no owner can have.
+        """
+        try:
+            text, key = random_key(check_owner(owner), name=name, scope=scope, expires_at=expires_at)
+        except ValueError as error:
+            raise InvalidInput(str(error), field="owner") from None
+        await self._database.write(lambda connection: insert_key(connection, key))
+        await self._read()
+        return text, key
+
+    def listed(self) -> list[Key]:
+        """All keys, valid or not, oldest first."""
+        return list(self._keys.values())
+
+    async def revoke(self, key_id: str) -> Key:
+        """Ends a key for good, at once. Raises NotFound."""
+        return await self._changed(key_id, revoked_at=time.time())
+
+    async def expire(self, key_id: str, expires_at: float | None) -> Key:
+        """Has a key end at a time, seconds since the epoch, or not at all by itself. Raises NotFound."""
+        return await self._changed(key_id, expires_at=expires_at)
+
+    async def _changed(self, key_id: str, **values: float | None) -> Key:
+        key = await self._database.write(lambda connection: change_key(connection, key_id, **values))
+        if key is None:
+            raise NotFound(f"there is no key {key_id!r}", field="key_id")
+        await self._read()
+        return key
+
+    async def _read(self) -> None:
+        self._keys = {key.key_hash: key for key in await self._database.read(all_keys)}
+
+
+def all_keys(connection: sa.Connection) -> list[Key]:
+    """All keys, valid or not, oldest first."""
+    rows = connection.execute(sa.select(keys).order_by(keys.c.created_at)).mappings()
+    return [_key(row) for row in rows]
+
+
+def insert_key(connection: sa.Connection, key: Key) -> bool:
+    """Keeps a new key; False if it is there already."""
+    return insert_new(connection, keys, vars(key))
+
+
+def change_key(connection: sa.Connection, key_id: str, **values: float | None) -> Key | None:
+    """Writes columns of a key that is not revoked, which is for good; returns it, or None for an unknown id.
+
+    It holds for one too that the settings go on to name.
+    """
+    where = keys.c.key_id == key_id
+    connection.execute(sa.update(keys).where(where, keys.c.revoked_at.is_(None)).values(**values))
+    row = connection.execute(sa.select(keys).where(where)).mappings().first()
+    return _key(row) if row else None
+
+
+def configure_keys(connection: sa.Connection, given: Mapping[str, Key]) -> None:
+    """Makes the settings' keys, by hash, the only configured ones. One that was created stays as it was created.
+
+    Raises InvalidInput if the settings give a created key to another owner.
+    """
+    configured = keys.c.source == Source.CONFIGURED
+    gone = sa.update(keys).where(configured, keys.c.key_hash.not_in(given)).values(source=Source.REMOVED)
+    connection.execute(gone)
+    known = {key.key_hash: key for key in all_keys(connection) if key.key_hash in given}
+    for key_hash, key in given.items():
+        if key_hash not in known:
+            insert_key(connection, key)
+        elif known[key_hash].source is not Source.CREATED:
+            owned = {"owner": key.owner, "source": Source.CONFIGURED}
+            connection.execute(sa.update(keys).where(keys.c.key_hash == key_hash).values(owned))
+        elif key.owner not in (known[key_hash].owner, nameless(key_hash)):
+            raise InvalidInput(
+                f"api_key: key {key.key_id} was created for {known[key_hash].owner!r}, not {key.owner!r}; it is valid "
+                "without the settings: leave it out",
+                field="api_key",
+            )
+
+
+def _key(row: Any) -> Key:
+    return Key(**{**row, "source": Source(row["source"]), "scope": Scope(row["scope"])})

@@ -1,0 +1,151 @@
+"""`fovea keys create | list | revoke | expire`: the API keys in a gateway's database.
+
+It writes the database itself: the gateway may run or not, and follows within seconds.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
+from fovea_gateway.access.api_keys import Key, all_keys, change_key, check_owner, insert_key, random_key
+from fovea_gateway.database.migrations import find_revision
+from fovea_gateway.database.schema import REVISION, checkpoints, keys, owners, usage
+from fovea_gateway.database.sql_engine import describe, make_engine, parse_url
+from fovea_gateway.database.writer import Job, Result
+from fovea_gateway.scopes import Scope
+
+_DAY_S = 24 * 3600
+_URL = "FOVEA_GATEWAY_DATABASE_URL"
+
+
+def main() -> None:
+    """Does what the command line says."""
+    arguments = _parse()
+    try:
+        arguments.run(arguments)
+    except (FoveaError, sa.exc.DBAPIError) as error:
+        raise SystemExit(f"fovea keys: {error}") from None
+
+
+def _create(arguments: argparse.Namespace) -> None:
+    expires_at = time.time() + arguments.days * _DAY_S if arguments.days else None
+    scope = Scope(arguments.scope)
+    text, key = random_key(arguments.owner, name=arguments.name, scope=scope, expires_at=expires_at)
+    run(arguments, lambda connection: insert_key(connection, key))
+    print(f"key {key.key_id} of {key.owner}, scope {scope}; it is shown this once:", file=sys.stderr)
+    print(text)
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    now = time.time()
+
+    def row(key: Key) -> tuple[str, ...]:
+        until = "until " + _day(key.expires_at) if key.expires_at else "yes"
+        return (key.key_id, key.owner, key.name, key.scope, _day(key.created_at), key.problem(now) or until)
+
+    print_table(("KEY ID", "OWNER", "NAME", "SCOPE", "CREATED", "VALID"), map(row, run(arguments, all_keys)))
+
+
+def _revoke(arguments: argparse.Namespace) -> None:
+    key = _change(arguments, revoked_at=time.time())
+    print(f"key {key.key_id} of {key.owner} is revoked; a running gateway refuses it within a second", file=sys.stderr)
+
+
+def _expire(arguments: argparse.Namespace) -> None:
+    key = _change(arguments, expires_at=time.time() + arguments.days * _DAY_S if arguments.days else None)
+    until = f"until {_day(key.expires_at)}" if key.expires_at else "until it is revoked"
+    print(f"key {key.key_id} of {key.owner} is valid {until}", file=sys.stderr)
+
+
+def _change(arguments: argparse.Namespace, **values: float | None) -> Key:
+    key = run(arguments, lambda connection: change_key(connection, arguments.key_id, **values))
+    if key is None:
+        raise NotFound(f"there is no key {arguments.key_id!r}; `fovea keys list` shows them", field="KEY_ID")
+    return key
+
+
+def run(arguments: argparse.Namespace, job: Job[Result]) -> Result:
+    """The job's result, committed. Raises FailedPrecondition for a database of another version."""
+    default = f"sqlite:///{(arguments.state_dir / 'gateway.db').absolute()}"
+    engine = make_engine(parse_url(os.environ.get(_URL) or default), 1)
+    print(f"{describe(engine.url)}:", file=sys.stderr)
+    with engine.begin() as connection:
+        found = find_revision(connection)
+        if found not in (None, REVISION):
+            raise FailedPrecondition(f"its schema is {found}, not {REVISION}: start this version's gateway on it first")
+        for table in (keys, owners, usage, checkpoints):
+            table.create(connection, checkfirst=True)
+        return job(connection)
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints rows in columns."""
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+
+
+def add_state_dir(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that says where the database is."""
+    folder = os.environ.get("FOVEA_GATEWAY_STATE_DIR", ".fovea")
+    parser.add_argument("--state-dir", type=Path, default=Path(folder), help=f"of the gateway; default: {folder}")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "fovea keys",
+        description="API keys in a gateway's database: the one of FOVEA_GATEWAY_DATABASE_URL, or of a state folder."
+        " To rotate one, create another for the same owner, then revoke it: the data is the owner's.",
+    )
+    commands = parser.add_subparsers(required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], words: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=words, description=words)
+        added.set_defaults(run=run)
+        add_state_dir(added)
+        return added
+
+    create = command("create", _create, "Make a key and print it. Only its hash is kept.")
+    create.add_argument("--owner", type=_owner, required=True, help="whose it is; all keys of an owner see the same")
+    create.add_argument("--name", default="", help="what it is for")
+    create.add_argument("--days", type=_days, help="after which it is no longer valid; default: it stays valid")
+    create.add_argument(
+        "--scope",
+        choices=list(Scope),
+        default=Scope.TRAIN,
+        help="what it allows: to read; to sample too; to train too; to administer all owners too. Default: train",
+    )
+    command("list", _list, "Show all keys.")
+    command("revoke", _revoke, "End a key for good.").add_argument("key_id", metavar="KEY_ID")
+    expire = command("expire", _expire, "Set the end of a key that is valid, or let it stay valid.")
+    expire.add_argument("key_id", metavar="KEY_ID")
+    expire.add_argument("--days", type=_days, help="from now on, after which it is no longer valid; default: none")
+    return parser.parse_args()
+
+
+def _owner(text: str) -> str:
+    try:
+        return check_owner(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _days(text: str) -> float:
+    if not (days := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return days
+
+
+def _day(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What each owner may have, as a record that administrators write: its share where work is done, and its limits."""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from fovea.wire.errors import InvalidInput, ResourceExhausted
+from fovea_gateway.access.api_keys import check_owner
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.schema import owners
+from fovea_gateway.database.sql_engine import insert_new
+
+LOOK_S = 1.0
+"""How often the records are read again, which a command may have written."""
+_MOST = 2**62
+_MOST_WEIGHT = 1000.0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One owner's record; without one, an owner has these defaults. A limit of 0 is none of its own.
+
+    Attributes:
+        weight: Its share of trainer, samplers and renderers, against the weights of all who want them at the time.
+        max_models: Models in the trainer at once.
+        max_stored_bytes: Bytes of its checkpoints together: nothing is saved once they are reached.
+        max_tokens_in_flight: Tokens of its unfinished samples and losses together.
+        max_requests_per_s: Requests on average; as many again may come at once. Polls and heartbeats do not count.
+    """
+
+    owner: str
+    weight: float = 1.0
+    max_models: int = 0
+    max_stored_bytes: int = 0
+    max_tokens_in_flight: int = 0
+    max_requests_per_s: float = 0.0
+
+    def checked(self) -> "Owner":
+        """The same. Raises InvalidInput for what is no name or out of range."""
+        try:
+            check_owner(self.owner)
+        except ValueError as error:
+            raise InvalidInput(str(error), field="owner") from None
+        if not 1 / _MOST_WEIGHT <= self.weight <= _MOST_WEIGHT:
+            raise InvalidInput(f"weight is {self.weight}; it must be 0.001 .. 1000", field="weight")
+        for name in LIMITS:
+            if not 0 <= getattr(self, name) <= _MOST:
+                raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 0 (no limit) or more", field=name)
+        return self
+
+
+FIELDS = tuple(each.name for each in dataclasses.fields(Owner) if each.name != "owner")
+LIMITS = FIELDS[1:]
+
+
+class _Bucket:
+    """Requests that an owner may send now: it fills at the owner's rate, up to a second's worth, one at least."""
+
+    def __init__(self) -> None:
+        self._level, self._at = float("inf"), 0.0
+
+    def take(self, rate: float, now: float) -> bool:
+        """Takes one, if there is one."""
+        self._level = min(self._level + (now - self._at) * rate, max(rate, 1.0))
+        self._at = now
+        if self._level < 1:
+            return False
+        self._level -= 1
+        return True
+
+
+class Owners:
+    """The records of all owners, and how many requests each sends."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._owners: dict[str, Owner] = {}
+        self._buckets: dict[str, _Bucket] = {}
+
+    async def read(self) -> None:
+        """Reads the records; call it again to follow what commands write."""
+        self._owners = {owner.owner: owner for owner in await self._database.read(all_owners)}
+
+    def of(self, owner: str) -> Owner:
+        """An owner's record, or the defaults."""
+        return self._owners.get(owner) or Owner(owner)
+
+    def weight(self, owner: str) -> float:
+        """An owner's share."""
+        found = self._owners.get(owner)
+        return 1.0 if found is None else found.weight
+
+    def listed(self) -> list[Owner]:
+        """All records, by name."""
+        return sorted(self._owners.values(), key=lambda owner: owner.owner)
+
+    async def put(self, owner: Owner) -> None:
+        """Writes a record, which holds at once. Raises InvalidInput."""
+        owner.checked()
+        await self._database.write(lambda connection: put_owner(connection, owner))
+        await self.read()
+
+    def check_rate(self, owner: str) -> None:
+        """Counts a request. Raises ResourceExhausted above the owner's rate, after which clients send it again."""
+        rate = self.of(owner).max_requests_per_s
+        if rate and not self._buckets.setdefault(owner, _Bucket()).take(rate, time.monotonic()):
+            raise exceeded("max_requests_per_s", rate, "it sent more requests")
+
+
+def exceeded(limit: str, most: float, what: str) -> ResourceExhausted:
+    """What an owner is told who has reached a limit of its own."""
+    return ResourceExhausted(f"this owner's {limit} is {most:g}, and {what}; send this again later", limit=limit)
+
+
+def all_owners(connection: sa.Connection) -> list[Owner]:
+    """All records."""
+    return [Owner(**row) for row in connection.execute(sa.select(owners)).mappings()]
+
+
+def put_owner(connection: sa.Connection, owner: Owner) -> None:
+    """Writes a record, in place of the owner's earlier one."""
+    values: dict[str, Any] = dataclasses.asdict(owner)
+    if not insert_new(connection, owners, values):
+        connection.execute(sa.update(owners).where(owners.c.owner == owner.owner).values(values))

@@ -1,0 +1,189 @@
+"""The ASGI application of Tinker's REST API, and its routes that belong to no feature."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fovea.wire.errors import NotFound
+from fovea_gateway.admin_routes import AdminRoutes
+from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes
+from fovea_gateway.futures.future_routes import FutureRoutes
+from fovea_gateway.health import Health
+from fovea_gateway.http.endpoint import (
+    BurstLimiter,
+    BurstMiddleware,
+    Endpoints,
+    Json,
+    ReadyMiddleware,
+    Routes,
+    error_response,
+)
+from fovea_gateway.http.request_body import read
+from fovea_gateway.live.live_routes import LiveRoutes
+from fovea_gateway.openai.openai_answers import OpenAIAnswers
+from fovea_gateway.openai.openai_routes import OPENAI, OpenAIRoutes
+from fovea_gateway.parts import Parts
+from fovea_gateway.sampling import sample_wire
+from fovea_gateway.sampling.sample_routes import SamplingRoutes, asks_for_experts
+from fovea_gateway.scopes import Scope
+from fovea_gateway.sessions.session_routes import SessionRoutes
+from fovea_gateway.settings import GatewaySettings
+from fovea_gateway.training import training_routes
+from fovea_gateway.training.training_routes import TrainingRoutes
+from fovea_gateway.training.training_runs import TrainingRunRoutes
+
+_FLAGS = {
+    "proto_compress_fwdbwd": True,
+    # The SDK's default transport, pyqwest 0.12, aborts one interpreter exit in ten or so on Python 3.11: its threads
+    # still hand over the last answer. httpx does not; see docs/notes.
+    "use_pyqwest_transport": False,
+    # One poll for all samples of a client instead of one each, and numbers for unpickled clients that never clash.
+    "sample_use_retrieve_futures": True,
+    "sample_join_sampling_session": True,
+    "custom_loss_server_side": True,
+}
+_HOSTED_ONLY = {
+    ("POST", "sessions/search"): "searching sessions; list them with GET sessions",
+    ("GET", "sessions/{session_id}/trace_export"): "traces of sessions; the gateway's --metrics-port has its figures",
+    ("PUT", "sessions/{session_id}/project"): "projects",
+    ("POST", "external_weights_upload_start"): "uploading weights; train them from a checkpoint of this gateway",
+    ("POST", "external_weights_upload_finish"): "uploading weights; train them from a checkpoint of this gateway",
+    ("POST", "auth/token"): "JWTs; send the API key itself, as X-API-Key",
+    ("DELETE", "auth/apikey/me"): "deleting keys; its operator does, by `fovea keys revoke`",
+    ("GET", "billing/usage/events"): "billing",
+    ("GET", "billing/usage/checkpoints/current"): "billing",
+    ("GET", "audit"): "an audit log",
+}
+"""What only the hosted service has: refused by name."""
+
+
+def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> Starlette:
+    """All routes over the use cases. Until `ready` is set, requests are refused with what clients repeat."""
+    base_path = settings.base_path.rstrip("/")
+    endpoints = Endpoints(
+        parts.keys.identify, parts.owners.check_rate, base_path, parts.request_memory, settings.request_timeout_s,
+        parts.happenings.note_refusal,
+    )  # fmt: skip
+    limiter = BurstLimiter()
+    future_routes = FutureRoutes(
+        parts.futures,
+        limiter,
+        {**training_routes.ENCODERS, **sample_wire.ENCODERS},
+        settings.poll_hold_s,
+        settings.inline_limit_bytes,
+        settings.compress_from_bytes,
+    )
+    # Routes are tried in order, so those that are asked thousands of times come first.
+    groups: list[Routes] = [
+        future_routes,
+        SamplingRoutes(parts.sampling, parts.futures, settings.max_body_bytes, settings.poll_hold_s),
+        OpenAIRoutes(
+            OpenAIAnswers(parts.sampling, parts.base_models),
+            parts.health.served_models,
+            parts.checkpoints,
+            settings.max_body_bytes,
+        ),
+        ServerRoutes(parts.health, settings.sdk_flags),
+        SessionRoutes(parts.sessions),
+        TrainingRoutes(
+            parts.training, parts.models, parts.custom_losses, parts.base_models, parts.checkpoints, settings
+        ),
+        TrainingRunRoutes(parts.training_runs, parts.copies),
+        CheckpointRoutes(parts.checkpoints),
+        ExportRoutes(parts.exports, base_path),
+        AdminRoutes(parts.keys, parts.owners, parts.database),
+        LiveRoutes(parts.live_view, parts.models, parts.keys.identify, base_path),
+    ]
+    return Starlette(
+        routes=[route for group in groups for route in group.routes(endpoints)],
+        middleware=[Middleware(ReadyMiddleware, ready), Middleware(BurstMiddleware, limiter)],
+        exception_handlers={404: _no_route(f"{base_path}{OPENAI.prefix}"), 405: _no_method},
+    )
+
+
+class ServerRoutes:
+    """Handlers of what clients ask of the server itself.
+
+    Args:
+        flags: Overrides of the flags that clients are told.
+    """
+
+    def __init__(self, health: Health, flags: dict[str, Any]) -> None:
+        self._health, self._flags = health, flags
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        return [
+            endpoints.open_route("healthz", {"status": "ok"}),
+            endpoints.route("POST", "client/config", self.client_config, Scope.READ),
+            endpoints.route("POST", "client/dynamic_config", self.dynamic_config, Scope.READ),
+            endpoints.route("GET", "get_server_capabilities", self.get_capabilities, Scope.READ),
+            endpoints.route("POST", "telemetry", self.telemetry, Scope.READ),
+            endpoints.route("GET", "auth/apikey/me", self.describe_key, Scope.READ),
+            *(_refusal(endpoints, method, path, what) for (method, path), what in _HOSTED_ONLY.items()),
+        ]
+
+    async def client_config(self, request: Request, owner: str) -> Response:
+        """Flags of the client; those not named keep the SDK's defaults."""
+        await read(request)
+        # What a client says that it has fetched is dropped, and the experts of its sequences with it.
+        kept = {"sample_use_retrieve_futures": False} if asks_for_experts(request) else {}
+        return Json(_FLAGS | self._flags | kept)
+
+    async def dynamic_config(self, request: Request, owner: str) -> Response:
+        """Flags that are read again and again: cancel_future works here."""
+        await read(request)
+        return Json({"sample_cancel_enabled": True})
+
+    async def get_capabilities(self, request: Request, owner: str) -> Response:
+        models = [
+            {
+                "model_name": served.name,
+                "max_context_length": served.max_context_length,
+                "trainable": served.is_trained,
+                "sampleable": served.is_sampled,
+            }
+            for served in await self._health.served_models()
+        ]
+        return Json({"supported_models": models})
+
+    async def telemetry(self, request: Request, owner: str) -> Response:
+        """Accepts what clients report, and reads none of it: the server discards it."""
+        return Json({"status": "accepted"})
+
+    async def describe_key(self, request: Request, owner: str) -> Response:
+        """The caller's key, for `tinker auth login`. Keys here belong to no organization and to nobody's address."""
+        return Json(
+            {
+                "key_id": int.from_bytes(owner.encode()[-6:], "big"),
+                "name": owner,
+                "note": "a key of this Fovea",
+                "details": {"org_details": {"name": "Fovea"}, "user_details": {"email": ""}},
+            }
+        )
+
+
+def _refusal(endpoints: Endpoints, method: str, path: str, what: str) -> Route:
+    async def refuse(request: Request, owner: str) -> Response:
+        raise NotFound(f"Fovea has no {path}: it does not offer {what}")
+
+    return endpoints.route(method, path, refuse, Scope.READ)
+
+
+def _no_route(openai: str) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Says that there is no such route, below a path in OpenAI's words."""
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        say = OPENAI.answer_error if request.url.path.startswith(openai) else error_response
+        return say(NotFound(f"Fovea has no {request.method} {request.url.path}"))
+
+    return refuse
+
+
+async def _no_method(request: Request, error: Exception) -> Response:
+    return Json({"detail": f"{request.url.path} does not take {request.method}"}, status_code=405)

@@ -1,0 +1,320 @@
+"""The life of the process: starts the gateway's parts in order, lets clients in, sweeps, stops all in reverse."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from functools import partial
+
+import uvicorn
+
+from fovea.api.v1 import admin_pb2_grpc, gateway_pb2_grpc
+from fovea.runtime.server import ServiceServer, open_files
+from fovea.runtime.tasks import BackgroundTasks, repeat
+from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE
+from fovea.wire.errors import SessionEnded
+from fovea_gateway.access.owners import LOOK_S
+from fovea_gateway.api import build_api
+from fovea_gateway.grpc_front.admin_servicer import AdminServicer
+from fovea_gateway.grpc_front.auth_interceptor import AuthInterceptor
+from fovea_gateway.grpc_front.call_bounds import MOST_CONNECTIONS, BoundedMessages, ConnectionShares, channel_limits
+from fovea_gateway.grpc_front.field_names import named
+from fovea_gateway.grpc_front.gateway_servicer import GatewayServicer
+from fovea_gateway.http.connections import Connection, Connections
+from fovea_gateway.live.live_state import TICK_S
+from fovea_gateway.parts import Parts
+from fovea_gateway.sessions.sessions import Session
+from fovea_gateway.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+_SWEEP_S = 30.0
+_COLLECT_S = 60.0
+_FOLDER_ROUNDS = 10
+"""Folders are looked at every ten minutes: listing a bucket takes several calls per model."""
+_GAUGES_S = 2.0
+_RETURN_S = 0.5
+_JOURNAL_S = 2.0
+_SHARES_S = 2.0
+"""A look at 16,000 connections takes a tenth of a second."""
+
+
+class Upkeep:
+    """What a gateway does besides answering: it takes up what an earlier one left, frees, sweeps, and ends in order.
+
+    Args:
+        ready: To be set once clients may come.
+    """
+
+    def __init__(self, settings: GatewaySettings, parts: Parts, ready: asyncio.Event) -> None:
+        self._settings, self._parts, self._ready = settings, parts, ready
+        self._background = BackgroundTasks()
+
+    async def begin(self) -> None:
+        """Waits until the state is this gateway's, takes it up, and lets clients in."""
+        parts, background = self._parts, self._background
+        for folder in self._settings.private_folders:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        await parts.database.open()
+        await parts.keys.load()
+        await parts.owners.read()
+        await parts.exports.open()
+        await parts.base_models.start()
+        await self._restore()
+        self._ready.set()
+        rounds = itertools.count()
+        background.start(self._free_ended(), "free what ended sessions owned")
+        background.start(parts.keys.watch(), "keys")
+        background.start(repeat(parts.owners.read, LOOK_S, "reading the owners"), "owners")
+        background.start(self._sweep_forever(), "sweep")
+        for residence in parts.residences.values():
+            background.start(repeat(residence.sweep, _RETURN_S, "bringing models back"), "residence")
+        background.start(repeat(self._tend_journal, _JOURNAL_S, "tending the journal"), "journal")
+        background.start(repeat(parts.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")
+        background.start(repeat(parts.live_state.tick, TICK_S, "watching for the page"), "page")
+        background.start(self._check_storage(), "storage")
+        background.start(
+            repeat(
+                lambda: parts.orphans.sweep(with_folders=next(rounds) % _FOLDER_ROUNDS == 0),
+                _COLLECT_S,
+                "collecting orphans",
+            ),
+            "orphans",
+        )
+
+    async def drain(self) -> None:
+        """Starts nothing more, and lets what runs end; clients are served meanwhile."""
+        parts, drain_s = self._parts, self._settings.drain_s
+        await asyncio.gather(parts.training.drain(drain_s), parts.sampling.drain(drain_s))
+        parts.futures.release_waiters()
+        parts.live_view.close()
+
+    async def end(self) -> None:
+        """Leaves what waits to the next process, and closes everything. No client may come any more."""
+        parts = self._parts
+        await parts.sampling.stop()
+        await parts.custom_losses.stop()
+        await parts.training.stop()
+        await self._background.cancel()
+        for residence in parts.residences.values():
+            await residence.stop()
+        for base in parts.base_models:
+            await base.snapshots.close()
+        await parts.copies.stop()
+        await parts.live_state.close()
+        parts.health.clear_gauges()
+        parts.storage.close()
+        await parts.base_models.close()
+        await parts.database.close()
+
+    async def _restore(self) -> None:
+        """Takes up what an earlier process left: each part resumes its kinds of work."""
+        parts = self._parts
+        await parts.sessions.restore()
+        await parts.models.restore()
+        pendings = await parts.futures.restore()
+        if pendings:
+            logger.info("taking up %d unfinished requests", len(pendings))
+        await parts.custom_losses.resume(pendings)
+        await parts.training.resume(pendings)
+        await parts.sampling.resume(pendings)
+        for session_id in await parts.models.unfreed_sessions():
+            parts.sessions.free(await parts.sessions.load(session_id))
+
+    async def _free_ended(self) -> None:
+        while True:
+            session = await self._parts.sessions.next_ended()
+            self._background.start(self._free_session(session), f"end {session.session_id}")
+
+    async def _free_session(self, session: Session) -> None:
+        parts, session_id = self._parts, session.session_id
+        error = SessionEnded(f"session {session_id} is over ({session.end_reason})")
+        try:
+            await parts.futures.cancel_session(session_id, error)
+            await parts.training.end_session(session, error)
+            parts.sampling.forget(session_id)
+            await parts.custom_losses.forget(session_id)
+            parts.futures.forget(session_id)
+            for base in parts.base_models:
+                model_ids = await parts.models.of_session(session_id, base.name)
+                await base.snapshots.forget(model_ids, base.samplers.up)
+        finally:
+            parts.sessions.forget(session_id)
+
+    async def _check_storage(self) -> None:
+        if problem := await self._parts.storage.problem():
+            logger.error("nothing can be saved at %s until this is mended: %s", self._parts.storage.root, problem)
+
+    async def _sweep_forever(self) -> None:
+        period_s = min(_SWEEP_S, self._settings.session_ttl_s / 4)
+        await asyncio.sleep(period_s)
+        await repeat(self._sweep, period_s, "a sweep")
+
+    async def _tend_journal(self) -> None:
+        for trainer in self._parts.base_models.trainers:
+            await self._parts.journal.trim(trainer)
+        await self._parts.journal.bound()
+
+    async def _sweep(self) -> None:
+        await self._parts.parking.sweep()
+        await self._parts.database.look_for_room()
+        await self._parts.futures.sweep()
+        await self._parts.checkpoints.sweep()
+        await self._parts.sampling.sweep()
+
+
+class Gateway:
+    """One gateway. `run` is all of its life; `start` and `stop` are parts of it."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        self.parts = Parts(settings, on_superseded=_die)
+        self.rest_port = 0
+        self._ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._upkeep = Upkeep(settings, self.parts, self._ready)
+        self._background = BackgroundTasks()
+        self.grpc = ServiceServer(
+            settings.model_copy(update={"port": settings.grpc_port}), [ADMIN_SERVICE, GATEWAY_SERVICE],
+            begins_traces=True, as_told=named, options=channel_limits(settings), bounds=[BoundedMessages()],
+        )  # fmt: skip
+        auth = AuthInterceptor(self.parts.keys, self.parts.owners, self._ready)
+        self.grpc.grpc.add_generic_rpc_handlers((auth,))
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.parts, settings), self.grpc.grpc)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.parts), self.grpc.grpc)
+        self._rest = _RestServer(self._rest_config())
+        self._rest_task: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Starts, serves until SIGTERM or SIGINT, and stops. Raises what `start` raises."""
+        await self._listen()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        beginning = asyncio.create_task(self._begin(), name="begin")
+        ending = asyncio.create_task(self._stopping.wait(), name="end")
+        try:
+            await asyncio.wait((beginning, ending), return_when=asyncio.FIRST_COMPLETED)
+            if beginning.done():
+                await beginning
+                await ending
+        finally:
+            for task in (beginning, ending):
+                task.cancel()
+            await asyncio.gather(beginning, ending, return_exceptions=True)
+            await self.stop()
+
+    async def start(self) -> None:
+        """Listens, waits until the state is this gateway's, takes up what an earlier one left, and lets clients in."""
+        await self._listen()
+        await self._begin()
+
+    async def _begin(self) -> None:
+        await self._upkeep.begin()
+        self._background.start(self._watch_services(), "services")
+
+    async def _listen(self) -> None:
+        listener = _listen(self.settings.host, self.settings.port)
+        self.rest_port = listener.getsockname()[1]
+        await self.grpc.start()
+        shares = ConnectionShares(self.grpc.port, channel_limits(self.settings)[MOST_CONNECTIONS])
+        self._background.start(repeat(shares.sweep, _SHARES_S, "sharing gRPC connections"), "gRPC connections")
+        self._rest_task = asyncio.create_task(self._rest.serve([listener]), name="rest")
+        logger.info("REST on http://%s:%d%s", self.settings.host, self.rest_port, self.settings.base_path)
+
+    async def stop(self) -> None:
+        """Lets what runs end, leaves what waits to the next process, and closes everything.
+
+        Until nothing runs any more, clients are served: what they submit is kept for the next process.
+        """
+        self._stopping.set()
+        await self.grpc.set_serving(False)
+        await self._upkeep.drain()
+        self._rest.stop_soon()
+        self.grpc.request_stop()
+        await self.grpc.run_until_stopped()
+        if self._rest_task is not None:
+            await self._rest_task
+        await self._background.cancel()
+        await self._upkeep.end()
+        logger.info("stopped")
+
+    async def _watch_services(self) -> None:
+        """Health is SERVING once every service has answered; it is not taken back when one of them restarts."""
+        said: list[str] = []
+        while not self._stopping.is_set():
+            missing = self.parts.health.missing()
+            if not missing:
+                await self.grpc.set_serving(True)
+                return
+            if missing != said:
+                logger.info("not ready yet: waiting for %s", ", ".join(missing))
+                said = missing
+            await asyncio.sleep(0.5)
+
+    def _rest_config(self) -> uvicorn.Config:
+        # The other half is for gRPC, services, database and storage.
+        most = min(self.settings.max_connections, open_files() // 2)
+        connections = Connections(most, self.settings.request_timeout_s)
+        return uvicorn.Config(
+            build_api(self.parts, self.settings, self._ready),
+            http=partial(Connection, connections=connections),  # type: ignore[arg-type]
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(self.settings.drain_s) + 1,
+            backlog=4096,
+        )
+
+
+class _RestServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own, since the process has one place that stops it, and without its waits.
+
+    uvicorn looks ten times a second whether it is to end, and then sleeps even if nobody is connected.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._asked = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop_soon(self) -> None:
+        """Takes no more requests, and ends once those in progress are answered."""
+        self.should_exit = True
+        self._asked.set()
+
+    async def main_loop(self) -> None:
+        # Every tenth tick of uvicorn's, of which there are ten a second, sets the date that answers bear.
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), 1.0)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+            return
+        for each in (*self.servers, *(sockets or ())):
+            each.close()
+
+
+def _die() -> None:
+    """What this process has in memory is no longer true: whatever it still did might be done twice."""
+    logging.shutdown()
+    os._exit(1)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off for sockets that say TCP only: else every answer waits 40 ms for an ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    return listener

@@ -1,0 +1,318 @@
+"""The registry of checkpoints: names, places, expiry, who may read them; and their rows."""
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from cachetools import LRUCache
+
+from fovea.api.v1 import weights_pb2
+from fovea.runtime.cautious_clock import CautiousClock
+from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, ResourceExhausted
+from fovea_gateway.access.owners import Owners
+from fovea_gateway.access.usage import stored_bytes
+from fovea_gateway.checkpoints.checkpoint import (
+    EXTERNAL,
+    SAMPLER,
+    TRAINING,
+    Checkpoint,
+    CheckpointPath,
+    check_name,
+    folder_name,
+    parse_path,
+)
+from fovea_gateway.checkpoints.checkpoint_storage import Storage
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.schema import checkpoints, published, snapshots
+from fovea_gateway.database.sql_engine import insert_new
+
+logger = logging.getLogger(__name__)
+
+_LEAST_TTL_S = 3600
+_MOST_TTL_S = 10 * 366 * 86400
+_REMEMBERED = 4096
+_NOUNS = {
+    TRAINING: "a training checkpoint",
+    SAMPLER: "weights to sample from",
+    EXTERNAL: "an export to be downloaded",
+}
+
+
+def check_ttl(ttl_s: int, field: str = "ttl_seconds") -> float | None:
+    """When something with this time to live expires; None for 0. Raises InvalidInput outside 1 hour .. 10 years."""
+    if ttl_s == 0:
+        return None
+    if not _LEAST_TTL_S <= ttl_s <= _MOST_TTL_S:
+        raise InvalidInput(f"{field} is {ttl_s}; it must be {_LEAST_TTL_S} .. {_MOST_TTL_S}", field=field)
+    return time.time() + ttl_s
+
+
+def check_ttl_or_none(ttl_s: int | None) -> float | None:
+    """The same for a client's own number, where None means forever and 0 is as wrong as any other short time."""
+    return None if ttl_s is None else check_ttl(ttl_s or -1)
+
+
+class Checkpoints:
+    """Checkpoints by `tinker://` path. The owner may do everything, others may read what is published."""
+
+    def __init__(self, database: Database, storage: Storage, owners: Owners, clock: CautiousClock) -> None:
+        self._database, self._owners = database, owners
+        self.storage = storage
+        self._clock = clock
+        self.being_written: set[str] = set()
+        self._sampled: LRUCache[str, Checkpoint] = LRUCache(_REMEMBERED)
+
+    async def plan(
+        self,
+        model_id: str,
+        owner: str,
+        base_model: str,
+        lora: weights_pb2.LoraConfig,
+        segment: str,
+        name: str,
+        overwrite: bool = False,
+    ) -> tuple[Checkpoint, Checkpoint | None]:
+        """A checkpoint of a model to be written, in a folder that nothing else uses, and the one that it replaces.
+
+        Raises InvalidInput for a bad name, AlreadyExists for a taken one, ResourceExhausted if the owner has no room.
+        """
+        await self.check_room(owner)
+        path = str(CheckpointPath(model_id, segment, check_name(name, "path")))
+        old = await self._database.read(lambda connection: get_row(connection, path))
+        if old is not None and not overwrite and not _is_expired(old, self._clock.now()):
+            fix = "save with overwrite=True or take another name" if segment == TRAINING else "take another name"
+            raise AlreadyExists(f"there is a checkpoint {path} already: {fix}", field="path")
+        uri = self.new_folder(model_id, segment, name)
+        return Checkpoint(path, model_id, owner, segment, name, uri, base_model, lora), old
+
+    async def check_room(self, owner: str) -> None:
+        """Raises ResourceExhausted if an owner has stored as many bytes as it may."""
+        most = self._owners.of(owner).max_stored_bytes
+        if most and (stored := await self._database.read(lambda connection: stored_bytes(connection, owner))) >= most:
+            raise ResourceExhausted(
+                f"this owner's max_stored_bytes is {most}, and its checkpoints have {stored}: delete some, or let "
+                "them expire",
+                limit="max_stored_bytes",
+            )
+
+    def new_folder(self, model_id: str, segment: str, name: str) -> str:
+        """A folder below the root that nothing uses."""
+        return f"{self.storage.root}/{folder_name(model_id)}/{segment}/{name}.{uuid.uuid4().hex[:8]}"
+
+    @asynccontextmanager
+    async def writing(self, *uris: str) -> AsyncIterator[None]:
+        """Leaves no files of these folders behind if what writes them fails: a trainer that died cannot clean up."""
+        self.being_written.update(uris)
+        try:
+            yield
+        except BaseException:
+            for uri in uris:
+                await self.storage.remove(uri)
+            raise
+        finally:
+            self.being_written.difference_update(uris)
+
+    async def find(self, owner: str, path: str, field: str = "path") -> Checkpoint:
+        """A checkpoint that the caller may read. Raises NotFound for an unknown, expired or somebody else's one."""
+        parse_path(path, field)
+        checkpoint = await self._database.read(lambda connection: get_row(connection, path))
+        if checkpoint is None or not _is_readable(checkpoint, owner):
+            raise NotFound(f"there is no checkpoint {path}", field=field)
+        return checkpoint
+
+    async def find_own(self, owner: str, path: str, field: str = "path") -> Checkpoint:
+        """A checkpoint of the caller. Raises NotFound as above, and for what others published."""
+        checkpoint = await self.find(owner, path, field)
+        if checkpoint.owner != owner:
+            raise NotFound(f"there is no checkpoint {path} of yours", field=field)
+        return checkpoint
+
+    async def find_training(self, owner: str, path: str) -> Checkpoint:
+        """A checkpoint that training can go on from. Raises NotFound, InvalidInput for other kinds."""
+        checkpoint = await self.find(owner, path)
+        if checkpoint.segment != TRAINING:
+            raise InvalidInput(f"{path} is {_NOUNS[checkpoint.segment]}; load one that save_state made", field="path")
+        return checkpoint
+
+    async def find_sampler(self, owner: str, path: str) -> Checkpoint:
+        """A checkpoint that can be sampled from. Raises NotFound, InvalidInput for other kinds."""
+        checkpoint = await self.find(owner, path, "model_path")
+        if checkpoint.segment != SAMPLER:
+            raise InvalidInput(
+                f"{path} is {_NOUNS[checkpoint.segment]}; sample from one that save_weights_for_sampler made",
+                field="model_path",
+            )
+        return checkpoint
+
+    async def check_sampled(self, owner: str, path: str, snapshot_id: str) -> None:
+        """Raises NotFound once the weights of an open sampling session have expired, been deleted or taken back."""
+        checkpoint = self._sampled.get(path)
+        if checkpoint is None or not _is_readable(checkpoint, owner):
+            checkpoint = await self.find_sampler(owner, path)
+            self._sampled[path] = checkpoint
+        if checkpoint.snapshot_id != snapshot_id:
+            raise NotFound(f"{path} was saved anew; create a sampling client on it again", field="model_path")
+
+    async def readable(self, owner: str, model_ids: list[str]) -> list[Checkpoint]:
+        """The checkpoints of some models that an owner may read, newest first."""
+        listed = await self._database.read(lambda connection: rows_of_models(connection, model_ids))
+        return [checkpoint for checkpoint in listed if _is_readable(checkpoint, owner)]
+
+    async def page(self, owner: str | None, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
+        """A page of an owner's checkpoints, or of everybody's, newest first, and how many there are."""
+        return await self._database.read(lambda connection: rows_of_owner(connection, owner, limit, offset))
+
+    async def search(self, owner: str, with_public: bool) -> list[Checkpoint]:
+        """All checkpoints of the caller, and with `with_public` what others published; the newest first."""
+        return await self._database.read(lambda connection: rows_of_search(connection, owner, with_public))
+
+    async def delete(self, owner: str, path: str) -> None:
+        """Forgets a checkpoint and removes its folder."""
+        await self._drop(await self.find_own(owner, path))
+
+    async def set_ttl(self, owner: str, path: str, ttl_s: int | None) -> None:
+        """Sets when a checkpoint expires; None keeps it."""
+        expires_at = check_ttl_or_none(ttl_s)
+        await self.find_own(owner, path)
+        await self._database.write(lambda connection: update_expiry(connection, path, expires_at))
+        self._sampled.pop(path, None)
+
+    async def set_public(self, owner: str, path: str, public: bool) -> None:
+        """Lets everybody read a checkpoint, or its owner alone; neither is an error twice."""
+        await self.find_own(owner, path)
+        await self._database.write(lambda connection: update_public(connection, path, public))
+        self._sampled.pop(path, None)
+
+    async def sweep(self) -> None:
+        now = self._clock.now()
+        for checkpoint in await self._database.read(lambda connection: expired_rows(connection, now)):
+            await self._drop(checkpoint)
+
+    async def remove_folder(self, uri: str) -> None:
+        """Removes a folder that no checkpoint names any more."""
+        await self.storage.remove(uri)
+
+    async def _drop(self, checkpoint: Checkpoint) -> None:
+        await self._database.write(lambda connection: delete_row(connection, checkpoint))
+        self._sampled.pop(checkpoint.path, None)
+        await self.remove_folder(checkpoint.uri)
+        logger.info("checkpoint %s is gone", checkpoint.path)
+
+
+def _is_expired(checkpoint: Checkpoint, now: float) -> bool:
+    return checkpoint.expires_at is not None and checkpoint.expires_at <= now
+
+
+def _is_readable(checkpoint: Checkpoint, owner: str) -> bool:
+    return (checkpoint.public or checkpoint.owner == owner) and not _is_expired(checkpoint, time.time())
+
+
+def put_row(connection: sa.Connection, checkpoint: Checkpoint) -> None:
+    """Keeps a checkpoint, which nobody else can read yet, in place of any of the same path."""
+    for table in (published, checkpoints):
+        connection.execute(sa.delete(table).where(table.c.path == checkpoint.path))
+    row = {**vars(checkpoint), "lora": checkpoint.lora.SerializeToString()}
+    del row["public"]
+    connection.execute(sa.insert(checkpoints).values(**row))
+
+
+def get_row(connection: sa.Connection, path: str) -> Checkpoint | None:
+    """A checkpoint by its `tinker://` path, expired or not."""
+    row = (connection.execute(_selected().where(checkpoints.c.path == path))).mappings().first()
+    return _to_checkpoint(row) if row else None
+
+
+def delete_row(connection: sa.Connection, checkpoint: Checkpoint) -> None:
+    """Forgets a checkpoint, but not one that has taken its place under the same path, and what was to sample from."""
+    where = (checkpoints.c.path == checkpoint.path) & (checkpoints.c.uri == checkpoint.uri)
+    if connection.execute(sa.delete(checkpoints).where(where)).rowcount:
+        connection.execute(sa.delete(published).where(published.c.path == checkpoint.path))
+    if checkpoint.snapshot_id:
+        connection.execute(sa.delete(snapshots).where(snapshots.c.snapshot_id == checkpoint.snapshot_id))
+
+
+def update_expiry(connection: sa.Connection, path: str, expires_at: float | None) -> None:
+    """Sets or removes when a checkpoint expires."""
+    connection.execute(sa.update(checkpoints).where(checkpoints.c.path == path).values(expires_at=expires_at))
+
+
+def update_public(connection: sa.Connection, path: str, public: bool) -> None:
+    """Publishes a checkpoint or takes it back; neither is an error twice."""
+    if public:
+        insert_new(connection, published, {"path": path, "published_at": time.time()})
+    else:
+        connection.execute(sa.delete(published).where(published.c.path == path))
+
+
+def rows_of_models(connection: sa.Connection, model_ids: list[str]) -> list[Checkpoint]:
+    """The checkpoints of some models that have not expired, newest first."""
+    where = checkpoints.c.model_id.in_(model_ids) & _living(time.time())
+    query = _selected().where(where).order_by(checkpoints.c.created_at.desc())
+    return [_to_checkpoint(row) for row in (connection.execute(query)).mappings()]
+
+
+def rows_of_model(connection: sa.Connection, model_id: str) -> list[Checkpoint]:
+    """A model's checkpoints that have not expired, newest first."""
+    return rows_of_models(connection, [model_id])
+
+
+def rows_of_owner(
+    connection: sa.Connection, owner: str | None, limit: int, offset: int
+) -> tuple[list[Checkpoint], int]:
+    """A page of an owner's checkpoints that have not expired, or with None of all, newest first, and how many there are
+    in all.
+    """
+    where = _living(time.time())
+    if owner is not None:
+        where &= checkpoints.c.owner == owner
+    query = _selected().where(where).order_by(checkpoints.c.created_at.desc()).limit(limit).offset(offset)
+    page = [_to_checkpoint(row) for row in (connection.execute(query)).mappings()]
+    counting = sa.select(sa.func.count()).select_from(checkpoints).where(where)
+    return page, (connection.execute(counting)).scalar_one()
+
+
+def rows_of_search(connection: sa.Connection, owner: str, with_public: bool) -> list[Checkpoint]:
+    """An owner's checkpoints that have not expired, or all that it may read; the newest first."""
+    where = checkpoints.c.owner == owner
+    if with_public:
+        where |= published.c.path.is_not(None)
+    query = _selected().where(where & _living(time.time()))
+    newest_first = query.order_by(checkpoints.c.created_at.desc(), checkpoints.c.path.desc())
+    return [_to_checkpoint(row) for row in (connection.execute(newest_first)).mappings()]
+
+
+def public_models(now: float) -> sa.Select[Any]:
+    """Ids of the models that have a published checkpoint, as a subquery."""
+    query = sa.select(checkpoints.c.model_id).join(published, checkpoints.c.path == published.c.path)
+    return query.where(_living(now))
+
+
+def expired_rows(connection: sa.Connection, now: float) -> list[Checkpoint]:
+    """Checkpoints past their time."""
+    query = _selected().where(checkpoints.c.expires_at <= now)
+    return [_to_checkpoint(row) for row in (connection.execute(query)).mappings()]
+
+
+def named_uris(connection: sa.Connection) -> list[str]:
+    """Every folder that a checkpoint or a snapshot names."""
+    folders = sa.union(sa.select(checkpoints.c.uri), sa.select(snapshots.c.uri))
+    return [row.uri for row in connection.execute(folders)]
+
+
+def _to_checkpoint(row: Any) -> Checkpoint:
+    values = {**row, "lora": weights_pb2.LoraConfig.FromString(row["lora"])}
+    is_public = values.pop("published_at") is not None
+    return Checkpoint(**values, public=is_public)
+
+
+def _selected() -> sa.Select[Any]:
+    with_published = checkpoints.outerjoin(published, checkpoints.c.path == published.c.path)
+    return sa.select(checkpoints, published.c.published_at).select_from(with_published)
+
+
+def _living(now: float) -> sa.ColumnElement[bool]:
+    return checkpoints.c.expires_at.is_(None) | (checkpoints.c.expires_at > now)

@@ -1,0 +1,279 @@
+"""Routes of checkpoints and exports. An export is listed for who has a key, and its files are for who has a link."""
+
+import re
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any, Literal
+from urllib.parse import quote, urlencode
+
+from pydantic import AwareDatetime, Field
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from fovea.wire.errors import InvalidInput
+from fovea_gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint
+from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
+from fovea_gateway.checkpoints.exports import Exports, Link
+from fovea_gateway.http.endpoint import Endpoints, Json, check_query, paging
+from fovea_gateway.http.request_body import Body, parse_json, read
+from fovea_gateway.scopes import Scope, asked_owner
+
+_TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
+_MOST = 1000
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
+_MEDIA_TYPE = "application/octet-stream"
+
+
+class WeightsInfo(Body):
+    """POST weights_info."""
+
+    tinker_path: str
+
+
+class SetTtl(Body):
+    """PUT .../ttl."""
+
+    ttl_seconds: int | None
+
+
+class SearchOwner(Body):
+    """Whose checkpoints: the caller's own, or all that it may read."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] = Field([])
+
+
+class SearchCursor(Body):
+    """The last checkpoint of the page before."""
+
+    last_created_at: AwareDatetime
+    last_checkpoint_uuid: str
+
+
+class SearchCheckpoints(Body):
+    """POST checkpoints/search, of SDK 0.39."""
+
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = Field({})
+    checkpoint_type: Literal["training", "sampler", "external"] | None = None
+    owner: SearchOwner = SearchOwner()
+    base_models: list[str] | None = None
+    limit: int = Field(50, ge=1, le=200)
+    cursor: SearchCursor | None = None
+
+    def matches(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint is what is searched for, and comes after the cursor."""
+        return (
+            self.checkpoint_type in (None, _TYPES[checkpoint.segment])
+            and (self.base_models is None or checkpoint.base_model in self.base_models)
+            and self.user_metadata.items() <= (checkpoint.user_metadata or {}).items()
+            and (
+                self.cursor is None
+                or _place(checkpoint) < (self.cursor.last_created_at, self.cursor.last_checkpoint_uuid)
+            )
+        )
+
+
+class CheckpointRoutes:
+    """Handlers of checkpoints."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        run = "training_runs/{run}"
+        checkpoint = f"{run}/checkpoints/{{segment}}/{{name}}"
+        return [
+            endpoints.route("POST", "weights_info", self.weights_info, Scope.READ),
+            endpoints.route("DELETE", checkpoint, self.delete, Scope.TRAIN),
+            endpoints.route("PUT", f"{checkpoint}/ttl", self.set_ttl, Scope.TRAIN),
+            endpoints.route("POST", f"{checkpoint}/publish", self.publish, Scope.TRAIN),
+            endpoints.route("DELETE", f"{checkpoint}/publish", self.unpublish, Scope.TRAIN),
+            *(
+                endpoints.route(method, f"{run}/checkpoints/{{name}}{action}", self.untyped, Scope.TRAIN)
+                for method, action in (("DELETE", ""), ("PUT", "/ttl"), ("POST", "/publish"))
+            ),
+            endpoints.route("GET", "checkpoints", self.page, Scope.READ),
+            endpoints.route("POST", "checkpoints/search", self.search, Scope.READ),
+        ]
+
+    async def weights_info(self, request: Request, owner: str) -> Response:
+        """Describes the weights of a checkpoint of any kind that the caller may read."""
+        body = await parse_json(request, WeightsInfo, await read(request))
+        checkpoint = await self._checkpoints.find(owner, body.tinker_path, "tinker_path")
+        lora = checkpoint.lora
+        answer: dict[str, Any] = {
+            "base_model": checkpoint.base_model,
+            "is_lora": lora.rank > 0,
+            "optimizer_config": {"type": "adamw"},
+        }
+        if lora.rank:
+            answer |= {
+                "lora_rank": lora.rank,
+                "train_unembed": lora.train_unembedding,
+                "train_mlp": lora.train_mlp,
+                "train_attn": lora.train_attention,
+            }
+        return Json(answer)
+
+    async def page(self, request: Request, owner: str) -> Response:
+        """A page of the caller's checkpoints, or with the scope admin another owner's, or everybody's (`owner=*`)."""
+        check_query(request, "limit", "offset", "owner")
+        limit, offset = paging(request, 100, _MOST)
+        whose = asked_owner(request.query_params.get("owner", ""), "checkpoints")
+        page, total = await self._checkpoints.page(whose, limit, offset)
+        cursor = {"offset": offset, "limit": limit, "total_count": total}
+        listed = [checkpoint_json(checkpoint) for checkpoint in page]
+        if whose != owner:
+            listed = [one | {"owner": checkpoint.owner} for one, checkpoint in zip(listed, page, strict=True)]
+        return Json({"checkpoints": listed, "cursor": cursor})
+
+    async def search(self, request: Request, owner: str) -> Response:
+        """A page of the checkpoints that match, newest first, and where the next one begins."""
+        body = await parse_json(request, SearchCheckpoints, await read(request))
+        if body.project_ids is not None:
+            raise InvalidInput("project_ids: there are no projects here; leave it out", field="project_ids")
+        if body.owner.type == "user":
+            raise InvalidInput("owner: search your own or accessible ones; owners have no URNs here", field="owner")
+        found = await self._checkpoints.search(owner, with_public=body.owner.type == "accessible")
+        page = list(islice(filter(body.matches, found), body.limit + 1))
+        cursor = None
+        if len(page) > body.limit:
+            page.pop()
+            created_at, path = _place(page[-1])
+            cursor = {"last_created_at": created_at.isoformat(), "last_checkpoint_uuid": path}
+        return Json({"checkpoints": [checkpoint_json(each) for each in page], "next_cursor": cursor})
+
+    async def delete(self, request: Request, owner: str) -> Response:
+        await self._checkpoints.delete(owner, _path(request))
+        return Json({"status": "deleted"})
+
+    async def untyped(self, request: Request, owner: str) -> Response:
+        """Refuses an id that is only a name: a run may have one of each kind."""
+        name = request.path_params["name"]
+        kinds = ", ".join(f"{segment}/{name}" for segment in _TYPES)
+        raise InvalidInput(
+            f"the checkpoint id {name!r} lacks its kind: write one of {kinds}, as listings do", field="checkpoint_id"
+        )
+
+    async def set_ttl(self, request: Request, owner: str) -> Response:
+        """Sets or removes a checkpoint's expiry."""
+        body = await parse_json(request, SetTtl, await read(request))
+        await self._checkpoints.set_ttl(owner, _path(request), body.ttl_seconds)
+        return Json({"status": "updated"})
+
+    async def publish(self, request: Request, owner: str) -> Response:
+        """Lets every caller read a checkpoint; no error if it was so already."""
+        await self._checkpoints.set_public(owner, _path(request), public=True)
+        return Json({"status": "published"})
+
+    async def unpublish(self, request: Request, owner: str) -> Response:
+        """Takes a checkpoint back; no error if it was not public."""
+        await self._checkpoints.set_public(owner, _path(request), public=False)
+        return Json({"status": "unpublished"})
+
+
+class ExportRoutes:
+    """Handlers of exports.
+
+    Args:
+        base_path: In front of all paths, without trailing slash.
+    """
+
+    def __init__(self, exports: Exports, base_path: str) -> None:
+        self._exports, self._base_path = exports, base_path
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        links = "training_runs/{run}/checkpoints/{segment}/{name}/external_weights_urls"
+        return [
+            endpoints.route("GET", links, self.links, Scope.READ),
+            endpoints.keyless_route("GET", "exports/{run}/{segment}/{name}/{file:path}", self.file),
+        ]
+
+    async def links(self, request: Request, owner: str) -> Response:
+        """A signed URL for each file, on the host that the client used, and when they expire."""
+        links, expires_at = await self._exports.links(owner, _path(request))
+        root = f"{request.url.scheme}://{request.url.netloc}{self._base_path}/api/v1/exports"
+        urls = {link.file: f"{root}/{_link_path(link)}" for link in links}
+        return Json({"urls": urls, "expires": datetime.fromtimestamp(expires_at, UTC).isoformat()})
+
+    async def file(self, request: Request) -> Response:
+        """A file, or one range of it; HEAD is answered too."""
+        parts, query = request.path_params, request.query_params
+        try:
+            expires_at = int(query.get("expires", ""))
+        except ValueError:
+            raise InvalidInput("expires is missing from this link, or is no number", field="expires") from None
+        places = (parts["run"], parts["segment"], parts["name"], parts["file"])
+        link = Link(*places, expires_at, query.get("signature", ""))
+        file = await self._exports.follow(link)
+        # The folder of an export is never written twice, so its name says which content this is.
+        tag = f'"{file.uri.rpartition(".")[2]}-{file.size_bytes}"'
+        asked = parse_range(request.headers.get("range"), file.size_bytes)
+        if request.headers.get("if-range", tag) != tag:
+            asked = None
+        headers = {"Accept-Ranges": "bytes", "ETag": tag, "X-Content-Type-Options": "nosniff"}
+        if asked is not None and not asked:
+            headers["Content-Range"] = f"bytes */{file.size_bytes}"
+            return Json({"detail": f"{file.name} has {file.size_bytes} bytes"}, status_code=416, headers=headers)
+        wanted = range(file.size_bytes) if asked is None else asked
+        headers["Content-Length"] = str(len(wanted))
+        if asked is not None:
+            headers["Content-Range"] = f"bytes {wanted.start}-{wanted.stop - 1}/{file.size_bytes}"
+        status = 200 if asked is None else 206
+        if request.method == "HEAD":
+            return Response(status_code=status, headers=headers, media_type=_MEDIA_TYPE)
+        pieces = await self._exports.read(file, wanted.start, len(wanted))
+        return StreamingResponse(pieces, status, headers, _MEDIA_TYPE)
+
+
+def parse_range(header: str | None, size_bytes: int) -> range | None:
+    """The bytes that a Range header asks for (RFC 9110, section 14): none of them if the file has not got them.
+
+    None, for the whole file, without a header, for other units and for several ranges: servers may ignore those.
+    """
+    match = _RANGE.fullmatch(header or "")
+    if match is None or not any(match.groups()):
+        return None
+    first, last = (int(text) if text else None for text in match.groups())
+    if first is None:
+        return range(max(size_bytes - (last or 0), 0), size_bytes)
+    if last is not None and last < first:
+        return None
+    return range(first, size_bytes if last is None else min(last + 1, size_bytes))
+
+
+def _link_path(link: Link) -> str:
+    query = urlencode({"expires": link.expires_at, "signature": link.signature})
+    return f"{quote(link.run)}/{link.segment}/{quote(link.name)}/{quote(link.file)}?{query}"
+
+
+def _path(request: Request) -> str:
+    parts = request.path_params
+    return f"{SCHEME}{parts['run']}/{parts['segment']}/{parts['name']}"
+
+
+def _place(checkpoint: Checkpoint) -> tuple[datetime, str]:
+    """Where a checkpoint stands among all, in the precision of a cursor."""
+    return datetime.fromtimestamp(checkpoint.created_at, UTC), checkpoint.path
+
+
+def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A checkpoint as listings show it."""
+    return {
+        "checkpoint_id": f"{checkpoint.segment}/{checkpoint.name}",
+        "checkpoint_type": _TYPES[checkpoint.segment],
+        "time": iso_time(checkpoint.created_at),
+        "tinker_path": checkpoint.path,
+        "base_model": checkpoint.base_model,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.public,
+        "user_metadata": checkpoint.user_metadata or None,
+        "expires_at": None if checkpoint.expires_at is None else iso_time(checkpoint.expires_at),
+    }
+
+
+def iso_time(seconds: float) -> str:
+    """ISO 8601 with an offset: the CLI compares with aware times."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

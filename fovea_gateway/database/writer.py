@@ -1,0 +1,299 @@
+"""The one connection that writes, while this gateway owns the state. Everything here runs in one thread.
+
+One gateway at a time owns the state: two would both run what is queued. SQLite: a lock on a file beside the database; a
+second gateway is refused. PostgreSQL: an advisory lock, held by the session that writes; a second gateway waits for it,
+which is how one takes over from another.
+"""
+
+import fcntl
+import logging
+import math
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any, Generic, Protocol, TypeVar
+
+import sqlalchemy as sa
+
+from fovea.wire.errors import Internal, Unavailable
+from fovea_gateway.database import migrations
+from fovea_gateway.database.disk_reserve import DiskReserve
+from fovea_gateway.database.schema import owner
+from fovea_gateway.database.sql_engine import describe, is_lost, translate
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Job = Callable[[sa.Connection], Result]
+_RETRY_S = 0.2
+_LOCK = zlib.crc32(b"fovea gateway") - 2**31
+_TAKE = sa.text("SELECT pg_try_advisory_lock(:lock, hashtext(coalesce(current_schema(), '')))")
+
+
+class Superseded(Exception):
+    """Another gateway has taken over the state: what this one has in memory is out of date."""
+
+
+class Stopped(Exception):
+    """The process ends, and the database has not come back."""
+
+
+@dataclass(frozen=True)
+class Batched(Generic[Item, Result]):
+    """A job on one item. Neighbours in the queue with the same `run` are run by one call of it.
+
+    Args:
+        run: Does the job for several items; returns one result per item, in their order.
+        item: This job's own.
+    """
+
+    run: Callable[[sa.Connection, list[Item]], list[Result]]
+    item: Item
+
+    def __call__(self, connection: sa.Connection) -> Result:
+        """Runs this job alone."""
+        return self.run(connection, [self.item])[0]
+
+
+class Writer:
+    """Commits groups of jobs. It survives the loss of its connection: no group is lost, none is applied twice.
+
+    Args:
+        engine: Its URL says which database this is.
+        patience_s: How long the first connection may take, in seconds; later ones may take forever.
+        stopped: Once it is set, every wait ends with Stopped.
+    """
+
+    def __init__(self, engine: sa.Engine, patience_s: float, stopped: threading.Event) -> None:
+        self._engine, self._patience_s = engine, patience_s
+        self._ownership = make_ownership(engine.url)
+        self.reserve = DiskReserve(engine.url.database or "" if engine.dialect.name == "sqlite" else "")
+        self._connection: sa.Connection | None = None
+        self._last_mark = 0
+        self._stopped = stopped
+
+    def open(self) -> None:
+        """Waits until this gateway owns the state, then makes or migrates the tables.
+
+        Raises:
+            Unavailable: The database does not answer, or refuses the user or the tables.
+            Internal: Its schema is unknown, or another gateway uses its folder.
+        """
+        connection = self._connect(time.monotonic() + self._patience_s)
+        try:
+            with connection.begin():
+                migrations.upgrade(connection)
+                self._ownership.begin(connection)
+        except sa.exc.DBAPIError as error:
+            raise Unavailable(f"{self._name} does not take our tables: {str(error.orig).strip()}") from None
+        self.reserve.take()
+
+    def commit(self, jobs: list[Job[Any]]) -> list[Any]:
+        """Results of the jobs, or the exception of each that failed. Raises Superseded."""
+        try:
+            return self._transact(jobs)
+        except Superseded:
+            raise
+        except Stopped:
+            return [Unavailable("the gateway stops, and its database is away: send this again later")] * len(jobs)
+        except Exception as error:
+            if len(jobs) == 1:
+                return [translate(error, self._engine.url)]
+        # One bad job must not fail its neighbours.
+        return [self.commit([job])[0] for job in jobs]
+
+    def close(self) -> None:
+        """Closes the connection and releases the state."""
+        self._drop()
+        self._ownership.release()
+
+    def _transact(self, jobs: list[Job[Any]]) -> list[Any]:
+        number, results, is_repeated = self._last_mark + 1, [], False
+        while True:
+            try:
+                connection = self._connection or self._connect()
+                if is_repeated and self._is_committed(connection, number):
+                    break
+                with connection.begin():
+                    self._ownership.mark(connection, number)
+                    results = _run(connection, jobs)
+                break
+            except sa.exc.DBAPIError as error:
+                if self.reserve.is_full(error) and self.reserve.give_up():
+                    continue
+                if not is_lost(error):
+                    raise
+                logger.warning("%s is gone while %d writes wait: %s", self._name, len(jobs), error.orig)
+                self._drop()
+                is_repeated = True
+        self._last_mark = number
+        return results
+
+    def _is_committed(self, connection: sa.Connection, number: int) -> bool:
+        """Whether the transaction whose answer got lost was committed."""
+        with connection.begin():
+            return self._ownership.last_mark(connection) == number
+
+    def _connect(self, give_up_at: float = math.inf) -> sa.Connection:
+        """Connects and takes the state; waits without limit while another gateway has it."""
+        said = ""
+        while not self._stopped.is_set():
+            try:
+                connection = self._connection = self._connection or self._engine.connect()
+                give_up_at = math.inf
+                with connection.begin():
+                    is_taken = self._ownership.take(connection)
+                if is_taken:
+                    if said:
+                        logger.info("%s is ours", self._name)
+                    return connection
+                reason = "waiting until the gateway that has it ends"
+            except sa.exc.DBAPIError as error:
+                self._drop()
+                reason = str(error.orig).strip()
+                if not is_lost(error) or time.monotonic() > give_up_at:
+                    raise Unavailable(f"{self._name} does not let us in: {reason}") from None
+            if reason != said:
+                logger.info("%s: %s", self._name, reason)
+                said = reason
+            self._stopped.wait(_RETRY_S)
+        raise Stopped
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.invalidate()
+            self._connection.close()
+            self._connection = None
+
+    @property
+    def _name(self) -> str:
+        return describe(self._engine.url)
+
+
+def _run(connection: sa.Connection, jobs: list[Job[Any]]) -> list[Any]:
+    """Runs jobs in their order: a future's outcome may come right behind its submission."""
+    results: list[Any] = []
+    for run, alike in groupby(jobs, lambda job: job.run if isinstance(job, Batched) else None):
+        if run is None:
+            results += [job(connection) for job in alike]
+        else:
+            results += run(connection, [job.item for job in alike if isinstance(job, Batched)])
+    return results
+
+
+class Ownership(Protocol):
+    """The right to write. Used by the one thread that writes."""
+
+    def take(self, connection: sa.Connection) -> bool:
+        """Takes the state, also again on a new connection; False while another gateway has it."""
+        ...
+
+    def begin(self, connection: sa.Connection) -> None:
+        """Records the new owner, once the tables exist."""
+        ...
+
+    def mark(self, connection: sa.Connection, number: int) -> None:
+        """Records a transaction's number in it. Raises Superseded if another gateway owns the state."""
+        ...
+
+    def last_mark(self, connection: sa.Connection) -> int:
+        """The number of the last transaction that was committed. Raises Superseded as `mark` does."""
+        ...
+
+    def release(self) -> None:
+        """Releases the state, where closing the connection does not."""
+        ...
+
+
+class FileOwnership:
+    """A lock on a file. A connection to a file is never lost, so transactions need no numbers."""
+
+    def __init__(self, database: str) -> None:
+        self._path = Path(f"{database}.lock")
+        self._file: IO[str] | None = None
+
+    def take(self, connection: sa.Connection) -> bool:
+        """Locks the file. Raises Internal if another process has it."""
+        if self._file is None:
+            self._file = self._path.open("w")
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                self._file.close()
+                self._file = None
+                folder = self._path.parent
+                raise Internal(f"another gateway uses {folder}; give each its own --state-dir") from None
+        return True
+
+    def begin(self, connection: sa.Connection) -> None:
+        """Does nothing: the lock is enough."""
+
+    def mark(self, connection: sa.Connection, number: int) -> None:
+        """Does nothing."""
+
+    def last_mark(self, connection: sa.Connection) -> int:
+        """Always 0: no commit goes unnoticed."""
+        return 0
+
+    def release(self) -> None:
+        """Unlocks the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class SessionOwnership:
+    """An advisory lock, and a row that every transaction of its holder updates.
+
+    The lock ends with the session, and the next gateway takes it. The row fences off a gateway that lost its session
+    and does not know yet: its updates find no row of its name. The row also holds the last transaction's number, which
+    tells whether a commit whose answer got lost took place: once a gateway has the lock again, its earlier session has
+    ended, and the number is final.
+    """
+
+    def __init__(self) -> None:
+        self._name = uuid.uuid4().hex
+        self._has_begun = False
+        self._mine = owner.c.name == self._name
+        self._numbered = sa.update(owner).where(self._mine).values(last_mark=sa.bindparam("number"))
+
+    def take(self, connection: sa.Connection) -> bool:
+        """Tries the lock. Raises Superseded if another gateway has had it since."""
+        if self._has_begun:
+            self.last_mark(connection)
+        is_taken: bool = connection.execute(_TAKE, {"lock": _LOCK}).scalar_one()
+        return is_taken
+
+    def begin(self, connection: sa.Connection) -> None:
+        """Replaces the row of the last owner."""
+        connection.execute(sa.delete(owner))
+        connection.execute(sa.insert(owner).values(name=self._name, last_mark=0))
+        self._has_begun = True
+
+    def mark(self, connection: sa.Connection, number: int) -> None:
+        """Updates the row."""
+        if connection.execute(self._numbered, {"number": number}).rowcount == 0:
+            raise Superseded
+
+    def last_mark(self, connection: sa.Connection) -> int:
+        """Reads the row."""
+        number: int | None = connection.execute(sa.select(owner.c.last_mark).where(self._mine)).scalar()
+        if number is None:
+            raise Superseded
+        return number
+
+    def release(self) -> None:
+        """Does nothing: the lock ends with its session."""
+
+
+def make_ownership(url: sa.URL) -> Ownership:
+    """A lock on a file for SQLite, an advisory lock for PostgreSQL."""
+    if url.get_backend_name() != "sqlite":
+        return SessionOwnership()
+    return FileOwnership(url.database or "")

@@ -1,0 +1,117 @@
+"""Routes of futures."""
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fovea.wire.errors import FoveaError
+from fovea_gateway.futures.future import Kind, Outcome, Pending, ResultEncoder
+from fovea_gateway.futures.futures import Futures
+from fovea_gateway.http.endpoint import BurstLimiter, Endpoints, Json, compress
+from fovea_gateway.http.request_body import Body, parse_json, read
+from fovea_gateway.scopes import Scope
+
+T = TypeVar("T")
+
+_PROTOBUF = "application/x-protobuf"
+_OFF_LOOP_BYTES = 2**20
+_SPREAD = 0.2
+
+
+class RetrieveFuture(Body):
+    """POST retrieve_future."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class CancelFuture(Body):
+    """POST cancel_future."""
+
+    request_id: str
+
+
+def hold_s(poll_hold_s: float) -> float:
+    """Seconds to hold one poll. Those that began together do not end together: their renewal would be one burst."""
+    return poll_hold_s * random.uniform(1 - _SPREAD, 1 + _SPREAD)
+
+
+class FutureRoutes:
+    """Handlers of futures.
+
+    Args:
+        limiter: Spreads answers to polls that end together.
+        encoders: Of the results of each kind of work.
+        poll_hold_s: Seconds that a poll of an unfinished future is held, give or take a fifth.
+        inline_limit_bytes: Results above this are announced by size to clients that take that.
+        compress_from_bytes: Results from this size on are compressed.
+    """
+
+    def __init__(
+        self,
+        futures: Futures,
+        limiter: BurstLimiter,
+        encoders: Mapping[Kind, ResultEncoder],
+        poll_hold_s: float,
+        inline_limit_bytes: int,
+        compress_from_bytes: int,
+    ) -> None:
+        self._futures, self._limiter, self._encoders = futures, limiter, encoders
+        self._poll_hold_s = poll_hold_s
+        self._inline_limit_bytes, self._compress_from_bytes = inline_limit_bytes, compress_from_bytes
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        return [
+            endpoints.route("POST", "retrieve_future", self.retrieve, Scope.READ),
+            endpoints.route("POST", "cancel_future", self.cancel, Scope.SAMPLE),
+        ]
+
+    async def retrieve(self, request: Request, owner: str) -> Response:
+        """The result of a future, its error (both with status 200), or 408 while there is none.
+
+        A result above the inline limit is announced by its size, to clients that take that.
+        """
+        body = await parse_json(request, RetrieveFuture, await read(request))
+        outcome = await self._futures.wait(body.request_id, owner, hold_s(self._poll_hold_s))
+        await self._limiter.enter()
+        if isinstance(outcome, Pending):
+            progress = outcome.progress
+            waiting = {"queue_state": progress.queue_state.value, "queue_state_reason": progress.waiting_for}
+            return Json({"type": "try_again", "request_id": body.request_id, **waiting}, status_code=408)
+        if outcome.error is not None:
+            return Json(error_json(outcome.error))
+        response = await self._result(outcome, request.headers.get("accept", ""))
+        if body.allow_metadata_only and len(response.body) > self._inline_limit_bytes:
+            return Json({"status": "complete_metadata", "response_payload_size": len(response.body)})
+        if len(response.body) < self._compress_from_bytes:
+            return response
+        return await compress(response, request.headers.get("accept-encoding", ""))
+
+    async def cancel(self, request: Request, owner: str) -> Response:
+        """Stops a sample that nobody waits for; harmless for anything else."""
+        body = await parse_json(request, CancelFuture, await read(request))
+        await self._futures.cancel(body.request_id, owner)
+        return Json({"status": "cancelled"})
+
+    async def _result(self, outcome: Outcome, accept: str) -> Response:
+        encoder = self._encoders[outcome.kind]
+        if encoder.to_proto is not None and _PROTOBUF in accept:
+            return Response(await _off_loop(encoder.to_proto, outcome.result), media_type=_PROTOBUF)
+        return Json(await _off_loop(encoder.to_json, outcome.result))
+
+
+async def _off_loop(encode: Callable[[bytes], T], result: bytes) -> T:
+    """Encodes a large result in a thread, so that others are answered meanwhile."""
+    if len(result) < _OFF_LOOP_BYTES:
+        return encode(result)
+    return await asyncio.to_thread(encode, result)
+
+
+def error_json(error: FoveaError) -> dict[str, Any]:
+    """A failed future as the SDK expects it."""
+    return {"error": error.message, "category": error.category, "reason": error.reason}

@@ -1,0 +1,380 @@
+"""The registry of futures: accepts submissions once, keeps them, wakes those who wait, serves results again.
+
+A submission is in the database before its id is given out. Waiters are woken in memory; nobody polls the database.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from cachetools import LRUCache
+
+from fovea.runtime.cautious_clock import CautiousClock
+from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
+from fovea_gateway import gateway_metrics as metrics
+from fovea_gateway.access.owners import Owners, exceeded
+from fovea_gateway.access.usage import Used, add_usage
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.writer import Batched, Job
+from fovea_gateway.futures import future_rows as rows
+from fovea_gateway.futures.completions import Completion, CompletionLogs, Target
+from fovea_gateway.futures.future import Kind, Outcome, Pending, State, Submission
+from fovea_gateway.futures.result_room import ResultRoom
+from fovea_gateway.quotas import Quota
+
+logger = logging.getLogger(__name__)
+
+_RECENT_BYTES = 64 * 2**20
+_HELD_REQUEST_BYTES = 256 * 2**20
+_ROW_TTL_FACTOR = 8
+
+
+class Futures:
+    """All futures of this gateway. What runs them is not known here.
+
+    Args:
+        database: Where they are kept.
+        result_ttl_s: Seconds for which a result can be fetched again.
+        quota: Limits how many an owner may have unfinished.
+        owners: Limits how many tokens these may come to.
+        result_room: Limits how many bytes of results an owner keeps.
+        on_end: Told of each future that has ended; must not block.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        result_ttl_s: float,
+        quota: Quota,
+        owners: Owners,
+        clock: CautiousClock,
+        result_room: ResultRoom,
+        on_end: Callable[[Pending, Outcome], None] = lambda pending, outcome: None,
+    ) -> None:
+        self._database = database
+        self._result_ttl_s = result_ttl_s
+        self._quota, self._owners, self._clock, self._result_room = quota, owners, clock, result_room
+        self._on_end = on_end
+        self._tokens: Counter[str] = Counter()
+        self._pending: dict[str, Pending] = {}
+        # Owner and outcome by future id.
+        self._recent: LRUCache[str, tuple[str, Outcome]] = LRUCache(_RECENT_BYTES, lambda kept: kept[1].held_bytes)
+        self._held_bytes = self._kept_bytes = 0
+        self._is_closing = False
+        self._last_number = 0
+        # By scope: of which failed commands, by seq_id, a client has been told.
+        self._told_failures: defaultdict[str, set[int]] = defaultdict(set)
+        # What finished before was dropped already: looking at those rows again would take longer from day to day.
+        self._results_until = self._rows_until = 0.0
+        self._completions = CompletionLogs(database)
+
+    @property
+    def pending_count(self) -> int:
+        """Futures that have not ended."""
+        return len(self._pending)
+
+    def check_quota(self, owner: str) -> None:
+        """Raises ResourceExhausted if an owner has its share of futures."""
+        self._quota.check(owner)
+
+    def unfinished_kind(self, future_id: str) -> Kind | None:
+        """What kind of work it is, if there is such a future and it has not ended."""
+        pending = self._pending.get(future_id)
+        return None if pending is None else pending.submission.kind
+
+    def unfinished(self) -> list[Pending]:
+        """Futures that have not ended, oldest first."""
+        return list(self._pending.values())
+
+    async def submit(
+        self,
+        submission: Submission,
+        request: bytes,
+        start: Callable[[Pending], None],
+        others_wait_for_it: bool = False,
+    ) -> bool:
+        """Accepts work; returns False if the same id was accepted before, which then is left alone.
+
+        Args:
+            start: Called once the work is kept, even if the caller has gone away by then. Must not block.
+            others_wait_for_it: Whether accepted work of the owner cannot run before this: then it is never refused.
+
+        Raises ResourceExhausted above the owner's share, and Unavailable while the disk is full, after which clients
+        send the same again.
+        """
+        known = self._pending.get(submission.future_id)
+        if known is not None:
+            await known.accepted.wait()
+            if known.refusal is not None:
+                raise known.refusal
+            return False
+        self._database.check_room()
+        if not others_wait_for_it:
+            self._check_share(submission)
+        pending = Pending(submission, request)
+        self._add(pending)
+        # Whoever submits may go away meanwhile: what is in the database must be begun all the same.
+        return await asyncio.shield(asyncio.create_task(self._accept(pending, request, start)))
+
+    async def _accept(self, pending: Pending, blob: bytes, start: Callable[[Pending], None]) -> bool:
+        submission = pending.submission
+        if submission.rejection is not None:
+            pending.state, blob = State.REJECTED, to_status(submission.rejection).SerializeToString()
+        try:
+            is_new = await self._database.write(Batched(rows.insert, rows.Accepted(submission, pending.state, blob)))
+        except BaseException as error:
+            pending.refusal = error
+            self._remove(pending)
+            pending.accepted.set()
+            raise
+        pending.accepted.set()
+        if not is_new:
+            self._remove(pending)
+            return False
+        size_bytes = len(pending.request or b"")
+        if self._held_bytes + size_bytes > _HELD_REQUEST_BYTES:
+            pending.request = None
+        else:
+            self._held_bytes += size_bytes
+        metrics.SUBMITTED.labels(submission.kind.value).inc()
+        metrics.PENDING.set(len(self._pending))
+        start(pending)
+        return True
+
+    async def request_of(self, pending: Pending) -> bytes:
+        """The request's bytes, from memory or from the database."""
+        if pending.request is not None:
+            return pending.request
+        future_id = pending.submission.future_id
+        return await self._database.read(lambda connection: rows.get_request(connection, future_id))
+
+    async def set_running(self, pending: Pending, also: Iterable[Job[Any]] = ()) -> None:
+        """Notes, durably and together with the effects in `also`, that work began which must not be done twice."""
+        pending.state, effects = State.RUNNING, list(also)
+
+        def job(connection: Any) -> None:
+            for effect in effects:
+                effect(connection)
+            rows.set_running(connection, pending.submission.future_id)
+
+        await self._database.write(job)
+
+    async def finish(self, pending: Pending, outcome: Outcome, also: Iterable[Job[Any]] = ()) -> None:
+        """Keeps the outcome, together with the effects in `also`, in one transaction, then wakes whoever waits."""
+        if pending.is_finishing:  # a cancel and a result may meet: the first one counts
+            return
+        pending.is_finishing = True
+        # Whoever is woken must find the outcome in the database, even if the work was cancelled while it was written.
+        await asyncio.shield(asyncio.create_task(self._keep(pending, outcome, list(also))))
+
+    async def wait(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
+        """The outcome of a future, or the pending future after `timeout_s`. The caller is to tell the client.
+
+        Raises NotFound for an unknown id or somebody else's, Expired if the result was dropped.
+        """
+        found = await self._found(future_id, owner, timeout_s)
+        if isinstance(found, Outcome) and found.error is not None and found.kind is not Kind.SAMPLE:
+            scope, _, seq_id = future_id.rpartition(":")
+            self._told_failures[scope].add(int(seq_id))
+        return found
+
+    def has_told_failure(self, scope: str, seq_id: int) -> bool:
+        """Whether a client has been told, by this process, that a command failed."""
+        return seq_id in self._told_failures.get(scope, ())
+
+    async def wait_any(self, target: Target, after: int, timeout_s: float) -> list[Completion]:
+        """What a client of a sampling session has finished since number `after`, in order.
+
+        Waits up to `timeout_s` if there is nothing. Numbers rise, also over restarts. Completions are told again until
+        they are acknowledged or their results expire.
+        """
+        return await self._completions.wait(target, after, 0.0 if self._is_closing else timeout_s)
+
+    async def acknowledge(self, target: Target, future_ids: list[str]) -> None:
+        """Drops results that a client has fetched for good. Ids that are unfinished or not its own are left alone."""
+        scope = target.sampling_session_id
+        mine = [future_id for future_id in future_ids if future_id.rpartition(":")[0] == scope]
+        if not mine:
+            return
+        await self._database.write(lambda connection: rows.drop_fetched(connection, scope, mine))
+        self._completions.drop(target, mine)
+        for future_id in mine:
+            self._recent.pop(future_id, None)
+
+    def forget(self, session_id: str) -> None:
+        """Drops what is in memory of a session that is over."""
+        self._completions.forget(session_id)
+        for scope in [scope for scope in self._told_failures if scope.startswith(f"{session_id}:")]:
+            del self._told_failures[scope]
+
+    def release_waiters(self) -> None:
+        """Answers every poll now: the process is about to end, and clients ask the next one."""
+        self._is_closing = True
+        self._completions.release()
+        for pending in self._pending.values():
+            pending.woken.set()
+
+    async def cancel(self, future_id: str, owner: str) -> None:
+        """Stops a sample that is wanted no more. Harmless for anything else, finished or unknown."""
+        pending = self._pending.get(future_id)
+        if pending is not None and pending.submission.owner == owner and pending.submission.kind is Kind.SAMPLE:
+            await self._give_up(pending, Cancelled("the request was cancelled by its client"))
+
+    async def cancel_session(self, session_id: str, error: FoveaError) -> None:
+        """Ends the samples of a session with `error`."""
+        samples = [pending for pending in self._pending.values() if pending.submission.kind is Kind.SAMPLE]
+        gone = [pending for pending in samples if pending.submission.session_id == session_id]
+        await asyncio.gather(*(self._give_up(pending, error) for pending in gone))
+
+    async def restore(self) -> list[Pending]:
+        """Reads unfinished futures after a restart, oldest first, for those to resume who know how."""
+        pendings = await self._database.read(rows.unfinished)
+        self._last_number = await self._database.read(rows.last_number)
+        for pending in pendings:
+            pending.accepted.set()
+            self._add(pending)
+        metrics.PENDING.set(len(self._pending))
+        return pendings
+
+    async def sweep(self) -> None:
+        """Drops results past their time, or above their owner's share."""
+        now, ttl_s = self._clock.now(), self._result_ttl_s
+        self._results_until, dropped = await self._drop(rows.drop_results, self._results_until, now - ttl_s)
+        self._rows_until, _ = await self._drop(rows.drop_rows, self._rows_until, now - ttl_s * _ROW_TTL_FACTOR)
+        if dropped:
+            logger.info("dropped %d results older than %.0f s", dropped, ttl_s)
+            self._recent.clear()
+        for future_id in await self._result_room.bound(self._kept_bytes):
+            self._recent.pop(future_id, None)
+
+    @contextmanager
+    def counting(self, submission: Submission) -> Iterator[None]:
+        """Counts work without a future, a stream, as long as it lasts. Raises ResourceExhausted as `submit` does."""
+        self._check_share(submission)
+        self._take(submission)
+        try:
+            yield
+        finally:
+            self._give(submission)
+
+    async def keep_usage(self, pending: Pending) -> None:
+        """Keeps what work without a future has used."""
+        used = [_used(pending)]
+        metrics.note_usage(pending.submission.owner, pending.submission.kind.value, vars(pending.usage))
+        await self._database.write(lambda connection: add_usage(connection, used, time.time()))
+
+    def _check_share(self, submission: Submission) -> None:
+        owner, tokens = submission.owner, self._tokens[submission.owner]
+        self._quota.check(owner)
+        most = self._owners.of(owner).max_tokens_in_flight
+        # What is above the limit by itself may run alone, or it never could.
+        if most and tokens and tokens + submission.token_count > most:
+            raise exceeded("max_tokens_in_flight", most, f"its unfinished requests have {tokens} tokens")
+
+    def _take(self, submission: Submission) -> None:
+        self._quota.take(submission.owner)
+        self._tokens[submission.owner] += submission.token_count
+
+    def _give(self, submission: Submission) -> None:
+        self._quota.give(submission.owner)
+        self._tokens[submission.owner] -= submission.token_count
+        if not self._tokens[submission.owner]:
+            del self._tokens[submission.owner]
+
+    def _add(self, pending: Pending) -> None:
+        self._pending[pending.submission.future_id] = pending
+        self._take(pending.submission)
+
+    def _remove(self, pending: Pending) -> None:
+        del self._pending[pending.submission.future_id]
+        self._give(pending.submission)
+
+    async def _drop(
+        self, drop: Callable[[Any, float, float], tuple[float, int]], since: float, before: float
+    ) -> tuple[float, int]:
+        """Drops part after part, so that other writes get in between; returns until when, and how many."""
+        total = 0
+        while since < before:
+            since, count = await self._database.write(partial(_call, drop, since, before))
+            total += count
+        return since, total
+
+    async def _found(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
+        pending = self._pending.get(future_id)
+        if pending is not None and pending.submission.owner == owner:
+            if not self._is_closing:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(pending.woken.wait(), timeout_s)
+            if not pending.done.is_set():
+                return pending
+        recent = self._recent.get(future_id)
+        if recent is not None and recent[0] == owner:
+            return recent[1]
+        stored = await self._database.read(lambda connection: rows.get(connection, future_id))
+        if stored is None or stored.owner != owner:
+            raise NotFound(f"there is no request {future_id!r}", field="request_id")
+        if stored.outcome is None:
+            kept = f"kept for {self._result_ttl_s:.0f} s, within max_result_bytes, or until the client acknowledges it"
+            raise Expired(f"the result of {future_id!r} is gone: it was {kept}")
+        return stored.outcome
+
+    async def _give_up(self, pending: Pending, error: FoveaError) -> None:
+        if pending.work is not None:
+            pending.work.cancel()
+        await self.finish(pending, Outcome(pending.submission.kind, b"", error))
+
+    async def _keep(self, pending: Pending, outcome: Outcome, effects: list[Job[Any]]) -> None:
+        submission, finished_at = pending.submission, time.time()
+        # Rises in order of the writes, also after a restart whose predecessor's rows have been dropped.
+        self._kept_bytes += len(outcome.result)
+        number = self._last_number = max(self._last_number + 1, time.time_ns() // 1000)
+        ended = rows.Finished(submission.future_id, outcome, finished_at, number, _used(pending))
+        keep = Batched(rows.finish, ended)
+
+        def job(connection: Any) -> None:
+            for effect in effects:
+                effect(connection)
+            keep(connection)
+
+        try:
+            await self._database.write(job if effects else keep)
+        finally:
+            # If the database fails, waiters still get the outcome; after a restart the work counts as unfinished.
+            self._tell(pending, outcome)
+            if submission.kind is Kind.SAMPLE:
+                is_failed, size_bytes = outcome.error is not None, len(outcome.result)
+                completion = Completion(number, submission.future_id, is_failed, size_bytes)
+                self._completions.note(submission.scope, submission.seq_id, completion)
+
+    def _tell(self, pending: Pending, outcome: Outcome) -> None:
+        """Lets waiters have the outcome, and those who ask again."""
+        submission = pending.submission
+        if submission.future_id not in self._pending:
+            return
+        self._remove(pending)
+        if pending.request is not None:
+            self._held_bytes -= len(pending.request)
+        if outcome.held_bytes <= _RECENT_BYTES:
+            self._recent[submission.future_id] = submission.owner, outcome
+        metrics.FINISHED.labels(submission.kind.value, outcome.error.reason if outcome.error else "OK").inc()
+        metrics.note_usage(submission.owner, submission.kind.value, vars(pending.usage))
+        metrics.FUTURE_SECONDS.labels(submission.kind.value).observe(time.time() - submission.created_at)
+        metrics.PENDING.set(len(self._pending))
+        self._on_end(pending, outcome)
+        pending.done.set()
+        pending.woken.set()
+
+
+def _used(pending: Pending) -> Used:
+    return Used(pending.submission.owner, pending.submission.key_id, pending.usage)
+
+
+def _call(
+    drop: Callable[[Any, float, float], tuple[float, int]], since: float, before: float, connection: Any
+) -> tuple[float, int]:
+    return drop(connection, since, before)

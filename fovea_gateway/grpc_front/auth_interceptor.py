@@ -1,0 +1,78 @@
+"""Who may begin a gRPC call, decided before anything of it is waited for; and which scope each method needs."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Any
+
+import grpc
+
+from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE
+from fovea.wire.errors import FoveaError
+from fovea_gateway.access.api_keys import KeyRing
+from fovea_gateway.access.owners import Owners
+from fovea_gateway.http.endpoint import not_ready
+from fovea_gateway.scopes import Scope
+
+_METHODS: Mapping[str, Mapping[Scope, tuple[str, ...]]] = {
+    GATEWAY_SERVICE: {
+        Scope.READ: ("GetCapabilities", "CreateSession", "Heartbeat", "FinishSession", "GetModel", "WaitFuture"),
+        Scope.SAMPLE: ("UploadImage", "CreateSamplingSession", "SampleTokens"),
+        Scope.TRAIN: (
+            "SubmitCreateModel", "SubmitForwardBackward", "CreateCustomLoss", "SubmitOptimStep", "SubmitSaveState",
+            "SubmitLoadState", "SubmitSaveForSampler", "SubmitSaveExternal",
+        ),
+    },
+    ADMIN_SERVICE: {
+        Scope.READ: ("GetUsage", "ListParkedSessions"),
+        Scope.ADMIN: ("CreateKey", "ListKeys", "RevokeKey", "ExpireKey", "PutOwner", "ListOwners"),
+    },
+}  # fmt: skip
+SCOPES: Mapping[str, Scope] = {
+    f"/{service}/{name}": scope
+    for service, methods in _METHODS.items()
+    for scope, names in methods.items()
+    for name in names
+}
+"""The scope that each method needs. One that is not here needs the highest."""
+
+_UNCOUNTED = ("WaitFuture", "Heartbeat")
+"""What clients repeat by themselves: it counts for no limit of requests."""
+_PREFIXES = tuple(f"/{service}/" for service in _METHODS)
+
+
+class AuthInterceptor(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Refuses calls without a good key, and all calls, with what clients repeat, until the gateway is ready.
+
+    Add this to the server before its services.
+
+    Args:
+        keys: Who is let in.
+        owners: How much each may send.
+        ready: Set once the gateway has the state for itself.
+    """
+
+    def __init__(self, keys: KeyRing, owners: Owners, ready: asyncio.Event) -> None:
+        self._keys, self._owners, self._ready = keys, owners, ready
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        """What refuses a call; None lets it through."""
+        method = handler_call_details.method
+        if not method.startswith(_PREFIXES):
+            return None
+        if not self._ready.is_set():
+            return grpc.stream_stream_rpc_method_handler(partial(_refuse, not_ready()))
+        try:
+            caller = self._keys.identify_call(handler_call_details.invocation_metadata)
+            name = method.rpartition("/")[2]
+            caller.require(SCOPES.get(method, Scope.ADMIN), name)
+            if name not in _UNCOUNTED:
+                self._owners.check_rate(caller.owner)
+        except FoveaError as error:
+            return grpc.stream_stream_rpc_method_handler(partial(_refuse, error))
+        return None
+
+
+async def _refuse(error: FoveaError, requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    raise error
+    yield b""

@@ -1,0 +1,207 @@
+"""What connections and calls of gRPC clients may take, counted in bytes before anything is built out of them."""
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+import struct
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from fovea.api.v1 import gateway_pb2
+from fovea.runtime.server import open_files
+from fovea.wire.conventions import GATEWAY_SERVICE, MESSAGE_BYTES
+from fovea.wire.errors import InvalidInput, PayloadTooLarge
+from fovea_gateway.http.connections import client_of
+from fovea_gateway.http.request_body import ELEMENT_BYTES, SMALL_BYTES, SMALL_ELEMENTS, check_protobuf_elements
+from fovea_gateway.quotas import QuotaUse
+from fovea_gateway.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = "grpc.max_allowed_incoming_connections"
+_OPEN_FILES = "/proc/self/fd"
+_TCP_INFO_BYTES = 60
+_LAST_DATA = (44, 52)
+"""Where `tcp_info` of <linux/tcp.h> has the milliseconds since data was last sent, and last received."""
+_IDLE_MS = 120_000
+_KEEPALIVE_MS = 60_000
+_KEEPALIVE_TIMEOUT_MS = 20_000
+_BULK_ELEMENTS = 2**16
+_BULK = ("CreateCustomLoss", "SampleTokens", "SubmitForwardBackward", "UploadImage")
+"""Methods whose messages hold prompts, datums, images or graphs; those of all others are small."""
+
+
+def channel_limits(settings: GatewaySettings) -> dict[str, int]:
+    """Options of gRPC's core for connections of strangers.
+
+    One without a call is closed after a while: clients of gRPC open another with their next call. One whose machine is
+    gone is found out by pings.
+    """
+    return {
+        MOST_CONNECTIONS: min(settings.max_connections, open_files() // 4),
+        "grpc.server_handshake_timeout_ms": int(settings.request_timeout_s * 1000),
+        "grpc.max_connection_idle_ms": _IDLE_MS,
+        "grpc.keepalive_time_ms": _KEEPALIVE_MS,
+        "grpc.keepalive_timeout_ms": _KEEPALIVE_TIMEOUT_MS,
+    }
+
+
+class ConnectionShares:
+    """What `Connections` does for REST, as far as gRPC lets us: its core counts connections, but not whose they are.
+
+    One address may have as many as are free for all, so half if it is alone. What is above that is closed a moment
+    later, those that have been silent for longest; to gRPC's core it is the client that has gone.
+
+    Args:
+        port: Where gRPC listens.
+        most: How many connections its core lets in.
+    """
+
+    def __init__(self, port: int, most: int) -> None:
+        self._port, self._most = port, most
+
+    async def sweep(self) -> None:
+        """Closes what is above shares."""
+        if len(os.listdir(_OPEN_FILES)) > self._most // 2:  # else nobody can have more than is free
+            await asyncio.to_thread(self._close_surplus)
+
+    def _close_surplus(self) -> None:
+        of_client: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for descriptor in map(int, os.listdir(_OPEN_FILES)):
+            if found := self._look(descriptor):
+                client, silent_ms = found
+                of_client[client].append((silent_ms, descriptor))
+        total = sum(map(len, of_client.values()))
+        for client, own in sorted(of_client.items(), key=lambda each: len(each[1]), reverse=True):
+            surplus = (len(own) + total - self._most + 1) // 2
+            if surplus <= 0:
+                return
+            total -= surplus
+            logger.warning("closed %d of %d gRPC connections of %s", surplus, len(own), client)
+            for _, descriptor in sorted(own, reverse=True)[:surplus]:
+                self._look(descriptor, unwanted=client)
+
+    def _look(self, descriptor: int, unwanted: str = "") -> tuple[str, int] | None:
+        """Of an open file that is a connection to our port: whose it is, and for how many ms it has been silent.
+
+        Closes one of an unwanted client.
+        """
+        copy = _copied(descriptor)
+        if copy is None:
+            return None
+        with copy, suppress(OSError):  # one that listens, or is reset meanwhile
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == self._port:
+                client = client_of(copy.getpeername())
+                silent_ms = min(struct.unpack_from("=I", _tcp_info(copy), at)[0] for at in _LAST_DATA)
+                if client == unwanted:
+                    copy.shutdown(socket.SHUT_RDWR)
+                return client, silent_ms
+        return None
+
+
+def _copied(descriptor: int) -> socket.socket | None:
+    """A copy of an open file if it is a socket: whoever has the file may close it at any moment."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        return None
+    if stat.S_ISSOCK(os.fstat(copy).st_mode):
+        return socket.socket(fileno=copy)
+    os.close(copy)
+    return None
+
+
+def _tcp_info(connection: socket.socket) -> bytes:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+
+
+class BoundedMessages(grpc.aio.ServerInterceptor):
+    """Decodes what the gateway's calls bring only after its bytes and elements were counted.
+
+    An empty message within another takes two bytes on the wire and forty in memory: 4 MiB of them took 80 MB, and two
+    seconds to look at.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler: Any = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+        name = method.removeprefix(f"/{GATEWAY_SERVICE}/")
+        if handler is None or handler.request_deserializer is None or name == method:
+            return handler  # type: ignore[no-any-return]
+        decode = _decoder(name)
+        # Here, and not in the deserializer: what that raises becomes no status of ours.
+        if handler.request_streaming:
+            bounded = _decoding_stream(handler.stream_unary, decode)
+            return grpc.stream_unary_rpc_method_handler(bounded, None, handler.response_serializer)
+        if handler.response_streaming:
+            streaming = _decoding(handler.unary_stream, decode)
+            return grpc.unary_stream_rpc_method_handler(streaming, None, handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(
+            _decoding(handler.unary_unary, decode), None, handler.response_serializer
+        )
+
+
+class CallBudget:
+    """How much one call has brought, uploaded images that it names included.
+
+    Args:
+        limit: Bytes that it may bring.
+        memory: What its owner has of the memory for all requests in progress.
+    """
+
+    def __init__(self, limit: int, memory: QuotaUse) -> None:
+        self._limit, self._memory, self._bytes = limit, memory, 0
+
+    def add(self, size_bytes: int) -> None:
+        """Counts more of it. Raises PayloadTooLarge, and ResourceExhausted if others fill the memory."""
+        self._bytes += size_bytes
+        if self._bytes > self._limit:
+            raise PayloadTooLarge(f"the request, its images included, is above {self._limit} bytes in all")
+        self._memory.take(size_bytes)
+
+    def add_message(self, message: Message) -> None:
+        """Counts a message as it lies in memory. Raises as `add`."""
+        encoded = message.SerializeToString()
+        self.add(len(encoded) + ELEMENT_BYTES * check_protobuf_elements(encoded, message.DESCRIPTOR, _BULK_ELEMENTS))
+
+
+def _decoder(name: str) -> Callable[[bytes], Any]:
+    kind = getattr(gateway_pb2, f"{name}Request")
+    most_bytes, most = (MESSAGE_BYTES, _BULK_ELEMENTS) if name in _BULK else (SMALL_BYTES, SMALL_ELEMENTS)
+
+    def decode(body: bytes) -> Any:
+        if len(body) > most_bytes:
+            raise PayloadTooLarge(f"a message of {name} may have {most_bytes} bytes, this one has {len(body)}")
+        check_protobuf_elements(body, kind.DESCRIPTOR, most)
+        try:
+            return kind.FromString(body)
+        except DecodeError as error:
+            raise InvalidInput(f"the message is no {name}Request: {error}") from None
+
+    return decode
+
+
+def _decoding(inner: Callable[[Any, Any], Any], decode: Callable[[bytes], Any]) -> Callable[[bytes, Any], Any]:
+    """A behavior that takes bytes; what it returns is as `inner`'s: to be awaited, or iterated over."""
+    return lambda body, context: inner(decode(body), context)
+
+
+def _decoding_stream(
+    inner: Callable[[AsyncIterator[Any], Any], Awaitable[Any]], decode: Callable[[bytes], Any]
+) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
+    async def decoded(bodies: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for body in bodies:
+            yield decode(body)
+
+    return lambda bodies, context: inner(decoded(bodies), context)

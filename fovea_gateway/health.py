@@ -1,0 +1,141 @@
+"""How the gateway and its services are: what is served, what is missing; and gauges of queues, of how far samplers lag
+behind, of who answers, of room on the disk.
+"""
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from prometheus_client import Gauge
+
+from fovea.api.v1 import gateway_pb2
+from fovea.api.v1.renderer_pb2 import GetRendererInfoResponse
+from fovea.api.v1.sampler_pb2 import GetSamplerInfoResponse
+from fovea_gateway import gateway_metrics as metrics
+from fovea_gateway.futures.future import Pending
+from fovea_gateway.futures.futures import Futures
+from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.replicas.snapshot_pushes import Versions
+from fovea_gateway.replicas.trainer_link import TrainerLink
+from fovea_gateway.sessions.sessions import Sessions
+
+
+class Health:
+    """Looks at the services and at what waits for them.
+
+    Args:
+        state_dir: A folder on the volume whose room is told.
+    """
+
+    def __init__(
+        self,
+        futures: Futures,
+        sessions: Sessions,
+        base_models: BaseModels,
+        versions: Versions,
+        state_dir: Path,
+    ) -> None:
+        self._futures, self._sessions, self._base_models = futures, sessions, base_models
+        self._versions, self._state_dir = versions, state_dir
+        self._depth = LabelledGauge(metrics.QUEUE_DEPTH)
+        self._lag = LabelledGauge(metrics.VERSION_LAG)
+        self._waiting = LabelledGauge(metrics.WAITING)
+        self._trainer_instances: dict[str, str] = {}
+
+    async def served_models(self) -> list[gateway_pb2.ServedModel]:
+        """The served models and their limits, as the services state them.
+
+        Left out is one of which no renderer was ever seen. Raises Unavailable if that leaves none.
+        """
+        seen = [base for base in self._base_models if any(renderer.info for renderer in base.renderers.members)]
+        return [await _served(base) for base in seen or self._base_models]
+
+    def missing(self) -> list[str]:
+        """Which services do not answer, or have other files of the model than its trainer."""
+        missing = []
+        for base in self._base_models:
+            of_model = "" if base is self._base_models.default else f" of {base.name}"
+            up = {
+                "the trainer": base.trainer is None or base.trainer.up,
+                "a sampler": not base.is_sampled
+                or any(_is_of_trainer(base, sampler.info) for sampler in base.samplers.up),
+                "a renderer": any(_is_of_trainer(base, renderer.info) for renderer in base.renderers.up),
+            }
+            missing += [f"{name}{of_model}" for name, is_up in up.items() if not is_up]
+        return missing
+
+    async def set_gauges(self) -> None:
+        """Sets the gauges. Raises OSError if the state folder cannot be looked at."""
+        self._depth.set(Counter(map(_labels, self._futures.unfinished())))
+        metrics.SESSIONS.set(self._sessions.open_count)
+        lags: dict[tuple[str, ...], float] = {}
+        waiting: dict[tuple[str, ...], float] = {}
+        for base in self._base_models:
+            for sampler in base.samplers.up:
+                lags[sampler.address,] = self._versions.lag((sampler.weights_lock.resident or "", *sampler.adapters))
+            replicas = (*base.renderers.members, *base.samplers.members)
+            waiting |= {(each.service, each.address): each.waiting for each in replicas}
+            if base.trainer is not None:
+                metrics.REPLICAS.labels("trainer", base.name, "known").set(1)
+                metrics.REPLICAS.labels("trainer", base.name, "up").set(base.trainer.up)
+                self._note_restart(base.trainer)
+        self._lag.set(lags)
+        self._waiting.set(waiting)
+        usage = shutil.disk_usage(self._state_dir)
+        metrics.STATE_BYTES.labels("size").set(usage.total)
+        metrics.STATE_BYTES.labels("free").set(usage.free)
+
+    def clear_gauges(self) -> None:
+        """For the end: the gauges are the process's, and tell nothing of a gateway that is gone."""
+        for gauge in (self._depth, self._lag, self._waiting):
+            gauge.set({})
+        metrics.SESSIONS.set(0)
+
+    def _note_restart(self, trainer: TrainerLink) -> None:
+        if trainer.info is None:
+            return
+        instance = trainer.info.instance_id
+        if self._trainer_instances.setdefault(trainer.address, instance) != instance:
+            metrics.TRAINER_RESTARTS.inc()
+        self._trainer_instances[trainer.address] = instance
+
+
+async def _served(base: BaseModel) -> gateway_pb2.ServedModel:
+    renderer = await base.renderers.info()
+    trainer = base.trainer.info if base.trainer is not None else None
+    limits = [renderer.max_context_length]
+    limits += [info.max_context_length for info in (base.samplers.info, trainer) if info is not None]
+    return gateway_pb2.ServedModel(
+        name=base.name,
+        max_context_length=min(limit for limit in limits if limit),
+        supports_images=renderer.supports_images,
+        max_lora_rank=trainer.max_lora_rank if trainer is not None else 0,
+        is_trained=base.trainer is not None,
+        is_sampled=base.is_sampled,
+    )
+
+
+def _is_of_trainer(base: BaseModel, info: GetSamplerInfoResponse | GetRendererInfoResponse | None) -> bool:
+    return info is not None and not (base.trainer and base.trainer.find_unlike(info.model_files))
+
+
+class LabelledGauge:
+    """A gauge whose series are those of the last `set`: what is gone leaves no series behind."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
+        self._shown: set[tuple[str, ...]] = set()
+
+    def set(self, values: Mapping[tuple[str, ...], float]) -> None:
+        """Shows these values, by their labels in the gauge's order, and no other ones."""
+        for gone in self._shown.difference(values):
+            self._gauge.remove(*gone)
+        for labels, value in values.items():
+            self._gauge.labels(*labels).set(value)
+        self._shown = set(values)
+
+
+def _labels(pending: Pending) -> tuple[str, str, str]:
+    state = "waiting" if pending.progress.begun_at is None else "running"
+    return pending.model, pending.submission.owner, state

@@ -1,0 +1,127 @@
+"""Tinker's chunks, as JSON or protobuf, into Fovea's. Whatever has no meaning here is refused by name."""
+
+import base64
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fovea.api.v1 import model_input_pb2
+from fovea.tinker.v1 import tinker_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import InvalidInput, Unimplemented
+from fovea_gateway.http.request_body import Body
+
+_FORMATS = {"png": model_input_pb2.IMAGE_FORMAT_PNG, "jpeg": model_input_pb2.IMAGE_FORMAT_JPEG}
+
+
+class EncodedTextChunk(Body):
+    """Token ids."""
+
+    type: Literal["encoded_text"]
+    tokens: list[int]
+
+
+class ImageChunk(Body):
+    """An encoded image as base64."""
+
+    type: Literal["image"]
+    data: str
+    format: str
+    expected_tokens: int | None = None
+
+
+class ImageAssetPointerChunk(Body):
+    """An image that is held elsewhere."""
+
+    type: Literal["image_asset_pointer"]
+    location: str
+    format: str
+    expected_tokens: int | None = None
+
+
+class DmelChunk(Body):
+    """Audio."""
+
+    type: Literal["dmel"]
+    dmel: str
+
+
+Chunk = Annotated[EncodedTextChunk | ImageChunk | ImageAssetPointerChunk | DmelChunk, Field(discriminator="type")]
+
+
+class ModelInput(Body):
+    """A prompt."""
+
+    chunks: list[Chunk]
+
+
+def image_format(name: str, field: str) -> "model_input_pb2.ImageFormat":
+    """The format by Tinker's name. Raises InvalidInput for any other."""
+    if name not in _FORMATS:
+        raise InvalidInput(f"{field} is {name!r}; it must be 'png' or 'jpeg'", field=field)
+    return _FORMATS[name]
+
+
+def input_from_json(prompt: ModelInput, field: str = "prompt") -> model_input_pb2.ModelInput:
+    """A prompt out of a JSON body. Raises InvalidInput or Unimplemented naming the chunk."""
+    whole = model_input_pb2.ModelInput()
+    for index, chunk in enumerate(prompt.chunks):
+        _json_chunk(chunk, whole.chunks.add(), f"{field}.chunks[{index}]")
+    return whole
+
+
+def _json_chunk(chunk: Chunk, message: model_input_pb2.Chunk, field: str) -> None:
+    match chunk:
+        case EncodedTextChunk():
+            message.tokens.tokens = _token_bytes(chunk.tokens, field)
+        case ImageChunk():
+            try:
+                message.image.data = base64.b64decode(chunk.data, validate=True)
+            except ValueError as error:
+                raise InvalidInput(f"{field}.data is not base64: {error}", field=f"{field}.data") from None
+            message.image.format = image_format(chunk.format, f"{field}.format")
+            if chunk.expected_tokens is not None:
+                message.image.expected_token_count = _count(chunk.expected_tokens, field)
+        case ImageAssetPointerChunk():
+            message.image_reference.uri = chunk.location
+            message.image_reference.format = image_format(chunk.format, f"{field}.format")
+            if chunk.expected_tokens is not None:
+                message.image_reference.expected_token_count = _count(chunk.expected_tokens, field)
+        case DmelChunk():
+            raise _no_dmel(field)
+
+
+def _token_bytes(ids: list[int], field: str) -> bytes:
+    try:
+        return tensors.encode_tokens(ids)
+    except OverflowError:
+        raise InvalidInput(f"{field}.tokens has an id that no vocabulary has", field=f"{field}.tokens") from None
+
+
+def _count(expected_tokens: int, field: str) -> int:
+    if not 0 < expected_tokens < 2**31:
+        raise InvalidInput(f"{field}.expected_tokens is {expected_tokens}", field=f"{field}.expected_tokens")
+    return expected_tokens
+
+
+def fill_chunk(chunk: tinker_pb2.Chunk, message: model_input_pb2.Chunk, field: str) -> None:
+    """A chunk of a protobuf body into ours. Raises InvalidInput or Unimplemented naming the part."""
+    match chunk.WhichOneof("chunk"):
+        case "encoded_text":
+            tensors.decode_tokens(chunk.encoded_text.tokens, f"{field}.tokens")
+            message.tokens.tokens = chunk.encoded_text.tokens
+        case "image":
+            if chunk.image.HasField("override_dimensions"):
+                raise Unimplemented(f"{field}.override_dimensions is not supported", field=field)
+            message.image.data = chunk.image.data
+            message.image.format = image_format(chunk.image.format, f"{field}.format")
+            if chunk.image.HasField("expected_tokens"):
+                message.image.expected_token_count = _count(chunk.image.expected_tokens, field)
+        case "dmel":
+            raise _no_dmel(field)
+        case _:
+            raise InvalidInput(f"{field} is neither text nor an image", field=field)
+
+
+def _no_dmel(field: str) -> Unimplemented:
+    return Unimplemented(f"{field} is a dmel (audio) chunk; this model takes text and images", field=field)

@@ -1,0 +1,297 @@
+"""Reading request bodies: bounded in bytes, time and elements before anything is built out of them, decoded once.
+
+One byte of JSON or protobuf can become a hundred of Python's: `[[],[],` makes one list per three bytes, `1,` an integer
+per two. So elements are counted in the bytes.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import zstandard
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from fovea.tinker.v1 import tinker_pb2
+from fovea.wire.errors import InvalidInput, PayloadTooLarge, RequestTimeout
+from fovea_gateway.quotas import QuotaUse
+
+B = TypeVar("B", bound=BaseModel)
+
+INT64_MAX = 2**63 - 1
+Number = Annotated[int, Field(ge=0, le=INT64_MAX)]
+"""What a client counts up: it must fit into a column of the database and a field of our wire."""
+ModelNumber = Annotated[int, Field(ge=0, lt=2**31)]
+"""The same, where it counts the models of a session."""
+
+PREFIX_BYTES = 4096
+SMALL_BYTES = 256 * 2**10
+"""The limit of bodies without prompts, datums or graphs."""
+SMALL_ELEMENTS = 2**14
+ELEMENT_BYTES = 64
+_FORWARD_BACKWARD_ELEMENTS = 2**18
+_OFF_LOOP_BYTES = 2**18
+_PIECE_BYTES = 2**20
+_WINDOW_BYTES = 2**23
+"""What RFC 8878 asks a decoder to support; a frame may name terabytes."""
+_LEAST_RATE = 16 * 2**10
+"""Bytes per second, once a body has had its first seconds."""
+
+
+_LENGTH_DELIMITED = 2
+_FIXED = {1: 8, 5: 4}
+
+
+class Body(BaseModel):
+    """Base of all JSON bodies. Unknown fields are refused by name, so that nothing is silently ignored.
+
+    `type` tags are constants of the SDK and carry nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class Incoming(NamedTuple):
+    """What the body of a request may take; `request.state.incoming`."""
+
+    memory: QuotaUse
+    patience_s: float
+
+
+class BodyTooLarge(PayloadTooLarge):
+    """A body above the limit, with the start of it: enough to know which request it was."""
+
+    reason = "PAYLOAD_TOO_LARGE"
+
+    def __init__(self, limit: int, prefix: bytes) -> None:
+        super().__init__(f"the body is above {limit} bytes; send fewer or smaller datums in one request")
+        self.prefix = prefix
+
+
+async def read(request: Request, limit: int = SMALL_BYTES) -> bytes:
+    """The body's bytes, decompressed.
+
+    What the client still sends is discarded by the server, so that the client comes to read the answer.
+
+    Raises:
+        BodyTooLarge: It has more than `limit` bytes, before or after decompression; as soon as it is known.
+        InvalidInput: It has an encoding that we do not read.
+        RequestTimeout: It does not arrive.
+        ResourceExhausted: Others fill the memory.
+    """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding not in ("identity", "zstd"):
+        raise InvalidInput(f"Content-Encoding {encoding!r} is not supported; use zstd or none")
+    incoming: Incoming = request.state.incoming
+    declared = int(request.headers.get("content-length") or 0)
+    pieces, size = [], 0
+    async for piece in _arriving(request, incoming.patience_s):
+        incoming.memory.take(len(piece))
+        pieces.append(piece)
+        size += len(piece)
+        if max(size, declared) > limit:
+            raise BodyTooLarge(limit, _plain_prefix(b"".join(pieces), encoding))
+    body = b"".join(pieces)
+    return await _unzstd(body, limit, incoming.memory) if encoding == "zstd" else body
+
+
+async def _arriving(request: Request, patience_s: float) -> AsyncIterator[bytes]:
+    """The pieces of a body as they come. Raises RequestTimeout for a client that sends next to nothing."""
+    loop = asyncio.get_running_loop()
+    stream, size, began = aiter(request.stream()), 0, loop.time()
+    while True:
+        try:
+            async with asyncio.timeout_at(began + patience_s + size / _LEAST_RATE):
+                piece = await anext(stream, None)
+        except TimeoutError:
+            seen = f"{size} bytes of the body came in {loop.time() - began:.0f} s"
+            raise RequestTimeout(f"{seen}: send the request again, faster") from None
+        if piece is None:
+            return
+        size += len(piece)
+        yield piece
+
+
+async def parse_json(request: Request, kind: type[B], body: bytes, most_elements: int = SMALL_ELEMENTS) -> B:
+    """Decodes a JSON body.
+
+    Raises InvalidInput that names the first wrong fields, PayloadTooLarge for too many elements, ResourceExhausted.
+    """
+    count = check_json_elements(body, most_elements)
+    # Text with a wide character has four bytes for each of its characters.
+    width = 4 if b"\\u" in body or not body.isascii() else 1
+    request.state.incoming.memory.take(len(body) * width + count * ELEMENT_BYTES)
+    try:
+        decoded: B = await _off_loop(kind.model_validate_json, body)
+        return decoded
+    except ValidationError as error:
+        raise InvalidInput(describe(error)) from None
+
+
+def describe(error: ValidationError) -> str:
+    """What is wrong with a body, by field."""
+    parts = [f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in error.errors()[:5]]
+    return "; ".join(parts)
+
+
+def parse_loosely(body: bytes, most_elements: int = SMALL_ELEMENTS) -> dict[str, Any]:
+    """The object of a JSON body whatever is in it. Raises InvalidInput if it is none, PayloadTooLarge."""
+    check_json_elements(body, most_elements)
+    try:
+        # Not Python's json, which fails on deep nesting and takes lone surrogates, which nothing behind us can encode.
+        value = from_json(body)
+    except ValueError as error:
+        raise InvalidInput(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidInput("the body is not a JSON object")
+    return value
+
+
+def parse_start(prefix: bytes) -> dict[str, Any]:
+    """The fields that the start of a JSON body has whole; none of what is no JSON."""
+    try:
+        # Up to a comma: a number at the very end may go on.
+        value = from_json(prefix[: prefix.rfind(b",") + 1], allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+async def parse_forward_backward(request: Request, body: bytes) -> tinker_pb2.ForwardBackwardRequest:
+    """Decodes a protobuf body. Raises InvalidInput, PayloadTooLarge, ResourceExhausted."""
+    kind = tinker_pb2.ForwardBackwardRequest
+    count = await _off_loop(check_protobuf_elements, body, kind.DESCRIPTOR, _FORWARD_BACKWARD_ELEMENTS)
+    request.state.incoming.memory.take(len(body) + count * ELEMENT_BYTES)
+    try:
+        decoded: tinker_pb2.ForwardBackwardRequest = await _off_loop(kind.FromString, body)
+        return decoded
+    except DecodeError as error:
+        raise InvalidInput(f"the body is not a ForwardBackwardRequest: {error}") from None
+
+
+def peek_address(prefix: bytes) -> tuple[str, int] | None:
+    """model_id and seq_id out of the start of a ForwardBackwardRequest, which has them first; None if it has not."""
+    model_id, seq_id, position = "", 0, 0
+    try:
+        while position < len(prefix) and not (model_id and seq_id):
+            key, position = read_varint(prefix, position)
+            if key == 0x0A:
+                length, position = read_varint(prefix, position)
+                model_id = prefix[position : position + length].decode()
+                position += length
+            elif key == 0x10:
+                seq_id, position = read_varint(prefix, position)
+            else:
+                return None
+    except (IndexError, UnicodeDecodeError):
+        return None
+    return (model_id, seq_id) if model_id and seq_id else None
+
+
+async def _unzstd(body: bytes, limit: int, memory: QuotaUse) -> bytes:
+    """Decompresses, stopping at the limit whatever the frame claims."""
+    pieces, size = [], 0
+    try:
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
+        with decompressor.stream_reader(body, read_across_frames=True) as reader:
+            while piece := await asyncio.to_thread(reader.read, min(_PIECE_BYTES, limit + 1 - size)):
+                memory.take(len(piece))
+                pieces.append(piece)
+                size += len(piece)
+                if size > limit:
+                    raise BodyTooLarge(limit, pieces[0][:PREFIX_BYTES])
+    except zstandard.ZstdError as error:
+        raise InvalidInput(f"the body is not zstd with a window of at most {_WINDOW_BYTES} bytes: {error}") from None
+    return b"".join(pieces)
+
+
+def _plain_prefix(start: bytes, encoding: str) -> bytes:
+    if encoding != "zstd":
+        return start[:PREFIX_BYTES]
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(start) as reader:
+            plain: bytes = reader.read(PREFIX_BYTES)
+    except zstandard.ZstdError:
+        return b""
+    return plain
+
+
+async def _off_loop(function: Any, body: bytes, *rest: Any) -> Any:
+    """Decodes a large body in a thread, so that others are answered meanwhile."""
+    if len(body) < _OFF_LOOP_BYTES:
+        return function(body, *rest)
+    return await asyncio.to_thread(function, body, *rest)
+
+
+def check_json_elements(body: bytes, most: int) -> int:
+    """Counts the elements of JSON. Raises PayloadTooLarge above `most`. Commas within strings count too."""
+    count = body.count(b",") + body.count(b"[") + body.count(b"{")
+    if count > most:
+        raise PayloadTooLarge(f"the body has {count} elements; at most {most} are taken here")
+    return count
+
+
+def check_protobuf_elements(body: bytes, kind: Any, most: int) -> int:
+    """Counts the fields and packed numbers of a message and of all within it.
+
+    Args:
+        body: The encoded message.
+        kind: Its descriptor.
+        most: How many are taken.
+
+    Raises:
+        PayloadTooLarge: There are more.
+        InvalidInput: The bytes are no message.
+    """
+    counter = _Counter(body, most)
+    try:
+        counter.walk(0, len(body), kind)
+    except IndexError:
+        raise InvalidInput("the body ends in the middle of a field") from None
+    return counter.count
+
+
+def read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """A variable-length number, and where it ends. Raises IndexError if it does not end."""
+    value = shift = 0
+    while True:
+        byte = data[position]
+        value |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if not byte & 0x80:
+            return value, position
+
+
+class _Counter:
+    def __init__(self, data: bytes, most: int) -> None:
+        self._data, self._most, self.count = data, most, 0
+
+    def walk(self, start: int, end: int, kind: Any) -> None:
+        position = start
+        while position < end:
+            key, position = read_varint(self._data, position)
+            wire, field = key & 7, kind.fields_by_number.get(key >> 3)
+            self._add(1)
+            if wire == _LENGTH_DELIMITED:
+                length, position = read_varint(self._data, position)
+                if position + length > end:
+                    raise InvalidInput("the body ends in the middle of a field")
+                if field is not None and field.message_type is not None:
+                    self.walk(position, position + length, field.message_type)
+                elif field is not None and field.cpp_type != FieldDescriptor.CPPTYPE_STRING:  # packed numbers
+                    self._add(length)
+                position += length
+            elif wire in _FIXED:
+                position += _FIXED[wire]
+            elif wire == 0:
+                _, position = read_varint(self._data, position)
+            else:
+                raise InvalidInput(f"the body has a field of wire type {wire}, which nobody sends")
+
+    def _add(self, count: int) -> None:
+        self.count += count
+        if self.count > self._most:
+            raise PayloadTooLarge(f"the body has more than {self._most} fields; send fewer datums in one request")

@@ -1,0 +1,226 @@
+"""The page's files, and the routes that tell it what happens; keys, usage and checkpoints have routes of their own.
+
+The page holds nothing of anybody: whoever opens it gives a key, which it sends as any client does.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from fovea.wire.errors import FoveaError, InvalidInput, NotFound
+from fovea_gateway.http.endpoint import Endpoints, Json, check_query, compress, count_of
+from fovea_gateway.http.request_body import Body, Number, parse_json, read
+from fovea_gateway.live.live_view import LiveView, to_text
+from fovea_gateway.quotas import Quota
+from fovea_gateway.scopes import CALLER, Caller, Scope
+from fovea_gateway.training.models import Models
+
+_FOLDER = Path(__file__).parent / "page"
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
+
+PERIOD_S = 1.0
+"""The least time between two events of one section."""
+_ALIVE_S = 15.0
+_STREAMS = 512
+_POINTS = 300
+_MOST_POINTS = 1024
+
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.\-/@ ]+$")]
+Text = Annotated[str, Field(max_length=4096)]
+
+
+class Judgement(Body):
+    """What a client says of a sampled sequence."""
+
+    sequence_id: str
+    reward: float | None = Field(None, allow_inf_nan=False)
+    truth: Text = ""
+
+
+class Report(Body):
+    """POST live/reports."""
+
+    model_id: str
+    step: Number | None = None
+    metrics: Annotated[dict[Name, float], Field(max_length=16)] = Field({})
+    samples: Annotated[list[Judgement], Field(max_length=1024)] = Field([])
+
+
+class LiveRoutes:
+    """Handlers of the page.
+
+    Args:
+        identify: Who shows an API key; raises Unauthenticated once it is taken back.
+        base_path: In front of all paths, without trailing slash.
+    """
+
+    def __init__(
+        self, view: LiveView, models: Models, identify: Callable[[str | None], Caller], base_path: str
+    ) -> None:
+        self._view, self._models, self._identify, self._base_path = view, models, identify, base_path
+        self._streams = Quota("live streams", _STREAMS, "open pages")
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        page = [
+            Route(f"{self._base_path}/", self.page),
+            Route(f"{self._base_path}/page/{{file}}", self.file),
+        ]
+        if self._base_path:
+            page.append(Route(self._base_path, self.slash))
+        return [
+            *page,
+            endpoints.route("GET", "live/events", self.events, Scope.READ),
+            endpoints.route("GET", "live/curves/{run}", self.curves, Scope.READ),
+            endpoints.route("GET", "live/samples", self.samples, Scope.READ),
+            endpoints.route("GET", "live/pictures/{digest}", self.picture, Scope.READ),
+            endpoints.route("POST", "live/reports", self.report, Scope.TRAIN),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        """The page itself, the same for everybody."""
+        return _file_response(request, "index.html")
+
+    async def file(self, request: Request) -> Response:
+        """A file that the page loads."""
+        name = request.path_params["file"]
+        if name not in page_files():
+            return Json({"detail": f"the page has no file {name[:80]!r}"}, status_code=404)
+        return _file_response(request, name)
+
+    async def slash(self, request: Request) -> Response:
+        """The page's links are relative: its address ends with a slash."""
+        return RedirectResponse(f"{self._base_path}/", status_code=308)
+
+    async def events(self, request: Request, owner: str) -> Response:
+        """Server-sent events: each section when it has changed, at most once a second."""
+        check_query(request)
+        with self._streams.holding(owner) as use:
+            use.take(1)  # raises if there are too many; those that run count by themselves
+        stream = self._stream(CALLER.get(), request.headers.get("x-api-key"))
+        return StreamingResponse(stream, media_type="text/event-stream", headers=_EVENT_HEADERS)
+
+    async def curves(self, request: Request, owner: str) -> Response:
+        """The curves of a model, in at most `points` points each."""
+        check_query(request, "points")
+        most = min(max(count_of(request, "points", _POINTS), 2), _MOST_POINTS)
+        found = await self._view.curves(_seen(CALLER.get()), request.path_params["run"], most)
+        return await compress(_json(found), request.headers.get("accept-encoding", ""))
+
+    async def samples(self, request: Request, owner: str) -> Response:
+        """The groups of one step of one source: a model's id, or a base model's name.
+
+        The caller's, or with the scope admin another owner's.
+        """
+        check_query(request, "source", "step", "owner")
+        query = request.query_params
+        asked = query.get("owner", owner)
+        if asked != owner:
+            CALLER.get().require(Scope.ADMIN, "samples of other owners")
+        step = count_of(request, "step", 0) if "step" in query else None
+        found = await asyncio.to_thread(self._view.samples, asked, query.get("source", ""), step)
+        return await compress(_json(found), request.headers.get("accept-encoding", ""))
+
+    async def picture(self, request: Request, owner: str) -> Response:
+        """A picture of a sample's prompt. Raises NotFound, also for somebody else's."""
+        digest = request.path_params["digest"]
+        picture = self._view.state.gallery.picture(_seen(CALLER.get()), digest)
+        if picture is None or not picture.media_type:
+            raise NotFound(f"the picture {digest[:64]!r} is not kept any more, or never was", field="digest")
+        headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "private, max-age=3600"}
+        return Response(picture.data, media_type=picture.media_type, headers=headers)
+
+    async def report(self, request: Request, owner: str) -> Response:
+        """Takes what only a client knows: rewards, KL and the like of a step, what a sample's right answer was."""
+        body = await parse_json(request, Report, await read(request))
+        model = await self._models.get(owner, body.model_id)
+        state = self._view.state
+        if body.step is not None and body.step > (last := (await state.curves(model.model_id)).last_step) + 1:
+            raise InvalidInput(
+                f"step is {body.step}; the model has taken {last} optimizer steps: leave step out for the last one",
+                field="step",
+            )
+        step = await state.report(model.model_id, body.step, body.metrics)
+        kept = [state.gallery.judge(owner, one.sequence_id, one.reward, one.truth) for one in body.samples]
+        return Json({"step": step, "samples_kept": sum(kept)})
+
+    async def _stream(self, caller: Caller, key: str | None) -> AsyncIterator[str]:
+        sent: dict[str, Any] = {}
+        said_at = time.monotonic()
+        with self._streams.holding(caller.owner) as use:
+            use.take(1)
+            yield _event("caller", {"owner": caller.owner, "key_id": caller.key_id, "scope": caller.scope.value})
+            while not self._view.closing.is_set():
+                try:
+                    self._identify(key)
+                except FoveaError as error:
+                    yield _event("refused", {"detail": error.message})
+                    return
+                events = _changes(await self._view.sections(_seen(caller)), sent)
+                if events or time.monotonic() - said_at > _ALIVE_S:
+                    said_at = time.monotonic()
+                    yield "".join(events) or ": nothing new\n\n"
+                try:
+                    await asyncio.wait_for(self._view.closing.wait(), PERIOD_S)
+                except TimeoutError:
+                    continue
+
+
+def _changes(sections: dict[str, Any], sent: dict[str, Any]) -> list[str]:
+    """Events of what is unlike what was sent, and notes it; of models, those that changed and the ids of all."""
+    events = []
+    for name, section in sections.items():
+        if sent.get(name) == section:
+            continue
+        told = section
+        if name == "models":
+            before = sent.get(name, {})
+            changed = [model for model_id, model in section.items() if before.get(model_id) != model]
+            told = {"changed": changed, "order": list(section)}
+        sent[name] = section
+        events.append(_event(name, told))
+    return events
+
+
+def _event(name: str, data: Any) -> str:
+    return f"event: {name}\ndata: {to_text(data)}\n\n"
+
+
+def _seen(caller: Caller) -> str | None:
+    """Whose things a caller sees: its own, or with the scope admin everybody's."""
+    return None if caller.scope.includes(Scope.ADMIN) else caller.owner
+
+
+def _json(found: Any) -> Response:
+    return Response(to_text(found), media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+@cache
+def page_files() -> dict[str, tuple[bytes, str]]:
+    """The page's files and their tags, by name."""
+    files = {path.name: path.read_bytes() for path in _FOLDER.iterdir() if path.suffix in _TYPES}
+    return {name: (data, f'"{hashlib.sha256(data).hexdigest()[:16]}"') for name, data in files.items()}
+
+
+def _file_response(request: Request, name: str) -> Response:
+    data, tag = page_files()[name]
+    headers = {**_HEADERS, "ETag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(data, media_type=_TYPES[Path(name).suffix], headers=headers)

@@ -1,0 +1,296 @@
+"""What the page knows beyond what other parts know anyway: curves, samples, errors, how busy the services are.
+
+Curves are in memory, and in the database: a model's first at once, so that each that was trained has a row, then half a
+minute after they have grown. A restart shows them again, a kill may cost the last half minute of them. Samples and
+errors are in memory alone.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import sqlalchemy as sa
+from google.protobuf.message import DecodeError
+
+from fovea.api.v1 import gateway_pb2
+from fovea.wire.errors import FoveaError, NotFound
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.schema import live_curves
+from fovea_gateway.database.sql_engine import insert_new
+from fovea_gateway.futures.future import Kind, split_messages
+from fovea_gateway.live.happenings import Ending, Failure, Happenings
+from fovea_gateway.live.sample_gallery import Group, SampleGallery, read_drawn, read_prompt
+from fovea_gateway.live.step_curves import StepCurves
+from fovea_gateway.replicas.base_models import BaseModels
+from fovea_gateway.replicas.snapshot_pushes import version_of
+from fovea_gateway.sampling.sampling_sessions import Sampling
+from fovea_gateway.training.models import Models
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+_MOST_MODELS = 512
+_SAVE_S = 30.0
+_SAVES_PER_TICK = 8
+_ERRORS_PER_OWNER = 50
+_ERROR_OWNERS = 512
+_BUSY_S = 60.0
+_MOST_PARTS = 4096
+
+_DENOMINATORS = ("weights:sum", "policy_tokens:sum")
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "max": max, "min": min}
+_NOT_SHOWN = ("expert_load/layer_", "loss:", *_DENOMINATORS)
+
+
+@dataclass
+class SeenError:
+    """An error, and how often it came."""
+
+    what: str
+    subject: str
+    reason: str
+    field: str
+    message: str
+    at: float = 0.0
+    count: int = 0
+
+
+class LiveState:
+    """Keeps it. Call `tick` now and then, and `close` at the end; nothing else takes time from others."""
+
+    def __init__(
+        self,
+        happenings: Happenings,
+        database: Database,
+        models: Models,
+        sampling: Sampling,
+        base_models: BaseModels,
+    ) -> None:
+        self._happenings, self._database, self._models = happenings, database, models
+        self._sampling, self._base_models = sampling, base_models
+        self.gallery = SampleGallery()
+        self._curves: OrderedDict[str, StepCurves] = OrderedDict()
+        # What forward_backward has said since a model's last step.
+        self._since: defaultdict[str, deque[Mapping[str, float]]] = defaultdict(lambda: deque(maxlen=_MOST_PARTS))
+        self._taking = asyncio.Lock()
+        self._unsaved: OrderedDict[str, float] = OrderedDict()
+        self._errors: OrderedDict[str, OrderedDict[tuple[str, ...], SeenError]] = OrderedDict()
+        self._work: deque[tuple[float, str, bool, float]] = deque()
+
+    async def tick(self) -> None:
+        """Takes up what has happened, and keeps some of the curves that are not in the database yet."""
+        await self._take_up()
+        await self._save(time.time() - _SAVE_S, _SAVES_PER_TICK)
+
+    async def close(self) -> None:
+        """Keeps what is left."""
+        await self._take_up()
+        await self._save(time.time(), _MOST_MODELS)
+
+    async def curves(self, model_id: str) -> StepCurves:
+        """The curves of a model, empty ones if nothing is known."""
+        found = self._curves.get(model_id)
+        if found is None:
+            blob = await self._database.read(lambda connection: read_curves(connection, model_id))
+            found = self._curves.setdefault(model_id, _from_blob(model_id, blob))
+            while len(self._curves) > _MOST_MODELS:
+                oldest, curves = self._curves.popitem(last=False)
+                if self._unsaved.pop(oldest, None) is not None:
+                    await self._write({oldest: curves.to_blob()})
+        self._curves.move_to_end(model_id)
+        return found
+
+    async def report(self, model_id: str, step: int | None, metrics: Mapping[str, float]) -> int:
+        """Notes what a client says of a step of its model, the last one if none is named; returns the step."""
+        await self._take_up()
+        curves = await self.curves(model_id)
+        at = curves.last_step if step is None else step
+        curves.add(at, metrics)
+        self._save_soon(model_id, curves)
+        return at
+
+    def errors(self, owner: str | None) -> list[tuple[str, SeenError]]:
+        """The newest errors with their owners, newest first: an owner's, or all."""
+        owners = list(self._errors) if owner is None else [owner]
+        found = [(name, error) for name in owners for error in self._errors.get(name, {}).values()]
+        return sorted(found, key=lambda pair: -pair[1].at)[:_ERRORS_PER_OWNER]
+
+    def busy(self, base_model: str, is_training: bool, devices: int) -> float:
+        """The share of the last minute for which trainer or samplers were at work, 0 to 1, by what has ended."""
+        begun = time.time() - _BUSY_S
+        while self._work and self._work[0][0] < begun:
+            self._work.popleft()
+        seconds = sum(s for _, base, trains, s in self._work if base == base_model and trains is is_training)
+        return min(seconds / (_BUSY_S * max(devices, 1)), 1.0)
+
+    async def _take_up(self) -> None:
+        async with self._taking:  # in order, whoever asks
+            for take, ended in (
+                (self._take_command, self._happenings.take_training()),
+                (self._take_sample, self._happenings.take_samples()),
+            ):
+                for ending in ended:
+                    try:
+                        await take(ending)
+                    except (FoveaError, ValueError, DecodeError) as error:
+                        logger.info("the page leaves out %s: %s", ending.pending.submission.future_id, error)
+            for failure in self._happenings.take_failures():
+                self._take_failure(failure)
+
+    async def _take_command(self, ending: Ending) -> None:
+        submission, outcome = ending.pending.submission, ending.outcome
+        kind, model_id = submission.kind, submission.scope
+        if ending.pending.usage.gpu_seconds:
+            model = await self._models.load(model_id)
+            self._work.append((time.time(), model.base_model, True, ending.pending.usage.gpu_seconds))
+        if outcome.error is not None:
+            if kind is Kind.OPTIM_STEP:
+                self._since.pop(model_id, None)
+            return
+        if kind is Kind.LOAD_STATE:
+            self._since.pop(model_id, None)
+        if kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP):
+            metrics = _metrics_of(outcome.result)
+            if kind is Kind.FORWARD_BACKWARD:
+                self._since[model_id].append(metrics)
+                return
+            curves = await self.curves(model_id)
+            if kind is Kind.FORWARD:
+                loss = summed([metrics])
+                curves.add(
+                    curves.last_step, {f"forward_{name}": loss[name] for name in loss if name.startswith("loss")}
+                )
+            else:
+                since = self._since.pop(model_id, ())
+                curves.add(curves.last_step + 1, summed(since) | _of_step(metrics))
+            self._save_soon(model_id, curves)
+
+    async def _take_sample(self, ending: Ending) -> None:
+        submission, outcome = ending.pending.submission, ending.outcome
+        if outcome.error is not None or ending.pending.request is None:
+            return
+        request = gateway_pb2.SampleTokensRequest.FromString(ending.pending.request)
+        snapshot, drawn = read_drawn(submission.future_id, outcome.result, time.time())
+        if not drawn:
+            return
+        sampling = await self._sampling.get(submission.owner, submission.scope)
+        base = self._base_models.get(sampling.base_model)
+        if ending.pending.usage.gpu_seconds:
+            self._work.append((time.time(), base.name, False, ending.pending.usage.gpu_seconds))
+        if not any(len(one.tokens) for one in drawn) or (len(drawn[0].tokens) == 1 and request.prompt_logprobs):
+            return  # a prompt was scored, nothing was asked for
+        version, step = version_of(snapshot), 0
+        if version is not None:
+            try:
+                step = (await base.snapshots.get(snapshot)).identity.step
+            except NotFound:  # freed by now
+                step = (await self.curves(version[0])).last_step
+        digest, pieces = read_prompt(request)
+        source = version[0] if version is not None else base.name
+        self.gallery.add(Group(submission.owner, source, step, digest, base.name, pieces), drawn)
+
+    def _take_failure(self, failure: Failure) -> None:
+        if not failure.owner:
+            return
+        error = failure.error
+        kept = self._errors.setdefault(failure.owner, OrderedDict())
+        self._errors.move_to_end(failure.owner)
+        key = failure.what, failure.subject, error.reason, error.field or "", error.message
+        seen = kept.setdefault(key, SeenError(*key))
+        seen.at, seen.count = time.time(), seen.count + 1
+        kept.move_to_end(key)
+        if len(kept) > _ERRORS_PER_OWNER:
+            kept.popitem(last=False)
+        if len(self._errors) > _ERROR_OWNERS:
+            self._errors.popitem(last=False)
+
+    async def _save(self, before: float, most: int) -> None:
+        due = [model_id for model_id, since in self._unsaved.items() if since <= before][:most]
+        if not due:
+            return
+        blobs = {model_id: self._curves[model_id].to_blob() for model_id in due}
+        for model_id in due:
+            del self._unsaved[model_id]
+        try:
+            await self._write(blobs)
+        except BaseException:
+            for model_id in due:  # not sooner, or a full disk would be told of twice a second
+                self._unsaved.setdefault(model_id, time.time())
+            raise
+        for model_id in due:
+            if curves := self._curves.get(model_id):
+                curves.note_kept()
+
+    def _save_soon(self, model_id: str, curves: StepCurves) -> None:
+        self._unsaved.setdefault(model_id, time.time() if curves.is_kept else 0.0)
+
+    async def _write(self, blobs: Mapping[str, bytes]) -> None:
+        await self._database.write(lambda connection: write_curves(connection, blobs, time.time()))
+
+
+def summed(parts: Collection[Mapping[str, float]]) -> dict[str, float]:
+    """What the forward_backwards of one step come to: sums are summed, means averaged; a loss is told for each token
+    where the calls say of how many it is (`loss_per_token`), else as their sum (`loss_sum`).
+    """
+    found: dict[str, float] = {}
+    names = dict.fromkeys(name for part in parts for name in part)
+    for name in names:
+        values = [part[name] for part in parts if name in part]
+        reduction = name.partition(":")[2]
+        found[name] = float(_REDUCTIONS.get(reduction, sum)(values))
+    shown = {_plain(name): value for name, value in found.items() if not name.startswith(_NOT_SHOWN)}
+    if "loss:sum" in found:
+        count = next((found[name] for name in _DENOMINATORS if found.get(name)), 0.0)
+        shown = {"loss_per_token" if count else "loss_sum": found["loss:sum"] / (count or 1.0)} | shown
+    if clipped := shown.pop("clipped_tokens", None):
+        shown["clipped_share"] = clipped / (found.get("policy_tokens:sum") or 1.0)
+    return shown
+
+
+def _of_step(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {_plain(name): value for name, value in metrics.items()}
+
+
+def _plain(name: str) -> str:
+    """A metric's name without how it is reduced, unless that is a maximum or minimum."""
+    plain, _, reduction = name.partition(":")
+    return f"{plain}_{reduction}" if reduction in ("max", "min") else plain
+
+
+def _metrics_of(result: bytes) -> dict[str, float]:
+    """The metrics of a kept result: its last message."""
+    records = split_messages(gateway_pb2.WaitFutureResponse, result)
+    return dict(records[-1].metrics.values) if records else {}
+
+
+def _from_blob(model_id: str, blob: bytes | None) -> StepCurves:
+    if blob is None:
+        return StepCurves()
+    try:
+        return StepCurves.from_blob(blob)
+    except Exception:
+        logger.exception("the curves of %s cannot be read: they begin anew", model_id)
+        return StepCurves()
+
+
+def read_curves(connection: sa.Connection, model_id: str) -> bytes | None:
+    """What is kept of a model."""
+    blob: bytes | None = connection.scalar(sa.select(live_curves.c.curves).where(live_curves.c.model_id == model_id))
+    return blob
+
+
+def write_curves(connection: sa.Connection, blobs: Mapping[str, bytes], now: float) -> None:
+    """Keeps curves by model, in place of earlier ones, and forgets those that have not grown for longest."""
+    for model_id, blob in blobs.items():
+        values: dict[str, Any] = {"updated_at": now, "curves": blob}
+        if not insert_new(connection, live_curves, {"model_id": model_id} | values):
+            connection.execute(sa.update(live_curves).where(live_curves.c.model_id == model_id).values(values))
+    newest = sa.select(live_curves.c.model_id).order_by(live_curves.c.updated_at.desc()).offset(_MOST_MODELS).limit(64)
+    old = list(connection.scalars(newest))
+    if old:
+        connection.execute(sa.delete(live_curves).where(live_curves.c.model_id.in_(old)))

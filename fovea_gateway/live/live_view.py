@@ -1,0 +1,302 @@
+"""What the page is told: an owner's own things, or everybody's, in sections that are sent again when they change."""
+
+import asyncio
+import json
+import math
+import time
+from collections import Counter
+from typing import Any
+
+import sqlalchemy as sa
+from cachetools import LRUCache
+
+from fovea.api.v1 import sampler_pb2, trainer_pb2, weights_pb2
+from fovea.wire.errors import NotFound
+from fovea_gateway import gateway_metrics as metrics
+from fovea_gateway.checkpoints.checkpoint_routes import iso_time
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.schema import checkpoints, models, sessions
+from fovea_gateway.futures.futures import Futures
+from fovea_gateway.live import token_texts
+from fovea_gateway.live.live_state import LiveState
+from fovea_gateway.live.sample_gallery import Drawn, Group, Picture
+from fovea_gateway.live.step_curves import StepCurves
+from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.replicas.samplers import Sampler
+from fovea_gateway.training.models import Model
+from fovea_gateway.training.models import get_row as get_model
+
+_MODELS = 100
+_WAITING = 40
+_SPARK_POINTS = 40
+_DRAWN = 1024
+_ROWS_S = 2.0
+_SECTION_S = 0.9
+_SPARKS = ("reward", "loss_per_token", "loss_sum")
+
+Section = dict[str, Any]
+
+
+class LiveView:
+    """Sections of the page. Those of one owner are made once a second, however many look.
+
+    `owner` is whose things are told; None, for callers with the scope admin, is everybody's.
+
+    Attributes:
+        closing: Set at the end of the process.
+    """
+
+    def __init__(self, state: LiveState, futures: Futures, base_models: BaseModels, database: Database) -> None:
+        self.state = state
+        self._futures, self._base_models, self._database = futures, base_models, database
+        self._made: dict[str | None, tuple[float, dict[str, Section]]] = {}
+        self._rows: dict[str | None, tuple[float, list[Section], str]] = {}
+        # Of each model what its curves come to, as of which version of them.
+        self._drawn: LRUCache[str, tuple[StepCurves, int, Section]] = LRUCache(_DRAWN)
+        self._pushes = _PushTimes()
+        self.closing = asyncio.Event()
+
+    def close(self) -> None:
+        """Ends all streams: the process is about to end, and the page comes back to the next one."""
+        self.closing.set()
+
+    async def sections(self, owner: str | None) -> dict[str, Section]:
+        """All sections by name; of `models`, one by the id of each."""
+        now = time.monotonic()
+        at, made = self._made.get(owner, (-math.inf, {}))
+        if now - at < _SECTION_S:
+            return made
+        rows, saved = await self._read_rows(owner)
+        queue = self._queue(owner)
+        made = {
+            "models": {row["id"]: await self._model(row, queue["of_model"].get(row["id"], 0)) for row in rows},
+            "queue": {name: value for name, value in queue.items() if name != "of_model"},
+            "services": self._services(is_admin=owner is None),
+            "errors": {"errors": [_shown_error(name, error) for name, error in self.state.errors(owner)]},
+            "samples": {"version": self.state.gallery.version, "sources": self._sources(owner)},
+            "checkpoints": {"version": saved},
+        }
+        self._made = {name: kept for name, kept in self._made.items() if now - kept[0] < _SECTION_S}
+        self._made[owner] = now, made
+        return made
+
+    async def curves(self, owner: str | None, model_id: str, most: int) -> Section:
+        """The curves of a model. Raises NotFound, also for somebody else's."""
+        await self._check_model(owner, model_id)
+        curves = await self.state.curves(model_id)
+        shown = {name: curves.points(name, most) for name in curves.names}
+        return {"model_id": model_id, "last_step": curves.last_step, "stride": curves.stride, "curves": shown}
+
+    async def _check_model(self, owner: str | None, model_id: str) -> Model:
+        model = await self._database.read(lambda connection: get_model(connection, model_id))
+        if model is None or owner not in (None, model.owner):
+            raise NotFound(f"there is no model {model_id!r}", field="model_id")
+        return model
+
+    def samples(self, owner: str, source: str, step: int | None) -> Section:
+        """The groups of a step, their tokens as texts where a tokenizer is here. Blocks: it may read a file."""
+        groups = self.state.gallery.groups(owner, source, step)
+        return {"owner": owner, "source": source, "groups": [self._group(group) for group in groups]}
+
+    def _group(self, group: Group) -> Section:
+        base = self._base_models.find(group.base_model)
+        tokenizer = base.tokenizer_id if base else ""
+
+        def piece(one: Any) -> Section:
+            if isinstance(one, Picture):
+                return {"picture": one.digest, "is_kept": bool(one.data)}
+            ids = one.tolist()
+            return {"ids": ids, "texts": token_texts.texts(tokenizer, ids)}
+
+        def drawn(one: Drawn) -> Section:
+            ids, logprobs = one.tokens.tolist(), one.logprobs.tolist()
+            return {
+                "sequence_id": one.sequence_id,
+                "ids": ids,
+                "texts": token_texts.texts(tokenizer, ids),
+                "logprobs": [round(value, 4) if math.isfinite(value) else None for value in logprobs],
+                "stop": one.stop,
+                "is_cut": one.is_cut,
+                "reward": one.reward,
+                "at": one.at,
+            }
+
+        return {
+            "prompt": group.prompt,
+            "step": group.step,
+            "at": group.at,
+            "truth": group.truth,
+            "pieces": [piece(one) for one in group.pieces],
+            "drawn": [drawn(one) for one in group.drawn],
+        }
+
+    def _sources(self, owner: str | None) -> list[Section]:
+        return [
+            {"owner": of, "source": source, "steps": steps, "at": at}
+            for of, source, steps, at in self.state.gallery.sources(owner)
+        ]
+
+    async def _read_rows(self, owner: str | None) -> tuple[list[Section], str]:
+        now = time.monotonic()
+        at, rows, saved = self._rows.get(owner, (-math.inf, [], ""))
+        if now - at >= _ROWS_S:
+            rows, saved = await self._database.read(lambda connection: read_rows(connection, owner))
+            self._rows = {name: kept for name, kept in self._rows.items() if now - kept[0] < _ROWS_S}
+            self._rows[owner] = now, rows, saved
+        return rows, saved
+
+    async def _model(self, row: Section, unfinished: int) -> Section:
+        curves = await self.state.curves(row["id"])
+        known = self._drawn.get(row["id"])
+        if known is None or known[0] is not curves or known[1] != curves.version:
+            spark = next((name for name in _SPARKS if name in curves.last), "")
+            values = [float(f"{value:.4g}") for value in curves.means(spark, _SPARK_POINTS)]
+            drawn = {
+                "step": curves.last_step,
+                "last": {name: _finite(value) for name, value in curves.last.items()},
+                "spark": {"name": spark, "values": values},
+            }
+            known = self._drawn[row["id"]] = curves, curves.version, drawn
+        return row | known[2] | {"unfinished": unfinished}
+
+    def _queue(self, owner: str | None) -> Section:
+        kinds: Counter[str] = Counter()
+        of_model: Counter[str] = Counter()
+        rows: list[Section] = []
+        for pending in self._futures.unfinished():
+            submission, progress = pending.submission, pending.progress
+            if owner not in (None, submission.owner):
+                continue
+            is_running = progress.begun_at is not None
+            kinds[f"{submission.kind.value} {'running' if is_running else 'waiting'}"] += 1
+            of_model[pending.model] += 1
+            if len(rows) < _WAITING:
+                rows.append(
+                    {
+                        "id": submission.future_id,
+                        "owner": submission.owner,
+                        "key_id": submission.key_id,
+                        "kind": submission.kind.value,
+                        "model": pending.model or submission.scope,
+                        "is_running": is_running,
+                        "queue_state": progress.queue_state.value,
+                        "reason": progress.waiting_for,
+                        "since": submission.created_at,
+                        "tokens": submission.token_count,
+                    }
+                )
+        return {"total": kinds.total(), "kinds": dict(kinds), "rows": rows, "of_model": of_model}
+
+    def _services(self, is_admin: bool) -> Section:
+        shown = [self._base_model(base, is_admin) for base in self._base_models]
+        return {"base_models": shown, "pushes": self._pushes.look()}
+
+    def _base_model(self, base: BaseModel, is_admin: bool) -> Section:
+        def address(peer: Any) -> Section:
+            return {"address": peer.address, "up": peer.up} if is_admin else {"up": peer.up}
+
+        trainer = base.trainer
+        shown: Section = {"name": base.name, "trainer": None}
+        if trainer is not None:
+            info = trainer.info
+            shown["trainer"] = address(trainer) | {
+                "ranks": info.world_size if info else 0,
+                "models": len(info.model_ids) if info else 0,
+                "dtype": info.dtype if info else "",
+                "version": info.version if info else "",
+                "keeps_recovery": bool(info and info.keeps_recovery),
+                "busy": round(self.state.busy(base.name, True, info.world_size if info else 1), 3),
+                "memory": _memory(info),
+            }
+        samplers = base.samplers.members
+        devices = sum(sampler.device_count for sampler in samplers)
+        shown["sampler_busy"] = round(self.state.busy(base.name, False, devices), 3)
+        shown["samplers"] = [address(sampler) | _sampler(sampler) for sampler in samplers]
+        shown["renderers"] = [
+            address(renderer) | {"inside": renderer.queued - renderer.waiting, "waiting": renderer.waiting}
+            for renderer in base.renderers.members
+        ]
+        return shown
+
+
+class _PushTimes:
+    """How long pushes of weights took, from the figures that Prometheus is shown."""
+
+    def __init__(self) -> None:
+        self._count, self._sum = 0.0, 0.0
+        self._last_s: float | None = None
+
+    def look(self) -> Section:
+        samples = [sample for metric in metrics.PUSH_SECONDS.collect() for sample in metric.samples]
+        found = {sample.name.rpartition("_")[2]: sample.value for sample in samples}
+        count, total = found["count"], found["sum"]
+        if count > self._count:
+            self._last_s = (total - self._sum) / (count - self._count)
+            self._count, self._sum = count, total
+        return {
+            "count": int(count),
+            "mean_s": round(total / count, 3) if count else None,
+            "last_s": None if self._last_s is None else round(self._last_s, 3),
+        }
+
+
+def _sampler(sampler: Sampler) -> Section:
+    info = sampler.info
+    return {
+        "inside": sampler.queued - sampler.waiting,
+        "waiting": sampler.waiting,
+        "most_sequences": info.max_sequences if info else 0,
+        "devices": sampler.device_count,
+        "adapters": len(sampler.adapters),
+        "memory": _memory(info),
+        "dtype": info.dtype if info else "",
+        "version": info.version if info else "",
+    }
+
+
+def _memory(info: trainer_pb2.GetTrainerInfoResponse | sampler_pb2.GetSamplerInfoResponse | None) -> Section | None:
+    """To a hundred megabytes, so that the page is not told of every breath."""
+    if info is None or not info.memory_total_bytes:
+        return None
+    used = round(info.memory_used_bytes, -8) or info.memory_used_bytes
+    return {"used": used, "total": info.memory_total_bytes, "what": info.memory_kind}
+
+
+def _shown_error(owner: str, error: Any) -> Section:
+    return {"owner": owner, **vars(error)}
+
+
+def _finite(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def read_rows(connection: sa.Connection, owner: str | None) -> tuple[list[Section], str]:
+    """The models of an owner, or all, that were last used, and what changes when checkpoints do."""
+    joined = models.join(sessions, models.c.session_id == sessions.c.session_id)
+    query = sa.select(models, sessions.c.display_name, sessions.c.parked_at).select_from(joined)
+    counting = sa.select(sa.func.count(), sa.func.max(checkpoints.c.created_at)).select_from(checkpoints)
+    if owner is not None:
+        query, counting = query.where(models.c.owner == owner), counting.where(checkpoints.c.owner == owner)
+    newest = query.order_by(models.c.last_request_at.desc()).limit(_MODELS)
+    rows = [_row(row) for row in connection.execute(newest).mappings()]
+    return rows, "-".join(map(str, connection.execute(counting).one()))
+
+
+def _row(row: Any) -> Section:
+    return {
+        "id": row["model_id"],
+        "owner": row["owner"],
+        "base_model": row["base_model"],
+        "name": str(row["display_name"] or ""),
+        "metadata": {name: str(value) for name, value in (row["user_metadata"] or {}).items()},
+        "state": "parked" if row["parked_at"] is not None and row["state"] == "ready" else row["state"],
+        "state_reason": row["state_reason"],
+        "rank": weights_pb2.LoraConfig.FromString(row["lora"]).rank,
+        "created": iso_time(row["created_at"]),
+        "used_at": round(row["last_request_at"], 1),
+    }
+
+
+def to_text(section: Any) -> str:
+    """JSON as browsers read it: no value of it is NaN."""
+    return json.dumps(section, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,169 @@
+"""Routes of OpenAI's API: /v1/models, /v1/chat/completions and /v1/completions, with its errors."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from fovea.api.v1 import gateway_pb2, sampler_pb2
+from fovea.wire.errors import ContextOverflow, FoveaError, NotFound, Unauthenticated
+from fovea_gateway.checkpoints.checkpoint import SAMPLER, SCHEME, Checkpoint
+from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
+from fovea_gateway.http.endpoint import REQUEST_ID, Api, Endpoints, Json
+from fovea_gateway.http.request_body import ELEMENT_BYTES, check_json_elements, parse_loosely, read
+from fovea_gateway.openai.openai_answers import Asked, OpenAIAnswers
+from fovea_gateway.scopes import Scope
+
+T = TypeVar("T")
+
+_ELEMENTS = 2**20
+"""Most tokens of a prompt that comes as ids, and more than a conversation has commas."""
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_STARTED = int(time.time())
+
+
+def openai_error(error: FoveaError) -> Response:
+    """An error in OpenAI's shape; its `code` is theirs where they have one."""
+    status = error.http_status
+    code = error.reason.lower()
+    if isinstance(error, ContextOverflow):
+        code = "context_length_exceeded"
+    elif isinstance(error, Unauthenticated):
+        code = "invalid_api_key"
+    elif isinstance(error, NotFound) and error.field == "model":
+        code = "model_not_found"
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    body = {"message": error.message, "type": kind, "param": error.field, "code": code}
+    return Json({"error": body}, status_code=status, headers={"x-request-id": REQUEST_ID.get()})
+
+
+OPENAI = Api("/v1/", openai_error)
+
+
+class OpenAIRoutes:
+    """Handlers of OpenAI's API.
+
+    Args:
+        served_models: Lists the base models.
+        max_body_bytes: The largest body, images included.
+    """
+
+    def __init__(
+        self,
+        answers: OpenAIAnswers,
+        served_models: Callable[[], Awaitable[list[gateway_pb2.ServedModel]]],
+        checkpoints: Checkpoints,
+        max_body_bytes: int,
+    ) -> None:
+        self._answers, self._served_models, self._checkpoints = answers, served_models, checkpoints
+        self._max_body_bytes = max_body_bytes
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        return [
+            endpoints.route("GET", "models", self.list_models, Scope.SAMPLE, OPENAI),
+            endpoints.route("GET", "models/{model:path}", self.get_model, Scope.SAMPLE, OPENAI),
+            endpoints.route("POST", "chat/completions", self.chat, Scope.SAMPLE, OPENAI),
+            endpoints.route("POST", "completions", self.complete, Scope.SAMPLE, OPENAI),
+        ]
+
+    async def list_models(self, request: Request, owner: str) -> Response:
+        """The base models, and the caller's checkpoints to sample from, newest first."""
+        checkpoints = await self._checkpoints.search(owner, with_public=False)
+        saved = [_checkpoint_json(one) for one in checkpoints if one.segment == SAMPLER]
+        return Json({"object": "list", "data": [*await self._base_models(), *saved]})
+
+    async def get_model(self, request: Request, owner: str) -> Response:
+        """One of them, or a checkpoint that another owner published."""
+        name = request.path_params["model"]
+        if name.startswith(SCHEME):
+            return Json(_checkpoint_json(await self._checkpoints.find_sampler(owner, name)))
+        for model in await self._base_models():
+            if model["id"] == name:
+                return Json(model)
+        raise NotFound(f"model {name!r} is not served; GET /v1/models lists those that are", field="model")
+
+    async def chat(self, request: Request, owner: str) -> Response:
+        return await self._answer(request, owner, sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS)
+
+    async def complete(self, request: Request, owner: str) -> Response:
+        return await self._answer(request, owner, sampler_pb2.OPEN_AI_ROUTE_COMPLETIONS)
+
+    async def _answer(self, request: Request, owner: str, route: "sampler_pb2.OpenAIRoute") -> Response:
+        blob = await read(request, self._max_body_bytes)
+        # Its text, its objects, and its images as bytes.
+        request.state.incoming.memory.take(2 * len(blob) + check_json_elements(blob, _ELEMENTS) * ELEMENT_BYTES)
+        body = await asyncio.to_thread(parse_loosely, blob, _ELEMENTS)
+        is_stream = bool(body.get("stream"))
+        asked = await asyncio.to_thread(Asked.of, route, body)
+        pieces = self._answers.answer(owner, asked)
+        headers = {"x-request-id": REQUEST_ID.get()}
+        if not is_stream:
+            whole = await _while_connected(request, _joined(pieces))
+            return Response(whole, media_type="application/json", headers=headers)
+        # What is wrong with the request is known before the first piece, and has a status of its own.
+        first = await _while_connected(request, anext(pieces, b""))
+        headers["cache-control"] = "no-cache"
+        return StreamingResponse(_streamed(first, pieces), media_type="text/event-stream", headers=headers)
+
+    async def _base_models(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": served.name,
+                "object": "model",
+                "created": _STARTED,
+                "owned_by": "fovea",
+                "max_model_len": served.max_context_length,
+            }
+            for served in await self._served_models()
+        ]
+
+
+def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "id": checkpoint.path,
+        "object": "model",
+        "created": int(checkpoint.created_at),
+        "owned_by": checkpoint.owner,
+        "root": checkpoint.base_model,
+    }
+
+
+async def _joined(pieces: AsyncGenerator[bytes]) -> bytes:
+    async with aclosing(pieces):
+        return b"".join([piece async for piece in pieces])
+
+
+async def _streamed(first: bytes, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """The events; an error is the last one, since the status is sent."""
+    async with aclosing(pieces):
+        yield first
+        try:
+            async for piece in pieces:
+                yield piece
+        except FoveaError as error:
+            yield b"data: " + bytes(openai_error(error).body) + b"\n\n"
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is given up when the client leaves. Raises ClientDisconnect then."""
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(_until_gone(request), name="client")
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return await task
+    finally:
+        for each in (task, leaving):
+            each.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

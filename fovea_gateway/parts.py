@@ -1,0 +1,168 @@
+"""The parts of the gateway, built bottom up: each is given those below it, and none is changed afterwards."""
+
+from collections.abc import Callable, Mapping
+
+from fovea.runtime.cautious_clock import CautiousClock
+from fovea_gateway.access.api_keys import KeyRing
+from fovea_gateway.access.owners import Owners
+from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
+from fovea_gateway.checkpoints.checkpoint_storage import Storage
+from fovea_gateway.checkpoints.exports import Exports
+from fovea_gateway.database.database import Database
+from fovea_gateway.discovery import choose
+from fovea_gateway.discovery.discovery import Discovery
+from fovea_gateway.fair_queue import FairQueue
+from fovea_gateway.futures.future import Kind
+from fovea_gateway.futures.futures import Futures
+from fovea_gateway.futures.result_room import ResultRoom
+from fovea_gateway.health import Health
+from fovea_gateway.live.happenings import Happenings
+from fovea_gateway.live.live_state import LiveState
+from fovea_gateway.live.live_view import LiveView
+from fovea_gateway.quotas import Quota
+from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.replicas.renderers import Renderers
+from fovea_gateway.replicas.samplers import Samplers
+from fovea_gateway.replicas.snapshot_pushes import Snapshots, Versions
+from fovea_gateway.replicas.trainer_link import TrainerLink
+from fovea_gateway.sampling.sample_runner import SampleRunner
+from fovea_gateway.sampling.sampling_sessions import Sampling
+from fovea_gateway.sessions.sessions import Sessions
+from fovea_gateway.settings import BaseModelSettings, GatewaySettings
+from fovea_gateway.training.batches import Batches
+from fovea_gateway.training.commands import Command, CommandRunner
+from fovea_gateway.training.copies import Copies
+from fovea_gateway.training.custom_losses import CustomLosses
+from fovea_gateway.training.journal import Journal
+from fovea_gateway.training.models import Models
+from fovea_gateway.training.orphans import OrphanCollector
+from fovea_gateway.training.parking import Parking
+from fovea_gateway.training.replay import Replay
+from fovea_gateway.training.residence import Residence
+from fovea_gateway.training.step_commands import StepCommands
+from fovea_gateway.training.training import Training
+from fovea_gateway.training.training_runs import TrainingRuns
+from fovea_gateway.training.weight_commands import CreationCommands, SaveCommands
+
+
+class Parts:
+    """All parts of one gateway. Nothing runs before they are opened and started.
+
+    Args:
+        on_superseded: Called once another gateway has taken over the state.
+
+    Attributes:
+        base_models: Who renders, samples and trains each.
+        residences: By base model that has a trainer: which models are in it.
+    """
+
+    def __init__(self, settings: GatewaySettings, on_superseded: Callable[[], None]) -> None:
+        self.request_memory = Quota(
+            "max_request_memory_bytes", settings.max_request_memory_bytes, "bytes of requests in progress"
+        )
+        max_pending = Quota("max_pending", settings.max_pending, "unfinished requests")
+        max_sessions = Quota("max_sessions", settings.max_sessions, "open sessions")
+        self.database = Database(settings.store_url, on_superseded)
+        self.keys = KeyRing(self.database, settings.given_keys, settings.host)
+        self.owners = Owners(self.database)
+        self._clock = clock = CautiousClock()
+        result_room = ResultRoom(self.database, settings.max_result_bytes)
+        self.happenings = Happenings()
+        self.futures = Futures(
+            self.database, settings.result_ttl_s, max_pending, self.owners, clock, result_room,
+            self.happenings.note_end,
+        )  # fmt: skip
+        self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions)
+        self.storage = Storage(settings.checkpoint_root)
+        self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock)
+        self.exports = Exports(self.database, self.checkpoints)
+        self.models = Models(self.database, settings.max_models_per_owner, self.owners)
+        self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
+        self.journal = Journal(self.database, self.models, settings.max_journal_bytes)
+        self.residences: dict[str, Residence] = {}
+        self._batches: dict[str, Batches] = {}
+        self._steps: dict[str, StepCommands] = {}
+        self.base_models = BaseModels([self._build_base_model(own, settings) for own in settings.base_models])
+        self.versions = Versions()
+        self.health = Health(self.futures, self.sessions, self.base_models, self.versions, settings.state_dir)
+
+        sample_runner = SampleRunner(self.versions, settings.retry_deadline_s, settings.sample_timeout_s)
+        self.sampling = Sampling(
+            self.database, self.futures, self.sessions, self.checkpoints, self.base_models, sample_runner
+        )
+        runners = {
+            base.name: self._build_runner(base, base.trainer, settings)
+            for base in self.base_models
+            if base.trainer is not None
+        }
+        self.training = Training(
+            self.futures, self.sessions, self.models, self.base_models, runners, self.residences, self.journal,
+            settings.gap_timeout_s,
+        )  # fmt: skip
+        self.parking = Parking(
+            self.futures, self.sessions, self.models, self.training, self.residences, self.base_models,
+            settings.parked_ttl_s, settings.parked_bytes, clock,
+        )  # fmt: skip
+        self.training_runs = TrainingRuns(self.database, self.checkpoints)
+        self.copies = Copies(self.database, self.sessions, self.checkpoints)
+        self.orphans = OrphanCollector(self.database, self.base_models, self.checkpoints)
+        self.live_state = LiveState(
+            self.happenings, self.database, self.models, self.sampling, self.base_models
+        )  # fmt: skip
+        self.live_view = LiveView(self.live_state, self.futures, self.base_models, self.database)
+
+    def _build_base_model(self, own: BaseModelSettings, settings: GatewaySettings) -> BaseModel:
+        def found(service: str, addresses: list[str]) -> Discovery:
+            return choose(settings.discovery, service, addresses, settings.kubernetes_namespace)
+
+        name, weight_of = own.model_name, self.owners.weight
+        trainer = TrainerLink(own.trainer, settings.trainer_wait_s) if own.trainer else None
+        renderers = Renderers(
+            name, found("renderer", own.renderer), settings.renderer_concurrency, settings.retry_deadline_s,
+            trainer.check_files if trainer else _check_nothing, weight_of,
+        )  # fmt: skip
+        residence = self._build_residence(name, trainer, renderers, settings) if trainer else None
+        snapshots = Snapshots(self.database, name, trainer, residence, settings.push_timeout_s)
+        samplers = Samplers(
+            name, found("sampler", own.sampler), settings.sampler_concurrency, snapshots,
+            trainer.check_files if trainer else renderers.check_files, weight_of,
+        )  # fmt: skip
+        return BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainer, is_sampled=bool(own.sampler))
+
+    def _build_residence(
+        self, name: str, trainer: TrainerLink, renderers: Renderers, settings: GatewaySettings
+    ) -> Residence:
+        batches = self._batches[name] = Batches(self.futures, renderers, self.custom_losses)
+        turns = FairQueue(1, self.owners.weight, settings.trainer_concurrency)
+        steps = self._steps[name] = StepCommands(self.futures, self.models, batches, trainer, turns)
+        replay = Replay(self.journal, steps, self.checkpoints, self.database, trainer, settings.command_timeout_s)
+        patience_s = settings.retry_deadline_s
+        residence = self.residences[name] = Residence(name, self.models, self.journal, replay, trainer, patience_s)
+        return residence
+
+    def _build_runner(self, base: BaseModel, trainer: TrainerLink, settings: GatewaySettings) -> CommandRunner:
+        timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
+        steps = self._steps[base.name]
+        creating = CreationCommands(
+            self.models, self.checkpoints, self.sessions, trainer, base.samplers, timeout_s, patience_s,
+            lambda: self.parking.make_room(base.name),
+        )  # fmt: skip
+        saving = SaveCommands(self.models, self.checkpoints, self.sampling, trainer, timeout_s)
+        commands: dict[Kind, Command] = {
+            Kind.CREATE_MODEL: creating.create_model,
+            Kind.LOAD_STATE: creating.load_state,
+            Kind.FORWARD: steps.forward_backward,
+            Kind.FORWARD_BACKWARD: steps.forward_backward,
+            Kind.OPTIM_STEP: steps.optim_step,
+            Kind.SAVE_STATE: saving.save_state,
+            Kind.SAVE_FOR_SAMPLER: saving.save_for_sampler,
+            Kind.SAVE_EXTERNAL: saving.save_external,
+        }
+        residence, batches = self.residences[base.name], self._batches[base.name]
+        return CommandRunner(
+            self.futures, self.models, trainer, residence, self.journal, batches, commands, settings.disk_wait_s
+        )
+
+
+def _check_nothing(who: str, files: Mapping[str, str]) -> None:
+    """Without a trainer, the renderers' files are what the samplers' are held against."""

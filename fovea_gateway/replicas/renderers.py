@@ -1,0 +1,199 @@
+"""Renderers: text is spliced here, everything else by the renderer that most likely has it cached."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from fovea.api.v1 import model_input_pb2, renderer_pb2
+from fovea.client import RendererClient
+from fovea.runtime.tasks import Backoff
+from fovea.wire import tensors
+from fovea.wire.errors import ContextOverflow, FailedPrecondition, InvalidInput, ResourceExhausted, Unavailable
+from fovea_gateway import gateway_metrics as metrics
+from fovea_gateway.discovery.discovery import Discovery
+from fovea_gateway.fair_queue import Turn
+from fovea_gateway.replicas.replicas import CheckFiles, Replica, ReplicaLeft, Replicas, WeightOf, find_unlike
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S = 0.5
+_MORE = 4
+"""Calls in a renderer that never count as busy."""
+
+
+def least_token_count(model_input: model_input_pb2.ModelInput) -> int:
+    """Tokens of an input that is not rendered yet: exact if every image says its count, else at least so many."""
+    count = 0
+    for chunk in model_input.chunks:
+        if chunk.WhichOneof("kind") == "tokens":
+            count += len(chunk.tokens.tokens) // 4
+        else:
+            image = getattr(chunk, chunk.WhichOneof("kind") or "image")
+            count += image.expected_token_count if image.HasField("expected_token_count") else 1
+    return count
+
+
+class Renderer(Replica):
+    """One renderer as the gateway knows it."""
+
+    def __init__(
+        self,
+        address: str,
+        concurrency: int,
+        on_change: Callable[[], None],
+        check_files: CheckFiles,
+        weight_of: WeightOf,
+    ) -> None:
+        super().__init__("renderer", address, concurrency, on_change, weight_of)
+        self._check_files = check_files
+        self._client = RendererClient(address)
+        self.info: renderer_pb2.GetRendererInfoResponse | None = None
+
+    @property
+    def client(self) -> RendererClient:
+        return self._client
+
+    async def ask(self) -> None:
+        """Asks what it serves. Raises FailedPrecondition if it is not what the trainer trains."""
+        info = await self.client.info(timeout_s=5.0)
+        self._check_files(f"the renderer at {self.address}", info.model_files)
+        self.info = info
+
+
+class Renderers(Replicas[Renderer]):
+    """All renderers of a base model as one. Call `start` before use.
+
+    Args:
+        base_model: Its name.
+        discovery: Where they are.
+        concurrency: Calls inside one renderer at once; the rest wait here.
+        retry_deadline_s: How long a render waits for any renderer to answer.
+        check_files: Whether they have the model that is trained.
+        weight_of: An owner's share of the calls.
+    """
+
+    def __init__(
+        self,
+        base_model: str,
+        discovery: Discovery,
+        concurrency: int,
+        retry_deadline_s: float,
+        check_files: CheckFiles,
+        weight_of: WeightOf,
+    ) -> None:
+        super().__init__(
+            "renderer",
+            base_model,
+            discovery,
+            lambda address, on_change: Renderer(address, concurrency, on_change, check_files, weight_of),
+        )
+        self._retry_deadline_s = retry_deadline_s
+        self._info: renderer_pb2.GetRendererInfoResponse | None = None
+
+    async def info(self, within_s: float = 0.0) -> renderer_pb2.GetRendererInfoResponse:
+        """What the renderers serve: they are all alike. Raises Unavailable if none has ever answered by then."""
+        backoff = Backoff(within_s, longest_s=_LONGEST_PAUSE_S)
+        while self._info is None:
+            self._info = next((renderer.info for renderer in self.members if renderer.info is not None), None)
+            if self._info is None:
+                if backoff.is_over:
+                    raise Unavailable("no renderer has answered yet")
+                await backoff.pause()
+        return self._info
+
+    def check_files(self, who: str, files: Mapping[str, str]) -> None:
+        """Raises FailedPrecondition, naming it, for a file of the model that another service reads differently."""
+        for renderer in self.members:
+            own = renderer.info.model_files if renderer.info is not None else {}
+            if unlike := find_unlike(own, files):
+                raise FailedPrecondition(
+                    f"{who} has another {unlike} than the renderer at {renderer.address}: give both the same model"
+                )
+
+    async def render(
+        self, owner: str, model_input: model_input_pb2.ModelInput, field: str
+    ) -> model_input_pb2.RenderedInput:
+        """Splices an owner's input. Text needs no call, unless it holds an id that stands for an image.
+
+        Raises InvalidInput naming `field` and what is wrong, ContextOverflow for an input above the context,
+        Unavailable if no renderer answers in time.
+        """
+        rendered = await self._splice_text(model_input, field) or await self._render_remotely(owner, model_input, field)
+        await self._check(rendered, field)
+        return rendered
+
+    async def _splice_text(
+        self, model_input: model_input_pb2.ModelInput, field: str
+    ) -> model_input_pb2.RenderedInput | None:
+        if any(chunk.WhichOneof("kind") != "tokens" for chunk in model_input.chunks):
+            return None
+        tokens = b"".join(chunk.tokens.tokens for chunk in model_input.chunks)
+        reserved = (await self.info(self._retry_deadline_s)).reserved_token_ids
+        if np.isin(tensors.decode_tokens(tokens, field), reserved).any():
+            return None
+        return model_input_pb2.RenderedInput(tokens=tokens)
+
+    async def _check(self, rendered: model_input_pb2.RenderedInput, field: str) -> None:
+        info = await self.info(self._retry_deadline_s)
+        ids = tensors.decode_tokens(rendered.tokens, field)
+        if ids.size == 0:
+            raise InvalidInput(f"{field} has no tokens; at least one is needed", field=field)
+        outside = np.flatnonzero((ids < 0) | (ids >= info.vocabulary_size))
+        if outside.size:
+            position = int(outside[0])
+            raise InvalidInput(
+                f"{field} has token id {ids[position]} at position {position}; "
+                f"the vocabulary is 0 .. {info.vocabulary_size - 1}",
+                field=field,
+            )
+        if ids.size > info.max_context_length:
+            raise ContextOverflow(
+                f"{field} has {ids.size} tokens; the model's context window is {info.max_context_length}", field=field
+            )
+
+    async def _render_remotely(
+        self, owner: str, model_input: model_input_pb2.ModelInput, field: str
+    ) -> model_input_pb2.RenderedInput:
+        backoff = Backoff(self._retry_deadline_s, longest_s=_LONGEST_PAUSE_S)
+        failure = "none is known"
+        while True:
+            for renderer in self._by_affinity(model_input):
+                try:
+                    async with renderer.place(Turn(owner, least_token_count(model_input))):
+                        if renderer.up or not self.up:  # else it went away while this waited
+                            return await renderer.client.render(model_input)
+                except ReplicaLeft:
+                    continue
+                except (Unavailable, ResourceExhausted) as error:
+                    if isinstance(error, Unavailable):
+                        renderer.mark_down(str(error))
+                    metrics.RENDER_RETRIES.labels(error.reason).inc()
+                    failure = f"renderer {renderer.address}: {error.message}"
+                except InvalidInput as error:
+                    raise type(error)(f"{field}: {error.message}", error.field or field, **error.metadata) from None
+            if backoff.is_over:
+                raise Unavailable(f"no renderer answered within {self._retry_deadline_s:.0f} s: {failure}")
+            await backoff.pause()
+
+    def _by_affinity(self, model_input: model_input_pb2.ModelInput) -> list[Renderer]:
+        """Renderers in the order to try them: rendezvous hashing over the first image, the much busier last.
+
+        The turns of a conversation share their first image, so all of its images meet the same cache.
+        """
+        renderers = self.up or self.members
+        if len(renderers) < 2:
+            return renderers
+        image = next((chunk for chunk in model_input.chunks if chunk.WhichOneof("kind") != "tokens"), None)
+        key = _image_key(image) if image is not None else b""
+        ranked = sorted(renderers, key=lambda renderer: hashlib.sha256(key + renderer.address.encode()).digest())
+        # An image is soon rendered again: its cache is worth a short wait only.
+        most = 2 * min(renderer.queued for renderer in renderers) + _MORE
+        return sorted(ranked, key=lambda renderer: renderer.queued > most)
+
+
+def _image_key(chunk: model_input_pb2.Chunk) -> bytes:
+    """Alike for the same image under the same name."""
+    reference = chunk.image_reference
+    return hashlib.sha256(chunk.image.data or (reference.sha256 or reference.uri).encode()).digest()

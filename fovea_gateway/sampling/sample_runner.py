@@ -1,0 +1,372 @@
+"""Samples: rendered once, sent to a sampler that has the weights, tried again when a sampler goes away."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2, tensor_pb2
+from fovea.runtime.tasks import Backoff
+from fovea.wire import tensors
+from fovea.wire.errors import (
+    ContextOverflow,
+    FeatureEvicted,
+    FoveaError,
+    Internal,
+    InvalidInput,
+    ModelLost,
+    SnapshotNotLoaded,
+    Unavailable,
+)
+from fovea_gateway import gateway_metrics as metrics
+from fovea_gateway.fair_queue import Turn
+from fovea_gateway.futures.future import Kind, Pending, QueueState
+from fovea_gateway.gateway_metrics import stage
+from fovea_gateway.replicas.base_models import BaseModel
+from fovea_gateway.replicas.replicas import ReplicaLeft
+from fovea_gateway.replicas.samplers import Sampler
+from fovea_gateway.replicas.snapshot_pushes import Returning, Versions
+from fovea_gateway.sampling import sample_wire as targets
+from fovea_gateway.sampling.sample_wire import Cells
+from fovea_gateway.sampling.sampling_session import SamplingSession
+
+logger = logging.getLogger(__name__)
+
+Events = AsyncGenerator[sampler_pb2.SampleResponse, None]
+
+_OPTIONS = tuple(
+    name
+    for name, field in gateway_pb2.SampleTokensRequest.DESCRIPTOR.fields_by_name.items()
+    if (asked := sampler_pb2.SampleRequest.DESCRIPTOR.fields_by_name.get(name))
+    and asked.message_type is field.message_type
+)
+"""What a sampler is asked in the client's own words: the fields that both requests have."""
+
+_LONGEST_PAUSE_S = 0.5
+_MENDS = 30
+"""How often one request may find its snapshot or its image evicted before we call it a fault."""
+
+_BREAKS = 10
+"""How many samplers may end while they have one request, before it is taken for what ends them."""
+
+
+@dataclass
+class SampleWork:
+    """One request on its way: what to sample, and what was done for it so far.
+
+    Attributes:
+        pending: Its future; a stream's is not registered.
+        base: The base model that it is sampled from, adapted or not.
+        sampling: Names the weights. Which ones may change until a try has its place in a sampler.
+        at_once: Whether nobody reads along.
+        snapshot_id: The weights of the last try.
+        cells: What to score in the prompt.
+        outage: Since a sampler first failed it.
+        mends: How often it found its snapshot or its image evicted.
+        breaks: How many samplers have ended while they had it.
+    """
+
+    pending: Pending
+    base: BaseModel
+    sampling: SamplingSession
+    request: gateway_pb2.SampleTokensRequest
+    at_once: bool
+    snapshot_id: str = ""
+    rendered: model_input_pb2.RenderedInput | None = None
+    cells: Cells | None = None
+    outage: Backoff | None = None
+    mends: int = 0
+    breaks: int = 0
+
+    @property
+    def prompt_ids(self) -> bytes:
+        """int32 ids of the prompt as rendered; empty before that."""
+        return self.rendered.tokens if self.rendered is not None else b""
+
+
+def check_context(prompt_tokens: int, max_tokens: int, max_context_length: int) -> None:
+    """Raises ContextOverflow, in the words that the Tinker cookbook looks for."""
+    if prompt_tokens + max_tokens > max_context_length:
+        raise ContextOverflow(
+            "Prompt length plus max_tokens exceeds the model's context window: "
+            f"{prompt_tokens} prompt tokens + {max_tokens} max_tokens > {max_context_length}.",
+            field="sampling_params.max_tokens",
+        )
+
+
+class SampleRunner:
+    """Runs samples.
+
+    Args:
+        retry_deadline_s: How long a request waits for a sampler that went away.
+        timeout_s: Deadline of one try.
+    """
+
+    def __init__(
+        self,
+        versions: Versions,
+        retry_deadline_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._versions = versions
+        self._retry_deadline_s = retry_deadline_s
+        self._timeout_s = timeout_s
+        self.tasks_in_samplers: set[asyncio.Task[Any]] = set()
+        """Tasks whose request a sampler works on, until they have ended: to stop one then is to do it twice."""
+
+    async def collect(self, work: SampleWork) -> list[gateway_pb2.SampleTokensResponse]:
+        """Samples to the end. A sampler that fails midway costs nothing but time: the request starts again."""
+        while True:
+            try:
+                async with aclosing(self._attempt(work)) as attempt:
+                    events = [event async for event in attempt]
+                return gather(events, work.request, work.cells)
+            except ReplicaLeft:
+                continue
+            except FoveaError as error:
+                await self._mend(work, error)
+
+    async def stream(self, work: SampleWork) -> AsyncIterator[sampler_pb2.SampleResponse]:
+        """Samples, passing events on as they come. Tried again only as long as nothing was passed on."""
+        is_begun = False
+        while True:
+            try:
+                async with aclosing(self._attempt(work)) as attempt:
+                    async for event in attempt:
+                        is_begun = True
+                        yield event
+                return
+            except ReplicaLeft:
+                continue
+            except FoveaError as error:
+                if is_begun:
+                    raise
+                await self._mend(work, error)
+
+    async def _attempt(self, work: SampleWork) -> Events:
+        if work.rendered is None:
+            work.pending.progress.wait_on("rendering the prompt")
+            with stage("render", Kind.SAMPLE.value):
+                work.rendered = await work.base.renderers.render(
+                    work.pending.submission.owner, work.request.prompt, "prompt"
+                )
+            await self._check(work)
+        picked = work.base.samplers.pick(work.pending.submission.owner, work.sampling.snapshot_id, work.rendered)
+        tokens = most_tokens(work.request, len(work.rendered.tokens) // 4, work.base.max_context_length)
+        turn = Turn(work.pending.submission.owner, tokens)
+        try:
+            async with self._place(work, picked, turn) as sampler:
+                work.pending.progress.wait_on("sampling")
+                async for event in self._sample(sampler, work, turn):
+                    yield event
+        finally:
+            work.pending.usage.gpu_seconds += turn.seconds * picked.device_count
+
+    @asynccontextmanager
+    async def _place(self, work: SampleWork, sampler: Sampler, turn: Turn) -> AsyncIterator[Sampler]:
+        """A place in a sampler that has the weights, until the block ends. Raises ReplicaLeft if the sampler leaves."""
+        async with AsyncExitStack() as held:
+            work.pending.progress.queue(
+                lambda: f"waiting for a place in a sampler: {sampler.describe(turn)}", QueueState.PAUSED
+            )
+            await held.enter_async_context(sampler.place(turn))
+            work.pending.progress.wait_on("waiting for the weights to be loaded")
+            work.pending.begin()
+            snapshot_id = work.snapshot_id = work.sampling.snapshot_id
+            self._versions.want(snapshot_id)
+            held.enter_context(work.base.snapshots.using(snapshot_id))
+            with stage("weights", Kind.SAMPLE.value):
+                resident = await work.base.snapshots.resident_for(snapshot_id)
+                await held.enter_async_context(sampler.weights_lock.hold(resident))
+                if resident != snapshot_id:
+                    peers = [peer for peer in work.base.samplers.up if peer.weights_lock.resident == resident]
+                    await work.base.snapshots.ensure_adapter(sampler, snapshot_id, peers)
+            sampler.check_stays()
+            yield sampler
+
+    async def _sample(self, sampler: Sampler, work: SampleWork, turn: Turn) -> Events:
+        request = sampler_pb2.SampleRequest(
+            request_id=work.pending.submission.future_id,
+            snapshot_id=work.snapshot_id,
+            prompt=work.rendered,
+            target_tokens=targets.to_score(work.cells) if work.cells else None,
+            **{name: getattr(work.request, name) for name in _OPTIONS},
+            at_once=work.at_once,
+            # What is cached for one owner is neither used nor counted for another, who could learn prompts from it.
+            cache_salt=work.pending.submission.owner,
+        )
+        self._note_sampling()
+        usage, prompt_tokens = work.pending.usage, len(request.prompt.tokens) // 4
+        sampled_before = usage.sampled_tokens
+        try:
+            running = metrics.SAMPLES_RUNNING.labels(sampler.address).track_inprogress()
+            with stage("sample", Kind.SAMPLE.value), running:
+                answer = cast(Events, sampler.client.sample(request, self._timeout_s))
+                async with aclosing(answer) as events:
+                    async for event in events:
+                        usage.sampled_tokens += len(event.delta.tokens) // 4
+                        usage.cached_tokens += event.prompt.cached_token_count
+                        yield event
+            usage.prompt_tokens += prompt_tokens
+            turn.settle(prompt_tokens + usage.sampled_tokens - sampled_before)
+        except SnapshotNotLoaded:
+            turn.settle(0)
+            sampler.note_not_loaded(work.snapshot_id)
+            raise
+        except Unavailable as error:
+            work.breaks += 1
+            sampler.mark_down(str(error))
+            raise
+
+    def _note_sampling(self) -> None:
+        if (task := asyncio.current_task()) and task not in self.tasks_in_samplers:
+            self.tasks_in_samplers.add(task)
+            task.add_done_callback(self.tasks_in_samplers.discard)
+
+    async def _mend(self, work: SampleWork, error: FoveaError) -> None:
+        """Prepares the next try, or raises the error if there is none."""
+        if task := asyncio.current_task():
+            self.tasks_in_samplers.discard(task)
+        if isinstance(error, SnapshotNotLoaded | FeatureEvicted):
+            work.mends += 1
+            if work.mends > _MENDS:
+                raise error
+            if isinstance(error, FeatureEvicted):
+                work.rendered = None
+        elif isinstance(error, Returning):
+            work.outage = None
+            work.pending.progress.wait_on(error.message, QueueState.PAUSED)
+            await asyncio.sleep(_LONGEST_PAUSE_S)
+        elif isinstance(error, Unavailable) and not isinstance(error, ModelLost):
+            if work.outage is None:
+                work.outage = Backoff(self._retry_deadline_s, longest_s=_LONGEST_PAUSE_S)
+                logger.info("sample %s waits: %s", work.pending.submission.future_id, error)
+            if work.outage.is_over:
+                raise Unavailable(
+                    f"gave up after {self._retry_deadline_s:.0f} s: {error.message}. Send the request again"
+                ) from None
+            if work.breaks > _BREAKS:
+                raise Unavailable(
+                    f"gave up: {work.breaks} times a sampler ended while it had this request: {error.message}"
+                ) from None
+            work.pending.progress.wait_on(error.message, QueueState.PAUSED)
+            await work.outage.pause()
+            await work.base.samplers.wait_up(work.outage.left_s)
+        else:
+            raise error
+        metrics.SAMPLE_RETRIES.labels(error.reason).inc()
+        logger.debug("sample %s is tried again: %s", work.pending.submission.future_id, error)
+
+    async def _check(self, work: SampleWork) -> None:
+        assert work.rendered is not None
+        length = len(work.rendered.tokens) // 4
+        _check_last_n(work.request, length)
+        if work.request.HasField("target_table"):
+            work.cells = targets.read_table(work.request.target_table)
+            targets.check_table(work.cells, length, (await work.base.renderers.info()).vocabulary_size)
+        info = work.base.samplers.info
+        if info is None:
+            return  # the sampler itself checks too
+        check_limits(work.request, info)
+        params = work.request.params
+        check_context(length, params.max_tokens if params.HasField("max_tokens") else 1, info.max_context_length)
+
+
+def most_tokens(request: gateway_pb2.SampleTokensRequest, prompt_tokens: int, max_context_length: int) -> int:
+    """Tokens that a sample may come to, its prompt's included."""
+    most = request.params.max_tokens if request.params.HasField("max_tokens") else max_context_length
+    return prompt_tokens + max(request.sample_count, 0) * max(min(most, max_context_length - prompt_tokens), 0)
+
+
+def check_limits(request: gateway_pb2.SampleTokensRequest, info: sampler_pb2.GetSamplerInfoResponse) -> None:
+    """Raises InvalidInput for counts above what a sampler does."""
+    for field, value, least, most in (
+        ("num_samples", request.sample_count, 1, info.max_sample_count),
+        ("topk_prompt_logprobs", request.top_prompt_logprobs, 0, info.max_top_logprobs),
+        ("topk_sample_logprobs", request.top_sample_logprobs, 0, info.max_top_logprobs),
+        ("prompt_alt_tokens_k", request.alt_token_count, 0, info.max_top_logprobs),
+        ("prompt_logprobs_last_n", request.prompt_logprobs_last_n, 0, info.max_context_length),
+    ):
+        if not least <= value <= most:
+            raise InvalidInput(f"{field} is {value}; it must be {least} .. {most}", field=field)
+
+
+def _check_last_n(request: gateway_pb2.SampleTokensRequest, token_count: int) -> None:
+    last_n, field = request.prompt_logprobs_last_n, "prompt_logprobs_last_n"
+    if not last_n:
+        return
+    if not request.prompt_logprobs:
+        raise InvalidInput(f"{field} needs prompt_logprobs; ask for them, or leave it out", field=field)
+    if last_n >= token_count:
+        raise InvalidInput(
+            f"{field} is {last_n}; it must be 1 .. {token_count - 1}, less than the prompt's {token_count} tokens",
+            field=field,
+        )
+
+
+def gather(
+    events: Iterable[sampler_pb2.SampleResponse], request: gateway_pb2.SampleTokensRequest, cells: Cells | None
+) -> list[gateway_pb2.SampleTokensResponse]:
+    """Joins the deltas of each sequence; sequences come in order of index, after the request's own target table.
+
+    Raises Internal if the sampler left out what was asked for: half an answer is never returned as a whole one.
+    """
+    sample_count = request.sample_count
+    prompt: sampler_pb2.PromptResult | None = None
+    deltas: dict[int, list[sampler_pb2.SequenceDelta]] = {index: [] for index in range(sample_count)}
+    for event in events:
+        if event.WhichOneof("event") == "prompt":
+            prompt = event.prompt
+        elif event.delta.index in deltas:
+            deltas[event.delta.index].append(event.delta)
+        else:
+            raise Internal(f"the sampler returned sequence {event.delta.index} of {sample_count}")
+    records = [gateway_pb2.SampleTokensResponse(prompt=_checked_prompt(prompt, request, cells))]
+    if cells is not None:
+        records.insert(0, gateway_pb2.SampleTokensResponse(target_table=request.target_table))
+    for index, parts in deltas.items():
+        records.append(gateway_pb2.SampleTokensResponse(delta=_join(index, parts)))
+        if request.routed_experts and not records[-1].delta.HasField("routed_experts"):
+            raise Internal(f"the sampler returned no experts of sequence {index}")
+    return records
+
+
+def _checked_prompt(
+    prompt: sampler_pb2.PromptResult | None, request: gateway_pb2.SampleTokensRequest, cells: Cells | None
+) -> sampler_pb2.PromptResult:
+    prompt = prompt or sampler_pb2.PromptResult()
+    if cells is not None:
+        targets.spread(cells, prompt.target_logprobs)
+    for asked, name in ((request.top_prompt_logprobs, "top_logprobs"), (request.alt_token_count, "alt_tokens")):
+        if asked and not prompt.HasField(name):
+            raise Internal(f"the sampler returned no {name} for the prompt")
+    if request.prompt_logprobs and not prompt.logprobs:
+        raise Internal("the sampler returned no logprobs for the prompt")
+    return prompt
+
+
+def _join(index: int, parts: list[sampler_pb2.SequenceDelta]) -> sampler_pb2.SequenceDelta:
+    if not parts or parts[-1].finish_reason == sampler_pb2.FINISH_REASON_UNSPECIFIED:
+        raise Internal(f"the sampler ended before sequence {index} did")
+    whole = sampler_pb2.SequenceDelta(
+        index=index,
+        tokens=b"".join(part.tokens for part in parts),
+        logprobs=b"".join(part.logprobs for part in parts),
+        finish_reason=parts[-1].finish_reason,
+        snapshot_id=parts[-1].snapshot_id,
+    )
+    if parts[-1].HasField("routed_experts"):
+        whole.routed_experts.CopyFrom(parts[-1].routed_experts)
+    tops = [part.top_logprobs for part in parts if part.HasField("top_logprobs")]
+    if tops:
+        whole.top_logprobs.token_ids.CopyFrom(_stack([top.token_ids for top in tops]))
+        whole.top_logprobs.logprobs.CopyFrom(_stack([top.logprobs for top in tops]))
+    return whole
+
+
+def _stack(parts: list[tensor_pb2.Tensor]) -> tensor_pb2.Tensor:
+    return tensors.encode(np.concatenate([tensors.decode(part) for part in parts]))

@@ -1,0 +1,400 @@
+"""Sampling sessions, samples from them, and the rows of sessions."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import sqlalchemy as sa
+
+from fovea.api.v1 import gateway_pb2
+from fovea.runtime.tasks import BackgroundTasks
+from fovea.wire.errors import ContextOverflow, FoveaError, InvalidInput, NotFound
+from fovea_gateway.checkpoints.checkpoint import SCHEME
+from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.schema import sampling_sessions
+from fovea_gateway.database.sql_engine import insert_new
+from fovea_gateway.database.writer import Job
+from fovea_gateway.futures.future import (
+    Done,
+    Kind,
+    Outcome,
+    Pending,
+    Submission,
+    check_seq_id,
+    future_id,
+    run_to_outcome,
+)
+from fovea_gateway.futures.futures import Futures
+from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.replicas.renderers import least_token_count
+from fovea_gateway.replicas.snapshot_pushes import KeptSnapshot, version_of
+from fovea_gateway.sampling.sample_runner import SampleRunner, SampleWork, check_context, check_limits, most_tokens
+from fovea_gateway.sampling.sampling_session import SamplingSession
+from fovea_gateway.sessions.sessions import Session, Sessions, update_session
+
+logger = logging.getLogger(__name__)
+
+
+class Sampling:
+    """What clients do with sampling sessions."""
+
+    def __init__(
+        self,
+        database: Database,
+        futures: Futures,
+        sessions: Sessions,
+        checkpoints: Checkpoints,
+        base_models: BaseModels,
+        runner: SampleRunner,
+    ) -> None:
+        self._database, self._futures, self._sessions, self._checkpoints = database, futures, sessions, checkpoints
+        self._base_models, self._runner = base_models, runner
+        self._known: dict[str, SamplingSession] = {}
+        self._newest: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pushes = BackgroundTasks()
+        self._is_draining = False
+
+    @property
+    def max_context_length(self) -> int:
+        """Positions that the samplers of any base model take at most; 0 before one was seen."""
+        return max(base.max_context_length for base in self._base_models)
+
+    async def open(
+        self, owner: str, session_id: str, request_seq_id: int, base_model: str, model_path: str
+    ) -> SamplingSession:
+        """Opens a sampling session on the base model or on a saved snapshot; a repeat answers the first one.
+
+        Raises NotFound for an unknown session, model or path, InvalidInput if neither is named, they do not fit, or the
+        base model is for training only.
+        """
+        session = await self._sessions.require(owner, session_id)
+        if not base_model and not model_path:
+            raise InvalidInput("name base_model or model_path", field="base_model")
+        snapshot_id = ""
+        if base_model:
+            self._base_models.check_sampled(base_model)
+        if model_path:
+            checkpoint = await self._checkpoints.find_sampler(owner, model_path)
+            if base_model not in ("", checkpoint.base_model):
+                raise InvalidInput(
+                    f"{model_path} was trained on {checkpoint.base_model!r}, not {base_model!r}: leave base_model out",
+                    field="base_model",
+                )
+            self._base_models.check_sampled(checkpoint.base_model, "model_path")
+            base_model, snapshot_id = checkpoint.base_model, checkpoint.snapshot_id
+        sampling = self._make(session.session_id, owner, self._take_number(session), base_model, snapshot_id)
+        sampling.request_seq_id, sampling.model_path = request_seq_id, model_path or None
+        if not await self._database.write(lambda connection: _insert(connection, session, sampling)):
+            known = await self._database.read(lambda connection: find_row(connection, session_id, request_seq_id))
+            assert known is not None, "an insert failed without a row in its way"
+            return known
+        self._known[sampling.sampling_session_id] = sampling
+        return sampling
+
+    def check_sampled(self, base_model: str) -> None:
+        """Raises InvalidInput for a base model that is for training only."""
+        self._base_models.check_sampled(base_model)
+
+    def open_on_snapshot(
+        self, session_id: str, base_model: str, model_id: str, snapshot_id: str, inflight: bool
+    ) -> tuple[SamplingSession, Job[Any]]:
+        """A sampling session on the unnamed weights of a model of `base_model`, and the write that keeps it.
+
+        With `inflight` it follows the model: the write moves it, and all others that follow, to these weights. Call
+        `move_followers` once it is committed.
+        """
+        session = self._sessions.cached(session_id)
+        sampling = self._make(session_id, session.owner, self._take_number(session), base_model, snapshot_id)
+        sampling.followed_model_id = model_id if inflight else None
+        self._known[sampling.sampling_session_id] = sampling
+
+        def job(connection: Any) -> None:
+            _insert(connection, session, sampling)
+            if inflight:
+                update_followers(connection, model_id, snapshot_id)
+
+        return sampling, job
+
+    async def move_followers(self, base_model: str, model_id: str, snapshot_id: str) -> None:
+        """Lets samples that begin from now on use a model's newest weights, and frees those that they replace."""
+        for sampling in self._known.values():
+            if sampling.followed_model_id == model_id:
+                sampling.snapshot_id = snapshot_id
+        replaced = self._newest.get(model_id)
+        self._newest[model_id] = snapshot_id
+        if replaced is not None and replaced != snapshot_id:
+            base = self._base_models.get(base_model)
+            base.snapshots.retire(replaced, base.up_samplers)
+
+    async def join(self, owner: str, sampling_session_id: str) -> int:
+        """Counts one more client of a sampling session; returns its number, from 1. Raises NotFound, SessionEnded."""
+        sampling = await self.get(owner, sampling_session_id)
+        await self._sessions.require(owner, sampling.session_id)
+        return await self._database.write(lambda connection: add_client(connection, sampling_session_id))
+
+    async def sweep(self) -> None:
+        """Frees snapshots that no sampling session names any more."""
+        for base in self._base_models:
+            await base.snapshots.retire_unreachable(base.up_samplers)
+
+    def push_soon(self, base_model: str, kept: KeptSnapshot) -> None:
+        """Brings an adapter to the samplers in the background; if that fails, the first sample tries again."""
+        base = self._base_models.get(base_model)
+        self._pushes.start(self._push(base, kept), f"early push of {kept.identity.snapshot_id}")
+
+    async def get(self, owner: str, sampling_session_id: str) -> SamplingSession:
+        """A sampling session of the caller. Raises NotFound."""
+        sampling = self._known.get(sampling_session_id)
+        if sampling is None:
+            sampling = await self._database.read(lambda connection: get_row(connection, sampling_session_id))
+            if sampling is not None:
+                # It may have been moved forward while it was read.
+                sampling.snapshot_id = self._newest.get(sampling.followed_model_id or "", sampling.snapshot_id)
+                sampling = self._known.setdefault(sampling_session_id, sampling)
+        if sampling is None or sampling.owner != owner:
+            raise NotFound(f"there is no sampling session {sampling_session_id!r}", field="sampling_session_id")
+        return sampling
+
+    async def named(self, owner: str, model: str) -> SamplingSession:
+        """A sampling session that nobody keeps, for one request: of a base model, or of a `tinker://` path.
+
+        Raises NotFound for a name that is neither, InvalidInput for a path that is not to sample from.
+        """
+        snapshot_id, base_model, path = "", model, None
+        if model.startswith(SCHEME):
+            checkpoint = await self._checkpoints.find_sampler(owner, model)
+            snapshot_id, base_model, path = checkpoint.snapshot_id, checkpoint.base_model, model
+        base = self._base_models.get(base_model)
+        return SamplingSession(f"once:{uuid.uuid4().hex[:12]}", "", owner, base.name, None, path, snapshot_id)
+
+    async def submit(
+        self,
+        owner: str,
+        sampling_session_id: str,
+        seq_id: int,
+        request: gateway_pb2.SampleTokensRequest,
+        rejection: FoveaError | None = None,
+    ) -> tuple[str, list[str]]:
+        """Accepts a sample; returns the future's id and the ids of the sequences to come.
+
+        Content that is wrong fails the future. Raises NotFound, SessionEnded, ResourceExhausted, after which clients
+        send the same again, and ContextOverflow, which they expect at once.
+        """
+        sampling = await self.get(owner, sampling_session_id)
+        base = await self._check_usable(owner, sampling)
+        own_id = future_id(sampling_session_id, check_seq_id(seq_id, "seq_id", 0))
+        rejection = rejection or _rejection(base, request)
+        if isinstance(rejection, ContextOverflow):
+            raise rejection
+        submission = Submission(
+            own_id, Kind.SAMPLE, owner, sampling.session_id, sampling_session_id, seq_id, rejection,
+            token_count=_token_count(base, request),
+        )  # fmt: skip
+        await self._futures.submit(submission, request.SerializeToString(), self._start)
+        return own_id, sequence_ids(own_id, 0 if rejection else request.sample_count)
+
+    async def resume(self, pendings: Iterable[Pending]) -> None:
+        """Takes up the samples among what an earlier process left unfinished."""
+        for pending in pendings:
+            if pending.submission.kind is not Kind.SAMPLE:
+                continue
+            try:
+                await self._sessions.load_open(pending.submission.session_id)
+            except FoveaError as error:
+                await self._futures.finish(pending, Outcome(Kind.SAMPLE, b"", error))
+            else:
+                self._start(pending)
+
+    def _start(self, pending: Pending) -> None:
+        """Begins to work on an accepted sample, unless the process is about to end: then the next one does."""
+        if self._is_draining:
+            return
+        pending.work = asyncio.create_task(self._run(pending), name=pending.submission.future_id)
+        self._tasks.add(pending.work)
+        pending.work.add_done_callback(self._tasks.discard)
+
+    async def stream(
+        self, owner: str, request: gateway_pb2.SampleTokensRequest
+    ) -> AsyncIterator[gateway_pb2.SampleTokensResponse]:
+        """Samples now, without a future; leaving the iterator frees the engine. A target table comes back first."""
+        sampling = await self.get(owner, request.sampling_session_id)
+        await self._check_usable(owner, sampling)
+        is_begun = False
+        async for _, event in self.run(sampling, request, as_it_comes=True):
+            if request.HasField("target_table") and not is_begun:
+                yield gateway_pb2.SampleTokensResponse(target_table=request.target_table)
+            is_begun = True
+            yield event
+
+    async def run(
+        self, sampling: SamplingSession, request: gateway_pb2.SampleTokensRequest, *, as_it_comes: bool
+    ) -> AsyncIterator[tuple[bytes, gateway_pb2.SampleTokensResponse]]:
+        """Samples now, without a future: the prompt's ids as rendered, with each event.
+
+        Args:
+            as_it_comes: Whether tokens are wanted as they are made; else each sequence comes whole, and one that a
+                sampler breaks off is sampled again.
+        """
+        base = self._base_models.get(sampling.base_model)
+        if rejection := _rejection(base, request):
+            raise rejection
+        sampling_id = sampling.sampling_session_id
+        submission = Submission(
+            f"{sampling_id}:{uuid.uuid4().hex[:12]}", Kind.SAMPLE, sampling.owner, sampling.session_id, sampling_id,
+            seq_id=0, token_count=_token_count(base, request),
+        )  # fmt: skip
+        pending = Pending(submission, request=None)
+        work = SampleWork(pending, base, sampling, request, at_once=not as_it_comes)
+        with self._futures.counting(submission):
+            try:
+                if as_it_comes:
+                    async for event in self._runner.stream(work):
+                        kind = event.WhichOneof("event")
+                        yield work.prompt_ids, gateway_pb2.SampleTokensResponse(**{kind: getattr(event, kind)})
+                else:
+                    for gathered in await self._runner.collect(work):
+                        yield work.prompt_ids, gathered
+            finally:
+                await self._futures.keep_usage(pending)
+
+    def forget(self, session_id: str) -> None:
+        """Drops what is in memory of a session that is over."""
+        self._known = {key: known for key, known in self._known.items() if known.session_id != session_id}
+        self._newest = {key: newest for key, newest in self._newest.items() if not key.startswith(f"{session_id}:")}
+
+    async def _check_usable(self, owner: str, sampling: SamplingSession) -> BaseModel:
+        """The base model to sample.
+
+        Raises SessionEnded, NotFound once the saved weights have expired, been deleted or taken back, or the base model
+        is not served any more, and InvalidInput once it is for training only.
+        """
+        await self._sessions.require(owner, sampling.session_id)
+        if sampling.model_path:
+            await self._checkpoints.check_sampled(owner, sampling.model_path, sampling.snapshot_id)
+        self._base_models.check_sampled(sampling.base_model, "sampling_session_id")
+        return self._base_models.get(sampling.base_model)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Begins no further sample, and gives those that a sampler works on `timeout_s` to end."""
+        self._is_draining = True
+        await self._pushes.cancel()
+        begun = self._tasks & self._runner.tasks_in_samplers
+        for task in self._tasks - begun:
+            task.cancel()
+        if begun:
+            await asyncio.wait(begun, timeout=timeout_s)
+
+    async def stop(self) -> None:
+        """Stops all work, for the end of the process: it stays in the database and runs after a restart."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, pending: Pending) -> None:
+        done, outcome = await run_to_outcome(pending, self._sample(pending))
+        await self._futures.finish(pending, outcome, done.effects)
+
+    async def _sample(self, pending: Pending) -> Done:
+        submission = pending.submission
+        if submission.rejection is not None:
+            raise submission.rejection
+        request = gateway_pb2.SampleTokensRequest.FromString(await self._futures.request_of(pending))
+        sampling = await self.get(submission.owner, submission.scope)
+        self._base_models.check_sampled(sampling.base_model, "sampling_session_id")
+        version = version_of(sampling.snapshot_id)
+        pending.progress.sampled = version[0] if version else sampling.base_model
+        work = SampleWork(pending, self._base_models.get(sampling.base_model), sampling, request, at_once=True)
+        return Done([*await self._runner.collect(work)])
+
+    @staticmethod
+    async def _push(base: BaseModel, kept: KeptSnapshot) -> None:
+        base.snapshots.remember(kept)
+        samplers, snapshot_id = base.samplers.up, kept.identity.snapshot_id
+        try:
+            if samplers:
+                with base.snapshots.using(snapshot_id):
+                    await base.snapshots.ensure_adapter(samplers[0], snapshot_id, samplers)
+        except FoveaError as error:
+            logger.warning("early push of %s failed: %s", snapshot_id, error)
+
+    @staticmethod
+    def _make(session_id: str, owner: str, number: int, base_model: str, snapshot_id: str) -> SamplingSession:
+        sampling_id = id_of_sampling_session(session_id, number)
+        return SamplingSession(sampling_id, session_id, owner, base_model, snapshot_id=snapshot_id)
+
+    @staticmethod
+    def _take_number(session: Session) -> int:
+        session.next_sampling_number += 1
+        return session.next_sampling_number - 1
+
+
+def _rejection(base: BaseModel, request: gateway_pb2.SampleTokensRequest) -> FoveaError | None:
+    info = base.samplers.info
+    if info is None:
+        return None
+    params = request.params
+    try:
+        check_limits(request, info)
+        max_tokens = params.max_tokens if params.HasField("max_tokens") else 1
+        check_context(least_token_count(request.prompt), max_tokens, info.max_context_length)
+    except FoveaError as error:
+        return error
+    return None
+
+
+def _token_count(base: BaseModel, request: gateway_pb2.SampleTokensRequest) -> int:
+    return most_tokens(request, least_token_count(request.prompt), base.max_context_length)
+
+
+def _insert(connection: Any, session: Session, sampling: SamplingSession) -> bool:
+    is_new = insert_row(connection, sampling)
+    update_session(connection, session.session_id, next_sampling_number=session.next_sampling_number)
+    return is_new
+
+
+def insert_row(connection: sa.Connection, sampling: SamplingSession) -> bool:
+    """Keeps a new sampling session; False if its (session, request_seq_id) is taken."""
+    return insert_new(connection, sampling_sessions, vars(sampling))
+
+
+def get_row(connection: sa.Connection, sampling_session_id: str) -> SamplingSession | None:
+    """A sampling session by id."""
+    query = sa.select(sampling_sessions).where(sampling_sessions.c.sampling_session_id == sampling_session_id)
+    row = (connection.execute(query)).mappings().first()
+    return SamplingSession(**row) if row else None
+
+
+def find_row(connection: sa.Connection, session_id: str, request_seq_id: int) -> SamplingSession | None:
+    """The sampling session that an earlier request with the same number opened."""
+    where = (sampling_sessions.c.session_id == session_id) & (sampling_sessions.c.request_seq_id == request_seq_id)
+    row = (connection.execute(sa.select(sampling_sessions).where(where))).mappings().first()
+    return SamplingSession(**row) if row else None
+
+
+def add_client(connection: sa.Connection, sampling_session_id: str) -> int:
+    """Counts one more client of a sampling session; returns its number, from 1, never given twice."""
+    where = sampling_sessions.c.sampling_session_id == sampling_session_id
+    count = sampling_sessions.c.client_count
+    connection.execute(sa.update(sampling_sessions).where(where).values(client_count=count + 1))
+    number: int = connection.execute(sa.select(count).where(where)).scalar_one()
+    return number
+
+
+def update_followers(connection: sa.Connection, model_id: str, snapshot_id: str) -> None:
+    """Points every sampling session that follows a model at its newest weights."""
+    where = sampling_sessions.c.followed_model_id == model_id
+    connection.execute(sa.update(sampling_sessions).where(where).values(snapshot_id=snapshot_id))
+
+
+def id_of_sampling_session(session_id: str, number: int) -> str:
+    """Id of a session's n-th sampling session."""
+    return f"{session_id}:sample:{number}"
+
+
+def sequence_ids(request_id: str, count: int) -> list[str]:
+    """Ids of the sequences that a sample request will return."""
+    return [f"{request_id}:{index}" for index in range(count)]

@@ -1,0 +1,306 @@
+"""Sessions, which clients open, keep alive and end; and their rows.
+
+The end of a session frees everything that it owns, which is done by who takes the session from `next_ended`.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+
+from fovea.wire.errors import InvalidInput, NotFound, SessionEnded
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.schema import models, sampling_sessions, sessions
+from fovea_gateway.database.sql_engine import insert_new
+from fovea_gateway.quotas import Quota
+from fovea_gateway.scopes import CALLER, Scope, asked_owner
+
+logger = logging.getLogger(__name__)
+
+_MOST_METADATA_BYTES = 64 * 2**10
+
+
+@dataclass(eq=False)
+class Session:
+    """What a client opened; owns models and sampling sessions.
+
+    Attributes:
+        parked_at: Since when its models wait on the trainer's storage, as it was silent; None while it is in use.
+        parked_bytes: What they take there.
+    """
+
+    session_id: str
+    owner: str
+    request_key: str | None = None
+    tags: list[str] = field(default_factory=list)
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+    display_name: str | None = None
+    created_at: float = field(default_factory=time.time)
+    heartbeat_at: float = field(default_factory=time.time)
+    ended_at: float | None = None
+    end_reason: str | None = None
+    end_detail: str | None = None
+    next_sampling_number: int = 0
+    parked_at: float | None = None
+    parked_bytes: int = 0
+
+
+class Sessions:
+    """Sessions by id.
+
+    Args:
+        ttl_s: Seconds without heartbeat after which a session is silent.
+        quota: Limits how many an owner may have open.
+    """
+
+    def __init__(self, database: Database, ttl_s: float, quota: Quota) -> None:
+        self._database = database
+        self._ttl_s = ttl_s
+        self._quota = quota
+        self._sessions: dict[str, Session] = {}
+        self._alive_at: dict[str, float] = {}
+        self._ended: asyncio.Queue[Session] = asyncio.Queue()
+        self._being_freed: dict[str, asyncio.Event] = {}
+
+    async def create(
+        self,
+        owner: str,
+        tags: list[str],
+        user_metadata: dict[str, Any],
+        request_key: str | None,
+        display_name: str | None = None,
+    ) -> Session:
+        """Opens a session, or answers the one that the same request key opened before.
+
+        Raises ResourceExhausted above the owner's share, Unavailable while the disk is full.
+        """
+        self._database.check_room()
+        self._quota.check(owner)
+        check_metadata({"tags": tags, "user_metadata": user_metadata}, "user_metadata with tags")
+        session = Session(f"sess-{secrets.token_hex(8)}", owner, request_key, tags, user_metadata, display_name)
+        if not await self._database.write(lambda connection: insert_session(connection, session)):
+            known = await self._database.read(lambda connection: find_session(connection, owner, request_key or ""))
+            assert known is not None, "an insert failed without a row in its way"
+            return self._sessions.get(known.session_id, known)
+        self._sessions[session.session_id] = session
+        self._alive_at[session.session_id] = time.monotonic()
+        self._quota.take(owner)
+        logger.info("session %s opened", session.session_id)
+        return session
+
+    async def get(self, owner: str, session_id: str) -> Session:
+        """A session of the owner, over or not. Raises NotFound."""
+        session = await self.load(session_id)
+        if session.owner != owner:
+            raise NotFound(f"there is no session {session_id!r}", field="session_id")
+        return session
+
+    async def load(self, session_id: str) -> Session:
+        """A session, whoever owns it: from memory while it is open, else from its row. Raises NotFound."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            session = await self._database.read(lambda connection: get_session(connection, session_id))
+            if session is None:
+                raise NotFound(f"there is no session {session_id!r}", field="session_id")
+        return session
+
+    async def load_open(self, session_id: str) -> Session:
+        """A session that is not over, whoever owns it. Raises NotFound, SessionEnded."""
+        session = await self.load(session_id)
+        if session.ended_at is not None:
+            raise SessionEnded(f"session {session_id} is over ({session.end_reason})")
+        return session
+
+    def cached(self, session_id: str) -> Session:
+        """A session that is in use, so in memory."""
+        return self._sessions[session_id]
+
+    async def require(self, owner: str, session_id: str) -> Session:
+        """A session that is not over, taken up again if it was parked. Raises NotFound, SessionEnded."""
+        session = await self.get(owner, session_id)
+        if session.ended_at is not None:
+            raise SessionEnded(f"session {session_id} is over ({session.end_reason}): open a new one")
+        if session.parked_at is not None:
+            session = await self._take_up(session)
+        self._alive_at[session_id] = time.monotonic()  # whoever uses a session is alive
+        return session
+
+    async def finish(self, owner: str, session_id: str, reason: str, detail: str | None) -> None:
+        """Ends a session, with the scope admin anybody's. The first reason stays.
+
+        Raises NotFound, PermissionDenied for what the key could not make.
+        """
+        is_admin = CALLER.get().scope.includes(Scope.ADMIN)
+        session = await (self.load(session_id) if is_admin else self.get(owner, session_id))
+        model_ids, sampling_ids = await self.contents(session)
+        if model_ids or sampling_ids:
+            needed = Scope.TRAIN if model_ids else Scope.SAMPLE
+            CALLER.get().require(needed, f"ending a session with {'models' if model_ids else 'samples'}")
+        await self._end(session, reason, detail)
+
+    async def page(self, owner: str, limit: int, offset: int) -> list[str]:
+        """Ids of the caller's sessions, newest first."""
+        return await self._database.read(lambda connection: list_sessions(connection, owner, limit, offset))
+
+    async def contents(self, session: Session) -> tuple[list[str], list[str]]:
+        """Ids of a session's models and of its sampling sessions."""
+        return await self._database.read(lambda connection: owned_ids(connection, session.session_id))
+
+    async def next_ended(self) -> Session:
+        """Waits for a session that is over. Whoever takes it frees what it owns, and says so by `forget`."""
+        return await self._ended.get()
+
+    async def wait_freed(self, but: str) -> None:
+        """Waits until what sessions owned that are over by now is free: all but one, which may wait for the caller."""
+        for session_id, freed in list(self._being_freed.items()):
+            if session_id != but:
+                await freed.wait()
+
+    def free(self, session: Session) -> None:
+        """Has what a session owns freed that is over."""
+        self._being_freed[session.session_id] = asyncio.Event()
+        self._ended.put_nowait(session)
+
+    def forget(self, session_id: str) -> None:
+        """Drops from memory a session that is over and owns nothing any more."""
+        self._sessions.pop(session_id, None)
+        self._alive_at.pop(session_id, None)
+        self._being_freed.pop(session_id).set()
+
+    async def restore(self) -> None:
+        """Reads open sessions after a restart; each gets its full time again, since it could not heartbeat."""
+        for session in await self._database.read(open_sessions):
+            self._alive_at[session.session_id] = time.monotonic()
+            self._sessions[session.session_id] = session
+            self._quota.take(session.owner)
+
+    @property
+    def open_count(self) -> int:
+        """Sessions that are open, those of silent clients included."""
+        return len(self._sessions)
+
+    def silent(self) -> list[Session]:
+        """Open sessions without heartbeat for longer than they may be."""
+        return [session for session in self._sessions.values() if self.is_silent(session)]
+
+    def is_silent(self, session: Session, after_s: float | None = None) -> bool:
+        """Whether an open session's client has not been heard of for longer than it may be, or than `after_s`."""
+        now = time.monotonic()  # the wall's clock may jump, which would end the sessions of clients that are well
+        is_late = now - self._alive_at.get(session.session_id, now) > (self._ttl_s if after_s is None else after_s)
+        return session.ended_at is None and session.parked_at is None and is_late
+
+    async def expire(self, session: Session, detail: str = "") -> None:
+        """Ends a session whose client is gone."""
+        await self._end(session, "expired", detail or f"no heartbeat for {self._ttl_s:.0f} s")
+
+    async def park(self, session: Session, size_bytes: int) -> None:
+        """Notes that a session waits for its client on storage, and drops it from memory."""
+        session.parked_at, session.parked_bytes = time.time(), size_bytes
+        self._quota.give(session.owner)
+        await self._save_parked(session)
+        if session.parked_at is not None:  # it may have been taken up meanwhile
+            self._sessions.pop(session.session_id, None)
+            self._alive_at.pop(session.session_id, None)
+        logger.info("session %s is parked: %d bytes", session.session_id, size_bytes)
+
+    async def parked(self, owner: str | None = None) -> list[Session]:
+        """Parked sessions, those that have waited longest first: an owner's, or all."""
+        return await self._database.read(lambda connection: parked_sessions(connection, owner))
+
+    async def parked_for(self, asked: str) -> list[tuple[Session, list[str]]]:
+        """The same for a caller who asked about an owner, as `asked_owner` has it; with the ids of their models."""
+        owner = asked_owner(asked, "sessions")
+        return [(session, (await self.contents(session))[0]) for session in await self.parked(owner)]
+
+    async def _take_up(self, session: Session) -> Session:
+        session = self._sessions.setdefault(session.session_id, session)
+        if session.parked_at is not None:
+            session.parked_at, session.parked_bytes = None, 0
+            self._quota.take(session.owner)
+            self._alive_at[session.session_id] = time.monotonic()
+            await self._save_parked(session)
+            logger.info("session %s is taken up again", session.session_id)
+        return session
+
+    async def _save_parked(self, session: Session) -> None:
+        values = {"parked_at": session.parked_at, "parked_bytes": session.parked_bytes}
+        await self._database.write(lambda connection: update_session(connection, session.session_id, **values))
+
+    async def _end(self, session: Session, reason: str, detail: str | None) -> None:
+        session = self._sessions.get(session.session_id, session)
+        if session.ended_at is not None:
+            return
+        session.ended_at, session.end_reason, session.end_detail = time.time(), reason, detail
+        if session.parked_at is None:
+            self._quota.give(session.owner)
+        values = {"ended_at": session.ended_at, "end_reason": reason, "end_detail": detail}
+        await self._database.write(lambda connection: update_session(connection, session.session_id, **values))
+        logger.info("session %s is over: %s", session.session_id, reason)
+        self.free(session)
+
+
+def check_metadata(metadata: Mapping[str, Any], field: str = "user_metadata") -> None:
+    """Raises InvalidInput for more of it than is kept in memory with each thing that has some."""
+    size_bytes = len(json.dumps(metadata))
+    if size_bytes > _MOST_METADATA_BYTES:
+        raise InvalidInput(f"{field} has {size_bytes} bytes as JSON; at most {_MOST_METADATA_BYTES}", field=field)
+
+
+def insert_session(connection: sa.Connection, session: Session) -> bool:
+    """Keeps a new session; False if its request key is taken."""
+    return insert_new(connection, sessions, vars(session))
+
+
+def find_session(connection: sa.Connection, owner: str, request_key: str) -> Session | None:
+    """The session that an earlier request with the same key opened."""
+    where = (sessions.c.owner == owner) & (sessions.c.request_key == request_key)
+    row = (connection.execute(sa.select(sessions).where(where))).mappings().first()
+    return Session(**row) if row else None
+
+
+def get_session(connection: sa.Connection, session_id: str) -> Session | None:
+    """A session by id."""
+    query = sa.select(sessions).where(sessions.c.session_id == session_id)
+    row = (connection.execute(query)).mappings().first()
+    return Session(**row) if row else None
+
+
+def open_sessions(connection: sa.Connection) -> list[Session]:
+    """Sessions that have not ended and are not parked."""
+    query = sa.select(sessions).where(sessions.c.ended_at.is_(None) & sessions.c.parked_at.is_(None))
+    return [Session(**row) for row in (connection.execute(query)).mappings()]
+
+
+def parked_sessions(connection: sa.Connection, owner: str | None) -> list[Session]:
+    """Parked sessions, those that have waited longest first; of all owners if none is named."""
+    where = sessions.c.ended_at.is_(None) & sessions.c.parked_at.is_not(None)
+    if owner is not None:
+        where &= sessions.c.owner == owner
+    query = sa.select(sessions).where(where).order_by(sessions.c.parked_at)
+    return [Session(**row) for row in connection.execute(query).mappings()]
+
+
+def list_sessions(connection: sa.Connection, owner: str, limit: int, offset: int) -> list[str]:
+    """Ids of an owner's sessions, newest first."""
+    query = sa.select(sessions.c.session_id).where(sessions.c.owner == owner)
+    query = query.order_by(sessions.c.created_at.desc()).limit(limit).offset(offset)
+    return [row.session_id for row in connection.execute(query)]
+
+
+def update_session(connection: sa.Connection, session_id: str, **values: Any) -> None:
+    """Writes columns of one session."""
+    connection.execute(sa.update(sessions).where(sessions.c.session_id == session_id).values(**values))
+
+
+def owned_ids(connection: sa.Connection, session_id: str) -> tuple[list[str], list[str]]:
+    """Ids of a session's models, oldest first, and of its sampling sessions."""
+    of_models = sa.select(models.c.model_id).where(models.c.session_id == session_id).order_by(models.c.created_at)
+    id_column = sampling_sessions.c.sampling_session_id
+    of_sampling_sessions = sa.select(id_column).where(sampling_sessions.c.session_id == session_id)
+    return list(connection.scalars(of_models)), list(connection.scalars(of_sampling_sessions))

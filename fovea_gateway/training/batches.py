@@ -1,0 +1,123 @@
+"""Batches of datums for forward and forward_backward: decoded and rendered while they wait for their turn, so that the
+trainer computes one batch while the next is rendered.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fovea.api.v1 import gateway_pb2, model_input_pb2, trainer_pb2
+from fovea.wire.conventions import MESSAGE_BYTES
+from fovea.wire.errors import InvalidInput
+from fovea_gateway.futures.future import Kind, Pending, split_messages
+from fovea_gateway.futures.futures import Futures
+from fovea_gateway.gateway_metrics import stage
+from fovea_gateway.replicas.renderers import Renderers
+from fovea_gateway.training.custom_losses import CUSTOM, CustomLosses
+
+BATCH_KINDS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
+_MOST_AHEAD = 8
+"""Batches per owner: what waits for a turn that never comes must not keep others from being rendered in time."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the trainer is sent."""
+
+    header: trainer_pb2.ForwardBackwardHeader
+    datums: list[trainer_pb2.Datum]
+
+
+class Batches:
+    """Decodes and renders the requests of forward and forward_backward."""
+
+    def __init__(self, futures: Futures, renderers: Renderers, custom_losses: CustomLosses) -> None:
+        self._futures = futures
+        self._renderers = renderers
+        self._custom_losses = custom_losses
+        self._ahead: defaultdict[str, dict[str, asyncio.Task[Batch]]] = defaultdict(dict)
+
+    def begin(self, pending: Pending) -> None:
+        """Starts on a batch that may have to wait, unless enough are ahead. Never raises: `take` tells."""
+        ahead = self._ahead[pending.submission.owner]
+        if pending.submission.rejection is None and len(ahead) < _MOST_AHEAD:
+            task = asyncio.create_task(self.prepare(pending), name=f"render {pending.submission.future_id}")
+            task.add_done_callback(_look_at)
+            ahead[pending.submission.future_id] = task
+
+    async def take(self, pending: Pending) -> Batch:
+        """The batch of a request, begun before or not. Raises InvalidInput naming the datum that is wrong."""
+        task = self._ahead[pending.submission.owner].pop(pending.submission.future_id, None)
+        return await (self.prepare(pending) if task is None else task)
+
+    def drop(self, pending: Pending) -> None:
+        """Stops work on a request that will not run."""
+        task = self._ahead[pending.submission.owner].pop(pending.submission.future_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def prepare(self, pending: Pending) -> Batch:
+        """Decodes and renders now."""
+        first, *rest = split_messages(gateway_pb2.SubmitForwardBackwardRequest, await self._futures.request_of(pending))
+        if not rest:
+            raise InvalidInput("data is empty; send at least one datum", field="data")
+        header = trainer_pb2.ForwardBackwardHeader(
+            model_id=first.header.model_id,
+            loss_function=first.header.loss_function,
+            loss_config=first.header.loss_config,
+            backward=first.header.backward,
+            datum_count=len(rest),
+            custom_loss=await self._custom_loss(pending, first.header),
+        )
+        with stage("render", pending.submission.kind.value):
+            rendered = await self._render(
+                pending.submission.owner, {i: record.datum.input for i, record in enumerate(rest)}
+            )
+        return Batch(header, [_datum(index, rendered[index], record.datum) for index, record in enumerate(rest)])
+
+    async def _custom_loss(
+        self, pending: Pending, header: gateway_pb2.SubmitForwardBackwardHeader
+    ) -> trainer_pb2.CustomLoss | None:
+        if header.loss_function == CUSTOM or header.custom_loss_id:
+            return await self._custom_losses.get(pending.submission.session_id, header)
+        return None
+
+    async def render_again(self, pending: Pending, batch: Batch, indexes: Sequence[int]) -> Batch:
+        """The same batch, after some of its datums were rendered once more."""
+        _, *rest = split_messages(gateway_pb2.SubmitForwardBackwardRequest, await self._futures.request_of(pending))
+        with stage("render", pending.submission.kind.value):
+            rendered = await self._render(pending.submission.owner, {i: rest[i].datum.input for i in indexes})
+        datums = list(batch.datums)
+        for index, one in rendered.items():
+            datums[index] = _datum(index, one, rest[index].datum)
+        return Batch(batch.header, datums)
+
+    async def _render(
+        self, owner: str, inputs: Mapping[int, model_input_pb2.ModelInput]
+    ) -> dict[int, model_input_pb2.RenderedInput]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    index: group.create_task(self._renderers.render(owner, model_input, f"data[{index}].model_input"))
+                    for index, model_input in inputs.items()
+                }
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return {index: task.result() for index, task in tasks.items()}
+
+
+def _look_at(task: asyncio.Task[Batch]) -> None:
+    """A batch that nobody takes any more may fail in silence."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _datum(index: int, rendered: model_input_pb2.RenderedInput, datum: gateway_pb2.InputDatum) -> trainer_pb2.Datum:
+    whole = trainer_pb2.Datum(input=rendered, loss_inputs=datum.loss_inputs)
+    if (size_bytes := whole.ByteSize()) > MESSAGE_BYTES - 1024:
+        raise InvalidInput(
+            f"data[{index}] takes {size_bytes} bytes without its images; at most {MESSAGE_BYTES - 1024} fit",
+            field=f"data[{index}]",
+        )
+    return whole

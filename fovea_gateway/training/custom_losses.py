@@ -1,0 +1,164 @@
+"""Traced losses: checked, kept in the database with their session, and handed to the trainer with each call."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+import sqlalchemy as sa
+
+from fovea.api.v1 import gateway_pb2, trainer_pb2
+from fovea.runtime.tasks import BackgroundTasks
+from fovea.wire import custom_loss
+from fovea.wire.errors import FoveaError, InvalidInput, NotFound
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.schema import custom_losses
+from fovea_gateway.database.sql_engine import insert_new
+from fovea_gateway.futures.future import (
+    Done,
+    Kind,
+    Outcome,
+    Pending,
+    Submission,
+    check_seq_id,
+    future_id,
+    run_to_outcome,
+)
+from fovea_gateway.futures.futures import Futures
+from fovea_gateway.sessions.sessions import Sessions
+
+CUSTOM = "custom"
+"""The loss function that takes one."""
+
+MAX_LOSSES = 1024
+"""The most per session."""
+
+
+@dataclass(frozen=True)
+class CustomLossRow:
+    """A loss of a session; `loss` is a serialized `fovea.api.v1.CustomLoss`."""
+
+    custom_loss_id: str
+    session_id: str
+    loss: bytes
+    created_at: float = field(default_factory=time.time)
+
+
+class CustomLosses:
+    """Traced losses by id, `<session>:loss:<n>`. They end with their session."""
+
+    def __init__(self, database: Database, futures: Futures, sessions: Sessions) -> None:
+        self._database, self._futures, self._sessions = database, futures, sessions
+        self._running = BackgroundTasks()
+
+    async def submit(self, owner: str, request: gateway_pb2.CreateCustomLossRequest) -> str:
+        """Accepts a loss; returns the future's id. A repeat gets the first one's.
+
+        Raises NotFound, SessionEnded for the session, InvalidInput for the number. What is wrong with the loss itself
+        fails the future.
+        """
+        await self._require(owner, request)
+        scope = f"{request.session_id}:custom_loss"
+        own_id = future_id(scope, request.custom_loss_seq_id)
+        submission = Submission(
+            own_id, Kind.CREATE_CUSTOM_LOSS, owner, request.session_id, scope, request.custom_loss_seq_id
+        )
+        await self._futures.submit(submission, request.SerializeToString(), self._start)
+        return own_id
+
+    async def resume(self, pendings: Iterable[Pending]) -> None:
+        """Takes up the losses among what an earlier process left unfinished."""
+        for pending in pendings:
+            if pending.submission.kind is not Kind.CREATE_CUSTOM_LOSS:
+                continue
+            try:
+                await self._sessions.load_open(pending.submission.session_id)
+            except FoveaError as error:
+                await self._futures.finish(pending, Outcome(Kind.CREATE_CUSTOM_LOSS, b"", error))
+            else:
+                self._start(pending)
+
+    def _start(self, pending: Pending) -> None:
+        self._running.start(self._run(pending), f"keep {pending.submission.future_id}")
+
+    async def create(self, owner: str, request: gateway_pb2.CreateCustomLossRequest) -> str:
+        """Keeps a loss; returns its id. A repeat gets the first one's.
+
+        Raises as `submit`, and InvalidInput for what is wrong with the loss.
+        """
+        await self._require(owner, request)
+        kept = _checked(request)
+        await self._database.write(lambda connection: _insert(connection, kept))
+        return kept.custom_loss_id
+
+    async def get(
+        self, session_id: str, header: gateway_pb2.SubmitForwardBackwardHeader
+    ) -> trainer_pb2.CustomLoss | None:
+        """The loss that a call names; None if it names a loss function of the trainer.
+
+        Raises InvalidInput if id and loss function do not belong together, NotFound if the session has no such loss.
+        """
+        loss_id, field = header.custom_loss_id, "loss_fn_config.loss_id"
+        if header.loss_function != CUSTOM:
+            if loss_id:
+                raise InvalidInput(f"{field} goes with loss_fn {CUSTOM!r}, not {header.loss_function!r}", field=field)
+            return None
+        if not loss_id:
+            raise InvalidInput(
+                f"{field} is missing: loss_fn {CUSTOM!r} needs what create_custom_loss gave", field=field
+            )
+        blob = await self._database.read(lambda connection: _get(connection, session_id, loss_id))
+        if blob is None:
+            raise NotFound(f"{field} {loss_id[:200]!r} is no loss of session {session_id}", field=field)
+        return trainer_pb2.CustomLoss.FromString(blob)
+
+    async def forget(self, session_id: str) -> None:
+        """Drops the losses of a session that is over."""
+        await self._database.write(lambda connection: _delete(connection, session_id))
+
+    async def stop(self) -> None:
+        """Lets what was begun end."""
+        await self._running.join()
+
+    async def _require(self, owner: str, request: gateway_pb2.CreateCustomLossRequest) -> None:
+        await self._sessions.require(owner, request.session_id)
+        check_seq_id(request.custom_loss_seq_id, "custom_loss_seq_id", 0)
+        if request.custom_loss_seq_id >= MAX_LOSSES:
+            raise InvalidInput(
+                f"custom_loss_seq_id is {request.custom_loss_seq_id}: a session takes {MAX_LOSSES} losses",
+                field="custom_loss_seq_id",
+            )
+
+    async def _run(self, pending: Pending) -> None:
+        pending.begin()
+        done, outcome = await run_to_outcome(pending, self._keep(pending))
+        await self._futures.finish(pending, outcome, done.effects)
+
+    async def _keep(self, pending: Pending) -> Done:
+        kept = _checked(gateway_pb2.CreateCustomLossRequest.FromString(await self._futures.request_of(pending)))
+        created = gateway_pb2.CreateCustomLossResponse(custom_loss_id=kept.custom_loss_id)
+        return Done([gateway_pb2.WaitFutureResponse(custom_loss_created=created)], [partial(_insert, row=kept)])
+
+
+def _checked(request: gateway_pb2.CreateCustomLossRequest) -> CustomLossRow:
+    """Raises InvalidInput for a loss that the trainer would not run."""
+    custom_loss.parse(request.loss)
+    custom_loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
+    return CustomLossRow(custom_loss_id, request.session_id, request.loss.SerializeToString())
+
+
+def _insert(connection: sa.Connection, row: CustomLossRow) -> bool:
+    """Keeps a loss; False if its id is taken, which leaves the first one."""
+    return insert_new(connection, custom_losses, asdict(row))
+
+
+def _get(connection: sa.Connection, session_id: str, custom_loss_id: str) -> bytes | None:
+    """A serialized loss, if it is the session's."""
+    where = (custom_losses.c.custom_loss_id == custom_loss_id) & (custom_losses.c.session_id == session_id)
+    row = connection.execute(sa.select(custom_losses.c.loss).where(where)).first()
+    return bytes(row.loss) if row else None
+
+
+def _delete(connection: sa.Connection, session_id: str) -> None:
+    """Drops all losses of a session."""
+    connection.execute(sa.delete(custom_losses).where(custom_losses.c.session_id == session_id))

@@ -1,0 +1,218 @@
+"""The journal: what was done to models and is not durable in their trainer yet, so that it can be done again.
+
+A command that changed a model leaves its request here, moved in the transaction that keeps its outcome, until the
+trainer says that a durable point contains it. A failed one changed nothing, but for a step that was refused and dropped
+the gradients.
+"""
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+from google.protobuf.message import Message
+
+from fovea.wire.errors import FailedPrecondition, FoveaError, ResourceExhausted
+from fovea_gateway import gateway_metrics as metrics
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.schema import future_requests, journal, journal_numerics, journal_requests, models
+from fovea_gateway.database.writer import Job
+from fovea_gateway.futures.future import Done, Kind, Submission
+from fovea_gateway.replicas.trainer_link import TrainerLink
+from fovea_gateway.training.models import Model, Models
+
+logger = logging.getLogger(__name__)
+
+_TABLES = (journal, journal_requests, journal_numerics)
+_CHANGING = (Kind.CREATE_MODEL, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_STATE, Kind.SAVE_FOR_SAMPLER)
+_CLEARED = (FailedPrecondition, ResourceExhausted)
+"""What a step fails with that dropped the gradients; anything else was refused before it touched them."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One command that was done.
+
+    Attributes:
+        drops_gradients: Of a forward_backward, whether gradients that were there were dropped first; of an optim_step,
+            that they were dropped and no step was taken.
+        subject: What it was done with: the id of the snapshot that it took, or the folder that it loaded.
+        digest: Of the answer that its client was given.
+        size_bytes: Of its request.
+        numerics: Of the trainer that did it, as that tells them; empty of entries from before they were kept.
+    """
+
+    model_id: str
+    seq_id: int
+    owner: str
+    session_id: str
+    kind: Kind
+    drops_gradients: bool
+    subject: str
+    digest: str
+    size_bytes: int = 0
+    numerics: dict[str, str] = field(default_factory=dict)
+
+
+class Journal:
+    """The entries of all models.
+
+    Args:
+        capacity_bytes: Of all requests in it. An owner may keep as much as is free; above that, its model with the most
+            can be restored only from its next durable point.
+    """
+
+    def __init__(self, database: Database, models: Models, capacity_bytes: int) -> None:
+        self._database, self._models = database, models
+        self._capacity_bytes = capacity_bytes
+        self._trimmed: dict[str, dict[str, int]] = {}
+
+    def record(
+        self,
+        trainer: TrainerLink,
+        model: Model,
+        submission: Submission,
+        done: Done,
+        error: FoveaError | None,
+        drops_gradients: bool,
+    ) -> list[Job[Any]]:
+        """What is to be written together with the outcome of a command; nothing if it did not change its model.
+
+        A trainer that keeps no recovery has its models' commands forgotten: they could not be done again.
+        """
+        is_cleared = submission.kind is Kind.OPTIM_STEP and isinstance(error, _CLEARED) and not submission.rejection
+        is_named = submission.kind is Kind.SAVE_FOR_SAMPLER and not done.subject  # in storage already
+        if submission.kind not in _CHANGING or (error is not None and not is_cleared) or is_named:
+            return []
+        if trainer.info is None or not trainer.info.keeps_recovery:
+            model.journaled_since = None
+            return []
+        if submission.kind is Kind.CREATE_MODEL:
+            model.journaled_since = 0
+        entry = Entry(
+            model.model_id, submission.seq_id, model.owner, model.session_id, submission.kind,
+            drops_gradients or is_cleared, done.subject, digest_of(done.result),
+            numerics=dict(trainer.info.numerics),
+        )  # fmt: skip
+        return [lambda connection: _move(connection, submission.future_id, entry)]
+
+    async def entries(self, model_id: str) -> list[Entry]:
+        """What is kept of a model, in order."""
+        return await self._database.read(lambda connection: _entries(connection, model_id))
+
+    async def request_of(self, entry: Entry) -> bytes:
+        """The request of a command."""
+        return await self._database.read(lambda connection: _request(connection, entry))
+
+    async def trim(self, trainer: TrainerLink) -> None:
+        """Forgets what is durable by now, as a trainer last said; a model remembers from where on it has all."""
+        said = trainer.info.durable_seq_ids if trainer.info is not None else {}
+        trimmed = self._trimmed.get(trainer.address, {})
+        until = {model_id: seq_id for model_id, seq_id in said.items() if trimmed.get(model_id) != seq_id}
+        for model_id, seq_id in until.items():
+            model = self._models.find(model_id)
+            if model is not None and model.journaled_since is not None:
+                model.journaled_since = max(model.journaled_since, seq_id + 1)
+        if until:
+            await self._database.write(lambda connection: _trim(connection, until))
+        self._trimmed[trainer.address] = dict(said)
+
+    async def bound(self) -> None:
+        """Gives up what an owner keeps beyond its share: the trainer's storage has failed for long."""
+        sizes = await self._database.read(_sizes)
+        of_owner: Counter[str] = Counter()
+        for (owner, _), size_bytes in sizes.items():
+            of_owner[owner] += size_bytes
+        metrics.JOURNAL_BYTES.set(of_owner.total())
+        for owner, held in of_owner.items():
+            if held > self._capacity_bytes - of_owner.total():
+                of_model = {model_id: size for (other, model_id), size in sizes.items() if other == owner}
+                await self._give_up(max(of_model, key=lambda model_id: of_model[model_id]))
+
+    async def forget(self, model_ids: Iterable[str]) -> None:
+        """Drops what is kept of models that are over."""
+        over = list(model_ids)
+        await self._database.write(lambda connection: _drop(connection, over))
+
+    async def _give_up(self, model_id: str) -> None:
+        model = self._models.use(await self._models.load(model_id))
+        model.journaled_since = model.next_seq_id  # at most: a command that does not change it is no gap
+        saving = self._models.saving(model)
+
+        def job(connection: sa.Connection) -> int:
+            last = _last(connection, model_id)
+            _drop(connection, [model_id])
+            saving(connection)
+            return last
+
+        model.journaled_since = await self._database.write(job) + 1
+        await self._models.save(model)
+        logger.error(
+            "the journal is full (max_journal_bytes): commands of model %s before request %d could not be done again "
+            "if the trainer ended now; look why its durable points lag behind",
+            model_id,
+            model.journaled_since,
+        )
+
+
+def digest_of(result: Iterable[Message]) -> str:
+    """SHA-256, hexadecimal, of an answer: the same for equal values in whatever order maps hold them."""
+    digest = hashlib.sha256()
+    for message in result:
+        digest.update(message.SerializeToString(deterministic=True))
+    return digest.hexdigest()
+
+
+def _move(connection: sa.Connection, future_id: str, entry: Entry) -> None:
+    """Keeps an entry with the request of a future, which is about to end; a repeated transaction finds it there."""
+    place = {"model_id": entry.model_id, "seq_id": entry.seq_id}
+    given = sa.select(future_requests.c.request).where(future_requests.c.future_id == future_id)
+    request: bytes = connection.execute(given).scalar_one()
+    connection.execute(sa.insert(journal_requests).values(**place, request=request))
+    row = {**vars(entry), "kind": entry.kind.value, "size_bytes": len(request)}
+    connection.execute(sa.insert(journal_numerics).values(**place, numerics=row.pop("numerics")))
+    connection.execute(sa.insert(journal).values(**row))
+
+
+def _entries(connection: sa.Connection, model_id: str) -> list[Entry]:
+    same = (journal_numerics.c.model_id == journal.c.model_id) & (journal_numerics.c.seq_id == journal.c.seq_id)
+    query = sa.select(journal, journal_numerics.c.numerics).outerjoin(journal_numerics, same)
+    found = connection.execute(query.where(journal.c.model_id == model_id).order_by(journal.c.seq_id)).mappings()
+    return [Entry(**{**row, "kind": Kind(row["kind"]), "numerics": row["numerics"] or {}}) for row in found]
+
+
+def _request(connection: sa.Connection, entry: Entry) -> bytes:
+    table = journal_requests.c
+    where = (table.model_id == entry.model_id) & (table.seq_id == entry.seq_id)
+    request: bytes = connection.execute(sa.select(table.request).where(where)).scalar_one()
+    return request
+
+
+def _trim(connection: sa.Connection, until: dict[str, int]) -> None:
+    rows = [{"model": model_id, "until": seq_id} for model_id, seq_id in until.items()]
+    for table in _TABLES:
+        where = (table.c.model_id == sa.bindparam("model")) & (table.c.seq_id <= sa.bindparam("until"))
+        connection.execute(sa.delete(table).where(where), rows)
+    since = models.c.journaled_since
+    where = (models.c.model_id == sa.bindparam("model")) & (since <= sa.bindparam("until"))
+    connection.execute(sa.update(models).where(where).values(journaled_since=sa.bindparam("until") + 1), rows)
+
+
+def _drop(connection: sa.Connection, model_ids: list[str]) -> None:
+    for table in _TABLES:
+        connection.execute(sa.delete(table).where(table.c.model_id.in_(model_ids)))
+
+
+def _last(connection: sa.Connection, model_id: str) -> int:
+    query = sa.select(sa.func.max(journal.c.seq_id)).where(journal.c.model_id == model_id)
+    return connection.execute(query).scalar() or 0
+
+
+def _sizes(connection: sa.Connection) -> dict[tuple[str, str], int]:
+    """Bytes of requests by owner and model."""
+    query = sa.select(journal.c.owner, journal.c.model_id, sa.func.sum(journal.c.size_bytes))
+    grouped = query.group_by(journal.c.owner, journal.c.model_id)
+    return {(owner, model_id): int(size_bytes) for owner, model_id, size_bytes in connection.execute(grouped)}

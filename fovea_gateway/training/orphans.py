@@ -1,0 +1,110 @@
+"""Orphans, which a killed process left behind: models in the trainer, adapters in samplers, folders in storage.
+
+No row names them any more. Only what belongs to models of this gateway's own rows is freed: another gateway may use the
+same trainer's machine, samplers or storage.
+"""
+
+import logging
+
+from fovea.wire.conventions import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
+from fovea.wire.errors import FoveaError
+from fovea_gateway.checkpoints.checkpoint import folder_name
+from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, named_uris
+from fovea_gateway.database.database import Database
+from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.replicas.snapshot_pushes import ids_of_unnamed, version_of
+from fovea_gateway.replicas.trainer_link import TrainerLink
+from fovea_gateway.training.models import all_ids, ids_of_ended_sessions, ids_of_over, known_ids
+
+logger = logging.getLogger(__name__)
+
+
+class OrphanCollector:
+    """Finds them and frees them. Each method may be called at any time; what is being made is never touched."""
+
+    def __init__(
+        self,
+        database: Database,
+        base_models: BaseModels,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self._database = database
+        self._base_models = base_models
+        self._checkpoints = checkpoints
+        self._suspects: set[str] = set()
+        self._foreign: set[str] = set()
+
+    async def free_models(self, trainer: TrainerLink) -> None:
+        """Has a trainer free the models that are over, and files of them. Raises FoveaError if it does not answer.
+
+        Files of models that no row here names stay, and are told of once: their database may come back.
+        """
+        info = await trainer.client.info(with_kept=True)
+        held = [*info.model_ids, *info.kept_model_ids]
+        foreign = set(info.kept_model_ids) - set(await self._database.read(lambda c: known_ids(c, held)))
+        if foreign - self._foreign:
+            logger.warning(
+                "the trainer keeps files of %d models for recovery that this gateway does not know, such as %s: they "
+                "are another gateway's, or of a database that was lost; if so, remove them by hand",
+                len(foreign),
+                min(foreign),
+            )
+        self._foreign = foreign
+        for model_id in await self._database.read(lambda connection: ids_of_over(connection, held)):
+            logger.warning("the trainer still keeps model %s, which is over: it is freed", model_id)
+            await trainer.client.delete_model(model_id)
+
+    async def free_adapters(self, base: BaseModel) -> None:
+        """Has samplers and trainer of a base model free the unnamed snapshots of sessions that are over."""
+        of_model: dict[str, set[str]] = {}
+        for sampler in base.samplers.up:
+            for snapshot_id in sampler.adapters:
+                if version := version_of(snapshot_id):
+                    of_model.setdefault(version[0], set()).add(snapshot_id)
+        found = list(of_model)
+        over = await self._database.read(lambda connection: ids_of_ended_sessions(connection, found))
+        unnamed = await self._database.read(lambda connection: ids_of_unnamed(connection, over))
+        if unnamed := [
+            snapshot_id for snapshot_id in unnamed if snapshot_id in of_model[snapshot_id.partition("@")[0]]
+        ]:
+            logger.warning("samplers still hold %d snapshots of sessions that are over: freed", len(unnamed))
+            await base.snapshots.forget(over, base.samplers.up)
+
+    async def remove_folders(self) -> None:
+        """Removes folders of our models that no checkpoint names, once they were found so twice.
+
+        The trainer may be writing one for a gateway that was killed, and a row is committed after its files are there:
+        calls should be minutes apart.
+        """
+        found = set()
+        models = set(await self._database.read(all_ids))
+        ours = {folder_name(model_id) for model_id in models}
+        storage = self._checkpoints.storage
+        for model in ours & set(await storage.entries(storage.root)):
+            for segment in await storage.entries(f"{storage.root}/{model}"):
+                names = await storage.entries(f"{storage.root}/{model}/{segment}")
+                found |= {f"{storage.root}/{model}/{segment}/{name}" for name in names}
+        # After the listing: what has got its row meanwhile is held.
+        held = self._checkpoints.being_written | set(await self._database.read(named_uris))
+        orphans = {uri for uri in found if _folder(uri) not in held}
+        for uri in orphans & self._suspects:
+            logger.warning("%s belongs to no checkpoint: it is removed", uri)
+            await storage.remove(uri)
+        self._suspects = orphans
+
+    async def sweep(self, with_folders: bool) -> None:
+        """All of it. What cannot be reached is tried again at the next call."""
+        for base in self._base_models:
+            try:
+                if base.trainer is not None and base.trainer.up:
+                    await self.free_models(base.trainer)
+                await self.free_adapters(base)
+            except FoveaError as error:
+                logger.warning("orphans in the trainer or in samplers of %s could not be freed: %s", base.name, error)
+        if with_folders:
+            await self.remove_folders()
+
+
+def _folder(uri: str) -> str:
+    """The folder that one with a suffix is to become, or was."""
+    return uri.split(STAGING_SUFFIX)[0].split(REPLACED_SUFFIX)[0].removesuffix(PLAIN_SUFFIX)

@@ -1,0 +1,252 @@
+"""Which models are in the trainer: the one place that decides it, brings them back and parks them.
+
+Commands, pushes of snapshots and sampling ask here. A trainer that keeps recovery is waited for, however long, until
+the session ends; one that does not has its models lost with it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from fovea.api.v1 import trainer_pb2
+from fovea.wire.errors import (
+    BrokenOff,
+    FailedPrecondition,
+    FoveaError,
+    ModelLost,
+    ResourceExhausted,
+    SessionEnded,
+    Unavailable,
+)
+from fovea_gateway import gateway_metrics as metrics
+from fovea_gateway.futures.future import Kind, Pending, QueueState, State
+from fovea_gateway.replicas.snapshot_pushes import Returning
+from fovea_gateway.replicas.trainer_link import TrainerLink
+from fovea_gateway.training.journal import Journal
+from fovea_gateway.training.models import Model, Models, ModelState
+from fovea_gateway.training.replay import Replay
+
+logger = logging.getLogger(__name__)
+
+_CHANGING = (Kind.OPTIM_STEP, Kind.LOAD_STATE)
+"""Commands after which the weights are others: if what came of one cannot be learned, the model is lost."""
+_LOOK_S = 1.0
+_AGAIN_S = 0.2
+_FULL_S = 2.0
+"""Pauses: until the trainer is looked at again, until a return that broke off begins anew, and while it has no room."""
+
+
+class Residence:
+    """Moves models of one base model into its trainer and out of it, each by one task at a time.
+
+    Args:
+        patience_s: How long a command that an earlier process sent waits for a trainer that keeps no recovery.
+    """
+
+    def __init__(
+        self,
+        base_model: str,
+        models: Models,
+        journal: Journal,
+        replay: Replay,
+        trainer: TrainerLink,
+        patience_s: float,
+    ) -> None:
+        self._base_model = base_model
+        self._models, self._journal, self._replay, self._trainer = models, journal, replay, trainer
+        self._patience_s = patience_s
+        self._moves: dict[str, asyncio.Task[Any]] = {}
+        self._doing: dict[str, str] = {}
+        self._over: dict[str, SessionEnded] = {}
+        self._not_before: dict[str, float] = {}
+        self._refusals: dict[str, str] = {}
+
+    async def require(self, model: Model, pending: Pending) -> None:
+        """Returns once the trainer holds a model, as its last command left it.
+
+        Raises ModelLost if it never will, FailedPrecondition if the trainer has another base model, SessionEnded.
+        """
+        if model.journaled_since is None:
+            was_sent = pending.state is State.RUNNING
+            await self._require_kept_in_memory(model, pending.submission.kind, was_sent, self._patience_s)
+            return
+        while True:
+            info = await self._present(model, pending)
+            if (move := self._moves.get(model.model_id)) is None:
+                if model.trainer_instance == info.instance_id:
+                    return
+                move = self._begin(model, self._return(model, info))
+            pending.progress.queue(lambda: self._doing.get(model.model_id, "queued"), QueueState.PAUSED)
+            await asyncio.wait((move,))
+            self._check_open(model)
+            if not move.cancelled() and (error := move.exception()):
+                await self._bear(model, error)
+
+    async def mend(self, model: Model, pending: Pending, error: FoveaError, asked: str) -> None:
+        """After a call failed: returns, the model in the trainer, if the command is to be run again; else raises.
+
+        Args:
+            asked: The instance of the trainer that was called.
+        """
+        instance = await self._trainer.look_again()
+        is_same = instance == asked
+        if isinstance(error, ModelLost) or (is_same and not isinstance(error, BrokenOff)):
+            raise error
+        await asyncio.sleep(_AGAIN_S)
+        if model.journaled_since is not None:
+            await self.require(model, pending)
+        else:
+            await self._require_kept_in_memory(model, pending.submission.kind, was_sent=True, patience_s=0.0)
+
+    async def pause(self, model: Model, seconds: float) -> None:
+        """Returns after a while, for a command that is to be tried again. Raises SessionEnded soon once that is so."""
+        ends_at = time.monotonic() + seconds
+        while (left_s := ends_at - time.monotonic()) > 0:
+            self._check_open(model)
+            await asyncio.sleep(min(left_s, _LOOK_S))
+        self._check_open(model)
+
+    async def check_snapshots(self, model_id: str) -> None:
+        """Raises Returning while a model is brought back, and with it snapshots that were not durable yet."""
+        model = self._models.find(model_id)
+        if model is None or model.journaled_since is None or model.state is not ModelState.READY:
+            return
+        if model_id in self._moves or not self._trainer.up or self._is_away(model):
+            words = self._doing.get(model_id, f"the trainer at {self._trainer.address} is away: it is waited for")
+            raise Returning(words)
+
+    async def sweep(self) -> None:
+        """Brings back what another instance of the trainer held, whether somebody waits for it or not."""
+        for model in self._models.ready(self._base_model):
+            is_due = time.monotonic() >= self._not_before.get(model.model_id, 0.0)
+            is_free = is_due and model.model_id not in self._moves
+            info = self._trainer.info if self._trainer.up else None
+            if is_free and info is not None and model.journaled_since is not None and self._is_away(model):
+                self._begin(model, self._return(model, info))
+
+    async def park(self, model: Model) -> int:
+        """Has the trainer keep a model on storage and free it; returns how many bytes. Raises FoveaError if it cannot.
+
+        Raises Unavailable while it is moved, or away.
+        """
+        if model.model_id in self._moves or not self._trainer.up or self._is_away(model):
+            raise Unavailable(f"model {model.model_id} is away: it is not parked now")
+        size_bytes: int = await self._begin(model, self._park(model))
+        return size_bytes
+
+    async def leave(self, model_ids: Iterable[str], error: SessionEnded) -> None:
+        """Has whoever waits for models of a session that is over go; their moves are given up."""
+        moves = []
+        for model_id in model_ids:
+            self._over[model_id] = error
+            if move := self._moves.get(model_id):
+                move.cancel()
+                moves.append(move)
+        await asyncio.gather(*moves, return_exceptions=True)
+
+    def forget(self, model_ids: Iterable[str]) -> None:
+        """Drops what is in memory of models that are over."""
+        for model_id in model_ids:
+            self._over.pop(model_id, None)
+            self._not_before.pop(model_id, None)
+            self._refusals.pop(model_id, None)
+
+    async def stop(self) -> None:
+        """Gives up all moves, for the end of the process: the next one begins them anew."""
+        moves = list(self._moves.values())
+        for move in moves:
+            move.cancel()
+        await asyncio.gather(*moves, return_exceptions=True)
+
+    def _is_away(self, model: Model) -> bool:
+        """Whether a model that is not parked was held by another instance than the one that answers."""
+        info = self._trainer.info
+        return info is not None and model.trainer_instance not in ("", info.instance_id)
+
+    def _check_open(self, model: Model) -> None:
+        if error := self._over.get(model.model_id):
+            raise error
+
+    async def _present(self, model: Model, pending: Pending) -> trainer_pb2.GetTrainerInfoResponse:
+        """The trainer, once it answers."""
+        while True:
+            self._check_open(model)
+            try:
+                return await self._trainer.require(_LOOK_S)
+            except Unavailable as error:
+                pending.progress.wait_on(f"{error.message}: it is waited for, nothing is lost", QueueState.PAUSED)
+
+    def _begin(self, model: Model, move: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(move, name=f"moving {model.model_id}")
+        self._moves[model.model_id] = task
+
+        def end(task: asyncio.Task[Any]) -> None:
+            del self._moves[model.model_id]
+            self._doing.pop(model.model_id, None)
+            if not task.cancelled() and (error := task.exception()):
+                self._not_before[model.model_id] = time.monotonic() + _FULL_S
+                if self._refusals.get(model.model_id) != str(error):  # it is tried again and again
+                    logger.warning("model %s could not be moved: %s", model.model_id, error)
+                self._refusals[model.model_id] = str(error)
+
+        task.add_done_callback(end)
+        return task
+
+    async def _return(self, model: Model, info: trainer_pb2.GetTrainerInfoResponse) -> None:
+        started = time.perf_counter()
+        self._check_files(model, info)
+
+        def tell(words: str) -> None:
+            self._doing[model.model_id] = words
+
+        with self._models.returning(model, info.instance_id):
+            try:
+                count = await self._replay.bring_back(model, tell)
+            except ModelLost as error:
+                raise await self._models.lose(model, error.message) from None
+            model.trainer_instance = info.instance_id
+        await self._models.save(model)
+        self._refusals.pop(model.model_id, None)
+        seconds = time.perf_counter() - started
+        metrics.RESTORE_SECONDS.observe(seconds)
+        logger.info("model %s is back in %.2f s, %d commands were run again", model.model_id, seconds, count)
+
+    async def _park(self, model: Model) -> int:
+        self._doing[model.model_id] = "this model was parked and comes back"
+        kept = await self._trainer.client.park_model(model.model_id)
+        model.trainer_instance = ""
+        await self._models.save(model)
+        logger.info("model %s is parked: %d bytes", model.model_id, kept.size_bytes)
+        return kept.size_bytes
+
+    async def _bear(self, model: Model, error: BaseException) -> None:
+        """After a move failed: waits and returns if another one may succeed, else raises."""
+        if isinstance(error, ModelLost) or not isinstance(error, Unavailable | ResourceExhausted):
+            raise error
+        if isinstance(error, ResourceExhausted):
+            self._doing[model.model_id] = f"the trainer has no room for this model now: {error.message}"
+            await asyncio.sleep(_FULL_S)
+            return
+        await self._trainer.look_again()
+        await asyncio.sleep(_AGAIN_S)
+
+    def _check_files(self, model: Model, info: trainer_pb2.GetTrainerInfoResponse) -> None:
+        unlike = [name for name, print_ in model.model_files.items() if info.model_files.get(name, print_) != print_]
+        if unlike:
+            raise FailedPrecondition(
+                f"the trainer at {self._trainer.address} came back with another {unlike[0]} than model "
+                f"{model.model_id} was trained on: start it with the model that it had"
+            )
+
+    async def _require_kept_in_memory(self, model: Model, kind: Kind, was_sent: bool, patience_s: float) -> None:
+        """The same of a trainer that keeps no recovery: a restart of it, or a change nobody knows of, is the end."""
+        is_unknown = was_sent and kind in _CHANGING
+        try:
+            info = await self._trainer.require(patience_s if is_unknown else 0.0)
+        except Unavailable as error:
+            raise await (self._models.lose if is_unknown else self._models.lost_error)(model, error.message) from None
+        if info.instance_id != model.trainer_instance:
+            reason = f"the trainer at {self._trainer.address} that held model {model.model_id} restarted"
+            raise await self._models.lose(model, reason)

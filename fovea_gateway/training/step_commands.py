@@ -1,0 +1,129 @@
+"""Commands that compute: forward, forward_backward and optim_step."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from google.protobuf.message import Message
+
+from fovea.api.v1 import gateway_pb2, trainer_pb2
+from fovea.client import ForwardBackwardResult
+from fovea.wire.errors import FailedPrecondition, FeatureEvicted
+from fovea_gateway.fair_queue import FairQueue, Turn
+from fovea_gateway.futures.future import Done, Kind, Pending, QueueState, future_id
+from fovea_gateway.futures.futures import Futures
+from fovea_gateway.gateway_metrics import stage
+from fovea_gateway.replicas.trainer_link import TrainerLink
+from fovea_gateway.training.batches import Batch, Batches
+from fovea_gateway.training.models import Model, Models
+
+_STEP_TOKENS = 64
+"""What an optim_step costs of an owner's share: little time, but not none."""
+
+_COMPUTING = (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
+
+
+class StepCommands:
+    """Runs forward, forward_backward and optim_step, in turns that owners share by tokens.
+
+    Args:
+        turns: Lets commands to the trainer, as many at once as keep it busy. Nobody who has a turn may wait for one.
+    """
+
+    def __init__(
+        self, futures: Futures, models: Models, batches: Batches, trainer: TrainerLink, turns: FairQueue
+    ) -> None:
+        self._futures, self._models, self._batches, self._trainer = futures, models, batches, trainer
+        self._turns = turns
+
+    async def forward_backward(self, model: Model, pending: Pending, blob: bytes) -> Done:
+        """Renders the datums and has their loss computed, with gradients or without."""
+        return Done(await self.compute(pending, not model.is_accumulating, model))
+
+    async def compute(self, pending: Pending, drop_gradients: bool, model: Model | None = None) -> list[Message]:
+        """The outputs of a forward or forward_backward, then its metrics.
+
+        Args:
+            model: It must be in the trainer as its last command left it; None for what brings it back there.
+        """
+        pending.progress.wait_on("rendering")
+        batch = await self._batches.take(pending)
+        again: list[int] = []
+        portion = len(batch.datums)
+        while True:
+            try:
+                answer = await self._send(batch, pending, drop_gradients, model)
+                break
+            except FeatureEvicted as error:  # the trainer fetches before it computes: nothing was added yet
+                missing = _missing(error, len(batch.datums))
+                came = len(set(again).difference(missing))
+                if again and not came and portion == 1:
+                    raise
+                # As many as came the last time: more than renderers hold at once would push each other out.
+                portion = max(1, came or portion // 4) if again else portion
+                again = missing[:portion]
+                pending.progress.wait_on("rendering again what the renderers no longer hold")
+                batch = await self._batches.render_again(pending, batch, again)
+        outputs = [gateway_pb2.WaitFutureResponse(output=output) for output in answer.outputs]
+        metrics = trainer_pb2.Metrics(values=answer.metrics)
+        return [*outputs, gateway_pb2.WaitFutureResponse(metrics=metrics)]
+
+    async def _send(
+        self, batch: Batch, pending: Pending, drop_gradients: bool, model: Model | None
+    ) -> ForwardBackwardResult:
+        batch.header.seq_id = pending.submission.seq_id
+        batch.header.drop_gradients = drop_gradients
+        tokens = sum(len(datum.input.tokens) // 4 for datum in batch.datums)
+        async with self._turn(pending, tokens, "computing, or waiting for the trainer"):
+            client = self._trainer.client if model is None else self._models.client_of(model, self._trainer)
+            answer = await client.forward_backward(batch.header, batch.datums, timeout_s=None)
+        if pending.submission.kind is Kind.FORWARD_BACKWARD:
+            pending.usage.trained_tokens += tokens
+        else:
+            pending.usage.scored_tokens += tokens
+        return answer
+
+    async def optim_step(self, model: Model, pending: Pending, blob: bytes) -> Done:
+        """Takes a step, unless a forward_backward since the last one failed: then gradients are partial and dropped."""
+        seq_id = pending.submission.seq_id
+        if model.failed_seq_id is not None:
+            failed, reason = model.failed_seq_id, model.failed_reason
+            client = self._models.client_of(model, self._trainer)
+            await client.clear_gradients(model.model_id, timeout_s=None, seq_id=seq_id)
+            model.failed_seq_id, model.failed_reason = None, ""
+            raise FailedPrecondition(
+                f"this optim_step (request {seq_id}) was not taken: forward_backward request {failed} before it "
+                f"failed ({reason}), so the gradients were partial. They were dropped; send the forward_backward calls "
+                "again, then optim_step"
+            )
+        request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
+        async with self._turn(pending, _STEP_TOKENS, "stepping, or waiting for the trainer"):
+            client = self._models.client_of(model, self._trainer)
+            answer = await client.optim_step(model.model_id, request.adam, timeout_s=None, seq_id=seq_id)
+        return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
+
+    @asynccontextmanager
+    async def _turn(self, pending: Pending, tokens: int, doing: str) -> AsyncIterator[None]:
+        """Waits until the command may go to the trainer, and is one of those there until the block ends."""
+        submission = pending.submission
+        following = future_id(submission.scope, submission.seq_id + 1)
+        turn = Turn(
+            submission.owner, tokens, is_followed=lambda: self._futures.unfinished_kind(following) in _COMPUTING
+        )
+        kind = submission.kind.value
+        pending.progress.queue(lambda: f"waiting for the trainer: {self._turns.describe(turn)}", QueueState.PAUSED)
+        try:
+            async with AsyncExitStack() as held:
+                with stage("turn", kind):
+                    await held.enter_async_context(self._turns.place(turn))
+                pending.progress.wait_on(doing)
+                with stage("train", kind):
+                    yield
+        finally:
+            devices = self._trainer.info.world_size if self._trainer.info is not None else 1
+            pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
+
+
+def _missing(error: FeatureEvicted, count: int) -> list[int]:
+    """The datums that must be rendered again; all, if the trainer does not say."""
+    named = error.metadata.get("datums", "")
+    return [int(index) for index in named.split(",") if int(index) < count] if named else list(range(count))

@@ -1,0 +1,326 @@
+"""Training submissions: accepted in any order, each once, and handed to the queue of their model, which has them run
+strictly by seq_id.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+from google.protobuf.message import Message
+
+from fovea.api.v1 import gateway_pb2
+from fovea.runtime.tasks import BackgroundTasks
+from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, SessionEnded
+from fovea_gateway.futures.future import Kind, Outcome, Pending, Submission, check_seq_id, future_id, join_messages
+from fovea_gateway.futures.futures import Futures
+from fovea_gateway.replicas.base_models import BaseModels
+from fovea_gateway.replicas.renderers import least_token_count
+from fovea_gateway.sessions.sessions import Session, Sessions, check_metadata
+from fovea_gateway.training.batches import BATCH_KINDS
+from fovea_gateway.training.commands import CommandRunner
+from fovea_gateway.training.journal import Journal
+from fovea_gateway.training.models import Model, Models, ModelState, id_of_model
+from fovea_gateway.training.residence import Residence
+
+logger = logging.getLogger(__name__)
+
+
+CommandRequest = (
+    gateway_pb2.SubmitOptimStepRequest
+    | gateway_pb2.SubmitSaveStateRequest
+    | gateway_pb2.SubmitLoadStateRequest
+    | gateway_pb2.SubmitSaveForSamplerRequest
+    | gateway_pb2.SubmitSaveExternalRequest
+)
+_KINDS: Mapping[type[CommandRequest], Kind] = {
+    gateway_pb2.SubmitOptimStepRequest: Kind.OPTIM_STEP,
+    gateway_pb2.SubmitSaveStateRequest: Kind.SAVE_STATE,
+    gateway_pb2.SubmitLoadStateRequest: Kind.LOAD_STATE,
+    gateway_pb2.SubmitSaveForSamplerRequest: Kind.SAVE_FOR_SAMPLER,
+    gateway_pb2.SubmitSaveExternalRequest: Kind.SAVE_EXTERNAL,
+}
+
+
+KINDS = frozenset({*_KINDS.values(), *BATCH_KINDS, Kind.CREATE_MODEL})
+"""What is done with models."""
+
+
+class CommandQueue:
+    """The commands of one model: run one after another, strictly by seq_id, whatever order they arrive in.
+
+    Args:
+        model_id: For logs.
+        next_seq_id: The first command in turn.
+        run: Runs one command and ends its future, well or badly; never raises.
+        refuse: Ends the future of a command that can no longer run.
+        skip: Notes that a range of seq ids never arrived.
+        gap_timeout_s: How long later commands wait for a missing one, counted from the last arrival.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        next_seq_id: int,
+        run: Callable[[Pending], Awaitable[None]],
+        refuse: Callable[[Pending, FoveaError | None], Awaitable[None]],
+        skip: Callable[[int, int], None],
+        gap_timeout_s: float,
+    ) -> None:
+        self._model_id = model_id
+        self._next = next_seq_id
+        self._run, self._refuse, self._skip = run, refuse, skip
+        self._gap_timeout_s = gap_timeout_s
+        self._waiting: dict[int, Pending] = {}
+        self._late: deque[Pending] = deque()
+        self._arrived = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closed_by: FoveaError | None = None
+        self._is_paused = False
+
+    @property
+    def in_turn(self) -> int:
+        """The seq_id that runs now, or runs next once it has arrived."""
+        return self._next
+
+    def add(self, pending: Pending) -> None:
+        """Takes a command; returns at once."""
+        if pending.submission.seq_id < self._next:
+            self._late.append(pending)
+        else:
+            self._waiting[pending.submission.seq_id] = pending
+            if pending.submission.seq_id != self._next:
+                pending.progress.queue(self._describe)
+        self._arrived.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._work(), name=f"commands of {self._model_id}")
+
+    async def close(self, error: FoveaError) -> None:
+        """Refuses what waits and what is to come; the running command ends first."""
+        self._closed_by = error
+        self._arrived.set()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Stops at once, for the end of the process: what waits stays in the database."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def pause(self) -> asyncio.Task[None] | None:
+        """Starts nothing more; returns the task to wait for if a command runs now."""
+        self._is_paused = True
+        self._arrived.set()
+        return None if self._task is None or self._task.done() else self._task
+
+    async def _work(self) -> None:
+        while (self._waiting or self._late) and not self._is_paused:
+            while self._late:
+                await self._refuse(self._late.popleft(), self._closed_by)
+            if self._closed_by is not None:
+                for pending in sorted(self._waiting.values(), key=lambda pending: pending.submission.seq_id):
+                    await self._refuse(self._waiting.pop(pending.submission.seq_id), self._closed_by)
+            elif self._next in self._waiting:
+                await self._run(self._waiting.pop(self._next))
+                self._next += 1
+            elif self._waiting:
+                await self._wait_for_missing()
+
+    def _describe(self) -> str:
+        return f"waiting for request {self._next} of this model"
+
+    async def _wait_for_missing(self) -> None:
+        self._arrived.clear()
+        try:
+            await asyncio.wait_for(self._arrived.wait(), self._gap_timeout_s)
+        except TimeoutError:
+            first = min(self._waiting)
+            logger.warning("%s: requests %d to %d never arrived", self._model_id, self._next, first - 1)
+            self._skip(self._next, first - 1)
+            self._next = first
+
+
+class Training:
+    """What clients do with models.
+
+    Content that is wrong never refuses a submission: it fails the future when its turn comes, because a client that was
+    refused one of several requests would wait forever for the others (tinker-contract.md, section 3).
+
+    Args:
+        runners: By base model, as are the residences: those that have a trainer.
+    """
+
+    def __init__(
+        self,
+        futures: Futures,
+        sessions: Sessions,
+        models: Models,
+        base_models: BaseModels,
+        runners: Mapping[str, CommandRunner],
+        residences: Mapping[str, Residence],
+        journal: Journal,
+        gap_timeout_s: float,
+    ) -> None:
+        self._futures, self._sessions, self._models, self._base_models = futures, sessions, models, base_models
+        self._runners, self._residences, self._journal = runners, residences, journal
+        self._gap_timeout_s = gap_timeout_s
+        self._queues: dict[str, CommandQueue] = {}
+        self._refusals = BackgroundTasks()
+
+    async def submit_create(
+        self, owner: str, request: gateway_pb2.SubmitCreateModelRequest, rejection: FoveaError | None = None
+    ) -> tuple[str, str]:
+        """Accepts the creation of a model; returns the future's id and the model's.
+
+        Raises NotFound for the base model, and InvalidInput if it is for sampling only; NotFound, SessionEnded for the
+        session, InvalidInput for too much metadata, ResourceExhausted above the owner's share.
+        """
+        self._base_models.check_trained(request.base_model)
+        session = await self._sessions.require(owner, request.session_id)
+        check_metadata(dict(request.user_metadata))
+        self._futures.check_quota(owner)
+        own_id = id_of_model(session.session_id, check_seq_id(request.model_seq_id, "model_seq_id", 0))
+        if not request.from_path and not request.HasField("lora") and rejection is None:
+            rejection = InvalidInput("lora_config is missing; rank 0 trains all parameters", field="lora_config")
+        model = Model(own_id, session.session_id, owner, request.base_model, request.lora, dict(request.user_metadata))
+        await self._models.add(model)
+        return await self._submit(owner, Kind.CREATE_MODEL, own_id, 0, [request], rejection), own_id
+
+    async def submit_forward_backward(
+        self,
+        owner: str,
+        header: gateway_pb2.SubmitForwardBackwardHeader,
+        data: Sequence[gateway_pb2.InputDatum],
+        rejection: FoveaError | None = None,
+    ) -> str:
+        """Accepts a loss, with gradients or without; returns the future's id.
+
+        Raises NotFound, SessionEnded, and ResourceExhausted above the owner's share, unless it is its turn.
+        """
+        parts = [gateway_pb2.SubmitForwardBackwardRequest(header=header)]
+        parts += [gateway_pb2.SubmitForwardBackwardRequest(datum=datum) for datum in data]
+        kind = Kind.FORWARD_BACKWARD if header.backward else Kind.FORWARD
+        tokens = sum(least_token_count(datum.input) for datum in data)
+        return await self._submit(owner, kind, header.model_id, header.seq_id, parts, rejection, tokens)
+
+    async def submit(self, owner: str, request: CommandRequest, rejection: FoveaError | None = None) -> str:
+        """Accepts any other command. Raises as above."""
+        return await self._submit(owner, _KINDS[type(request)], request.model_id, request.seq_id, [request], rejection)
+
+    async def _submit(
+        self,
+        owner: str,
+        kind: Kind,
+        model_id: str,
+        seq_id: int,
+        request: Sequence[Message],
+        rejection: FoveaError | None,
+        token_count: int = 0,
+    ) -> str:
+        model = await self._models.get(owner, model_id)
+        await self._sessions.require(owner, model.session_id)
+        model = self._models.use(model)
+        check_seq_id(seq_id, "seq_id", 0 if kind is Kind.CREATE_MODEL else 1)
+        model.last_request_at = time.time()  # written with the next change
+        blob = join_messages(request) if kind in BATCH_KINDS else request[0].SerializeToString()
+        failed = model.failed_seq_id
+        known_failure = failed if failed is not None and self._futures.has_told_failure(model_id, failed) else None
+        submission = Submission(
+            future_id(model_id, seq_id), kind, owner, model.session_id, model_id, seq_id, rejection, known_failure,
+            token_count=token_count,
+        )  # fmt: skip
+        queue = self._queues.get(model_id)
+        in_turn = model.next_seq_id if queue is None else queue.in_turn
+        # Later commands are held for this one: refusing it would keep them, and with them the owner's share.
+        others_wait_for_it = kind is not Kind.CREATE_MODEL and seq_id <= in_turn
+        await self._futures.submit(submission, blob, self._start, others_wait_for_it)
+        return submission.future_id
+
+    async def resume(self, pendings: Iterable[Pending]) -> None:
+        """Takes up the commands among what an earlier process left unfinished."""
+        for pending in pendings:
+            submission = pending.submission
+            if submission.kind not in KINDS:
+                continue
+            try:
+                await self._sessions.load_open(submission.session_id)
+                self._models.use(await self._models.load(submission.scope))
+            except FoveaError as error:
+                await self._futures.finish(pending, Outcome(submission.kind, b"", error))
+            else:
+                self._start(pending)
+
+    def _start(self, pending: Pending) -> None:
+        """Hands an accepted command to its model's queue. The model is in memory, unless its session has just ended."""
+        submission = pending.submission
+        model = self._models.find(submission.scope)
+        runner = self._runners.get(model.base_model) if model else None
+        if model is None or runner is None:
+            self._refusals.start(self._refuse(pending), f"refuse {submission.future_id}")
+            return
+        queue = self._queues.get(model.model_id)
+        if queue is None:
+            queue = self._queues[model.model_id] = self._new_queue(model, runner)
+        runner.begin(pending)
+        queue.add(pending)
+
+    async def _refuse(self, pending: Pending) -> None:
+        submission = pending.submission
+        model = await self._models.load(submission.scope)
+        if runner := self._runners.get(model.base_model):
+            error = SessionEnded(f"session {submission.session_id} is over: open a new one")
+            await runner.refuse(pending, error)
+        else:
+            gone = FailedPrecondition(
+                f"model {model.model_id} is of base model {model.base_model!r}, which is not trained here any more"
+            )
+            await self._futures.finish(pending, Outcome(submission.kind, b"", gone))
+
+    async def end_session(self, session: Session, error: SessionEnded) -> None:
+        """Discards what a session's models have queued, then frees them."""
+        model_ids = await self._models.of_session(session.session_id)
+        for residence in self._residences.values():
+            await residence.leave(model_ids, error)
+        for model_id in model_ids:
+            queue = self._queues.pop(model_id, None)
+            if queue is not None:
+                await queue.close(error)
+            await self._free(await self._models.load(model_id), error.message)
+        self._models.forget(session.session_id)
+        for residence in self._residences.values():
+            residence.forget(model_ids)
+        await self._journal.forget(model_ids)
+
+    def forget_idle(self, session_id: str) -> None:
+        """Drops from memory the models of a session of which nothing is unfinished; they are read again when used."""
+        for model_id in [model_id for model_id in self._queues if model_id.startswith(f"{session_id}:")]:
+            del self._queues[model_id]
+        self._models.forget(session_id)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Starts no further command and gives the running ones `timeout_s` to end."""
+        tasks = [task for queue in self._queues.values() if (task := queue.pause()) is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+
+    async def stop(self) -> None:
+        """Stops the queues, for the end of the process."""
+        await asyncio.gather(*(queue.stop() for queue in self._queues.values()))
+
+    async def _free(self, model: Model, reason: str) -> None:
+        is_held = model.state is ModelState.READY
+        await self._models.end(model, reason)
+        if is_held and (runner := self._runners.get(model.base_model)):
+            await runner.free(model)
+
+    def _new_queue(self, model: Model, runner: CommandRunner) -> CommandQueue:
+        return CommandQueue(
+            model.model_id,
+            model.next_seq_id,
+            runner.run,
+            runner.refuse,
+            lambda first, last: runner.skip(model, first, last),
+            self._gap_timeout_s,
+        )

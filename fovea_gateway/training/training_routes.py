@@ -1,0 +1,375 @@
+"""Routes of training."""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fovea.api.v1 import gateway_pb2, trainer_pb2, weights_pb2
+from fovea.tinker.v1 import tinker_pb2
+from fovea.wire.custom_loss import MAX_GRAPH_BYTES
+from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, SessionEnded, Unimplemented
+from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
+from fovea_gateway.futures.future import Kind, ResultEncoder, in_order, split_messages
+from fovea_gateway.http.endpoint import Endpoints, Json
+from fovea_gateway.http.request_body import (
+    PREFIX_BYTES,
+    BodyTooLarge,
+    parse_forward_backward,
+    parse_json,
+    parse_loosely,
+    parse_start,
+    peek_address,
+    read,
+)
+from fovea_gateway.replicas.base_models import BaseModels
+from fovea_gateway.scopes import Scope
+from fovea_gateway.settings import GatewaySettings
+from fovea_gateway.training import training_wire as wire
+from fovea_gateway.training.batches import BATCH_KINDS
+from fovea_gateway.training.custom_losses import CustomLosses
+from fovea_gateway.training.models import Models
+from fovea_gateway.training.training import KINDS, CommandRequest, Training
+
+B = TypeVar("B", bound=BaseModel)
+C = TypeVar("C", bound=CommandRequest)
+_ADAM = "adamw"
+_MOST_LOSS_BYTES = 2 * MAX_GRAPH_BYTES
+"""A graph as it is kept, with whatever white space a client puts in."""
+_SAMPLER_KINDS = ("snapshot", "inflight")
+
+
+class TrainingRoutes:
+    """Handlers of training. Wrong content is accepted and fails its future; see `Training`."""
+
+    def __init__(
+        self,
+        training: Training,
+        models: Models,
+        custom_losses: CustomLosses,
+        base_models: BaseModels,
+        checkpoints: Checkpoints,
+        settings: GatewaySettings,
+    ) -> None:
+        self._training, self._models, self._custom_losses = training, models, custom_losses
+        self._base_models, self._checkpoints, self._settings = base_models, checkpoints, settings
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        handlers = {
+            "create_model": self.create_model,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.optim_step,
+            "save_weights": self.save_weights,
+            "save_weights_for_sampler": self.save_weights_for_sampler,
+            "load_weights": self.load_weights,
+            "save_weights_external": self.save_weights_external,
+            "create_custom_loss": self.create_custom_loss,
+        }
+        return [
+            endpoints.route("POST", "get_info", self.get_info, Scope.READ),
+            *(endpoints.route("POST", path, handler, Scope.TRAIN) for path, handler in handlers.items()),
+        ]
+
+    async def create_model(self, request: Request, owner: str) -> Response:
+        """Submits a fresh model."""
+        body = await parse_json(request, wire.CreateModel, await read(request))
+        message = gateway_pb2.SubmitCreateModelRequest(
+            session_id=body.session_id,
+            model_seq_id=body.model_seq_id,
+            base_model=body.base_model,
+            user_metadata=_texts(body.user_metadata),
+        )
+        rejection: FoveaError | None = _unsupported_optimizer(body.optimizer_config)
+        if body.lora_config is not None:
+            try:
+                message.lora.CopyFrom(self._lora(body.lora_config))
+            except InvalidInput as error:
+                rejection = rejection or error
+        future_id, model_id = await self._training.submit_create(owner, message, rejection)
+        return Json({"request_id": future_id, "model_id": model_id})
+
+    async def get_info(self, request: Request, owner: str) -> Response:
+        body = await parse_json(request, wire.GetInfo, await read(request))
+        model = await self._models.get(owner, body.model_id)
+        name, tokenizer_id = model.base_model, self._base_models.get(model.base_model).tokenizer_id
+        return Json(
+            {
+                "type": "get_info",
+                "model_id": model.model_id,
+                "model_data": {"arch": "vision-language model", "model_name": name, "tokenizer_id": tokenizer_id},
+                "model_name": name,
+                "is_lora": model.lora.rank > 0,
+                "lora_rank": model.lora.rank or None,
+                "optimizer_config": {"type": _ADAM},
+            }
+        )
+
+    async def forward_backward(self, request: Request, owner: str) -> Response:
+        """Submits a loss. A refused body still uses up its seq_id: later requests must not wait for it."""
+        try:
+            blob = await read(request, self._settings.max_body_bytes)
+        except BodyTooLarge as error:
+            await self._use_up(owner, error.prefix, error)
+            raise
+        try:
+            body = await parse_forward_backward(request, blob)
+        except (InvalidInput, PayloadTooLarge) as error:
+            await self._use_up(owner, blob[:PREFIX_BYTES], error)
+            raise
+        header = gateway_pb2.SubmitForwardBackwardHeader(
+            model_id=body.model_id, seq_id=body.seq_id, loss_function=body.loss_fn, backward=not body.forward_only
+        )
+        data: list[gateway_pb2.InputDatum] = []
+        rejection: FoveaError | None = None
+        try:
+            data = self._content(body, header)
+        except FoveaError as error:
+            rejection = error
+        future_id = await self._training.submit_forward_backward(owner, header, data, rejection)
+        return Json({"request_id": future_id, "model_id": body.model_id})
+
+    async def _use_up(self, owner: str, prefix: bytes, error: FoveaError) -> None:
+        """Fails, in its turn, the request that a refused body was, if its start tells which one that was."""
+        if address := peek_address(prefix):
+            header = gateway_pb2.SubmitForwardBackwardHeader(model_id=address[0], seq_id=address[1], backward=True)
+            with suppress(NotFound, InvalidInput, SessionEnded):
+                await self._training.submit_forward_backward(owner, header, [], error)
+
+    def _content(
+        self, body: tinker_pb2.ForwardBackwardRequest, header: gateway_pb2.SubmitForwardBackwardHeader
+    ) -> list[gateway_pb2.InputDatum]:
+        wire.check_dense_size(body.data, self._settings.max_body_bytes)
+        config, header.custom_loss_id = wire.loss_config_from_proto(body)
+        header.loss_config.update(config)
+        return [wire.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
+
+    async def optim_step(self, request: Request, owner: str) -> Response:
+        return await self._submit(request, owner, wire.OptimStep, gateway_pb2.SubmitOptimStepRequest, _optim_step)
+
+    async def save_weights(self, request: Request, owner: str) -> Response:
+        return await self._submit(request, owner, wire.SaveWeights, gateway_pb2.SubmitSaveStateRequest, _save_weights)
+
+    async def save_weights_for_sampler(self, request: Request, owner: str) -> Response:
+        return await self._submit(
+            request, owner, wire.SaveWeightsForSampler, gateway_pb2.SubmitSaveForSamplerRequest, _save_for_sampler
+        )
+
+    async def load_weights(self, request: Request, owner: str) -> Response:
+        """Submits a load: into a model that it makes (form A), or into one that exists (form B)."""
+        kind = gateway_pb2.SubmitLoadStateRequest
+        blob, fields = await self._read(request, owner, kind)
+        if fields.get("session_id") is None:
+            message = kind(**_address(fields))
+            return await self._accept(request, owner, wire.LoadWeights, message, _load_weights, blob)
+        body = await parse_json(request, wire.LoadWeights, blob)
+        if body.model_seq_id is None or body.model_id is not None or body.seq_id is not None:
+            raise InvalidInput("send session_id with model_seq_id, or model_id with seq_id", field="model_seq_id")
+        creation = gateway_pb2.SubmitCreateModelRequest(
+            session_id=body.session_id,
+            model_seq_id=body.model_seq_id,
+            base_model=body.base_model or await self._base_model_of(owner, body.path),
+            user_metadata=_texts(body.user_metadata),
+            from_path=body.path,
+            optimizer=body.optimizer,
+        )
+        future_id, model_id = await self._training.submit_create(owner, creation, _unsupported_load(body))
+        return Json({"request_id": future_id, "model_id": model_id})
+
+    async def _base_model_of(self, owner: str, path: str) -> str:
+        """The base model of a checkpoint; the default one, which refuses it in its turn, if that is not served here."""
+        default = self._base_models.default.name
+        try:
+            base_model = (await self._checkpoints.find_training(owner, path)).base_model
+        except FoveaError:  # told again when its turn comes, as a failed future
+            return default
+        return base_model if self._base_models.find(base_model) else default
+
+    async def save_weights_external(self, request: Request, owner: str) -> Response:
+        return await self._submit(
+            request, owner, wire.SaveWeightsExternal, gateway_pb2.SubmitSaveExternalRequest, _save_external
+        )
+
+    async def create_custom_loss(self, request: Request, owner: str) -> Response:
+        """Submits a loss. What it may not do fails the future."""
+        body = await parse_json(request, wire.CreateCustomLoss, await read(request, _MOST_LOSS_BYTES))
+        loss = trainer_pb2.CustomLoss(
+            name=body.name,
+            inputs=[trainer_pb2.CustomLossInput(name=given.name, rank=given.rank) for given in body.inputs],
+            graph=json.dumps(body.graph, separators=(",", ":")).encode(),
+        )
+        message = gateway_pb2.CreateCustomLossRequest(
+            session_id=body.session_id, custom_loss_seq_id=body.custom_loss_seq_id, loss=loss
+        )
+        return Json({"request_id": await self._custom_losses.submit(owner, message)})
+
+    async def _submit(
+        self,
+        request: Request,
+        owner: str,
+        kind: type[B],
+        message_kind: Callable[..., C],
+        fill: Callable[[B, C], None],
+    ) -> Response:
+        """Decodes as far as model and seq_id; whatever is wrong beyond them fails the future instead."""
+        blob, fields = await self._read(request, owner, message_kind)
+        return await self._accept(request, owner, kind, message_kind(**_address(fields)), fill, blob)
+
+    async def _read(
+        self, request: Request, owner: str, kind: Callable[..., CommandRequest]
+    ) -> tuple[bytes, dict[str, Any]]:
+        """A command's body and its fields. One that is too large still uses up its seq_id, if its start tells that."""
+        prefix = b""
+        try:
+            blob = await read(request)
+            prefix = blob[:PREFIX_BYTES]
+            return blob, parse_loosely(blob)
+        except PayloadTooLarge as error:
+            start = parse_start(error.prefix if isinstance(error, BodyTooLarge) else prefix)
+            with suppress(NotFound, InvalidInput, SessionEnded):
+                await self._training.submit(owner, kind(**_address(start)), error)
+            raise
+
+    async def _accept(
+        self,
+        request: Request,
+        owner: str,
+        kind: type[B],
+        message: C,
+        fill: Callable[[B, C], None],
+        blob: bytes,
+    ) -> Response:
+        rejection: FoveaError | None = None
+        try:
+            fill(await parse_json(request, kind, blob), message)
+        except (InvalidInput, Unimplemented) as error:
+            rejection = error
+        future_id = await self._training.submit(owner, message, rejection)
+        return Json({"request_id": future_id, "model_id": message.model_id})
+
+    def _lora(self, config: wire.LoraConfig) -> weights_pb2.LoraConfig:
+        if not -(2**31) <= config.rank < 2**31 or (config.seed is not None and not -(2**63) <= config.seed < 2**63):
+            raise InvalidInput("lora_config.rank or seed is out of range", field="lora_config")
+        return weights_pb2.LoraConfig(
+            rank=config.rank,
+            alpha=self._settings.default_lora_alpha,
+            seed=config.seed or 0,
+            train_attention=config.train_attn,
+            train_mlp=config.train_mlp,
+            train_unembedding=config.train_unembed,
+            # It extends the two; an adapter of the unembedding alone has nothing in the tower.
+            train_vision=self._settings.train_vision and (config.train_attn or config.train_mlp),
+        )
+
+
+def _address(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields model_id and seq_id. Raises InvalidInput."""
+    model_id, seq_id = body.get("model_id"), body.get("seq_id")
+    if not isinstance(model_id, str) or isinstance(seq_id, bool) or not isinstance(seq_id, int):
+        raise InvalidInput("model_id (text) and seq_id (whole number) are required", field="model_id")
+    if not 0 <= seq_id < 2**63:
+        raise InvalidInput(f"seq_id is {seq_id}", field="seq_id")
+    return {"model_id": model_id, "seq_id": seq_id}
+
+
+def _optim_step(body: wire.OptimStep, message: gateway_pb2.SubmitOptimStepRequest) -> None:
+    if body.optimizer_params is not None:
+        name = body.optimizer_params.get("type")
+        raise Unimplemented(f"optimizer_params of type {name!r}: models here use adamw", field="optimizer_params")
+    if body.adam_params is None:
+        raise InvalidInput("adam_params is missing", field="adam_params")
+    message.adam.CopyFrom(trainer_pb2.AdamParams(**body.adam_params))
+
+
+def _save_weights(body: wire.SaveWeights, message: gateway_pb2.SubmitSaveStateRequest) -> None:
+    message.name, message.overwrite, message.ttl_s = body.path or "", body.overwrite, _ttl(body.ttl_seconds)
+    message.user_metadata.update(body.user_metadata or {})
+
+
+def _save_external(body: wire.SaveWeightsExternal, message: gateway_pb2.SubmitSaveExternalRequest) -> None:
+    if body.age_encryption_recipients == []:
+        field = "age_encryption_recipients"
+        raise InvalidInput(f"{field} names nobody; leave it out for an export that is not encrypted", field=field)
+    message.name, message.ttl_s = body.path, _ttl(body.ttl_seconds)
+    message.age_recipients.extend(body.age_encryption_recipients or [])
+
+
+def _save_for_sampler(body: wire.SaveWeightsForSampler, message: gateway_pb2.SubmitSaveForSamplerRequest) -> None:
+    if body.kind not in _SAMPLER_KINDS:
+        raise InvalidInput(f"kind is {body.kind!r}; it must be one of {', '.join(_SAMPLER_KINDS)}", field="kind")
+    if (body.path is None) == (body.sampling_session_seq_id is None):
+        raise InvalidInput("send either path or sampling_session_seq_id", field="path")
+    if body.path == "":
+        raise InvalidInput("path is empty", field="path")
+    message.name, message.ttl_s = body.path or "", _ttl(body.ttl_seconds)
+    message.inflight = body.kind == "inflight"
+    message.user_metadata.update(body.user_metadata or {})
+
+
+def _load_weights(body: wire.LoadWeights, message: gateway_pb2.SubmitLoadStateRequest) -> None:
+    if rejection := _unsupported_load(body):
+        raise rejection
+    if body.model_seq_id is not None:
+        raise InvalidInput("model_seq_id goes with session_id, not with model_id", field="model_seq_id")
+    message.path, message.optimizer = body.path, body.optimizer
+
+
+def _unsupported_load(body: wire.LoadWeights) -> InvalidInput | Unimplemented | None:
+    if body.weights_access_token is not None:
+        return Unimplemented("weights_access_token is not supported", field="weights_access_token")
+    return _unsupported_optimizer(body.optimizer_config)
+
+
+def _unsupported_optimizer(config: dict[str, Any] | None) -> Unimplemented | None:
+    if config is None or config == {"type": _ADAM}:
+        return None
+    return Unimplemented(f"optimizer_config {config} is not supported; use {_ADAM}", field="optimizer_config")
+
+
+def _ttl(ttl_seconds: int | None) -> int:
+    """0 means forever on our wire; a client's own 0 is as wrong as any other short time."""
+    return 0 if ttl_seconds is None else min(max(ttl_seconds, -1), 2**62) or -1
+
+
+def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:
+    return {name: str(value) for name, value in (metadata or {}).items()}
+
+
+def _record_json(record: gateway_pb2.WaitFutureResponse) -> dict[str, Any]:
+    match record.WhichOneof("record"):
+        case "model_created":
+            return {"type": "create_model", "model_id": record.model_created.model_id}
+        case "state_loaded":
+            return {"type": "load_weights", "path": record.state_loaded.path}
+        case "metrics":
+            return {"metrics": in_order(record.metrics.values)}
+        case "custom_loss_created":
+            return {"type": "create_custom_loss", "loss_id": record.custom_loss_created.custom_loss_id}
+        case "checkpoint_saved":
+            return {"type": "save_weights", "path": record.checkpoint_saved.path}
+        case _:
+            saved = record.snapshot_saved
+            place = {"path": saved.path} if saved.path else {"sampling_session_id": saved.sampling_session_id}
+            return {"type": "save_weights_for_sampler", **place}
+
+
+def _command_json(blob: bytes) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    for record in split_messages(gateway_pb2.WaitFutureResponse, blob):
+        answer |= _record_json(record)
+    return answer
+
+
+def _external_json(blob: bytes) -> dict[str, Any]:
+    return _command_json(blob) | {"type": "save_weights_external"}
+
+
+ENCODERS: dict[Kind, ResultEncoder] = {
+    **{kind: ResultEncoder(_command_json) for kind in (*KINDS, Kind.CREATE_CUSTOM_LOSS)},
+    **{kind: wire.LOSSES for kind in BATCH_KINDS},
+    Kind.SAVE_EXTERNAL: ResultEncoder(_external_json),
+}

@@ -1,0 +1,132 @@
+"""Texts with images, made twice: by the checkpoint's own processor, and as Fovea's renderer splices them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from transformers import AutoProcessor, BatchFeature
+
+from fovea.vision.vision_family import ImageAt, Replacement
+from fovea_services.renderer import model_directory
+from fovea_services.renderer.image_processor import anywhere, open_processor
+
+SIZES = (
+    (64, 64),
+    (56, 112),
+    (140, 90),
+    (90, 140),
+    (100, 37),
+    (37, 100),
+    (224, 224),
+    (200, 300),
+    (321, 123),
+    (448, 448),
+)
+"""Width and height of pictures: square, wide, high, below and above what most families enlarge or shrink to."""
+
+_BEFORE, _AFTER = "aaaa", "zzzz"
+
+Piece = str | Image.Image
+
+
+@dataclass(frozen=True)
+class PlacedImage:
+    """One image of a document as the renderer makes it.
+
+    Attributes:
+        offset: Index of the first id that replaces it.
+    """
+
+    offset: int
+    tensors: dict[str, npt.NDArray[Any]]
+    replacement: Replacement
+
+
+@dataclass(frozen=True)
+class Document:
+    """Attributes:
+    ids: int64 [N].
+    positions: int32 [rows, N], or None where they are 0 .. N-1.
+    """
+
+    ids: npt.NDArray[np.int64]
+    images: tuple[PlacedImage, ...]
+    positions: npt.NDArray[np.int32] | None
+
+
+class Maker:
+    """Makes documents for one checkpoint. Raises ValueError, from the renderer, for a family that Fovea has not."""
+
+    def __init__(self, directory: Path) -> None:
+        self.processor: Any = AutoProcessor.from_pretrained(directory, trust_remote_code=False)
+        self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
+        self.family = model_directory.read(directory).family
+        self._renderer = open_processor(directory) if self.family else None
+        self._around = self._words_around_an_image() if self.family else ("", "")
+
+    def own(self, pieces: Sequence[Piece], **how: Any) -> BatchFeature:
+        """What the checkpoint's own processor makes: a batch of one. `how` goes to the image processor."""
+        before, after = self._around
+        images = [piece for piece in pieces if isinstance(piece, Image.Image)]
+        texts = [piece if isinstance(piece, str) else before + self.processor.image_token + after for piece in pieces]
+        if not images:
+            return self.tokenizer(["".join(texts)], return_tensors="pt", add_special_tokens=False)
+        return self.processor(
+            text=["".join(texts)], images=images, return_tensors="pt", add_special_tokens=False, **how
+        )
+
+    def splice(self, pieces: Sequence[Piece]) -> Document:
+        """The same as Fovea's renderer does it: text is encoded between images, an image replaced by itself."""
+        before, after = self._around
+        ids: list[int] = []
+        images: list[PlacedImage] = []
+        text = ""
+        for piece in pieces:
+            if isinstance(piece, str):
+                text += piece
+                continue
+            ids += self._encode(text + before)
+            placed = self.place(piece, len(ids))
+            images.append(placed)
+            ids += placed.replacement.ids.tolist()
+            text = after
+        ids += self._encode(text)
+        positions = None
+        if images and self.family is not None:
+            positions = self.family.positions(len(ids), [ImageAt(one.offset, one.tensors) for one in images])
+        return Document(np.array(ids, np.int64), tuple(images), positions)
+
+    def place(self, image: Image.Image, offset: int) -> PlacedImage:
+        """An image whose first id has this index. Raises ValueError for tensors that no service would take."""
+        assert self._renderer is not None
+        assert self.family is not None
+        tensors = self._renderer.tensors(image, anywhere)
+        if problem := self.family.tensors_problem(tensors):
+            raise ValueError(f"the renderer makes tensors that Fovea refuses: {problem}")
+        return PlacedImage(offset, tensors, self.family.replacement(tensors))
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _words_around_an_image(self) -> tuple[str, str]:
+        """What the chat template puts before and after the processor's image token."""
+        if not self.processor.chat_template:
+            return "", ""
+        content = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
+        chat = self.processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        word = chat.partition(_BEFORE)[2].partition(_AFTER)[0]
+        before, found, after = word.partition(self.processor.image_token)
+        return (before, after) if found else ("", "")
+
+
+def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
+    """Coloured noise of (width, height) pixels: whatever is mixed up in it changes it."""
+    width, height = size
+    return Image.fromarray(np.random.default_rng([seed, *size]).integers(0, 256, (height, width, 3), np.uint8))

@@ -1,0 +1,31 @@
+"""`python -m fovea_parity.parts PART DIR...`: one check of each checkpoint, each finding as a line of JSON."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+from fovea_parity.finding import Finding, reason
+
+PARTS = ("renderer", "trainer", "sampler")
+
+
+def run_part(part: str, directory: Path) -> Finding:
+    """Runs one check; whatever it raises is the finding that it does not work."""
+    try:
+        finding: Finding = import_module(f"fovea_parity.{part}_part").check(directory)
+    except Exception as error:
+        traceback.print_exc()
+        return Finding(part, False, reason(error))
+    return finding
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    _, part, *folders = sys.argv
+    del sys.argv[1:]  # the services' settings read the command line
+    for folder in folders:
+        print(run_part(part, Path(folder)).to_line(), flush=True)

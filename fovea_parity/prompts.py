@@ -1,0 +1,70 @@
+"""Documents as the official SDK sends them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tinker
+from PIL import Image
+from tinker import types
+
+from fovea_parity.documents import Document, Maker, Piece
+
+API_KEY = "tml-local"
+
+
+class Prompt:
+    """A document as the SDK sends it, and the ids that the model then reads."""
+
+    def __init__(self, maker: Maker, pieces: Sequence[Piece]) -> None:
+        document = maker.splice(pieces)
+        images = [piece for piece in pieces if isinstance(piece, Image.Image)]
+        self.ids: list[int] = document.ids.tolist()
+        self.input = types.ModelInput(chunks=list(_chunks(document, images)))
+
+    def datum(self) -> tinker.Datum:
+        """Scores every id but the first, at the position before it."""
+        return self._datum([*self.ids[1:], 0], [1.0] * (len(self.ids) - 1) + [0.0])
+
+    def answered(self, token: int) -> tinker.Datum:
+        """Scores one token, which follows the last."""
+        before = len(self.ids) - 1
+        return self._datum([0] * before + [token], [0.0] * before + [1.0])
+
+    def _datum(self, targets: list[int], weights: list[float]) -> tinker.Datum:
+        return tinker.Datum(
+            model_input=self.input,
+            loss_fn_inputs={
+                "target_tokens": tinker.TensorData(data=targets, dtype="int64", shape=[len(targets)]),
+                "weights": tinker.TensorData(data=weights, dtype="float32", shape=[len(weights)]),
+            },
+        )
+
+
+def _chunks(document: Document, images: Sequence[Image.Image]) -> Iterator[Any]:
+    ids, start = document.ids.tolist(), 0
+    for placed, image in zip(document.images, images, strict=True):
+        if placed.offset > start:
+            yield types.EncodedTextChunk(tokens=ids[start : placed.offset])
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        count = len(placed.replacement.ids)
+        yield types.ImageChunk(data=file.getvalue(), format="png", expected_tokens=count)
+        start = placed.offset + count
+    if start < len(ids):
+        yield types.EncodedTextChunk(tokens=ids[start:])
+
+
+def scores(sampling: tinker.SamplingClient, prompt: Prompt) -> npt.NDArray[np.float64]:
+    """Log-probabilities [N-1] of the ids after the first."""
+    return np.array(sampling.compute_logprobs(prompt.input).result(300)[1:], np.float64)
+
+
+def trained_scores(training: tinker.TrainingClient, prompts: Sequence[Prompt]) -> list[npt.NDArray[np.float64]]:
+    """The same of each prompt, as the trainer computes them."""
+    outputs = training.forward([prompt.datum() for prompt in prompts], "cross_entropy").result(300).loss_fn_outputs
+    return [np.array(list(output["logprobs"].data)[:-1]) for output in outputs]

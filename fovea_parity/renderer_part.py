@@ -1,0 +1,85 @@
+"""Renderer against the checkpoint's own processor: equal ids, equal tensors, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from transformers import BatchFeature
+
+from fovea_parity.documents import SIZES, Document, Maker, Piece, picture
+from fovea_parity.finding import Finding
+
+_TEXT = "What is in this picture?"
+_MORE = " And in that one? "
+_OTHER_SPLIT = "the same text in other tokens"
+"""Gemma 3's images bring line feeds of their own. Encoded one by one, as chunks are, they stay as they are."""
+
+
+def check(directory: Path) -> Finding:
+    """Ten sizes, one and two images, at the start and at the end of a text."""
+    maker = Maker(directory)
+    if maker.family is None:
+        text = [_TEXT + _MORE]
+        same = maker.splice(text).ids.tolist() == maker.own(text)["input_ids"][0].tolist()
+        return Finding("renderer", same, "text only: ids equal" if same else "ids of a text differ")
+    found = [problem for size in SIZES for problem in _problems(maker, size)]
+    if failed := [problem for problem in found if not problem.endswith(_OTHER_SPLIT)]:
+        return Finding("renderer", False, f"{len(failed)} of {4 * len(SIZES)} inputs differ; {failed[0]}")
+    said = f"ids and tensors equal: {len(SIZES)} sizes, one and two images, first and last"
+    if found:
+        said += f"; {len(found)} of two in a row are {_OTHER_SPLIT}: its processor joins line feeds across images"
+    return Finding("renderer", True, said, {"sizes": len(SIZES)})
+
+
+def _problems(maker: Maker, size: tuple[int, int]) -> Iterator[str]:
+    first, second = picture(size, 1), picture(size[::-1], 2)
+    for name, pieces in _layouts(first, second).items():
+        document = maker.splice(pieces)
+        images = document.images
+        # Bytes are compared with what the processor makes before it rescales and normalises.
+        is_bytes = any(array.dtype == np.uint8 for array in images[0].tensors.values())
+        how = {"do_rescale": False, "do_normalize": False} if is_bytes else {}
+        own = maker.own(pieces, **how)
+        problem = _ids_problem(maker, document, own)
+        if not problem and len(images) == 1:
+            problem = _tensors_problem(images[0].tensors, own)
+        if problem:
+            yield f"{size[0]}x{size[1]}, {name}: {problem}"
+
+
+def _layouts(first: Image.Image, second: Image.Image) -> dict[str, list[Piece]]:
+    return {
+        "image first": [first, _TEXT],
+        "image last": [_TEXT, first],
+        "two images": [_TEXT, first, _MORE, second, _TEXT],
+        "two in a row": [first, second, _TEXT],
+    }
+
+
+def _ids_problem(maker: Maker, document: Document, own: BatchFeature) -> str:
+    ids, expected = document.ids, own["input_ids"][0].numpy()
+    if len(ids) != len(expected) and maker.tokenizer.decode(ids) == maker.tokenizer.decode(expected):
+        return _OTHER_SPLIT
+    if len(ids) != len(expected):
+        return f"{len(ids)} ids, its own processor makes {len(expected)}"
+    if (ids != expected).any():
+        at = int(np.flatnonzero(ids != expected)[0])
+        return f"id {at} is {ids[at]}, its own processor makes {expected[at]}"
+    return ""
+
+
+def _tensors_problem(tensors: dict[str, npt.NDArray[Any]], own: BatchFeature) -> str:
+    for name, array in tensors.items():
+        if name not in own:
+            return f"tensor {name} is none of its own processor's"
+        expected = own[name].numpy()
+        if name == "input_ids":  # the ids of the image alone, which have been compared in their place
+            continue
+        if array.shape != expected.shape or not np.array_equal(array, expected.astype(array.dtype)):
+            return f"tensor {name} {list(array.shape)} is not its own processor's {list(expected.shape)}"
+    return ""

@@ -1,0 +1,117 @@
+"""Trainer against transformers: documents packed end to end, and the model's own forward of one document at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BatchFeature
+
+from fovea.api.v1 import model_input_pb2
+from fovea.wire.features import tensors_sha256
+from fovea.wire.rendered_input import ImageSpan
+from fovea_parity.documents import Document, Maker, Piece, picture
+from fovea_parity.finding import Finding
+from fovea_parity.mixed_batch import fullness
+from fovea_services.trainer.batches.datum_decoding import Datum
+from fovea_services.trainer.batches.micro_batch import BatchLayout
+from fovea_services.trainer.model.lora import LoraInjector
+from fovea_services.trainer.model.packed_model import load_model
+from fovea_services.trainer.settings import TrainerSettings
+
+MOST_NAT = 1e-4
+MOST_GRADIENT = 1e-3
+"""Of a parameter's gradient, relative to the largest element of any: sums in another order."""
+
+_CPU = torch.device("cpu")
+_LONG = "Some words about nothing in particular, longer than any window of a tiny model. " * 6
+
+
+@dataclass(frozen=True)
+class _Case:
+    document: Document
+    own: BatchFeature
+
+
+def check(directory: Path) -> Finding:
+    """Log-probabilities and gradients of packed documents with no, one and two images, of ragged sizes."""
+    maker = Maker(directory)
+    cases = [_Case(maker.splice(pieces), maker.own(pieces)) for pieces in _documents(maker.family is not None)]
+    packed, ours = _packed(directory, maker, [case.document for case in cases])
+    own, theirs = _own(directory, maker.family is not None, cases)
+    nat = max(float((a - b).abs().max()) for a, b in zip(packed, own, strict=True))
+    gradient = _difference(ours, theirs)
+    figures = {"nat": nat, "gradient": gradient, **fullness(maker)}
+    said = f"packed = own forward: {nat:.1e} nat, gradients {gradient:.1e}"
+    return Finding("trainer", nat <= MOST_NAT and gradient <= MOST_GRADIENT, said, figures)
+
+
+def _documents(is_vision: bool) -> list[list[Piece]]:
+    text: list[list[Piece]] = [["Short."], [_LONG]]
+    if not is_vision:
+        return [*text, ["A third document of middling length, to make three."]]
+    wide, high = picture((140, 90), 1), picture((60, 110), 2)
+    return [*text, [wide, "What is this?"], ["Two: ", high, " and ", wide, " differ."], [_LONG, high]]
+
+
+def _packed(directory: Path, maker: Maker, documents: list[Document]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Log-probabilities [N-1] of each document's tokens after the first, and gradients of their sum."""
+    settings = TrainerSettings(model=str(directory), device="cpu", dtype="float32", checkpoints=["unused"])
+    family, _, model = load_model(settings, directory, _CPU)
+    LoraInjector(family.lora_targets(model.hf))
+    model.requires_grad_(True)
+    datums = [datum_of(maker, index, document) for index, document in enumerate(documents)]
+    images = {tensors_sha256(image.tensors): image.tensors for document in documents for image in document.images}
+    batch = BatchLayout(maker.family, _CPU).pack(datums, images, bool(images), None)
+    logprobs = model(batch, None, None)[:, 0]
+    parts = [part[:-1] for part in torch.split(logprobs, [len(document.ids) for document in documents])]
+    torch.autograd.backward(torch.cat(parts).sum())
+    return [part.detach() for part in parts], _gradients(model.hf)
+
+
+def datum_of(maker: Maker, index: int, document: Document) -> Datum:
+    """A document as the trainer takes it: each token predicts the next, the last one the first."""
+    spans = tuple(
+        ImageSpan(
+            image.offset,
+            image.replacement.is_embedding,
+            model_input_pb2.VisionFeature(digest=tensors_sha256(image.tensors)),
+        )
+        for image in document.images
+    )
+    patches = 0
+    if maker.family is not None:
+        patches = sum(maker.family.patch_count(span.embedding_count) for span in spans)
+    positions = None if document.positions is None else document.positions.astype(np.int64)
+    targets = np.roll(document.ids, -1)[:, None]
+    return Datum(index, document.ids, positions, spans, patches, targets, {}, True)
+
+
+def _own(directory: Path, is_vision: bool, cases: list[_Case]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    auto: Any = AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
+    model = auto.from_pretrained(directory, dtype=torch.float32).eval()
+    found = []
+    for case in cases:
+        ids = case.own["input_ids"]
+        # Without an image no processor says which tokens are of one, but some models ask in training.
+        logits = model(**case.own).logits[0, :-1].float()
+        logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        logprobs.sum().backward()
+        found.append(logprobs.detach())
+    return found, _gradients(model)
+
+
+def _gradients(model: Any) -> dict[str, Tensor]:
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest difference relative to the largest element; infinity if one has a gradient that the other lacks."""
+    if set(ours) != set(theirs):
+        return float("inf")
+    largest = max(float(one.abs().max()) for one in theirs.values())
+    return max(float((ours[name] - one).abs().max()) for name, one in theirs.items()) / largest

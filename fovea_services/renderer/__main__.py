@@ -1,0 +1,22 @@
+"""`python -m fovea_services.renderer --model DIR`: runs a renderer."""
+
+import asyncio
+
+from fovea.runtime import logs
+from fovea.wire.errors import FoveaError
+from fovea_services.renderer.renderer_service import serve
+from fovea_services.renderer.settings import RendererSettings
+
+
+def main() -> None:
+    """Reads settings and serves; exits with a line that says why if the model cannot be served."""
+    settings = RendererSettings.from_command_line("renderer")
+    logs.configure("renderer", settings.log_level)
+    try:
+        asyncio.run(serve(settings))
+    except (ValueError, FoveaError) as error:
+        raise SystemExit(f"renderer: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

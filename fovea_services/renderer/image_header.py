@@ -1,0 +1,112 @@
+"""Format and size of an encoded image, read from its first bytes without decoding a pixel.
+
+A bomb (few bytes, many pixels) is known here, before anybody allocates for it. Only PNG and JPEG are read.
+"""
+
+import io
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import imagesize
+
+from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
+from fovea_services.renderer.chunk_errors import InvalidChunk
+
+ImageFormat = Literal["PNG", "JPEG"]
+
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_JPEG_SIGNATURE = b"\xff\xd8\xff"
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")  # but for stuffing and those that bring no segment
+_START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
+MAX_SCANS = 100
+"""Of a progressive JPEG, whose encoders write ten: a scan of a hundred bytes takes a decoder as long as all pixels."""
+_OTHER_SIGNATURES = (
+    (b"GIF8", "GIF"),
+    (b"BM", "BMP"),
+    (b"II*\x00", "TIFF"),
+    (b"MM\x00*", "TIFF"),
+    (b"%PDF", "PDF"),
+)
+
+
+@dataclass(frozen=True)
+class ImageHeader:
+    """What the first bytes say; sizes in pixels as stored, before any EXIF orientation."""
+
+    format: ImageFormat
+    width: int
+    height: int
+
+
+def read(data: bytes, declared: ImageFormat) -> ImageHeader:
+    """Reads and checks the header of an encoded image.
+
+    Raises InvalidChunk: too many bytes, not the declared format, a broken header,
+    no pixels, too many, too long and thin, too many scans.
+    """
+    if not data:
+        raise InvalidChunk("empty_image", "the image has no bytes")
+    if len(data) > MAX_IMAGE_BYTES:
+        raise InvalidChunk(
+            "size_bytes", f"the image has {len(data)} bytes, above the limit of {MAX_IMAGE_BYTES}; send a smaller one"
+        )
+    found = _format(data)
+    if found != declared:
+        raise InvalidChunk(
+            "format_mismatch", f"the image is declared {declared} but is {found}; declare it {found}, or re-encode it"
+        )
+    # As stored: what EXIF turns is turned after decoding.
+    width, height = imagesize.get(io.BytesIO(data), exif_rotation=False)
+    if min(width, height) < 0:
+        part = {"PNG": "IHDR", "JPEG": "frame"}[found]
+        raise InvalidChunk("corrupt", f"the {found} is truncated or corrupt: it has no complete {part} header")
+    _check_size(width, height)
+    if found == "JPEG":
+        _check_scans(data)
+    return ImageHeader(found, width, height)
+
+
+def _format(data: bytes) -> ImageFormat:
+    if data.startswith(_PNG_SIGNATURE):
+        return "PNG"
+    if data.startswith(_JPEG_SIGNATURE):
+        return "JPEG"
+    name = next((name for signature, name in _OTHER_SIGNATURES if data.startswith(signature)), None)
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        name = "WebP"
+    elif data[4:8] == b"ftyp":
+        name = "AVIF, HEIC or a video"
+    what = f"is {name}" if name else f"starts with the bytes {data[:8].hex(' ')}, which no supported format does"
+    raise InvalidChunk("unknown_format", f"the image {what}; send PNG or JPEG")
+
+
+def _check_size(width: int, height: int) -> None:
+    if width == 0 or height == 0:
+        raise InvalidChunk("empty_image", f"the image is {width}x{height}; it needs at least one pixel")
+    if width * height > MAX_IMAGE_PIXELS:
+        raise InvalidChunk(
+            "pixels",
+            f"the image is {width}x{height}, {width * height} pixels, above the limit of {MAX_IMAGE_PIXELS};"
+            " send a smaller one",
+        )
+    if max(width, height) > MAX_IMAGE_ASPECT_RATIO * min(width, height):
+        raise InvalidChunk(
+            "aspect_ratio",
+            f"the image is {width}x{height}; its sides may differ by a factor of {MAX_IMAGE_ASPECT_RATIO} at most;"
+            " crop or pad it",
+        )
+
+
+def _check_scans(data: bytes) -> None:
+    """Walks the segments up to the first image's end: what follows, such as the film of a phone's picture, is its own.
+
+    Source: ITU T.81, annex B.
+    """
+    count, position = 0, len(_JPEG_SIGNATURE) - 1
+    while (marker := _JPEG_MARKER.search(data, position)) and marker[0] != _END_OF_IMAGE:
+        count += marker[0] == _START_OF_SCAN
+        if count > MAX_SCANS:
+            raise InvalidChunk("scans", f"the JPEG has more than {MAX_SCANS} scans; re-encode it")
+        # The two bytes of a length count themselves.
+        position = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])

@@ -1,0 +1,138 @@
+"""Model inputs between wire and renderer: chunks in, spliced tokens with images out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fovea.api.v1 import model_input_pb2
+from fovea.vision.vision_family import TokenIds
+from fovea.wire import tensors
+from fovea.wire.errors import InvalidInput
+from fovea_services.renderer.chunk_errors import chunk_field
+from fovea_services.renderer.image_caches import Feature
+from fovea_services.renderer.image_header import ImageFormat
+
+_FORMATS: dict[int, ImageFormat] = {
+    model_input_pb2.IMAGE_FORMAT_PNG: "PNG",
+    model_input_pb2.IMAGE_FORMAT_JPEG: "JPEG",
+}
+
+
+@dataclass(frozen=True)
+class UploadedImage:
+    """An image that PutImage brought."""
+
+    sha256: str
+
+
+@dataclass(frozen=True)
+class RemoteImage:
+    """An image at an address."""
+
+    uri: str
+
+
+@dataclass(frozen=True)
+class ImageChunk:
+    """One image of an input: bytes or where they are, the declared format, and the client's count if it sent one."""
+
+    source: bytes | UploadedImage | RemoteImage
+    format: ImageFormat
+    expected_token_count: int | None
+
+
+Chunk = TokenIds | ImageChunk
+"""Text, as token ids int32 [N], or an image."""
+
+
+@dataclass(frozen=True)
+class PlacedImage:
+    """One image within the spliced tokens: the ids that replace it, and its tensors.
+
+    `embedding_mask` has a byte for each id, 1 where an embedding takes its place; it is empty where all are 1.
+    """
+
+    offset: int
+    length: int
+    embedding_mask: bytes
+    feature: Feature
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A spliced input: ids int32 [N], images by rising offset, and int32 [rows, N] if images have positions."""
+
+    tokens: TokenIds
+    images: tuple[PlacedImage, ...]
+    positions: TokenIds | None
+
+
+def decode(model_input: model_input_pb2.ModelInput) -> list[Chunk]:
+    """Reads chunks from their messages. Raises InvalidInput naming the chunk for one that says too little."""
+    return [_decode_chunk(chunk, chunk_field(index)) for index, chunk in enumerate(model_input.chunks)]
+
+
+def encode(rendered: Rendered, source: str) -> model_input_pb2.RenderedInput:
+    """Writes a spliced input; `source` is the address where consumers fetch the tensors."""
+    return model_input_pb2.RenderedInput(
+        tokens=rendered.tokens.tobytes(),
+        spans=_spans(rendered.images, source),
+        positions=None if rendered.positions is None else tensors.encode(rendered.positions),
+    )
+
+
+def _decode_chunk(chunk: model_input_pb2.Chunk, field: str) -> Chunk:
+    kind = chunk.WhichOneof("kind")
+    if kind == "tokens":
+        return tensors.decode_tokens(chunk.tokens.tokens, f"{field}.tokens")
+    if kind == "image":
+        return ImageChunk(chunk.image.data, _format(chunk.image.format, field), _expected(chunk.image))
+    if kind == "image_reference":
+        reference = chunk.image_reference
+        return ImageChunk(_location(reference, field), _format(reference.format, field), _expected(reference))
+    raise InvalidInput(
+        f"{field}: the chunk is empty or of a kind that this renderer does not know; send tokens, image or"
+        " image_reference",
+        field=field,
+        cause="chunk",
+    )
+
+
+def _location(reference: model_input_pb2.ImageReference, field: str) -> UploadedImage | RemoteImage:
+    location = reference.WhichOneof("location")
+    if location == "sha256":
+        return UploadedImage(reference.sha256)
+    if location == "uri":
+        return RemoteImage(reference.uri)
+    raise InvalidInput(f"{field}: the image reference has neither sha256 nor uri", field=field, cause="chunk")
+
+
+def _format(value: int, field: str) -> ImageFormat:
+    if value not in _FORMATS:
+        raise InvalidInput(
+            f"{field}: image format {value} is not supported; declare IMAGE_FORMAT_PNG or IMAGE_FORMAT_JPEG",
+            field=field,
+            cause="unknown_format",
+        )
+    return _FORMATS[value]
+
+
+def _expected(image: model_input_pb2.ImageChunk | model_input_pb2.ImageReference) -> int | None:
+    return image.expected_token_count if image.HasField("expected_token_count") else None
+
+
+def _spans(images: Sequence[PlacedImage], source: str) -> list[model_input_pb2.VisionSpan]:
+    return [
+        model_input_pb2.VisionSpan(
+            offset=image.offset,
+            length=image.length,
+            feature=model_input_pb2.VisionFeature(
+                digest=image.feature.digest,
+                token_count=image.length,
+                size_bytes=image.feature.size_bytes,
+                source=source,
+                tensors_sha256=image.feature.tensors_sha256,
+                embedding_mask=image.embedding_mask,
+            ),
+        )
+        for image in images
+    ]

@@ -1,0 +1,102 @@
+"""An encoded image to RGB pixels. Runs in image workers only; a change here must change `DECODER_VERSION`.
+
+What becomes of an image that is not plain RGB:
+
+    alpha of any kind (RGBA, LA, palette or tRNS transparency)  composited on white
+    grey (L, 1 bit)                                             repeated to three channels
+    16-bit grey                                                 high byte, as libpng does for 16-bit colour
+    CMYK JPEG                                                   Pillow's conversion, ICC profiles ignored
+    EXIF orientation                                            applied, so that pixels lie as people see them
+    animated PNG                                                refused; of a JPEG of several pictures (MPO) the first
+
+White is what vLLM's ImageMediaIO puts under alpha, and EXIF is applied by vLLM and by
+transformers' `load_image`; transformers' image processor alone would drop alpha and show the colours hidden below it.
+vLLM 0.32.0 and Pillow's convert("RGB") clip 16-bit grey at 255, which turns almost every such image white.
+"""
+
+import io
+import warnings
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps
+
+from fovea_services.renderer.chunk_errors import InvalidChunk
+from fovea_services.renderer.image_header import ImageFormat
+
+DECODER_VERSION = 1
+
+WHITE = (255, 255, 255)
+_GREY_16_MODES = ("I", "I;16", "I;16L", "I;16B", "I;16N")
+
+# `image_header` has refused what is too large already, by our own limit.
+Image.MAX_IMAGE_PIXELS = None
+
+
+def decode(data: bytes, declared: ImageFormat, width: int, height: int) -> Image.Image:
+    """Decodes to mode RGB.
+
+    Args:
+        data: The encoded file.
+        declared: Its format; no other decoder is tried.
+        width: Pixels a row as `image_header` read it; a decoder that sees another size is not trusted.
+        height: Rows as `image_header` read it.
+
+    Raises InvalidChunk if the bytes are corrupt, truncated or animated.
+    """
+    try:
+        image = _load(data, declared, width, height)
+    except (InvalidChunk, MemoryError):
+        raise
+    except Exception as error:  # Pillow's decoders raise nearly anything on hostile bytes, and all of it means this.
+        raise InvalidChunk("corrupt", f"the {declared} is truncated or corrupt: {error}") from error
+    return _to_rgb(_upright(image))
+
+
+def _load(data: bytes, declared: ImageFormat, width: int, height: int) -> Image.Image:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Remarks on metadata (EXIF, MPO); the pixels are complete or load() raises.
+        image = Image.open(io.BytesIO(data), formats=[declared])
+        frame_count = getattr(image, "n_frames", 1)
+        if declared == "PNG" and frame_count > 1:
+            raise InvalidChunk("animated", f"the PNG is animated ({frame_count} frames); send one frame as one image")
+        if image.size != (width, height):
+            raise InvalidChunk("corrupt", f"the {declared} says {width}x{height} first and {image.size} later")
+        image.load()
+    return image
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each odd image would have lines of its own in the log
+        try:
+            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        except Exception:  # An unreadable EXIF block says nothing about orientation, and nothing against the pixels.
+            orientation = 1
+    if orientation not in range(2, 9):
+        return image
+    return ImageOps.exif_transpose(image)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode in _GREY_16_MODES:
+        return _grey_16_to_rgb(image)
+    if image.has_transparency_data:
+        return _on_white(image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    flat = Image.new("RGB", image.size, WHITE)
+    flat.paste(image, mask=image.getchannel("A"))
+    return flat
+
+
+def _grey_16_to_rgb(image: Image.Image) -> Image.Image:
+    values = np.asarray(image).astype(np.uint16)
+    grey = (values >> 8).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        grey[values == transparent] = 255
+    return Image.fromarray(grey).convert("RGB")

@@ -1,0 +1,268 @@
+"""The renderer's one use case: chunks in, spliced tokens with vision features out.
+
+Cheap checks come first, for all chunks: ids, headers, counts, length. Pixels are touched only for an input that stands.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from fovea.vision.vision_family import ImageAt, Replacement, TokenCounter, TokenIds, VisionFamily
+from fovea.wire.errors import ContextOverflow, Internal, InvalidInput, ResourceExhausted
+from fovea_services.renderer import image_header, renderer_metrics
+from fovea_services.renderer.chunk_errors import InvalidChunk, chunk_field
+from fovea_services.renderer.image_caches import Feature, FeatureCache, ImageCache
+from fovea_services.renderer.image_fetch import ImageFetcher
+from fovea_services.renderer.image_header import ImageHeader
+from fovea_services.renderer.input_messages import Chunk, ImageChunk, PlacedImage, RemoteImage, Rendered, UploadedImage
+from fovea_services.renderer.worker_pool import ProcessedImage
+
+Result = TypeVar("Result")
+
+ProcessImage = Callable[[ImageHeader, bytes], Awaitable[ProcessedImage]]
+
+# Below this, handing bytes to a thread costs more than hashing them here.
+_HASH_INLINE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class ImageSupport:
+    """What a vision-language model makes of images.
+
+    Args:
+        family: Its family, bound to the checkpoint.
+        token_count: The number of ids that replace an image of (width, height) pixels; None if only processing tells.
+        process: Turns one image into tensors.
+        fingerprint: Identity of the image processor, SHA-256 in hexadecimal.
+    """
+
+    family: VisionFamily
+    token_count: TokenCounter | None
+    process: ProcessImage
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What is served: the model as named at start, the bounds of its inputs, and images unless it takes text only."""
+
+    name: str
+    model_type: str
+    vocabulary_size: int
+    max_context_length: int
+    image_support: ImageSupport | None
+    files: Mapping[str, str] = field(default_factory=dict)
+    """See `model_files.fingerprints`."""
+
+
+@dataclass(frozen=True)
+class _CheckedImage:
+    """An image whose header, size and count, where geometry tells it, are in order."""
+
+    index: int
+    chunk: ImageChunk
+    data: bytes
+    header: ImageHeader
+    token_count: int | None
+
+    def check_expected(self, token_count: int) -> None:
+        """Raises InvalidChunk if the client has counted other than `token_count` ids."""
+        expected = self.chunk.expected_token_count
+        if expected not in (None, token_count):
+            raise InvalidChunk(
+                "expected_tokens",
+                f"expected_tokens is {expected} but the image takes {token_count} tokens"
+                f" ({self.header.width}x{self.header.height} pixels); send {token_count} or leave it out",
+            )
+
+
+class _ProcessedImage(NamedTuple):
+    """An image's tensors, and what stands in its place."""
+
+    feature: Feature
+    replacement: Replacement
+
+
+class Renderer:
+    """Splices model inputs for one model.
+
+    Args:
+        model: What is served.
+        features: Tensors by digest.
+        images: Uploaded images.
+        fetcher: For images by address.
+        source: Address host:port where consumers fetch the tensors.
+    """
+
+    def __init__(
+        self, model: ServedModel, features: FeatureCache, images: ImageCache, fetcher: ImageFetcher, source: str
+    ) -> None:
+        self.model = model
+        self.features = features
+        self.images = images
+        self.source = source
+        self._fetcher = fetcher
+        reserved_ids = model.image_support.family.reserved_ids if model.image_support else ()
+        self._first_reserved_id = min(reserved_ids, default=model.vocabulary_size)
+
+    async def render(self, chunks: Sequence[Chunk]) -> Rendered:
+        """Splices one input.
+
+        Raises InvalidInput naming the chunk and the fix (ContextOverflow for one that is too long), NotFound for an
+        image that is not held, ResourceExhausted when workers or memory do not suffice.
+        """
+        previous_id = -1
+        for index, chunk in enumerate(chunks):
+            if isinstance(chunk, ImageChunk):
+                previous_id = -1
+            elif chunk.size:
+                self._check_text(index, chunk, previous_id)
+                previous_id = int(chunk[-1])
+        images = await _first_error(
+            [self._check_image(index, chunk) for index, chunk in enumerate(chunks) if isinstance(chunk, ImageChunk)]
+        )
+        # An image that geometry cannot count takes at least one id; more is known once it is processed.
+        self._check_length(chunks, [image.token_count or 1 for image in images])
+        processed = await _first_error([self._process(image) for image in images])
+        self._check_length(chunks, [len(image.replacement.ids) for image in processed])
+        self._check_room([image.feature for image in processed])
+        return self._splice(chunks, processed)
+
+    def _check_text(self, index: int, ids: TokenIds, previous_id: int) -> None:
+        """Raises InvalidInput for the first id that is none, or that stands for an image nobody sent."""
+        highest = int(ids.max())
+        if ids.min() < 0 or highest >= self.model.vocabulary_size:
+            at = int(np.flatnonzero((ids < 0) | (ids >= self.model.vocabulary_size))[0])
+            raise InvalidChunk(
+                "vocabulary",
+                f"token {at} is {ids[at]}, outside the vocabulary; ids lie in 0..{self.model.vocabulary_size - 1}",
+            ).at(index)
+        if highest < self._first_reserved_id:
+            return
+        family = self._image_support().family
+        lost = family.find_lost_image(ids, previous_id)
+        if lost is not None:
+            name = family.reserved_ids[int(ids[lost])]
+            raise InvalidChunk(
+                "reserved_token",
+                f"token {lost} is {ids[lost]} ({name}), which stands for an image that text does not carry;"
+                " leave it out and send the image as a chunk of its own",
+            ).at(index)
+
+    async def _check_image(self, index: int, chunk: ImageChunk) -> _CheckedImage:
+        try:
+            image_support = self._image_support()
+            data = await self._bytes(index, chunk.source)
+            header = image_header.read(data, chunk.format)
+            count = image_support.token_count
+            token_count = None if count is None else count(header.width, header.height)
+            image = _CheckedImage(index, chunk, data, header, token_count)
+            if token_count is not None:
+                image.check_expected(token_count)
+            return image
+        except InvalidChunk as error:
+            raise error.at(index) from error
+
+    def _image_support(self) -> ImageSupport:
+        if self.model.image_support is None:
+            raise InvalidChunk(
+                "no_images",
+                f"{self.model.name} ({self.model.model_type}) is a text-only model and takes no images;"
+                " send text only or serve a vision-language model",
+            )
+        return self.model.image_support
+
+    async def _bytes(self, index: int, source: bytes | UploadedImage | RemoteImage) -> bytes:
+        if isinstance(source, UploadedImage):
+            return self.images.held(source.sha256, chunk_field(index))
+        if isinstance(source, RemoteImage):
+            return await self._fetcher.fetch(source.uri)
+        return source
+
+    def _check_length(self, chunks: Sequence[Chunk], image_lengths: Sequence[int]) -> None:
+        text_length = sum(len(chunk) for chunk in chunks if not isinstance(chunk, ImageChunk))
+        image_length = sum(image_lengths)
+        length, limit = text_length + image_length, self.model.max_context_length
+        if length == 0:
+            raise InvalidInput("the input has no tokens; send at least one", field="chunks", cause="empty_input")
+        if length > limit:
+            raise ContextOverflow(
+                f"the input has {length} tokens ({text_length} of text, {image_length} of images), above the context of"
+                f" {limit}; shorten it or send smaller images",
+                field="chunks",
+                cause="context",
+            )
+
+    async def _process(self, image: _CheckedImage) -> _ProcessedImage:
+        image_support = self._image_support()
+        digest = await _digest(image_support.fingerprint, image.data)
+
+        def process() -> Awaitable[ProcessedImage]:
+            renderer_metrics.IMAGE_BYTES.inc(len(image.data))
+            return image_support.process(image.header, image.data)
+
+        try:
+            feature = await self.features.get(digest, process)
+            replacement = image_support.family.replacement(feature.tensors)
+            found = len(replacement.ids)
+            if image.token_count is None:
+                image.check_expected(found)
+        except InvalidChunk as error:
+            raise error.at(image.index) from error
+        if image.token_count not in (None, found):
+            raise Internal(
+                f"{chunk_field(image.index)}: geometry says {image.token_count} tokens for {image.header.width}x"
+                f"{image.header.height} pixels, the image processor made {found}"
+            )
+        return _ProcessedImage(feature, replacement)
+
+    def _check_room(self, features: Sequence[Feature]) -> None:
+        """An input whose tensors do not fit together could never be fetched: its first image is gone with its last."""
+        needed = sum({feature.digest: feature.size_bytes for feature in features}.values())
+        if needed > self.features.limit_bytes:
+            raise ResourceExhausted(
+                f"the tensors of the input's images have {needed} bytes, above the {self.features.limit_bytes} bytes"
+                " that the renderer may hold (setting feature_cache_bytes)"
+            )
+
+    def _splice(self, chunks: Sequence[Chunk], processed: Sequence[_ProcessedImage]) -> Rendered:
+        parts: list[TokenIds] = []
+        images: list[PlacedImage] = []
+        offset, remaining = 0, iter(processed)
+        for chunk in chunks:
+            if isinstance(chunk, ImageChunk):
+                feature, (part, is_embedding) = next(remaining)
+                mask = b"" if is_embedding.all() else is_embedding.tobytes()
+                images.append(PlacedImage(offset, len(part), mask, feature))
+            else:
+                part = chunk
+            parts.append(part)
+            offset += len(part)
+        placed = [ImageAt(image.offset, image.feature.tensors) for image in images]
+        positions = self._image_support().family.positions(offset, placed) if placed else None
+        return Rendered(np.concatenate(parts), tuple(images), positions)
+
+
+async def _digest(fingerprint: str, data: bytes) -> str:
+    """Identity of an image's tensors: SHA-256 over the processor's fingerprint (32 bytes) and the encoded image."""
+    digest = hashlib.sha256(bytes.fromhex(fingerprint))
+    if len(data) > _HASH_INLINE_BYTES:
+        await asyncio.to_thread(digest.update, data)
+    else:
+        digest.update(data)
+    return digest.hexdigest()
+
+
+async def _first_error(jobs: Sequence[Awaitable[Result]]) -> list[Result]:
+    """All results; or, once all jobs ended, the error of the first in order, so that one input has one answer."""
+    if len(jobs) <= 1:
+        return [await job for job in jobs]  # A task for it would cost more than looking up a held image.
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

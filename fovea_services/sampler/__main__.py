@@ -1,0 +1,42 @@
+"""`python -m fovea_services.sampler --model DIR --port N --renderer HOST:PORT`."""
+
+import asyncio
+import time
+
+
+def main() -> None:
+    """Starts the engine, then the service, and ends the process with its exit code."""
+    started = time.monotonic()
+    from fovea_services.sampler.settings import SamplerSettings
+
+    settings = SamplerSettings.from_command_line("fovea_services.sampler")
+    from fovea.runtime.children import importing, leave
+    from fovea.runtime.logs import configure
+
+    configure("sampler", settings.log_level)
+    # The order matters: the environment before torch is imported, the engine before gRPC starts threads.
+    from fovea_services.sampler.engine import vllm_launch
+
+    vllm_launch.prepare_environment(settings)
+    try:
+        vllm_launch.check_model(settings.model)
+        vllm_launch.context(settings)
+        with importing():
+            capacity = vllm_launch.measure_adapter_capacity(settings)
+            config = vllm_launch.engine_config(settings, capacity)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"fovea_services.sampler: {error}") from None
+    llm = vllm_launch.launch(config)
+    try:
+        from fovea_services.sampler.engine.vllm_engine import Engine
+        from fovea_services.sampler.sampler_app import serve
+
+        engine = Engine(llm, settings, vllm_launch.checkpoint_directory(settings.model))
+        status = asyncio.run(serve(settings, engine, capacity, started))
+    finally:
+        llm.shutdown()
+    leave(status)
+
+
+if __name__ == "__main__":
+    main()

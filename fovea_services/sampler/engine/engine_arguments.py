@@ -1,0 +1,119 @@
+"""The rest of vLLM's engine arguments, which no setting of Fovea names, checked before the engine starts."""
+
+import dataclasses
+import difflib
+from collections.abc import Collection, Mapping
+from enum import EnumType
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from fovea.runtime import model_files
+from fovea_services.sampler.settings import SamplerSettings
+
+SETTING_OF = {
+    "max_model_len": "max_context",
+    "max_num_seqs": "max_sequences",
+    "max_num_batched_tokens": "max_batched_tokens",
+    "kv_cache_memory_bytes": "kv_cache_mib",
+    "gpu_memory_utilization": "gpu_memory_fraction",
+    "tensor_parallel_size": "tensor_parallel",
+    "enable_expert_parallel": "expert_parallel",
+    "enforce_eager": "eager",
+    "max_logprobs": "max_top_logprobs",
+    "limit_mm_per_prompt": "max_images",
+    "enable_lora": "max_loras",
+    "enable_moe_shared_loras": "max_loras",
+    "enable_tower_connector_lora": "max_loras",
+} | {
+    name: name
+    for name in ("model", "dtype", "kv_cache_dtype", "block_size", "max_lora_rank", "max_loras", "max_cpu_loras")
+}
+"""Settings of the sampler by the engine arguments that follow from them."""
+
+_ANOTHER_MODEL = "renderer, trainer and sampler must read the same model"
+_OTHER_NUMBERS = "the trainer rounds neither weights nor the inputs of layers, and would train another model"
+_ONE_ENGINE = "a push has to reach every worker, and find whole layers there; for more samplers start more of them"
+_OWN_EXPERTS = "Fovea has a scheduler that passes on the experts of tokens: a request asks for routed_experts"
+_GUESSES = "with guessed tokens vLLM tells log-probabilities after top-k and top-p, on a CPU none at all (NaN)"
+_OTHER_DRAWS = "tokens would be drawn from another distribution than their log-probabilities are of"
+_REASONS = {
+    _ANOTHER_MODEL: "model_weights tokenizer tokenizer_mode tokenizer_revision revision code_revision hf_config_path"
+    " config_format runner convert model_impl model_class_overrides trust_remote_code language_model_only"
+    " mm_encoder_only override_generation_config mm_processor_kwargs",
+    _OTHER_NUMBERS: "quantization quantization_config allow_deprecated_quantization mm_encoder_attn_dtype"
+    " mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path video_pruning_rate kv_sharing_fast_prefill",
+    _ONE_ENGINE: "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size nnodes node_rank"
+    " master_addr master_port data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local"
+    " data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb"
+    " data_parallel_multi_port_external_lb data_parallel_backend enable_eplb eplb_config enable_elastic_ep",
+    _GUESSES: "speculative_config spec_method spec_model spec_tokens",
+    _OTHER_DRAWS: "logits_processors watermark_config diffusion_config",
+    _OWN_EXPERTS: "scheduler_cls enable_return_routed_experts aux_output_config",
+}
+REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""Why an engine argument that Fovea leaves at vLLM's default must stay there."""
+
+
+def checked(given: Mapping[str, Any], made: Collection[str]) -> dict[str, Any]:
+    """The arguments of `given`, in vLLM's types.
+
+    Args:
+        given: By the names of vLLM's AsyncEngineArgs.
+        made: Names that Fovea makes itself.
+
+    Raises ValueError that names the argument, for one that vLLM does not know, that Fovea makes, that would break what
+    Fovea promises, or that has a type which vLLM does not take.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    fields = dataclasses.fields(AsyncEngineArgs)
+    types: dict[str, Any] = {field.name: field.type for field in fields if not field.name.startswith("_")}
+    for name in given:
+        if problem := _problem(name, types, made):
+            raise ValueError(f"--engine-arguments: {problem}")
+    config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+    typed: Any = {name: (types[name], ...) for name in given}
+    model: type[BaseModel] = create_model("EngineArguments", __config__=config, **typed)
+    try:
+        parsed = model.model_validate({name: _member(types[name], value) for name, value in given.items()})
+    except ValidationError as error:
+        raise ValueError(f"--engine-arguments: {in_one_line(error)}") from None
+    return {name: getattr(parsed, name) for name in given}
+
+
+def check_expert_parallel(settings: SamplerSettings, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for expert parallelism where there are no experts, or nobody to share them."""
+    if not settings.expert_parallel:
+        return
+    if settings.tensor_parallel == 1:
+        raise ValueError("--expert-parallel spreads experts over --tensor-parallel devices, of which there is 1")
+    if not model_files.experts_of(config):
+        raise ValueError(f"--expert-parallel: {settings.model} has no experts")
+
+
+def in_one_line(error: ValidationError) -> str:
+    """Each place and what is wrong there."""
+    return "; ".join(": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"]))) for e in error.errors())
+
+
+def _member(kind: Any, value: Any) -> Any:
+    """The member of an enumeration that has this name, as on vLLM's command line; pydantic asks for values."""
+    for option in (kind, *get_args(kind)):
+        if isinstance(option, EnumType) and isinstance(value, str) and value in option.__members__:
+            return option[value]
+    return value
+
+
+def _problem(name: str, known: Collection[str], made: Collection[str]) -> str:
+    """Why an argument of that name is not taken; empty if it is."""
+    if name in SETTING_OF:
+        return f"{name} follows from Fovea's own --{SETTING_OF[name].replace('_', '-')}; set that"
+    if name in REFUSED:
+        return f"{name} stays at vLLM's default: {REFUSED[name]}"
+    if name in made:
+        return f"{name} needs the value that Fovea gives it"
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        return f"vLLM has no engine argument {name}" + (f"; the nearest is {near[0]}" if near else "")
+    return ""

@@ -1,0 +1,237 @@
+"""Checked requests in vLLM's terms, and what vLLM says of them in ours."""
+
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import BatchFeature
+from vllm import SamplingParams
+from vllm.inputs import mm_input, tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from fovea.wire.conventions import MESSAGE_BYTES
+from fovea.wire.errors import Internal, InvalidInput, Unavailable
+from fovea.wire.features import FeatureTensors
+from fovea.wire.rendered_input import ImageSpan
+from fovea_services.sampler.engine_api import FILLER_LOGPROB, Delta, Finish, PromptResult, SampleSpec, TopRows
+from fovea_services.sampler.vllm_patches.prompt_scores import PLAN_KEY, ScorePlan, Scores
+from fovea_services.sampler.vllm_patches.routed_experts import ASKED_KEY
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_MODALITY = "image"
+_RENAMED = {"image_position_ids": "pixel_position_ids"}
+"""What vLLM calls tensors other than Hugging Face's processors do."""
+
+_MOST_AT_ONCE = MESSAGE_BYTES // 16
+"""Tokens of one message: an id and a log-probability take 8 bytes."""
+
+
+class PromptMaker:
+    """Makes vLLM's inputs from tokens and vision tensors. Runs no tokenizer and no image processor.
+
+    Args:
+        model_config: vLLM's.
+        processor: vLLM's of images, which knows their fields; None for a model that takes text only.
+    """
+
+    def __init__(self, model_config: Any, processor: Any) -> None:
+        self._processor = processor
+        self._dtype = model_config.dtype
+        config = model_config.hf_config
+        self._image_token_id = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+
+    @classmethod
+    def of(cls, llm: "AsyncLLM") -> "PromptMaker":
+        """For an engine."""
+        config = llm.model_config
+        return cls(config, llm.renderer.mm_processor if config.supports_multimodal_inputs else None)
+
+    def make(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
+        """The engine input; `images` holds the tensors of each span."""
+        tokens, salt = spec.tokens.tolist(), spec.request.cache_salt or None
+        if not spec.spans:
+            return tokens_input(tokens, cache_salt=salt)
+        return mm_input(
+            tokens,
+            MultiModalKwargsItems({_MODALITY: [self.item(tensors) for tensors in images]}),
+            # vLLM salts the prefix cache alone; its encoder cache goes by these names.
+            {_MODALITY: [f"{spec.request.cache_salt}:{span.feature.digest}" for span in spec.spans]},
+            {_MODALITY: [_place_of(span) for span in spec.spans]},
+            cache_salt=salt,
+        )
+
+    def item(self, tensors: FeatureTensors) -> MultiModalKwargsItem:
+        """One image by the fields of vLLM's own processor, which takes what it knows of the names."""
+        features = BatchFeature({_RENAMED.get(name, name): self._tensor(array) for name, array in tensors.items()})
+        mask = features.get("pixel_attention_mask")
+        if mask is not None and mask.ndim == 4:  # Idefics 3 has all tiles under one more dimension; vLLM has not.
+            features.update({name: tensor.squeeze(0) for name, tensor in features.items() if tensor.ndim >= 4})
+        # vLLM's processors tell the model what Hugging Face's do not, under either name.
+        tile_count = torch.tensor([len(features["pixel_values"])])
+        features.update(num_patches=tile_count, image_num_patches=tile_count)
+        if self._image_token_id is not None:
+            features["image_token_id"] = torch.tensor(self._image_token_id)
+        fields = self._processor._get_mm_fields_config(features, {})
+        items: MultiModalKwargsItems = MultiModalKwargsItems.from_hf_inputs(features, fields)
+        return items[_MODALITY][0]
+
+    def _tensor(self, array: npt.NDArray) -> torch.Tensor:
+        # torch warns of memory that it could not write to, though nobody writes here.
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _place_of(span: ImageSpan) -> PlaceholderRange:
+    is_embed = None if span.is_embedding.all() else torch.from_numpy(span.is_embedding)
+    return PlaceholderRange(offset=span.offset, length=span.length, is_embed=is_embed)
+
+
+def score_plan(spec: SampleSpec, index: int) -> ScorePlan | None:
+    """What to score of the prompt while sequence `index` is drawn: the first one does it for all."""
+    if index or not spec.scores_prompt:
+        return None
+    seed = spec.seed_of(0)
+    return ScorePlan.of(spec, secrets.randbits(63) if seed is None else seed)
+
+
+def sampling_params(
+    spec: SampleSpec, index: int, eos_token_ids: Sequence[int], plan: ScorePlan | None
+) -> SamplingParams:
+    """How sequence `index` is drawn, and what is scored of the prompt meanwhile."""
+    params = spec.params
+    ends = [] if params.stop.ignore_eos else eos_token_ids
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty or 1.0,  # warm-ups and benchmarks name none
+        structured_outputs=_structure(params.structured_outputs),
+        seed=spec.seed_of(index),
+        stop=list(params.stop.strings),
+        stop_token_ids=[*params.stop.token_ids, *ends],
+        ignore_eos=params.stop.ignore_eos,
+        logprobs=spec.request.top_sample_logprobs,
+        flat_logprobs=True,
+        # Only stop strings need text; making it is most of the cost of logprobs.
+        detokenize=bool(params.stop.strings),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY if _is_at_once(spec) else RequestOutputKind.DELTA,
+        # A prompt token that comes from the cache has no logits, and nobody knows which experts computed it.
+        skip_reading_prefix_cache=plan is not None or spec.request.routed_experts,
+        extra_args=_extra_arguments(spec, plan),
+    )
+
+
+def _structure(text: str) -> StructuredOutputsParams | None:
+    """Raises InvalidInput for what vLLM does not know."""
+    if not text:
+        return None
+    try:
+        return StructuredOutputsParams(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        field = "params.structured_outputs"
+        raise InvalidInput(f"{field} is not one of vLLM's: {error}", field=field) from None
+
+
+def _extra_arguments(spec: SampleSpec, plan: ScorePlan | None) -> dict[str, Any]:
+    scores = {PLAN_KEY: plan.to_message()} if plan else {}
+    return scores | ({ASKED_KEY: True} if spec.request.routed_experts else {})
+
+
+def _is_at_once(spec: SampleSpec) -> bool:
+    """Whether a sequence may come as one message: alternatives of a long one would not fit, ids and logprobs do."""
+    return spec.request.at_once and not spec.request.top_sample_logprobs and spec.params.max_tokens <= _MOST_AT_ONCE
+
+
+def prompt_result(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | None) -> PromptResult:
+    """What the first result says of the prompt.
+
+    Raises Unavailable if the engine gave the request up, Internal if the scores are missing or of another shape.
+    """
+    _finish(result.outputs[0].finish_reason)
+    cached_token_count = result.num_cached_tokens or 0
+    if plan is None:
+        return PromptResult(None, None, cached_token_count)
+    if result.prompt_token_id_logprobs is None:
+        raise Internal("the engine sent no scores of the prompt")
+    try:
+        scores = Scores.unpack(plan, result.prompt_token_id_logprobs)
+    except ValueError as error:
+        raise Internal(f"the engine sent other scores of the prompt than were asked for: {error}") from error
+    return PromptResult(
+        logprobs=_from(plan, scores.actual, np.nan) if spec.request.prompt_logprobs else None,
+        top=_top_from(plan, scores.top) if spec.request.top_prompt_logprobs else None,
+        cached_token_count=cached_token_count,
+        target_logprobs=scores.targets if spec.targets else None,
+        alt=scores.alt if spec.request.alt_token_count else None,
+    )
+
+
+def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delta]:
+    """The new tokens of a result of a request of one sequence. Raises Unavailable if the engine gave the request up."""
+    (output,) = result.outputs
+    finish = _finish(output.finish_reason)
+    tokens = np.asarray(output.token_ids, dtype=np.int32)
+    if not len(tokens) and finish is None:
+        return
+    flat = output.logprobs if isinstance(output.logprobs, FlatLogprobs) else FlatLogprobs()
+    logprobs, top = _split(flat, len(tokens), spec.request.top_sample_logprobs)
+    experts = output.routed_experts if spec.request.routed_experts else None
+    if spec.request.routed_experts and finish is not None and (experts is None or len(experts) < len(spec.tokens)):
+        raise Internal("the engine sent no experts of the sequence's tokens")
+    yield Delta(index, tokens, logprobs, top, finish, experts)
+
+
+def _from(plan: ScorePlan, rows: npt.NDArray, filler: float) -> npt.NDArray:
+    """The rows at their prompt positions, [P, ...], filler before them."""
+    whole = np.full((plan.row_count + 1, *rows.shape[1:]), filler, dtype=rows.dtype)
+    whole[1 + plan.first_row :] = rows
+    return whole
+
+
+def _top_from(plan: ScorePlan, top: TopRows) -> TopRows:
+    return TopRows(_from(plan, top.token_ids, 0), _from(plan, top.logprobs, FILLER_LOGPROB))
+
+
+def _finish(reason: str | None) -> Finish | None:
+    if reason is None or reason == "stop" or reason == "length":
+        return reason  # type: ignore[return-value]
+    if reason == "abort":
+        raise Unavailable("the engine gave the request up")
+    raise Internal(f"the engine ended the request with {reason!r}")
+
+
+def _split(flat: FlatLogprobs, count: int, k: int) -> tuple[npt.NDArray[np.float32], TopRows | None]:
+    """Logprobs [count] of sampled tokens and the k best [count, k].
+
+    vLLM lists, at each position, the sampled token first and then the k best, with ranks.
+    """
+    if len(flat) != count:
+        raise Internal(f"the engine sent logprobs of {len(flat)} positions instead of {count}")
+    values = np.full(count, np.nan, dtype=np.float32)
+    ids = np.zeros((count, k), dtype=np.int32)
+    best = np.full((count, k), FILLER_LOGPROB, dtype=np.float32)
+    for position, (start, end) in enumerate(zip(flat.start_indices, flat.end_indices, strict=True)):
+        if start == end:
+            continue
+        values[position] = flat.logprobs[start]
+        # By rank: results that vLLM merges, because they were not taken in time, name a token that is both the actual
+        # and one of the best only once. The actual one comes first, so that its equal among the best replaces it.
+        for entry in range(start, end):
+            rank = flat.ranks[entry] or k + 1
+            if rank <= k:
+                ids[position, rank - 1], best[position, rank - 1] = flat.token_ids[entry], flat.logprobs[entry]
+    return values, TopRows(ids, best) if k else None

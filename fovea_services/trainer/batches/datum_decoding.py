@@ -1,0 +1,220 @@
+"""Training examples off the wire: decoded and checked before anything is computed.
+
+Shapes: N tokens of one datum, K targets a position, L layers with experts, k experts of a token at each.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fovea.api.v1 import tensor_pb2, trainer_pb2
+from fovea.vision.vision_family import VisionFamily
+from fovea.wire import rendered_input, tensors
+from fovea.wire.errors import InvalidInput
+from fovea.wire.rendered_input import ImageSpan
+from fovea_services.trainer.batches.packing import DatumSize
+from fovea_services.trainer.losses import TARGETS, Loss
+
+EXPERTS = "routed_experts"
+"""An input of every loss: the experts that computed each token when it was sampled."""
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The experts that compute one token: `k` of `count`, at each of `layers` layers."""
+
+    layers: int
+    k: int
+    count: int
+
+
+@dataclass(frozen=True)
+class DatumLimits:
+    """What the model can take.
+
+    Args:
+        vocabulary_size: Token ids lie below it.
+        max_context_length: The most tokens of a datum.
+        vision: The family of a vision-language model; None for one that takes text only.
+        experts: None for a model without.
+    """
+
+    vocabulary_size: int
+    max_context_length: int
+    vision: VisionFamily | None
+    experts: ExpertShape | None = None
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One checked example.
+
+    Args:
+        index: Its place in the call.
+        tokens: int64 [N].
+        positions: int64 [rows, N], or None for 0 .. N-1.
+        spans: Images in order of offset.
+        patch_count: Patches of the tower, of all images.
+        targets: int64 [N, K].
+        inputs: By name, float32 and shaped as the targets came, or as the loss says; optional ones that were not given
+            are at their defaults.
+        flat_targets: Whether the targets came as [N]; log-probabilities then have that shape.
+        experts: int16 [N, L, k], which the model follows; None if it chooses them.
+    """
+
+    index: int
+    tokens: IntArray
+    positions: IntArray | None
+    spans: tuple[ImageSpan, ...]
+    patch_count: int
+    targets: IntArray
+    inputs: dict[str, npt.NDArray]
+    flat_targets: bool
+    experts: npt.NDArray[np.int16] | None = None
+
+    @property
+    def size(self) -> DatumSize:
+        """What it costs to compute, for `packing.plan`."""
+        return DatumSize(len(self.tokens), self.patch_count)
+
+    @classmethod
+    def blank(cls, length: int) -> "Datum":
+        """Text of `length` zeros with targets of zero, without inputs for a loss."""
+        zeros = np.zeros(length, np.int64)
+        return cls(0, zeros, None, (), 0, zeros[:, None], {}, True)
+
+
+def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: DatumLimits) -> Datum:
+    """Decodes one example. Raises InvalidInput naming `datum[index].field` for anything that is not computable."""
+    path = f"datum[{index}]"
+    taken = rendered_input.InputLimits(limits.vocabulary_size, limits.max_context_length)
+    given = rendered_input.check(datum.input, taken, limits.vision, f"{path}.input")
+    tokens = given.tokens.astype(np.int64)
+    positions = None if given.positions is None else given.positions.astype(np.int64)
+    targets, flat = _targets(datum, loss, limits, len(tokens), f"{path}.loss_inputs.{TARGETS}")
+    shape = targets.shape[:1] if flat else targets.shape
+    inputs = _loss_inputs(datum, loss, shape, f"{path}.loss_inputs")
+    vision = limits.vision
+    patch_count = 0 if vision is None else sum(vision.patch_count(span.embedding_count) for span in given.spans)
+    experts = _experts(datum, limits.experts, len(tokens), f"{path}.loss_inputs.{EXPERTS}")
+    return Datum(index, tokens, positions, given.spans, patch_count, targets, inputs, flat, experts)
+
+
+def check_digests(datums: Iterable[Datum]) -> None:
+    """Raises InvalidInput if one image, by its digest, is said to have two sets of tensors within a call."""
+    tensors_of: dict[str, str] = {}
+    for datum in datums:
+        for number, span in enumerate(datum.spans):
+            known = tensors_of.setdefault(span.feature.digest, span.feature.tensors_sha256)
+            if known != span.feature.tensors_sha256:
+                raise _invalid(
+                    f"datum[{datum.index}].input.spans[{number}].feature.tensors_sha256",
+                    f"is {span.feature.tensors_sha256}, but the same digest came with {known} before",
+                )
+
+
+def _invalid(field: str, problem: str) -> InvalidInput:
+    return InvalidInput(f"{field} {problem}", field=field)
+
+
+def _loss_inputs(datum: trainer_pb2.Datum, loss: Loss, shape: tuple[int, ...], path: str) -> dict[str, npt.NDArray]:
+    known = {TARGETS, EXPERTS, *(given.name for given in loss.inputs)}
+    for name in sorted(datum.loss_inputs):
+        if name not in known and not loss.takes_others:
+            raise _invalid(f"{path}.{name}", f"is unknown for {loss.name}; known: {', '.join(sorted(known))}")
+    inputs: dict[str, npt.NDArray] = {}
+    for wanted in loss.inputs:
+        field = f"{path}.{wanted.name}"
+        if wanted.name not in datum.loss_inputs:
+            if wanted.required:
+                raise _invalid(field, f"is missing: {loss.name} needs it")
+            inputs[wanted.name] = np.full(shape, wanted.default, np.float32)
+        elif wanted.rank is None:
+            inputs[wanted.name] = _numbers(datum.loss_inputs[wanted.name], shape, field)
+        else:
+            inputs[wanted.name] = _free_numbers(datum.loss_inputs[wanted.name], wanted.rank, field)
+    try:
+        loss.check(inputs)
+    except InvalidInput as error:
+        raise _invalid(f"{path}.{error.field}", error.message) from None
+    return inputs
+
+
+def _targets(
+    datum: trainer_pb2.Datum, loss: Loss, limits: DatumLimits, token_count: int, field: str
+) -> tuple[IntArray, bool]:
+    if TARGETS not in datum.loss_inputs:
+        raise _invalid(field, f"is missing: {loss.name} needs it")
+    targets = tensors.decode(datum.loss_inputs[TARGETS], field)
+    if targets.dtype.kind != "i":
+        raise _invalid(field, f"is {targets.dtype.name}, needs int64")
+    if targets.ndim not in loss.target_ranks:
+        wanted = " or ".join({1: "[N]", 2: "[N, K]"}[rank] for rank in loss.target_ranks)
+        raise _invalid(field, f"has shape {list(targets.shape)}, {loss.name} takes {wanted}")
+    if targets.shape[0] != token_count:
+        raise _invalid(field, f"has {targets.shape[0]} rows, the input has {token_count} tokens")
+    if targets.ndim == 2 and not targets.shape[1]:
+        raise _invalid(field, "has no target at any position")
+    ids: IntArray = targets.astype(np.int64)
+    rendered_input.check_ids(ids, limits.vocabulary_size, field)
+    return ids.reshape(token_count, -1), targets.ndim == 1
+
+
+def _experts(
+    datum: trainer_pb2.Datum, shape: ExpertShape | None, token_count: int, field: str
+) -> npt.NDArray[np.int16] | None:
+    """The ids [N, L, k] as they are, or their bytes packed into int64 [N, words], which the SDK's tensors can be."""
+    if EXPERTS not in datum.loss_inputs:
+        return None
+    if shape is None:
+        raise _invalid(field, "is given, but the model has no experts: leave it out")
+    given = tensors.decode(datum.loss_inputs[EXPERTS], field)
+    id_type = np.dtype(np.uint8 if shape.count <= 256 else "<i4")
+    row_bytes = shape.layers * shape.k * id_type.itemsize
+    plain, packed = (token_count, shape.layers, shape.k), (token_count, -(-row_bytes // 8))
+    if given.shape == packed and given.dtype == np.int64:
+        given = given.view(np.uint8)[:, :row_bytes].copy().view(id_type).reshape(plain)
+    elif given.shape != plain or given.dtype not in (np.int64, np.int32, np.uint8):
+        raise _invalid(
+            field,
+            f"is {given.dtype.name} {list(given.shape)}; needs ids, int64 {list(plain)}, or their bytes as"
+            f" {id_type.name}, packed into int64 {list(packed)}",
+        )
+    outside = np.argwhere((given < 0) | (given >= shape.count))
+    if outside.size:
+        at = tuple(int(i) for i in outside[0])
+        raise _invalid(field, f"has expert {given[at]} at {list(at)}; experts lie in 0 .. {shape.count - 1}")
+    twice = np.argwhere((np.diff(np.sort(given, axis=-1), axis=-1) == 0).any(axis=-1))
+    if twice.size:
+        raise _invalid(field, f"names an expert twice at {twice[0].tolist()}")
+    return given.astype(np.int16)
+
+
+def _numbers(tensor: tensor_pb2.Tensor, shape: tuple[int, ...], field: str) -> FloatArray:
+    values = tensors.decode(tensor, field)
+    if values.dtype.kind not in "fi":
+        raise _invalid(field, f"is {values.dtype.name}, needs float32")
+    if values.shape != shape:
+        raise _invalid(field, f"has shape {list(values.shape)}, needs {list(shape)} as {TARGETS}")
+    numbers: FloatArray = values.astype(np.float32)
+    finite = np.isfinite(numbers)
+    if not finite.all():
+        where = tuple(int(i) for i in np.argwhere(~finite)[0])
+        raise _invalid(field, f"has {numbers[where]} at [{', '.join(map(str, where))}], needs finite numbers")
+    return numbers
+
+
+def _free_numbers(tensor: tensor_pb2.Tensor, rank: int, field: str) -> npt.NDArray:
+    values = tensors.decode(tensor, field)
+    if values.dtype.kind not in "fi":
+        raise _invalid(field, f"is {values.dtype.name}, needs float32 or int64")
+    if values.ndim == 1 and values.size == 1 and rank == 0:
+        return values.reshape(())  # The SDK leaves the shape of a number out, as it does for one dimension.
+    if values.ndim != rank:
+        raise _invalid(field, f"has shape {list(values.shape)}, the loss says that it has {rank} dimensions")
+    return values

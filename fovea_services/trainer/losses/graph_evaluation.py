@@ -1,0 +1,219 @@
+"""One evaluation of a traced loss on one datum, in the process where that may be done (loss_worker.py)."""
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from types import EllipsisType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fovea.wire import custom_loss, loss_operations
+from fovea.wire.custom_loss import Argument, Constant, Graph, Node, Ref
+from fovea.wire.errors import InvalidInput
+from fovea_services.trainer.losses import costs
+from fovea_services.trainer.losses.costs import Meter, RefusedError, Resolved
+
+_MAX_INTEGER = 2**63 - 1
+_ROOTS: dict[str, Any] = {"torch": torch, "operator": operator, "math": math}
+_CONSTANTS: dict[tuple[str, str], Any] = {
+    (kind, text): torch.device(text) if kind == "device" else getattr(torch, text)
+    for kind, texts in loss_operations.CONSTANTS.items()
+    for text in texts
+}
+
+
+def _getattr(owner: Resolved, attribute: str) -> Resolved:
+    if isinstance(owner, Tensor) and attribute in ("values", "indices"):
+        raise RefusedError(f"a tensor has no {attribute} here")
+    return getattr(owner, attribute)
+
+
+def _named(target: str) -> Callable[..., Resolved]:
+    root, *path = target.split(".")
+    found: Callable[..., Resolved] = reduce(getattr, path, _ROOTS[root])
+    return found
+
+
+# The callables behind the names of fovea/wire/loss_operations.py, built once: a name from outside is only ever a key.
+FUNCTIONS: dict[str, Callable[..., Resolved]] = {
+    **{target: _named(target) for target in loss_operations.FUNCTIONS - {loss_operations.GETATTR}},
+    loss_operations.GETATTR: _getattr,
+}
+METHODS: dict[str, Callable[..., Resolved]] = {name: getattr(Tensor, name) for name in loss_operations.METHODS}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What came of a datum.
+
+    Args:
+        loss: Scalar, floating and finite.
+        metrics: float64 scalars, in the graph's order.
+        gradient: d loss / d logprobs, shaped as those and finite; None if it was not wanted.
+    """
+
+    loss: Tensor
+    metrics: list[Tensor]
+    gradient: Tensor | None
+
+
+def evaluate(
+    graph: Graph, tensors: list[Tensor], backward: bool, at_node: Callable[[int], None], memory_mib: int
+) -> Evaluated:
+    """Runs a graph.
+
+    Args:
+        tensors: The graph's inputs in order: float32 log-probabilities first, on the CPU.
+        backward: Whether to compute the gradient.
+        at_node: Called with the index of each node before it runs, with their number before the gradient.
+        memory_mib: What this process may take, for the message if it is not enough.
+
+    Raises InvalidInput that names the node that failed, whatever the reason.
+    """
+    leaf = tensors[0].detach().requires_grad_(backward)
+    names = [given.name for given in graph.inputs]
+    run = _Run(graph, dict(zip(names, [leaf, *tensors[1:]], strict=True)), at_node, memory_mib)
+    loss = run.loss()
+    metrics = [run.metric(key) for key in graph.metrics]
+    at_node(len(graph.nodes))
+    return Evaluated(loss.detach(), metrics, run.gradient(loss, leaf) if backward else None)
+
+
+class _Run:
+    """One evaluation. Every failure is an InvalidInput that names the node."""
+
+    def __init__(
+        self, graph: Graph, inputs: Mapping[str, Tensor], at_node: Callable[[int], None], memory_mib: int
+    ) -> None:
+        self._graph = graph
+        self._memory_mib = memory_mib
+        self._values: dict[str, Any] = {}
+        self._nodes = {node.name: node for node in graph.nodes}
+        self._meter = Meter()
+        for index, node in enumerate(graph.nodes):
+            at_node(index)
+            self._values[node.name] = inputs[node.target] if node.op == "placeholder" else self._execute(node)
+
+    def loss(self) -> Tensor:
+        """The scalar, finite and of a floating type."""
+        node = self._nodes[self._graph.loss.node]
+        value = self._values[node.name]
+        if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+            what = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            self._refuse(f"{node} is returned as the loss and is {what}; it must be a floating scalar tensor")
+        if not torch.isfinite(value):
+            self._refuse(f"the loss is {value.item()}; {self._first_not_finite()} is the first that is not finite")
+        return value
+
+    def metric(self, key: str) -> Tensor:
+        """A metric, float64 scalar."""
+        node = self._nodes[self._graph.metrics[key].node]
+        value = self._values[node.name]
+        if isinstance(value, bool | int | float):
+            return torch.tensor(float(value), dtype=torch.float64)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            what = str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+            self._refuse(f"{node} is returned as metric {key} and is {what}; it must be a scalar tensor")
+        return value.detach().reshape(()).double()
+
+    def gradient(self, loss: Tensor, leaf: Tensor) -> Tensor:
+        """d loss / d logprobs, finite."""
+        if not loss.requires_grad:
+            self._refuse("the loss does not depend on logprobs, so it has no gradient; detach() cuts it off too")
+        try:
+            (found,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+        except (RuntimeError, MemoryError) as error:
+            self._refuse(f"its gradient cannot be computed: {self._first_line(error)}")
+        if found is None:
+            self._refuse("the loss does not depend on logprobs, so it has no gradient; detach() cuts it off too")
+        if not torch.isfinite(found).all():
+            place = torch.nonzero(~torch.isfinite(found))[0].tolist()
+            self._refuse(f"its gradient at logprobs{place} is {found[tuple(place)].item()}; the loss is {loss.item()}")
+        return found
+
+    def _execute(self, node: Node) -> Any:
+        args = tuple(self._resolve(argument) for argument in node.args)
+        kwargs = {key: self._resolve(argument) for key, argument in node.kwargs.items()}
+        try:
+            if node.op == "call_function":
+                return call(FUNCTIONS[node.target], node.target, args, kwargs, self._meter)
+            if not args or not isinstance(args[0], Tensor):
+                raise RefusedError("must be called on a tensor")
+            return call(METHODS[node.target], node.target, args, kwargs, self._meter)
+        except Exception as error:  # What a client's function raises is the client's, whatever it is.
+            self._refuse(f"{node} failed: {self._first_line(error)}")
+
+    def _resolve(self, argument: Argument) -> Any:
+        match argument:
+            case Ref(name):
+                return self._values[name]
+            case Constant(kind, text):
+                return _CONSTANTS[kind, text]
+            case list():
+                return [self._resolve(item) for item in argument]
+            case tuple():
+                return tuple(self._resolve(item) for item in argument)
+            case dict():
+                return {key: self._resolve(item) for key, item in argument.items()}
+            case slice():
+                return slice(*(self._resolve(item) for item in (argument.start, argument.stop, argument.step)))
+        return argument
+
+    def _first_not_finite(self) -> str:
+        for node in self._graph.nodes:
+            value = self._values[node.name]
+            if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all():
+                return str(node)
+        return "its sum"
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise InvalidInput(custom_loss.described(self._graph, problem))
+
+    def _first_line(self, error: Exception) -> str:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            return f"it takes more than {self._memory_mib} MiB, which is what a loss gets on this server"
+        return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+def call(
+    function: Callable[..., Resolved], target: str, args: tuple[Any, ...], kwargs: dict[str, Any], meter: Meter
+) -> Resolved:
+    """Calls, if neither arguments, work nor result are too large. Raises RefusedError, or what the callable raises."""
+    if target.startswith("math.") and any(isinstance(leaf, Tensor) for leaf in costs.leaves(args)):
+        raise RefusedError(f"takes numbers, not tensors: use torch.{target.removeprefix('math.')}")
+    if target.startswith("operator.") and target != "operator.getitem":
+        _check_operands(target, args)
+    costs.spend_before(meter, function, target.rpartition(".")[2], args, kwargs)
+    result = function(*args, **kwargs)
+    _check_kinds(result)
+    costs.spend_after(meter, result)
+    return result
+
+
+def _check_operands(target: str, args: tuple[Any, ...]) -> None:
+    """Python's own arithmetic knows no bounds: lists multiply, whatever is in them, and whole numbers grow."""
+    for leaf in args:
+        if not isinstance(leaf, Tensor | bool | int | float | torch.dtype | torch.device):
+            raise RefusedError(f"takes tensors and numbers, not a {type(leaf).__name__}")
+    if target == "operator.pow" and all(isinstance(leaf, int) for leaf in args):
+        base, exponent = args
+        if base.bit_length() * abs(exponent) > 63:
+            raise RefusedError(f"makes a whole number above 64 bits: {base} ** {exponent}")
+
+
+def _check_kinds(value: Resolved) -> None:
+    """Lists are flat: what may hold lists of itself doubles with every operation."""
+    for leaf in value if isinstance(value, list | tuple) else (value,):
+        match leaf:
+            case Tensor() | bool() | float() | None | str() | EllipsisType():
+                pass
+            case int() if abs(leaf) <= _MAX_INTEGER:
+                pass
+            case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
+                pass
+            case _:
+                raise RefusedError(f"makes a {type(leaf).__name__}, which is not allowed")

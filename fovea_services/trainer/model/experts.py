@@ -1,0 +1,348 @@
+"""Mixtures of experts: products over tokens sorted by expert, with what is trained of the experts.
+
+Modules are transformers' own: a router's `forward` decides which experts a token takes and with what weights,
+`experts_forward` computes them. Adapters are "shared outer", as hosted Tinker's: the A of gate and up and the B of down
+are one for all experts, so that x A' is a product for each token, not for each of its copies.
+
+Shapes: T tokens, K experts of a token, S = T K copies of tokens sorted by expert, E experts, D hidden size, I size of
+an expert, G = 2 I, R rank; of any product N inputs, O outputs.
+"""
+
+# ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from fovea_services.trainer.model.expert_parallel import Exchange, laid_out_as, own_part
+from fovea_services.trainer.model.fused_layers import weighted_swiglu
+from fovea_services.trainer.model.lora_linear import add_product, gradient_of
+
+EXPERTS_IMPLEMENTATION = "fovea"
+"""The name of `experts_forward` among transformers' implementations."""
+
+
+class ExpertLayout(StrEnum):
+    """How the files of a checkpoint hold the experts of a layer, which a module has as [E, O, N]."""
+
+    ONE_BY_ONE = "one by one"
+    """A matrix [O, N] for each expert and projection, `experts.7.gate_proj.weight`."""
+    TRANSPOSED = "transposed"
+    """[E, N, O]."""
+    AS_IN_MODULE = "as in the module"
+
+
+_ALIGNMENT_BYTES = 16
+"""Of rows, for torch's grouped products."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One factor of the adapters of a layer's experts: [E, O, N], or [1, O, N] where all experts share it.
+
+    Args:
+        value: float32, what is trained.
+        cast: What is computed with: `value` in the type of the model.
+        grad: float32, to which backward passes add.
+    """
+
+    value: Tensor
+    cast: Tensor
+    grad: Tensor
+
+
+@dataclass(frozen=True)
+class ExpertAdapter:
+    """LoRA of a layer's experts: of gate (w1), up (w3) and down (w2), y += scale * B (A x).
+
+    Args:
+        factors: By name, `w1.lora_A`. Shapes: those of `factor_shapes`.
+        scale: alpha / rank.
+    """
+
+    factors: Mapping[str, Factor]
+    scale: float
+
+    def low(self, name: str, x: Tensor, ends_E: Tensor | None) -> Tensor:
+        """x A'."""
+        factor = self.factors[name]
+        return _product(x, factor.cast, ends_E, factor.grad, factor.value)
+
+    def add(self, output: Tensor, names: Sequence[str], lows: Sequence[Tensor], ends_E: Tensor | None) -> Tensor:
+        """Adds scale * low B', of each name to one of the equal parts of the output, in place."""
+        apply: Any = _AddProducts.apply
+        factors = [self.factors[name] for name in names]
+        found: Tensor = apply(output, self.scale, ends_E, factors, *lows)
+        return found
+
+
+@dataclass(frozen=True)
+class ExpertMasters:
+    """The float32 masters of a layer's experts, to whose `grad` backward passes add."""
+
+    gate_up_EGD: Tensor
+    down_EDI: Tensor
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Of both, zeros where there are none yet."""
+        return gradient_of(self.gate_up_EGD), gradient_of(self.down_EDI)
+
+
+def factor_shapes(experts: Any, rank: int) -> dict[str, tuple[int, int, int]]:
+    """What an adapter trains of the experts of a layer, in order."""
+    (count, hidden_size, inner_size) = experts.down_proj.shape
+    inner_shapes = {"lora_A": (1, rank, hidden_size), "lora_B": (count, inner_size, rank)}
+    outer_shapes = {"lora_A": (count, rank, inner_size), "lora_B": (1, hidden_size, rank)}
+    return {
+        f"{part}.{half}": shape
+        for part in ("w1", "w2", "w3")
+        for half, shape in (outer_shapes if part == "w2" else inner_shapes).items()
+    }
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the copies of tokens are once they are sorted by expert.
+
+    Args:
+        token_S: The token of each copy.
+        order_S: The place of each copy in [T, K].
+        place_S: The inverse: where each of [T, K] is among the copies.
+        ends_E: int32, where each expert's copies end.
+        top_k: K.
+    """
+
+    token_S: Tensor
+    order_S: Tensor
+    place_S: Tensor
+    ends_E: Tensor
+    top_k: int
+
+    @classmethod
+    def of(cls, index_TK: Tensor, expert_count: int) -> Self:
+        """Of the experts that were chosen."""
+        top_k = index_TK.shape[-1]
+        sorted_S, order_S = torch.sort(index_TK.flatten(), stable=True)
+        places_S = torch.arange(len(order_S), device=order_S.device)
+        experts_E = torch.arange(expert_count, device=order_S.device)
+        ends_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
+        place_S = torch.empty_like(order_S).scatter_(0, order_S, places_S)
+        return cls(order_S // top_k, order_S, place_S, ends_E, top_k)
+
+    def copies(self, rows_TN: Tensor) -> Tensor:
+        """A row of each token for each of its copies, [S, N]."""
+        apply: Any = _Copies.apply
+        found: Tensor = apply(rows_TN, self)
+        return found
+
+    def sums(self, rows_SN: Tensor) -> Tensor:
+        """The sum of the rows of each token's copies, [T, N]; without atomic additions, so always the same."""
+        apply: Any = _Sums.apply
+        found: Tensor = apply(rows_SN, self)
+        return found
+
+
+def experts_forward(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """The weighted sum of what the experts of each token make of it, [T, D].
+
+    Args:
+        experts: transformers' module; its `trained` says what is trained of it, as a LoraInjector has it.
+        index_TK: The experts of each token.
+        weight_TK: Their weights, of the type of the model.
+
+    Collective where experts are spread over ranks, backward passes too: to the rank that has a token's expert the copy
+    for it is a token of one expert.
+    """
+    if not isinstance(experts.gate_up_proj, DTensor):
+        return _computed(experts, hidden_TD, index_TK, weight_TK)
+    routing = Routing.of(index_TK, experts.num_experts)
+    exchange = Exchange.of(routing.ends_E, experts.gate_up_proj.device_mesh)
+    weight_S1 = weight_TK.flatten().gather(0, routing.order_S).unsqueeze(-1)
+    own = [exchange.send(rows) for rows in (routing.copies(hidden_TD), weight_S1)]
+    return routing.sums(exchange.send_back(_computed(experts, own[0], exchange.index_C1, own[1])))
+
+
+def _computed(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """The same, of the experts that this rank has."""
+    trained: ExpertAdapter | ExpertMasters | None = experts.trained()
+    adapter = trained if isinstance(trained, ExpertAdapter) else None
+    totals = trained.gradients() if isinstance(trained, ExpertMasters) else (None, None)
+    routing = Routing.of(index_TK, len(own_part(experts.gate_up_proj)))
+    weight_S1 = weight_TK.flatten().gather(0, routing.order_S).unsqueeze(-1)
+    inner_SG = _product(routing.copies(hidden_TD), experts.gate_up_proj, routing.ends_E, totals[0])
+    if adapter is not None:
+        lows = [routing.copies(adapter.low(f"{part}.lora_A", hidden_TD, None)) for part in ("w1", "w3")]
+        inner_SG = adapter.add(inner_SG, ("w1.lora_B", "w3.lora_B"), lows, routing.ends_E)
+    # Weighted before the last product, which is as wide as the model: it is linear.
+    gated_SI = weighted_swiglu(*inner_SG.chunk(2, dim=-1), weight_S1)
+    outer_TD = routing.sums(_product(gated_SI, experts.down_proj, routing.ends_E, totals[1]))
+    if adapter is None:
+        return outer_TD
+    low_TR = routing.sums(adapter.low("w2.lora_A", gated_SI, routing.ends_E))
+    return adapter.add(outer_TD, ("w2.lora_B",), [low_TR], None)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is the experts of a layer, in transformers' common form."""
+    return hasattr(module, "_is_expert_parallel")
+
+
+def use_experts(decoder: Any) -> None:
+    """Has the experts of a language model computed by `experts_forward`."""
+    decoder.config._experts_implementation = EXPERTS_IMPLEMENTATION
+
+
+class ExpertLoads:
+    """How many tokens each expert has had in the latest forward pass.
+
+    Attributes:
+        layers: Numbers of the layers with experts.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        self.layers: list[int] = []
+        self._counts: dict[int, Tensor] = {}
+        for number, layer in enumerate(decoder.layers):
+            for module in filter(is_experts, layer.modules()):
+                self.layers.append(number)
+                module.register_forward_pre_hook(partial(self._note, number))
+
+    def counts(self) -> Tensor | None:
+        """int64 [L, E], on the device, without waiting for it; None for a model without experts."""
+        return torch.stack([self._counts[number] for number in self.layers]) if self.layers else None
+
+    def _note(self, number: int, experts: Any, given: tuple[Tensor, ...]) -> None:
+        index_S = given[1].flatten()
+        # bincount would wait for the device.
+        counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=index_S.device)
+        self._counts[number] = counts_E.scatter_add_(0, index_S, torch.ones_like(index_S))
+
+
+class _Copies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_TN: Tensor, routing: Routing) -> Tensor:
+        ctx.routing = routing
+        return rows_TN.index_select(0, routing.token_S)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.routing.sums(grads[0]), None
+
+
+class _Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_SN: Tensor, routing: Routing) -> Tensor:
+        ctx.routing = routing
+        return rows_SN.index_select(0, routing.place_S).view(-1, routing.top_k, rows_SN.shape[-1]).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.routing.copies(grads[0]), None
+
+
+def _product(
+    x: Tensor, weight: Tensor, ends_E: Tensor | None, total: Tensor | None = None, leaf: Tensor | None = None
+) -> Tensor:
+    """x W', of each expert's rows with its own W [E, O, N], or, without `ends_E`, of all rows with the only one.
+
+    Args:
+        total: float32, to which the gradient of W is added; without it the gradient is handed on.
+        leaf: Makes the output part of the graph where x is not.
+    """
+    apply: Any = _Product.apply
+    found: Tensor = apply(x, weight, ends_E, total, leaf)
+    return found
+
+
+class _Product(torch.autograd.Function):
+    """x W' of each expert's rows. The gradient of W is added to a float32 tensor, or handed on in float32.
+
+    On a GPU, torch sums that of each expert in float32 and rounds it to the type of the model once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends_E: Tensor | None, total: Tensor | None, leaf: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x if total is not None or ctx.needs_input_grad[1] else None, weight, ends_E)
+        ctx.total = total
+        return _times(x, own_part(weight).mT, ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, parameter, ends_E = ctx.saved_tensors
+        weight = own_part(parameter)
+        d_x = _times(grads[0], weight, ends_E) if ctx.needs_input_grad[0] else None
+        d_weight = None
+        if ctx.total is not None:
+            _add_outer(ctx.total, grads[0], x, ends_E)
+        elif ctx.needs_input_grad[1]:
+            d_weight = torch.zeros(weight.shape, device=weight.device)
+            _add_outer(d_weight, grads[0], x, ends_E)
+            d_weight = laid_out_as(parameter, d_weight)
+        return d_x, d_weight, None, None, None
+
+
+class _AddProducts(torch.autograd.Function):
+    """Adds scale * x W' to each of the equal parts of the outputs, in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, scale: float, ends_E: Tensor | None, factors: Sequence[Factor], *xs: Tensor
+    ) -> Tensor:
+        for part, factor, x in zip(output.chunk(len(factors), dim=-1), factors, xs, strict=True):
+            part.add_(_times(x, factor.cast.mT, ends_E), alpha=scale)
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(ends_E, *xs)
+        ctx.scale, ctx.factors = scale, factors
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ends_E, *xs = ctx.saved_tensors
+        d_xs = []
+        for grad, factor, x in zip(grads[0].chunk(len(xs), dim=-1), ctx.factors, xs, strict=True):
+            d_xs.append(_times(grad, factor.cast, ends_E).mul_(ctx.scale))
+            _add_outer(factor.grad, grad, x, ends_E, ctx.scale)
+        return grads[0], None, None, None, *d_xs
+
+
+def _times(x: Tensor, weight_ENO: Tensor, ends_E: Tensor | None) -> Tensor:
+    """x W of each expert's rows; without `ends_E` all rows are of the one expert that there is."""
+    if ends_E is None:
+        return x @ weight_ENO[0]
+    found = functional.grouped_mm(_padded(x, 1), _padded(weight_ENO, 2), offs=ends_E)
+    if found.shape[1] == weight_ENO.shape[2]:
+        return found
+    # A view could not be added to in place, and without rows that is what `contiguous` would give.
+    return found[:, : weight_ENO.shape[2]].clone(memory_format=torch.contiguous_format)
+
+
+def _add_outer(total_EON: Tensor, grad: Tensor, x: Tensor, ends_E: Tensor | None, scale: float = 1.0) -> None:
+    """total += scale * grad' x, of each expert's rows, summed in float32."""
+    if ends_E is None:
+        return add_product(total_EON[0], grad.T, x, scale)
+    if not grad.is_cuda:
+        grad, x = grad.float(), x.float()
+    found = functional.grouped_mm(_padded(grad, 1).T, _padded(x, 1), offs=ends_E)
+    total_EON.add_(found[:, : total_EON.shape[1], : total_EON.shape[2]], alpha=scale)
+
+
+def _padded(tensor: Tensor, count: int) -> Tensor:
+    """With zeros, so that each of the last dimensions is aligned: ranks of adapters may be odd."""
+    unit = _ALIGNMENT_BYTES // tensor.itemsize
+    missing = [-size % unit for size in tensor.shape[-count:]]
+    if any(missing):
+        return functional.pad(tensor, [amount for size in reversed(missing) for amount in (0, size)])
+    return tensor
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)

@@ -1,0 +1,282 @@
+"""LoRA adapters: small float32 tensors beside the sharded base, injected by hooks, many of them on one base.
+
+All tensors of an adapter are views of one flat buffer, and so are their gradients: one all-reduce, one optimizer
+parameter, one copy for a snapshot. Every rank holds the same values.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from hashlib import sha256
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fovea.api.v1 import weights_pb2
+from fovea.wire.errors import InvalidInput
+from fovea_services.trainer.model.expert_parallel import DATA, EXPERTS, parts_of_all
+from fovea_services.trainer.model.experts import ExpertAdapter, ExpertMasters, Factor
+from fovea_services.trainer.model.lora_linear import LoraPair, Trained, shared_products
+from fovea_services.trainer.model.model_family import LoraTarget, Role
+
+PEFT_PREFIX = "base_model.model."
+DEFAULT_ALPHA = 32.0
+UNEMBEDDING = "lm_head"
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What an adapter adapts; as `LoraConfig` on the wire."""
+
+    rank: int
+    alpha: float
+    seed: int
+    train_attention: bool
+    train_mlp: bool
+    train_unembedding: bool
+    train_vision: bool
+
+    @classmethod
+    def of(cls, given: weights_pb2.LoraConfig) -> Self:
+        """What a message says; an alpha of 0 is the default."""
+        settings = cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
+        return settings if settings.alpha else replace(settings, alpha=DEFAULT_ALPHA)
+
+    def message(self) -> weights_pb2.LoraConfig:
+        """The same on the wire."""
+        return weights_pb2.LoraConfig(**asdict(self))
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, the factor of B (A x)."""
+        return self.alpha / self.rank
+
+    def check(self, max_rank: int, adapts_vision: bool) -> None:
+        """Raises InvalidInput for settings that cannot be honoured; a `max_rank` of 0 is a model's without adapters."""
+        if not max_rank:
+            raise InvalidInput(
+                "lora is set, but vLLM has no LoRA for this model; create one of full parameters", field="lora"
+            )
+        if not 1 <= self.rank <= max_rank:
+            raise InvalidInput(f"lora.rank {self.rank} is not in 1 .. {max_rank}", field="lora.rank")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise InvalidInput(f"lora.alpha {self.alpha} must be positive and finite", field="lora.alpha")
+        if not (self.train_attention or self.train_mlp or self.train_unembedding):
+            raise InvalidInput(
+                "lora trains nothing: set train_attention, train_mlp or train_unembedding", field="lora.train_attention"
+            )
+        if self.train_vision and not adapts_vision:
+            raise InvalidInput(
+                "lora.train_vision is set, but the model has no vision tower that adapters can reach",
+                field="lora.train_vision",
+            )
+        if self.train_vision and not (self.train_attention or self.train_mlp):
+            raise InvalidInput(
+                "lora.train_vision needs train_attention or train_mlp, which it extends to the vision tower",
+                field="lora.train_vision",
+            )
+
+    def adapts(self, target: LoraTarget) -> bool:
+        """Whether a module is adapted."""
+        if target.vision and not self.train_vision:
+            return False
+        return {
+            Role.ATTENTION: self.train_attention,
+            Role.MLP: self.train_mlp,
+            Role.UNEMBEDDING: self.train_unembedding,
+        }[target.role]
+
+    def shapes(self, targets: Iterable[LoraTarget], spread: int = 1) -> dict[str, tuple[int, ...]]:
+        """Of all trained tensors, by name, on one of the ranks over which experts are spread."""
+        found: dict[str, tuple[int, ...]] = {}
+        for target in targets:
+            if self.adapts(target):
+                found |= target.shapes(self.rank)
+        return {name: (shape[0] // spread, *shape[1:]) if _is_spread(shape) else shape for name, shape in found.items()}
+
+
+class LoraWeights:
+    """The trained tensors of one adapter.
+
+    Args:
+        settings: What to adapt.
+        targets: All modules that could be.
+        device: Where the tensors live.
+        dtype: The type of the model that it is computed with.
+        mesh: Over which experts are spread: the flat buffers hold the factors of this rank's experts after all else.
+
+    A is uniform within 1/sqrt(in), as kaiming_uniform_(a=sqrt(5)), from the seed and the module's name alone, so that
+    neither the number of ranks nor the other modules change it. B is zero.
+    """
+
+    def __init__(
+        self,
+        settings: LoraSettings,
+        targets: Iterable[LoraTarget],
+        device: torch.device,
+        dtype: torch.dtype,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.settings = settings
+        self._mesh = mesh
+        adapted = [target for target in targets if settings.adapts(target)]
+        self._whole_shapes = settings.shapes(adapted)
+        spread, place = (mesh[EXPERTS].size(), mesh.get_local_rank(EXPERTS)) if mesh else (1, 0)
+        shapes = settings.shapes(adapted, spread)
+        if spread > 1:
+            shapes = dict(sorted(shapes.items(), key=lambda item: _is_spread(self._whole_shapes[item[0]])))
+        own = sum(math.prod(shape) for name, shape in shapes.items() if shape != self._whole_shapes[name])
+        self._shared_size = sum(map(math.prod, shapes.values())) - own
+        self.flat = torch.zeros(sum(map(math.prod, shapes.values())), device=device)
+        self.flat_grad = torch.zeros_like(self.flat)
+        self._cast = self.flat if dtype == self.flat.dtype else torch.zeros_like(self.flat, dtype=dtype)
+        self._tensors: dict[str, Tensor] = {}
+        views: dict[str, list[Tensor]] = {}
+        for (name, shape), offset in zip(shapes.items(), _offsets(shapes.values()), strict=True):
+            flats = (self.flat, self._cast, self.flat_grad)
+            views[name] = [flat.narrow(0, offset, math.prod(shape)).view(shape) for flat in flats]
+            leaf = self._tensors[name] = views[name][0]
+            if name.endswith("lora_A"):
+                first = place * shape[0] if shape != self._whole_shapes[name] else 0
+                leaf.copy_(_initial_a(name, self._whole_shapes[name], settings.seed)[first : first + shape[0]])
+            leaf.requires_grad_()
+        self.experts: dict[str, ExpertAdapter] = {}
+        self.pairs: dict[str, LoraPair] = {}
+        for target in adapted:
+            if target.is_experts:
+                self.experts[target.name] = _of_experts(views, target, settings)
+            else:
+                self.pairs[target.name] = _pair(views, target.name, settings.scale)
+
+    def cast(self) -> None:
+        """Has the next passes compute with the weights as they are now."""
+        if self._cast is not self.flat:
+            self._cast.copy_(self.flat)
+
+    @property
+    def whole_size(self) -> int:
+        """Numbers of the adapter, the factors of other ranks' experts included."""
+        return sum(map(math.prod, self._whole_shapes.values()))
+
+    def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The parts of a buffer that `whole` made, or laid out as it does, under PEFT's names, in order."""
+        for (name, shape), offset in zip(
+            self._whole_shapes.items(), _offsets(self._whole_shapes.values()), strict=True
+        ):
+            yield f"{PEFT_PREFIX}{name}.weight", flat.narrow(0, offset, math.prod(shape)).view(shape)
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """The buffer of the whole adapter of which each rank has one laid out as `flat`; that very one if it is whole.
+
+        Collective.
+        """
+        if self._mesh is None:
+            return flat
+        found = flat.new_empty(self.whole_size)
+        own = [dict(self._own(part)) for part in parts_of_all(flat, self._mesh)]
+        for name, target in self.named(found):
+            parts = [part[name] for part in own]
+            target.copy_(parts[0] if parts[0].shape == target.shape else torch.cat(parts))
+        return found
+
+    def part(self, whole: Tensor) -> Tensor:
+        """The way back from `whole`: what of it this rank holds. Not collective."""
+        if self._mesh is None:
+            return whole
+        found, wholes = torch.empty_like(self.flat), dict(self.named(whole))
+        for name, target in self._own(found):
+            rows = wholes[name].chunk(len(wholes[name]) // len(target))
+            target.copy_(rows[self._mesh.get_local_rank(EXPERTS)] if len(rows) > 1 else rows[0])
+        return found
+
+    def sum_over_ranks(self, flat: Tensor) -> Tensor:
+        """Sums a buffer laid out as `flat`, in place; the squared norm of the whole, float32 scalar. Collective."""
+        shared, own = flat.tensor_split([self._shared_size])
+        dist.all_reduce(shared)
+        squares: Tensor = torch.linalg.vector_norm(shared).square()
+        if self._mesh is None:
+            return squares
+        dist.all_reduce(own, group=self._mesh.get_group(DATA))
+        own_squares: Tensor = torch.linalg.vector_norm(own).square()
+        dist.all_reduce(own_squares, group=self._mesh.get_group(EXPERTS))
+        return squares + own_squares
+
+    def _own(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for (name, tensor), offset in zip(
+            self._tensors.items(), _offsets(tensor.shape for tensor in self._tensors.values()), strict=True
+        ):
+            yield f"{PEFT_PREFIX}{name}.weight", flat.narrow(0, offset, tensor.numel()).view(tensor.shape)
+
+
+def _is_spread(shape: tuple[int, ...]) -> bool:
+    """Whether a factor is one for each expert."""
+    return len(shape) == 3 and shape[0] > 1
+
+
+def _pair(views: Mapping[str, list[Tensor]], module: str, scale: float) -> LoraPair:
+    (a, a_cast, a_grad), (b, b_cast, b_grad) = views[f"{module}.lora_A"], views[f"{module}.lora_B"]
+    return LoraPair(a, b, a_cast, b_cast, a_grad, b_grad, scale)
+
+
+def _of_experts(views: Mapping[str, list[Tensor]], target: LoraTarget, settings: LoraSettings) -> ExpertAdapter:
+    names = target.shapes(settings.rank)
+    return ExpertAdapter({name.removeprefix(f"{target.name}."): Factor(*views[name]) for name in names}, settings.scale)
+
+
+def _offsets(shapes: Iterable[tuple[int, ...]]) -> Iterator[int]:
+    offset = 0
+    for shape in shapes:
+        yield offset
+        offset += math.prod(shape)
+
+
+def _initial_a(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    word = sha256(f"{seed}/{name}".encode()).digest()[:8]
+    generator = torch.Generator().manual_seed(int.from_bytes(word, "little", signed=True))
+    bound = 1.0 / math.sqrt(shape[-1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+class LoraInjector:
+    """Makes what is trained part of the linear modules and experts of the base model; placed once.
+
+    Attributes:
+        parameters: Names of the parameters of these modules, whose gradients the modules can add to masters.
+    """
+
+    def __init__(self, targets: Iterable[LoraTarget]) -> None:
+        self._trained: dict[str, Trained | ExpertAdapter | ExpertMasters] = {}
+        self._targets: list[LoraTarget] = []
+        for target in targets:
+            # The unembedding is no module call: logits are made in chunks, see target_logprobs.py.
+            if target.role is not Role.UNEMBEDDING:
+                self._targets.append(target)
+                module: Any = target.module
+                module.trained = partial(self._trained_of, target.name)
+                if not target.is_experts:
+                    module.forward = partial(_forward, module)
+        self.parameters = [name for target in self._targets for name in target.parameters]
+
+    def activate(self, weights: LoraWeights | None) -> None:
+        """Makes an adapter take part in all forward passes from now on; None for the bare base."""
+        self._trained = {**weights.pairs, **weights.experts} if weights else {}
+        if weights is not None:
+            weights.cast()
+
+    def activate_full(self, masters: Mapping[str, Tensor]) -> None:
+        """Sums the gradients of parameters, by name, into those of their float32 masters from now on."""
+        self._trained = {}
+        for target in self._targets if masters else ():
+            own = [masters[name] for name in target.parameters]
+            self._trained[target.name] = ExpertMasters(*own) if target.is_experts else own[0]
+
+    def _trained_of(self, name: str) -> Trained | ExpertAdapter | ExpertMasters:
+        return self._trained.get(name)
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return shared_products(x, module)[0]

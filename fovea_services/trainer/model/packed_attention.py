@@ -1,0 +1,237 @@
+"""Attention over packed sequences: tokens see only their own document or image.
+
+Which kernel computes it (`kernel_for`): on a CPU, and in float32 on a GPU, torch's attention once for each length of
+documents; on a GPU in 16 bits variable-length flash attention, and flex attention for what that cannot do: images whose
+tokens see each other both ways, capped scores, sinks, heads of more than 256 channels. Windows are in all three.
+
+Shapes: T tokens of all documents, H heads, D head size, N documents of one length L.
+
+It is registered with transformers under `PACKED_ATTENTION`. The name holds the word "flash" because transformers'
+vision towers then hand over the packed tensors whole with `cu_seq_lens_q`, instead of one call per image.
+"""
+
+# ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from fovea_services.trainer.model.document_masks import Packing, take
+
+PACKED_ATTENTION = "fovea_packed_flash"
+
+HARMLESS = {
+    "cu_seq_lens_k": "documents attend to themselves: the same as of the queries",
+    "max_length_k": "likewise",
+    "position_ids": "the rotary embedding has been applied",
+    "seq_idx": "the number of each token's document, which the bounds say",
+    "use_cache": "nothing is cached in training",
+    "past_key_values": "likewise",
+    "output_attentions": "no weights are returned, whatever is asked",
+}
+"""Keywords of transformers' models that change nothing here, and why."""
+
+# Without the flag torch 2.11 takes grouped queries as they are; later versions want to be told.
+_GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
+_MOST_FLASH_CHANNELS = 256
+"""Of a head: flash attention has no kernel for more."""
+
+_SMALL_BLOCKS: Any = {
+    **dict.fromkeys(("fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 32),
+    **{"fwd_BLOCK_M": 64, "num_stages": 1, "num_warps": 8},
+}
+"""Flex attention's own are too large for the shared memory of an H100 with heads of 512 channels."""
+
+
+class Kernel(StrEnum):
+    """What computes attention."""
+
+    GROUPED = "grouped"
+    VARLEN = "varlen"
+    FLEX = "flex"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How the scores of a layer come to be, besides q k'.
+
+    Args:
+        scaling: Their factor; None for 1 / sqrt(D).
+        causal: Whether tokens see only themselves and those before them, but for blocks.
+        window: The most tokens back that a token sees, itself included; None for all of its document.
+        softcap: c of c tanh(score / c); None for no cap.
+        sinks_H: A further score for each head that takes weight and gives no value; None for none.
+    """
+
+    scaling: float | None
+    causal: bool
+    window: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    packing: Packing | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface.
+
+    Args:
+        query: [1, H, T, D]; `key` and `value` may have fewer heads.
+        attention_mask: Must be None: the bounds say what is seen.
+        cu_seq_lens_q: int32 [documents + 1], bounds of the documents.
+        is_causal: Falls back to the module's own.
+        dropout: Must be 0.
+        sliding_window: As `Scores.window`; of causal attention only.
+        softcap: As `Scores.softcap`.
+        s_aux: [H], as `Scores.sinks_H`.
+        packing: Of the same bounds; needed where images see themselves whole, and to make masks once for all layers.
+
+    Returns:
+        [1, T, H, D]. Raises ValueError without bounds, since attention over everything would leak between documents,
+        and naming any keyword that it would have to ignore.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError("packed attention needs cu_seq_lens_q and max_length_q")
+    if refused := [name for name in others if name not in HARMLESS]:
+        raise ValueError(f"packed attention does not know {', '.join(refused)}, which {type(module).__name__} gives")
+    if attention_mask is not None or dropout:
+        raise ValueError(f"packed attention takes no mask and no dropout, which {type(module).__name__} gives")
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if sliding_window is not None and not causal:
+        raise ValueError(f"packed attention knows causal windows only, {type(module).__name__} has another")
+    scores = Scores(scaling, causal, sliding_window, softcap, s_aux)
+    packing = packing or Packing(cu_seq_lens_q, query.shape[2])
+    match kernel_for(query, scores, packing):
+        case Kernel.VARLEN:
+            return _varlen(query, key, value, scores, cu_seq_lens_q, max_length_q), None
+        case Kernel.FLEX:
+            return flex(query, key, value, scores, packing), None
+        case _:
+            return _grouped(query, key, value, scores, packing), None
+
+
+def kernel_for(query: Tensor, scores: Scores, packing: Packing) -> Kernel:
+    """What computes a layer's attention; see above."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return Kernel.GROUPED
+    is_plain = scores.softcap is None and scores.sinks_H is None and not packing.has_blocks(scores.window)
+    return Kernel.VARLEN if is_plain and query.shape[-1] <= _MOST_FLASH_CHANNELS else Kernel.FLEX
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing: Packing) -> Tensor:
+    """One batched call a length: exact, and without padding."""
+    if query.shape[1] != key.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    grouping = packing.grouping
+    outputs = []
+    for group in grouping.groups:
+        q_NHLD, k_NHLD, v_NHLD = (take(tensor, group) for tensor in (query, key, value))
+        mask = packing.mask(group, scores.window) if scores.causal else None
+        out_NHLD = _attend(q_NHLD, k_NHLD, v_NHLD, scores, mask)
+        outputs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
+    out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if grouping.restore is not None:
+        out_THD = out_THD.index_select(0, grouping.restore.to(out_THD.device))
+    return out_THD.unsqueeze(0)
+
+
+def _attend(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, scores: Scores, mask: Tensor | None) -> Tensor:
+    """[N, H, L, D] of documents of one length, each by itself, with a mask as `Packing.mask` makes it."""
+    if scores.softcap is None and scores.sinks_H is None:
+        is_causal = scores.causal and mask is None
+        return functional.scaled_dot_product_attention(
+            q_NHLD, k_NHLD, v_NHLD, mask, is_causal=is_causal, scale=scores.scaling
+        )
+    if mask is None:
+        whole = q_NHLD.new_ones(q_NHLD.shape[2], q_NHLD.shape[2], dtype=torch.bool)
+        mask = whole.tril() if scores.causal else whole
+    return _attend_by_steps(q_NHLD, k_NHLD, v_NHLD, mask, scores)
+
+
+def _attend_by_steps(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, seen: Tensor, scores: Scores) -> Tensor:
+    """What torch has no kernel for: capped scores (Gemma 2, 2024) and sinks (gpt-oss, 2025).
+
+    Args:
+        seen: bool [L, L], or [N, 1, L, L] where documents differ.
+    """
+    scaling = q_NHLD.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    found_NHLL = (q_NHLD @ k_NHLD.transpose(-1, -2)).float() * scaling
+    if scores.softcap is not None:
+        found_NHLL = scores.softcap * torch.tanh(found_NHLL / scores.softcap)
+    found_NHLL = found_NHLL.masked_fill(~seen, float("-inf"))
+    total_NHL1 = torch.logsumexp(found_NHLL, dim=-1, keepdim=True)
+    if scores.sinks_H is not None:
+        total_NHL1 = torch.logaddexp(total_NHL1, scores.sinks_H.float()[:, None, None])
+    return torch.exp(found_NHLL - total_NHL1).to(v_NHLD.dtype) @ v_NHLD
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: Tensor, longest: int) -> Tensor:
+    """torch's variable-length flash attention."""
+    q_THD, k_THD, v_THD = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    # How many tokens are seen on either side; -1 for all.
+    window = (-1 if scores.window is None else scores.window - 1, 0) if scores.causal else (-1, -1)
+    out_THD = varlen_attn(
+        q_THD, k_THD, v_THD, bounds, bounds, longest, longest, scale=scores.scaling, window_size=window, **_GROUPED
+    )
+    assert isinstance(out_THD, Tensor)
+    return out_THD.unsqueeze(0)
+
+
+@cache
+def _compiled_flex() -> Any:  # not before a GPU asks: the compiler takes a second to import
+    # A cap that is an argument of the kernel does not compile (torch 2.11).
+    torch._dynamo.config.specialize_float = True
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing: Packing) -> Tensor:
+    """torch's flex attention, [1, T, H, D]: one kernel for all documents, compiled on a GPU."""
+    softcap, sinks_H = scores.softcap, scores.sinks_H
+    attend = _compiled_flex() if query.is_cuda else flex_attention
+    is_large = query.is_cuda and query.shape[-1] > _MOST_FLASH_CHANNELS
+    out_1HTD, found = attend(
+        query,
+        key,
+        value,
+        score_mod=softcap and (lambda score, *_: softcap * torch.tanh(score / softcap)),
+        block_mask=packing.block_mask(scores.causal, scores.window),
+        scale=scores.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=_SMALL_BLOCKS if is_large else None,
+        return_aux=AuxRequest(lse=True),
+    )
+    if sinks_H is not None:
+        # A sink is one more term of the sum that the weights are divided by.
+        share_1HT1 = torch.sigmoid(found.lse - sinks_H.float()[:, None]).unsqueeze(-1)
+        out_1HTD = out_1HTD * share_1HT1.to(out_1HTD.dtype)
+    out_1THD: Tensor = out_1HTD.transpose(1, 2)
+    return out_1THD
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,321 @@
+"""The root module that FSDP wraps: from a packed micro-batch to the log-probabilities of its targets.
+
+Shapes: T packed tokens, K targets a position, D hidden size, M placeholder tokens.
+"""
+
+# ruff: noqa: N806 -- the suffix of a tensor's name is its shape
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
+
+from fovea import vision
+from fovea.random_weights import random_slices
+from fovea.runtime.model_files import read_added_tokens
+from fovea.vision.vision_family import VisionFamily
+from fovea_services.trainer.batches.micro_batch import Batch, TowerInput
+from fovea_services.trainer.batches.vision_cache import VisionOutput, split_output
+from fovea_services.trainer.model.experts import ExpertLayout, ExpertLoads, is_experts
+from fovea_services.trainer.model.lora_linear import LoraPair
+from fovea_services.trainer.model.model_family import Family, PatchNormalizer, family_of
+from fovea_services.trainer.model.target_logprobs import target_logprobs
+from fovea_services.trainer.settings import TrainerSettings
+
+HF_PREFIX = "hf."
+MIB = 2**20
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face model of a known family, run on packed micro-batches.
+
+    Everything that needs gathered parameters happens inside `forward`, the unembedding included: this is what FSDP's
+    hooks surround.
+
+    Args:
+        vision: What its images are; None for a model that takes text only.
+        normalizer: None for a family that sends no bytes.
+        chunk_positions: Logits are made for so many positions at a time.
+        head_dtype: The type of logits.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        vision: VisionFamily | None,
+        hf: Any,
+        normalizer: PatchNormalizer | None,
+        chunk_positions: int,
+        head_dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.family = family
+        self.vision = vision
+        self.hf = hf
+        self._blocks = list(family.blocks(hf))
+        self.expert_loads = ExpertLoads(hf.get_decoder())
+        self._normalizer = normalizer
+        self._chunk_positions = chunk_positions
+        self._head_dtype = head_dtype
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @cached_property
+    def file_names(self) -> dict[str, str]:
+        """See `file_names`; known once the weights are read."""
+        return file_names(self.hf)
+
+    @cached_property
+    def expert_layouts(self) -> dict[str, ExpertLayout]:
+        """How the files hold the experts, by their names in the model; known once the weights are read."""
+        layout = _expert_layout(self.hf)
+        return {name: layout for name, _ in self.hf.named_parameters() if _is_of_experts(self.hf, name)}
+
+    def forward(
+        self,
+        batch: Batch,
+        unembedding: LoraPair | Tensor | None,
+        cached: dict[str, VisionOutput] | None,
+        recompute: bool = False,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Log-probabilities of the targets, float32 [T, K], with gradients.
+
+        Args:
+            unembedding: What is trained of it, as `target_logprobs` takes it.
+            cached: What a frozen tower made of images so far, by digest; new ones are added. None if it is trained.
+            recompute: Whether no activations are kept but each block's input. The same on ranks that pass together.
+            temperature: By which logits are divided.
+        """
+        for block in self._blocks:
+            block.gradient_checkpointing = recompute  # type: ignore[assignment]
+        hidden_TD = self._hidden(batch, cached)
+        head = self.hf.get_output_embeddings().weight
+        softcap = getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None)
+        return target_logprobs(
+            hidden_TD,
+            head,
+            unembedding,
+            batch.targets_TK,
+            self._chunk_positions,
+            self._head_dtype,
+            softcap,
+            temperature,
+        )
+
+    def _hidden(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> Tensor:
+        embeddings_TD = self.family.embed(self.hf, batch.tokens_T)
+        vision = self._vision(batch, cached)
+        index_M = None
+        if batch.placement is not None and vision is not None:
+            index_M = batch.placement.index_M
+            embeddings_TD = embeddings_TD.index_copy(0, index_M, vision.embeddings.to(embeddings_TD.dtype))
+        elif vision is not None:
+            embeddings_TD = embeddings_TD + vision.anchored()
+            vision = None
+        return self.family.run_language(
+            self.hf,
+            batch.tokens_T,
+            embeddings_TD,
+            batch.positions,
+            batch.documents,
+            vision,
+            index_M,
+            batch.experts_TLk,
+        )
+
+    def _vision(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> VisionOutput | None:
+        """The output for all images of the micro-batch, or for a filler."""
+        if cached is None:
+            return self._run_tower(batch.tower) if batch.tower else None
+        if batch.tower is not None:
+            with torch.no_grad():
+                output = self._run_tower(batch.tower)
+            if batch.tower.images:
+                images = split_output(output, [count for _, count in batch.tower.images])
+                cached |= {digest: image for (digest, _), image in zip(batch.tower.images, images, strict=True)}
+        if batch.placement is None:
+            return None
+        return VisionOutput.joined([cached[digest] for digest in batch.placement.digests])
+
+    def _run_tower(self, tower: TowerInput) -> VisionOutput:
+        return VisionOutput.joined(
+            [self.family.run_vision(self.hf, self._in_model_type(tensors)) for tensors in tower.calls]
+        )
+
+    def _in_model_type(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Pixels in the type of the model; patches of bytes, which some families send, normalised as well."""
+        found = {
+            name: tensor.to(self.hf.dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+        }
+        if (patches_PW := found["pixel_values"]).dtype == torch.uint8:
+            assert self._normalizer is not None
+            found["pixel_values"] = self._normalizer(patches_PW, self.hf.dtype)
+        return found
+
+
+def file_names(model: PreTrainedModel) -> dict[str, str]:
+    """What parameters and constants are called in the files that a model was loaded from, by their names in the model.
+
+    transformers moves parts of some models; vLLM, like whoever loads an exported model, knows the files' names. Experts
+    have those of the model, whatever their layout in files. Raises ValueError for a model of whose other parameters
+    some lie there in another shape.
+    """
+    every = [name for name, _ in (*model.named_parameters(), *constants(model))]
+    experts = {name: name for name in every if _is_of_experts(model, name)}
+    alone = {name: torch.empty(0) for name in every if name not in experts}
+    names = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(alone)).items()}
+    if changed := [name for name, tensor in alone.items() if id(tensor) not in names]:
+        raise ValueError(f"{changed[0]} of {model.config.model_type} has another shape in checkpoints: not supported")
+    return {name: experts.get(name) or names[id(alone[name])] for name in every}
+
+
+def _is_of_experts(model: PreTrainedModel, name: str) -> bool:
+    return is_experts(model.get_submodule(name.rpartition(".")[0]))
+
+
+def _expert_layout(model: Any) -> ExpertLayout:
+    """By the conversions that the files went through when they were read."""
+    converters = [one for one in model._weight_conversions if isinstance(one, WeightConverter)]
+    own = [one for one in converters if any(".experts." in name for name in one.target_patterns)]
+    steps = {type(step) for one in own for step in one.operations}
+    if MergeModulelist in steps:
+        return ExpertLayout.ONE_BY_ONE
+    return ExpertLayout.TRANSPOSED if Transpose in steps else ExpertLayout.AS_IN_MODULE
+
+
+def constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that lie in a checkpoint: weights that nobody trains, such as Gemma 4's factor of a layer."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def build_model(
+    settings: TrainerSettings, model_dir: Path, device: torch.device
+) -> tuple[Family, torch.dtype, PackedModel]:
+    """The base model on the meta device, ready to be sharded and read. Raises ValueError for unsupported ones."""
+    config = AutoConfig.from_pretrained(model_dir)
+    family = family_of(config.model_type)
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    hf = family.build(config, dtype)
+    images = vision.bind(config.to_dict(), read_added_tokens(model_dir))
+    normalizer = None
+    if images is not None and (patches := images.blank_image()["pixel_values"]).dtype == np.uint8:
+        channels = int(hf.config.vision_config.in_channels)
+        normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, patches.shape[1]).to(device)
+    head_dtype = torch.float32 if settings.head_dtype == "float32" else dtype
+    chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, head_dtype)
+    return family, dtype, PackedModel(family, images, hf, normalizer, chunk, head_dtype)
+
+
+def load_model(
+    settings: TrainerSettings, model_dir: Path, device: torch.device
+) -> tuple[Family, torch.dtype, PackedModel]:
+    """The same whole, with its weights."""
+    family, dtype, module = build_model(settings, model_dir, device)
+    read_weights(module.hf, model_dir, device)
+    return family, dtype, module
+
+
+def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
+    """Reads the weights of a model on the meta device; of parameters that are sharded, this rank's rows alone.
+
+    Names and layouts go through transformers' conversions, as in its `from_pretrained`; what no file holds (tied
+    parameters, buffers) is made as there. To be called on all ranks.
+
+    Raises ValueError for files that are not those of the model, OSError for those that cannot be read.
+    """
+    conversions = get_model_conversion_mapping(model)
+    dtype = model.config.dtype
+    config = LoadStateDictConfig(
+        device_map={"": device}, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=conversions
+    )
+    tied = dict(model.all_tied_weights_keys)
+    with ExitStack() as files:
+        tensors: dict[str, Any] = {}
+        for path in _weight_files(model_dir):
+            # Pages of mapped files would count as this process's memory until all is read.
+            file = files.enter_context(safe_open(path, "pt", backend="pread"))
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            tensors |= random_slices(file, device) or stored
+        transformers_logging.disable_progress_bar()  # one per layer
+        loaded = [convert_and_load_state_dict_in_model(model, layer, config)[0] for layer in _layers(tensors)]
+    found = loaded[0]
+    for other in loaded[1:]:
+        found.missing_keys &= other.missing_keys
+        found.unexpected_keys |= other.unexpected_keys
+        found.mismatched_keys |= other.mismatched_keys
+        found.conversion_errors |= other.conversion_errors
+    errors = [f"{name}: {error}" for name, error in found.conversion_errors.items()]
+    errors += [f"{name} has shape {list(there)} for {list(own)}" for name, there, own in found.mismatched_keys]
+    converters = [one for one in model._weight_conversions if isinstance(one, WeightConverter)]
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        mixing = (one for one in converters if not all(map(_keeps_rows, one.operations)))
+        errors += [f"{one.source_patterns} cannot be read in parts: run one rank" for one in mixing]
+    if not errors:
+        found = model._finalize_model_loading(model, config, found)
+        errors = [f"there is no {name}" for name in sorted(found.missing_keys)]
+        # What is tied is sharded as one: two different ones have no place.
+        errors += [
+            f"{name} is not {tied[name]}, to which it is tied" for name in tied.keys() - model.all_tied_weights_keys
+        ]
+    if errors:
+        raise ValueError(f"the weights in {model_dir} are not those of its config.json: {errors[0]}")
+
+
+def _layers(tensors: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A checkpoint's tensors layer by layer, experts included; those of no layer together.
+
+    Transformers' readers run ahead of what stacks experts: given all at once, they would hold the model twice.
+    """
+    layers: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        found = re.match(r"\D*\d+\.", name)
+        layers[found.group() if found else ""][name] = tensor
+    yield from layers.values()
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    whole, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        return [whole]
+    return [model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def _keeps_rows(operation: ConversionOps) -> bool:
+    """Whether what it makes of some rows (experts) of all its tensors are the same rows of what it makes of all."""
+    if isinstance(operation, Transpose):
+        return 0 not in (operation.dim0, operation.dim1)
+    is_merge = isinstance(operation, MergeModulelist) and operation.dim == 0
+    return is_merge or (isinstance(operation, Concatenate) and operation.dim != 0)
+
+
+def _logit_chunk(size_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:
+    """Positions of one chunk; whole tiles of a matrix product where there are many."""
+    positions = max(1, size_bytes // (dtype.itemsize * vocabulary_size))
+    return positions // 128 * 128 or positions

@@ -1,0 +1,159 @@
+"""FSDP2 around the model: which modules are gathered together, when, and how to see the parameters whole.
+
+One rank has them whole: nothing is wrapped there. FSDP would copy each parameter to where it computes with it, which
+takes the memory of a second model, or, copied for each micro-batch anew, a tenth of a mixture of experts' time.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
+
+from fovea_services.trainer.model.expert_parallel import DATA, EXPERTS, spread_parameters
+from fovea_services.trainer.model.experts import is_experts
+from fovea_services.trainer.model.packed_model import HF_PREFIX, PackedModel, constants
+
+
+class ShardedModel:
+    """A PackedModel whose parameters are spread over all ranks; with one rank it stays as it is.
+
+    Args:
+        module: The model, on the meta device: each rank then reads its part, see `read_weights`.
+        mesh: One dimension over all ranks.
+        experts: Over which experts are spread, as `expert_mesh` makes it; None where every rank computes all of them.
+        keep_gathered: Leave parameters gathered between micro-batches and calls: no communication at all while they
+            are frozen. For models that fit into each rank's memory.
+
+    Methods that gather are collective: all ranks must call them, in the same order.
+    """
+
+    def __init__(
+        self, module: PackedModel, mesh: DeviceMesh, keep_gathered: bool, experts: DeviceMesh | None = None
+    ) -> None:
+        module.requires_grad_(False)
+        self.module = module
+        self.mesh = mesh
+        self.experts = experts
+        self._keeps_gathered = keep_gathered
+        self._parts: list[FSDPModule] = []
+        if mesh.size() > 1:
+            self._shard()
+
+    def _shard(self) -> None:
+        module, mesh, experts, keep_gathered = self.module, self.mesh, self.experts, self._keeps_gathered
+        if experts is not None:
+            for layer in filter(is_experts, module.modules()):
+                spread_parameters(layer, experts[EXPERTS])
+                fully_shard(layer, mesh=experts[DATA], reshard_after_forward=not keep_gathered)
+        for block in module.family.blocks(module.hf):
+            fully_shard(block, mesh=mesh, reshard_after_forward=not keep_gathered)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for part in self._parts:
+            # Losses are sums over all datums of all ranks: gradients add up, they are not averaged.
+            part.set_gradient_divide_factor(1.0)
+            # Without it a factor means PREMUL_SUM, which gloo does not have.
+            part.set_force_sum_reduction_for_comms(True)
+        self._root.set_reshard_after_backward(not keep_gathered)
+
+    @property
+    def _root(self) -> FSDPModule:
+        return cast(FSDPModule, self.module)
+
+    def computes_alone(self, trains_base: bool) -> bool:
+        """Whether a rank's passes need no other rank, once `gather` has been called."""
+        return self.mesh.size() == 1 or (self._keeps_gathered and not trains_base and self.experts is None)
+
+    def gather(self) -> None:
+        """Gathers from other ranks what stays gathered, if it is not. Collective.
+
+        For frozen parameters alone: of trained ones `unshard` would forget that their gradients are float32.
+        """
+        if self._keeps_gathered:
+            for part in self._parts:
+                part.unshard()
+
+    def abandon_pass(self) -> None:
+        """Makes ready for the next pass after one that an error ended; gathered copies are dropped."""
+        if not self._parts:
+            return
+        reset = getattr(self._root, "reset_iter_state", self._reset_iteration)  # torch 2.11 has none
+        reset()
+        self.release()
+
+    def _reset_iteration(self) -> None:
+        state: Any = self._root._get_fsdp_state()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.all_gather_state = None
+        state._comm_ctx.post_forward_order.clear()
+        for part in state._state_ctx.all_states:
+            part._training_state = TrainingState.IDLE
+            if group := part._fsdp_param_group:
+                group._training_state = TrainingState.IDLE
+                group._all_gather_result = None
+                group._post_forward_indices.clear()
+
+    def release(self) -> None:
+        """Drops gathered copies, so that the next forward sees the shards as they are now."""
+        for part in self._parts:
+            part.reshard()
+
+    def set_trainable(self, trainable: bool) -> None:
+        """Whether all parameters receive gradients, float32 ones whatever their own type. Collective.
+
+        FSDP's own `reduce_dtype` would not do: it rounds each rank's gradient before it sums and the sum afterwards.
+        """
+        # FSDP copies what is said of a parameter to the gathered one once, so both forms must be told; and it leaves
+        # the type of gradients alone only of what is frozen when `unshard` is called: the root comes last.
+        self.release()
+        for part in reversed(self._parts):
+            part.unshard()
+            _train(part, trainable)
+            part.reshard()
+        _train(self.module, trainable)
+
+    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """What the checkpoint's files hold, by their names there: parameters, tied ones once, then constants.
+
+        Parameters are sharded (DTensor), in the model's own order; every rank has constants whole.
+        """
+        self.release()
+        for name, tensor in (*self.module.named_parameters(), *constants(self.module)):
+            yield self.module.file_names[name.removeprefix(HF_PREFIX)], tensor
+
+
+def _train(module: Any, trainable: bool) -> None:
+    for parameter in module.parameters():
+        parameter.requires_grad_(trainable)
+        parameter.grad_dtype = torch.float32 if trainable else parameter.dtype
+
+
+def local_of(shard: Tensor) -> Tensor:
+    """This rank's part, sharing memory with the parameter; of a constant, all of it."""
+    return shard.to_local().detach() if isinstance(shard, DTensor) else shard.detach()
+
+
+def full_of(local: Tensor, like: Tensor) -> Tensor:
+    """The whole tensor of which every rank holds a part laid out as `like`. Collective."""
+    if not isinstance(like, DTensor) or like.device_mesh.size() == 1:
+        return local.to(like.device)
+    shard = DTensor.from_local(
+        local.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return shard.full_tensor()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in `TensorSpec.dtype`: `float32`."""
+    return str(dtype).removeprefix("torch.")

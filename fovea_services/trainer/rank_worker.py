@@ -1,0 +1,254 @@
+"""One rank of the trainer: joins the others, loads its share of the model, executes commands until told to leave."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from fovea.runtime.gpu_memory import show_gpu_memory
+from fovea.runtime.secret import service_secret
+from fovea.wire.errors import FoveaError
+from fovea_services.trainer import trainer_metrics
+from fovea_services.trainer.command_queue import (
+    Command,
+    CommandQueue,
+    DeleteModel,
+    ForwardBackward,
+    Job,
+    OptimStep,
+    Shutdown,
+    resolve,
+)
+from fovea_services.trainer.ranks.control_group import ControlGroup
+from fovea_services.trainer.ranks.peer_monitor import MEET_S, Peer, PeerMonitor
+from fovea_services.trainer.ranks.rank_launcher import RankEnvironment
+from fovea_services.trainer.settings import TrainerSettings
+from fovea_services.trainer.snapshots.transfer_groups import TransferGroups
+from fovea_services.trainer.training_engine import TrainingEngine
+
+logger = logging.getLogger(__name__)
+
+PROFILED_COMMANDS = 4
+"""How many are looked at, and what came between them."""
+_ROWS = 40
+_GAPS = 20
+
+
+class CommandProfiler:
+    """Writes `profile.txt` and `trace.json.gz` into a directory, once.
+
+    Args:
+        directory: Made if it is not there; None looks at nothing.
+        first: The first forward_backward or optim_step to look at, counted from 1.
+    """
+
+    def __init__(self, directory: Path | None, first: int) -> None:
+        self._directory = directory
+        self._first = first
+        self._count = 0
+        on_gpu = torch.cuda.is_available()
+        self._profile: Any = profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
+
+    @contextmanager
+    def around(self, command: Command) -> Iterator[None]:
+        """To be entered around each command, in the thread that runs it."""
+        if self._directory is None or not isinstance(command, ForwardBackward | OptimStep):
+            yield
+            return
+        self._count += 1
+        if self._count == self._first:
+            self._profile.start()
+        try:
+            yield
+        finally:
+            if self._count == self._first + PROFILED_COMMANDS - 1:
+                self._profile.stop()
+                self._write(self._directory)
+
+    def _write(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table = self._profile.key_averages().table(sort_by=key, row_limit=_ROWS, max_name_column_width=100)
+        busy = "\n".join(busy_lines(kernel_times(self._profile.events())))
+        (directory / "profile.txt").write_text(f"{busy}\n\n{table}\n")
+        self._profile.export_chrome_trace(str(directory / "trace.json.gz"))
+        logger.info("wrote what the device did during %d commands to %s", PROFILED_COMMANDS, directory)
+
+
+def kernel_times(events: Any) -> list[tuple[float, float, str]]:
+    """Begin and end in microseconds, and name, of all that ran on a GPU."""
+    found = (event for event in events if event.device_type.name == "CUDA")
+    return sorted((event.time_range.start, event.time_range.end, event.name) for event in found)
+
+
+def busy_lines(kernels: list[tuple[float, float, str]]) -> list[str]:
+    """The share of time in which anything ran, and the longest gaps, from kernels in order of their begin."""
+    if not kernels:
+        return ["nothing ran on a GPU"]
+    begun, until, before = kernels[0]
+    busy, gaps = until - begun, []
+    for start, end, name in kernels[1:]:
+        if start > until:
+            gaps.append((start - until, until - begun, before, name))
+        busy += max(0.0, end - max(start, until))
+        if end > until:
+            until, before = end, name
+    lines = [f"busy {busy / 1e3:.1f} of {(until - begun) / 1e3:.1f} ms, {busy / (until - begun):.1%}; longest gaps:"]
+    for gap, at, last, following in sorted(gaps, reverse=True)[:_GAPS]:
+        lines.append(f"{gap / 1e3:8.2f} ms at {at / 1e3:9.1f} ms, between {last[:60]} and {following[:60]}")
+    return lines
+
+
+logger = logging.getLogger(__name__)
+
+
+class RankWorker:
+    """This process's part of the trainer. Everything that communicates happens in the thread that calls `start`.
+
+    Args:
+        settings: As given at start.
+        place: Which rank this is.
+        on_peer_lost: Called with a rank that died, from another thread.
+        on_peer_stop: On rank 0, called from another thread with a rank whose node was told to stop.
+        groups: Transfer groups, on rank 0; other ranks make theirs once they have met it.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        rank_env: RankEnvironment,
+        on_peer_lost: Callable[[Peer], None],
+        on_peer_stop: Callable[[Peer], None],
+        groups: TransferGroups | None,
+    ) -> None:
+        self._settings = settings
+        self._rank_env = rank_env
+        self._on_peer_lost = on_peer_lost
+        self._on_peer_stop = on_peer_stop
+        self._groups = groups
+        self._profiler = CommandProfiler(settings.profile, settings.profile_first)
+        self._peers: PeerMonitor | None = None
+        self.engine: TrainingEngine
+
+    def start(self) -> None:
+        """Meets the other ranks, loads the model and warms up."""
+        settings = self._settings
+        torch.set_num_threads(settings.threads)
+        rank_env = self._rank_env
+        device = _device(settings, rank_env)
+        store = rank_env.open_store(timedelta(seconds=MEET_S))
+        store.set_timeout(timedelta(seconds=MEET_S))  # which a store of files is not told when it is made
+        self._peers = PeerMonitor(store, rank_env, service_secret().encode(), self._on_peer_lost, self._on_peer_stop)
+        timeout = timedelta(seconds=settings.collective_timeout_s)
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank_env.rank,
+            world_size=rank_env.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        self._control = ControlGroup()
+        model_dir = self._control.agree(lambda: resolve_model(settings.model))
+        store_at = self._control.broadcast((self._groups.address, self._groups.port) if self._groups else None)
+        if (sender := settings.sender_of(rank_env.rank)) and store_at is not None:
+            self._groups = TransferGroups.beside(*store_at, sender)
+        if rank_env.is_first_of_node and device.type == "cuda":
+            show_gpu_memory()
+        if rank_env.rank == 0:
+            trainer_metrics.RANKS.set(rank_env.world_size)
+        started = time.perf_counter()
+        self.engine = TrainingEngine(settings, model_dir, self._control, device, self._groups)
+        self.engine.warm_up()
+        logger.info("rank %d ready after %.1f s", self._control.rank, time.perf_counter() - started)
+
+    def lead(self, queue: CommandQueue) -> None:
+        """Rank 0: hands out commands and executes them, until `Shutdown`."""
+        while True:
+            job = queue.next()
+            self._control.broadcast(job.command)
+            if isinstance(job.command, Shutdown):
+                return self._leave()
+            self._run(job)
+
+    def follow(self) -> None:
+        """Any other rank: executes what rank 0 hands out, until `Shutdown`."""
+        while True:
+            command: Command = self._control.broadcast(None)
+            if isinstance(command, Shutdown):
+                return self._leave()
+            try:
+                self.engine.execute(command)
+            except FoveaError as error:
+                logger.debug("%s refused: %s", type(command).__name__, error)
+            _show_peak()
+
+    def tell_stop(self) -> bool:
+        """Tells rank 0 that this node was told to stop; False if they have not met yet. From any thread."""
+        if self._peers is None:
+            return False
+        self._peers.tell_stop()
+        return True
+
+    def _run(self, job: Job) -> None:
+        name = type(job.command).__name__
+        started = time.perf_counter()
+        try:
+            with job.traced(), self._profiler.around(job.command):
+                result = self.engine.execute(job.command)
+        except FoveaError as error:
+            trainer_metrics.COMMANDS.labels(name, error.reason).inc()
+            resolve(job.result, error=error)
+        except Exception:
+            trainer_metrics.COMMANDS.labels(name, "TRAINER_LOST").inc()
+            raise  # the queue breaks down, and this command with it, once it is known who failed
+        else:
+            trainer_metrics.COMMANDS.labels(name, "OK").inc()
+            trainer_metrics.COMMAND_SECONDS.labels(name).observe(time.perf_counter() - started)
+            trainer_metrics.MODELS.set(len(self.engine.models))
+            if isinstance(job.command, DeleteModel):
+                trainer_metrics.forget_model(job.command.model_id)
+            _show_peak()
+            resolve(job.result, result)
+
+    def _leave(self) -> None:
+        if self._peers:
+            self._peers.close()
+        self.engine.close()
+        try:
+            self._control.barrier()
+        except RuntimeError as error:  # of gloo: a disk too slow for the grace; what it did not write is run again
+            logger.warning("another rank has left while points were being written: %s", error)
+            return
+        dist.destroy_process_group()
+
+
+def resolve_model(model: str) -> Path:
+    """The checkpoint folder of a path or hub name."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model))
+
+
+def _show_peak() -> None:
+    if torch.cuda.is_available():
+        trainer_metrics.GPU_PEAK.set(torch.cuda.max_memory_allocated())
+
+
+def _device(settings: TrainerSettings, rank_env: RankEnvironment) -> torch.device:
+    wants_gpu = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    if not wants_gpu:
+        return torch.device("cpu")
+    device = torch.device("cuda", rank_env.local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,235 @@
+"""Starts the ranks of this node, each a process of its own, and ends with them. Needs no torch: it starts fast."""
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from fovea.runtime.hosts import interface_of, is_loopback
+from fovea.runtime.model_files import check_directory, check_supported, read_config
+from fovea_services.trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
+from fovea_services.trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+_LAUNCHER = "FOVEA_LAUNCHER_PID"
+_RENDEZVOUS = "FOVEA_RENDEZVOUS"
+_LISTENER = "FOVEA_STORE_FD"
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """One rank's place among all, and where it meets the others. The launcher tells each one in its environment.
+
+    Attributes:
+        rank: Among all ranks.
+        world_size: How many ranks there are.
+        local_rank: Among the ranks of this node, which have a device each.
+        node: The node that this rank runs on.
+        rendezvous: A private folder if all ranks are on one node, host:port of node 0 if not.
+        launcher: Process id of what started this rank.
+        store_fd: On rank 0 of several nodes, the bound socket that listens at `rendezvous`.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: int
+    rendezvous: str
+    launcher: int
+    store_fd: int | None = None
+
+    @classmethod
+    def from_environ(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """This process's place; None if no launcher started it."""
+        if _LAUNCHER not in environment:
+            return None
+        rank, world_size, local_rank, node, launcher = (
+            int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", _LAUNCHER)
+        )
+        store_fd = int(environment[_LISTENER]) if _LISTENER in environment else None
+        return cls(rank, world_size, local_rank, node, environment[_RENDEZVOUS], launcher, store_fd)
+
+    def to_environ(self) -> dict[str, str]:
+        """What `from_environ` reads, under the names that torch reads too."""
+        listener = {} if self.store_fd is None else {_LISTENER: str(self.store_fd)}
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "GROUP_RANK": str(self.node),
+            _RENDEZVOUS: self.rendezvous,
+            _LAUNCHER: str(self.launcher),
+            **listener,
+        }
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this rank is the one of its node that shows health and metrics."""
+        return self.local_rank == 0
+
+    @property
+    def folder(self) -> Path | None:
+        """The private folder in which the ranks of one node meet; None if there are several nodes."""
+        return Path(self.rendezvous) if self.rendezvous.startswith("/") else None
+
+    @property
+    def host(self) -> str:
+        """Address of rank 0 among several nodes."""
+        return self.rendezvous.rpartition(":")[0]
+
+    def open_store(self, timeout: timedelta) -> "Store":
+        """The store in which the ranks find each other: a file of the private folder, or served by rank 0."""
+        from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+
+        if self.folder:
+            return FileStore(str(self.folder / "store"), self.world_size)
+        port = int(self.rendezvous.rpartition(":")[2])
+        return TCPStore(
+            self.host, port, None, self.store_fd is not None, timeout, False, master_listen_fd=self.store_fd
+        )
+
+
+LEAVE_S = 8.0
+"""How long the ranks get to leave together after the last call has ended."""
+
+MARGIN_S = 5.0
+"""What a node that was told to stop waits longer than rank 0, which may be on another one."""
+
+
+def launch(settings: TrainerSettings) -> int:
+    """Runs this command line again as `settings.ranks` ranks on this node; returns the exit status.
+
+    SIGTERM and SIGINT go to the ranks: rank 0, on whatever node, ends what runs, then all leave. The status is 0 on
+    nodes that had the signal and whose ranks then left, and 1 if the ranks ended without one or did not meet: whoever
+    supervises starts the trainer anew.
+    """
+    # Until there are ranks. Without a handler, the first process of a container is deaf.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    name = f"trainer: node {settings.node_rank}"
+    if settings.nodes == 1:
+        with tempfile.TemporaryDirectory(prefix="fovea-trainer-") as folder:  # which others may not enter
+            return asyncio.run(_Node(settings, name, folder, Rendezvous([settings.ranks], "127.0.0.1", 0)).run())
+    try:
+        print(f"{name}: meets {settings.nodes - 1} more at {settings.master_addr}", file=sys.stderr, flush=True)
+        found = rendezvous(settings)
+    except RendezvousFailed as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    store = f"{settings.master_addr}:{found.store_port}"
+    return asyncio.run(_Node(settings, name, store, found).run())
+
+
+def check_checkpoint(model: str) -> None:
+    """Reads little files only. Raises ValueError or OSError for a checkpoint that cannot be trained."""
+    from huggingface_hub import hf_hub_download
+
+    check_supported(read_config(model, hf_hub_download))
+    if Path(model).is_dir():
+        check_directory(Path(model))
+
+
+class _Node:
+    """The ranks of this node."""
+
+    def __init__(self, settings: TrainerSettings, name: str, store: str, found: Rendezvous) -> None:
+        self._settings = settings
+        self._name = name
+        self._store = store
+        self._rendezvous = found
+        self._first = sum(found.ranks[: settings.node_rank])
+        self._stop_requested = asyncio.Event()
+        self._running: dict[asyncio.Task[int], tuple[int, asyncio.subprocess.Process]] = {}
+
+    async def run(self) -> int:
+        """Returns the exit status, once no rank is left."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop_requested.set)
+        for local_rank in range(self._settings.ranks):
+            process = await self._start(local_rank)
+            self._running[asyncio.create_task(process.wait())] = (self._first + local_rank, process)
+        if self._rendezvous.store_listener:
+            self._rendezvous.store_listener.close()  # rank 0 has it
+        stop = asyncio.create_task(self._stop_requested.wait())
+        while self._running and not stop.done():
+            ended = await self._ended({stop})
+            if any(ended.values()):
+                await self._stop()
+                return self._report(ended, "")
+        return self._report(await self._stop(), " after it was told to stop") if stop.done() else 0
+
+    async def _start(self, local_rank: int) -> asyncio.subprocess.Process:
+        rank, fd = self._first + local_rank, None
+        if rank == 0 and self._rendezvous.store_listener:
+            fd = self._rendezvous.store_listener.fileno()
+        world_size = sum(self._rendezvous.ranks)
+        rank_env = RankEnvironment(rank, world_size, local_rank, self._settings.node_rank, self._store, os.getpid(), fd)
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "fovea_services.trainer", *sys.argv[1:]),
+            env=_defaults(self._settings, self._rendezvous.address) | os.environ | _fixed(self._settings, rank_env),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=() if fd is None else (fd,),
+            start_new_session=True,  # Ctrl-C reaches this process alone, which tells the ranks
+        )
+
+    async def _ended(self, others: set[asyncio.Task[Any]], timeout_s: float | None = None) -> dict[int, int]:
+        """Exit statuses by rank of those that end first; none if one of `others` does, or after `timeout_s`."""
+        done, _ = await asyncio.wait({*self._running, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return {self._running.pop(task)[0]: task.result() for task in list(self._running) if task in done}
+
+    async def _stop(self) -> dict[int, int]:
+        """Has all ranks leave, and kills those that do not; returns their statuses, but of those the signal ended."""
+        for _, process in self._running.values():
+            process.terminate()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.drain_s + LEAVE_S + MARGIN_S
+        ended: dict[int, int] = {}
+        while self._running:
+            if loop.time() >= deadline:
+                for _, process in self._running.values():
+                    process.kill()
+            ended |= await self._ended(set(), max(0.1, deadline - loop.time()))
+        return {rank: status for rank, status in ended.items() if status != -signal.SIGTERM}
+
+    def _report(self, ended: dict[int, int], when: str) -> int:
+        """Names the rank that ended badly; returns the exit status. One that a signal ended died before the others."""
+        failures = sorted((status > 0, rank, status) for rank, status in ended.items() if status)
+        if not failures:
+            return 0
+        _, rank, status = failures[0]
+        how = f"with status {status}" if status > 0 else f"by {signal.Signals(-status).name}"
+        print(f"{self._name}: rank {rank} ended {how}{when}; what it logged says why", file=sys.stderr)
+        return 1
+
+
+def _defaults(settings: TrainerSettings, address: str) -> dict[str, str]:
+    """Environment of the ranks, where the user has not set other values."""
+    found = {
+        # Micro-batches differ in size: without it, blocks of other sizes lie around unused, 4 GiB of them at the limit.
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    # Else they listen on whatever network this machine's name leads to.
+    if interface := interface_of(address):
+        found["GLOO_SOCKET_IFNAME"] = interface
+        # NCCL knows one setting for all groups, those of pushes too: samplers may be elsewhere.
+        if settings.nodes > 1 or is_loopback(settings.transfer_address or settings.host):
+            found["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    return found
+
+
+def _fixed(settings: TrainerSettings, rank_env: RankEnvironment) -> dict[str, str]:
+    local = {"LOCAL_WORLD_SIZE": str(settings.ranks), "OMP_NUM_THREADS": str(settings.threads)}
+    return rank_env.to_environ() | local
+
+
+def _leave(*_: Any) -> NoReturn:
+    sys.exit(0)

@@ -1,0 +1,198 @@
+"""Where the nodes of a trainer meet before any of them starts its ranks, so that who is missing has a name."""
+
+import errno
+import json
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from fovea.runtime.hosts import listening
+from fovea.runtime.secret import service_secret
+from fovea_services.trainer.ranks.handshake import AuthenticatedListener, AuthenticationFailed, connect
+from fovea_services.trainer.settings import TrainerSettings
+
+POLL_S = 0.2
+_CONNECT_TIMEOUT_S = 5.0
+_LINE_BYTES = 65536
+
+
+class RendezvousFailed(Exception):
+    """Not all nodes came in time. The message names those that did not."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """What every node knows once all have met.
+
+    Attributes:
+        ranks: How many ranks each node starts.
+        address: This node's own address, of the network that they met on.
+        store_port: Where on node 0 the ranks' store listens.
+        store_listener: On node 0, its socket, for rank 0.
+    """
+
+    ranks: list[int]
+    address: str
+    store_port: int
+    store_listener: socket.socket | None = None
+
+
+def rendezvous(settings: TrainerSettings) -> Rendezvous:
+    """Waits until the launchers of all nodes are here. Each proves that it knows the service secret.
+
+    Raises RendezvousFailed after `rendezvous_timeout_s`, and if this node cannot be node 0.
+    """
+    deadline = time.monotonic() + settings.rendezvous_timeout_s
+    return _Host(settings, deadline).gather() if settings.node_rank == 0 else _join(settings, deadline)
+
+
+class _Host:
+    """Node 0, which the others come to."""
+
+    def __init__(self, settings: TrainerSettings, deadline: float) -> None:
+        self._settings = settings
+        self._deadline = deadline
+        self._ranks = {0: settings.ranks}
+        self._connections: dict[int, socket.socket] = {}
+
+    def gather(self) -> Rendezvous:
+        """Waits for the others and tells them the store's port. Refuses who comes later, as long as this runs."""
+        listener = _listener(self._settings, self._deadline)
+        address = str(listener.getsockname()[0])
+        guarded = AuthenticatedListener(listener, service_secret().encode())
+        try:
+            while missing := self._missing():
+                try:
+                    self._admit(guarded.accept(min(self._deadline, time.monotonic() + 1.0)))
+                except TimeoutError:
+                    if time.monotonic() >= self._deadline:
+                        waited = f"within {self._settings.rendezvous_timeout_s:.0f} s"
+                        raise RendezvousFailed(
+                            f"of {self._settings.nodes} nodes these did not come {waited}: {missing}"
+                        ) from None
+        except RendezvousFailed:
+            guarded.close()
+            self._close_all()
+            raise
+        store = listening(address)
+        found = Rendezvous([self._ranks[node] for node in sorted(self._ranks)], address, store.getsockname()[1], store)
+        for connection in self._connections.values():
+            _send(connection, {"ranks": found.ranks, "store_port": found.store_port})
+        self._close_all()
+        threading.Thread(target=self._refuse_all, args=(guarded,), name="rendezvous", daemon=True).start()
+        return found
+
+    def _missing(self) -> list[int]:
+        return [node for node in range(1, self._settings.nodes) if _is_gone(self._connections.get(node))]
+
+    def _admit(self, connection: socket.socket) -> None:
+        message = _receive(connection)
+        node, nodes = message.get("node"), message.get("nodes")
+        if not isinstance(node, int) or nodes != self._settings.nodes or not 0 < node < nodes:
+            problem = f"is one of {self._settings.nodes}, this is node {node} of {nodes}: give all the same --nodes"
+        elif not _is_gone(self._connections.get(node)):
+            problem = _taken(node)
+        else:
+            connection.setblocking(False)
+            if earlier := self._connections.get(node):
+                earlier.close()
+            self._connections[node] = connection
+            self._ranks[node] = int(message["ranks"])
+            return
+        _refuse(connection, problem)
+
+    def _refuse_all(self, guarded: AuthenticatedListener) -> None:
+        while True:
+            connection = guarded.accept()
+            _refuse(connection, _taken(_receive(connection).get("node")))
+
+    def _close_all(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+
+def _join(settings: TrainerSettings, deadline: float) -> Rendezvous:
+    problem = "cannot be reached"
+    while time.monotonic() < deadline:
+        try:
+            address = (settings.master_addr, settings.master_port)
+            connection = connect(address, service_secret().encode(), _CONNECT_TIMEOUT_S)
+        except AuthenticationFailed as error:
+            problem = f"sent this one away: {error}"
+        except OSError as error:
+            problem = f"cannot be reached: {error}"
+        else:
+            with connection:
+                message = _ask(connection, settings, deadline)
+                if "ranks" in message:
+                    return Rendezvous(message["ranks"], connection.getsockname()[0], message["store_port"])
+                problem = message.get("problem", "has gone again")
+        time.sleep(POLL_S)
+    place = f"{settings.master_addr}:{settings.master_port}"
+    raise RendezvousFailed(f"node 0 at {place} {problem} ({settings.rendezvous_timeout_s:.0f} s)")
+
+
+def _ask(connection: socket.socket, settings: TrainerSettings, deadline: float) -> dict[str, Any]:
+    """Node 0's answer, once all have come; nothing if it goes. Raises RendezvousFailed at the deadline."""
+    _send(connection, {"node": settings.node_rank, "nodes": settings.nodes, "ranks": settings.ranks})
+    connection.settimeout(max(deadline - time.monotonic(), 0.001))
+    message = _receive(connection)
+    if not message and time.monotonic() >= deadline:
+        raise RendezvousFailed(f"node 0 still waits for others after {settings.rendezvous_timeout_s:.0f} s")
+    return message
+
+
+def _listener(settings: TrainerSettings, deadline: float) -> socket.socket:
+    """A listener at the master's address alone. A name may take a while to lead here: a pod's does."""
+    while True:
+        try:
+            return listening(settings.master_addr, settings.master_port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise RendezvousFailed(f"--master-port {settings.master_port} cannot be listened on: {error}") from None
+            if time.monotonic() >= deadline:
+                raise RendezvousFailed(
+                    f"--master-addr {settings.master_addr} is no address of this machine, which is node 0: {error}"
+                ) from None
+        time.sleep(POLL_S)
+
+
+def _taken(node: Any) -> str:
+    return f"has another node {node} already: an earlier run that does not end, or a mistake"
+
+
+def _refuse(connection: socket.socket, problem: str) -> None:
+    with connection:
+        _send(connection, {"problem": problem})
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Sends a line; who has gone meanwhile will be missed later."""
+    try:
+        connection.sendall(json.dumps(message).encode() + b"\n")
+    except OSError:
+        return
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    """A line that was sent; nothing if the other end has gone, or says nothing in time."""
+    try:
+        with connection.makefile("rb") as lines:
+            message = json.loads(lines.readline(_LINE_BYTES) or b"{}")
+    except (OSError, ValueError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def _is_gone(connection: socket.socket | None) -> bool:
+    """Whether there is no such connection, or its other end has closed it. It must not be blocking."""
+    if connection is None:
+        return True
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -1,0 +1,202 @@
+"""One push to samplers, in two phases, each wait with a deadline.
+
+    meet the samplers in a group -> all say `ready` -> broadcast -> all say `loaded`
+
+A group with a member that fails is left; what can still be served is then tried again without that member.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from fovea.api.v1 import sampler_pb2, weights_pb2
+from fovea.wire.errors import FoveaError, InvalidInput
+from fovea_services.trainer import trainer_metrics
+from fovea_services.trainer.snapshots.sampler_groups import Member, SamplerGroups
+
+logger = logging.getLogger(__name__)
+
+Responses = dict[str, sampler_pb2.ReceiveSnapshotResponse]
+"""What samplers said of a phase, by address."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What is pushed, and how it is broadcast: `send` takes the id of an open group and a deadline in seconds."""
+
+    manifest: weights_pb2.SnapshotManifest
+    send: Callable[[str, float], Awaitable[None]]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all ranks send, and take part."""
+        return self.manifest.snapshot.kind == weights_pb2.SNAPSHOT_KIND_FULL
+
+
+@dataclass
+class PushOutcome:
+    """How it went with each sampler: seconds of pause, or what went wrong; and which of them will never take it."""
+
+    loaded: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+
+    def is_known(self, member: Member) -> bool:
+        """Whether it is known how it went with one."""
+        return member.address in self.loaded or member.address in self.failed
+
+
+class Delivery:
+    """One push of a payload, until a deadline of `time.monotonic`."""
+
+    def __init__(self, payload: Payload, groups: SamplerGroups, deadline: float) -> None:
+        self._payload = payload
+        self._snapshot = payload.manifest.snapshot
+        self._groups = groups
+        self._deadline = deadline
+        self._outcome = PushOutcome()
+
+    async def run(self, addresses: list[str]) -> PushOutcome:
+        """Brings the payload to the samplers at these addresses, but for those that hold it already."""
+        members = []
+        for address, found in (await self._groups.probe(addresses)).items():
+            if isinstance(found, str):
+                self._outcome.failed[address] = found
+            elif self._snapshot.snapshot_id in found.adapter_ids:
+                self._outcome.loaded[address] = 0.0
+            else:
+                members.append(found)
+        for backend in sorted({member.backend for member in members}):
+            await self._serve([member for member in members if member.backend == backend])
+        return self._outcome
+
+    async def _serve(self, members: list[Member]) -> None:
+        # Each round takes at least one sampler off the list, or splits it.
+        while members:
+            if self._time_left() <= 0:
+                self._outcome.failed |= {member.address: "the push ran out of time" for member in members}
+                return
+            error = await self._attempt(members)
+            left = [member for member in members if not self._outcome.is_known(member)]
+            if left == members and error is not None:
+                return await self._serve_each(members, error)
+            members = left
+
+    async def _serve_each(self, members: list[Member], error: str) -> None:
+        """For when a group failed and nobody in it says why: a member that cannot be met must not cost the others."""
+        for member in members:
+            reason: str | None = error
+            if len(members) > 1 and self._time_left() > 0:
+                reason = await self._attempt([member])
+            if member.address not in self._outcome.loaded:
+                self._outcome.failed.setdefault(member.address, reason or error)
+
+    async def _attempt(self, members: list[Member]) -> str | None:
+        """One try with all of `members`: notes the outcome of those where it is known, returns what went wrong."""
+        try:
+            async with self._groups.joined(members, self._payload.is_full, self._deadline) as group_id:
+                await self._transfer(group_id, members)
+                if any(member.address in self._outcome.failed for member in members):
+                    await self._groups.leave(members, self._payload.is_full)
+        except (FoveaError, RuntimeError, TimeoutError) as error:
+            return error.message if isinstance(error, FoveaError) else str(error) or type(error).__name__
+        return None
+
+    async def _transfer(self, group_id: str, members: list[Member]) -> None:
+        timeout_s = max(1.0, self._time_left())
+        request = sampler_pb2.ReceiveSnapshotRequest(
+            group_id=group_id, manifest=self._payload.manifest, timeout_s=timeout_s
+        )
+        streams = {member.address: self._groups.client(member.address).receive_snapshot(request) for member in members}
+        marks = [time.monotonic()]
+        loaded: Responses = {}
+        watching: asyncio.Future[None] | None = None
+        try:
+            ready: Responses = {}
+            await self._phase(streams, "ready", ready)
+            if len(ready) < len(streams):
+                return
+            marks.append(time.monotonic())
+            # One that breaks off while tensors leave is noticed at once: a broadcast over nccl would wait for it.
+            watching = asyncio.ensure_future(
+                self._phase(streams, "loaded", loaded, lambda: self._groups.interrupt(group_id))
+            )
+            await asyncio.wait_for(self._payload.send(group_id, timeout_s), timeout_s + 5.0)
+            marks.append(time.monotonic())
+            await watching
+            marks.append(time.monotonic())
+            self._compare_digests(loaded)
+            logger.info(
+                "pushed %s, %d bytes, to %d samplers: ready after %.3f s, sent after %.3f s, loaded after %.3f s",
+                *(self._snapshot.snapshot_id or "the base", self._snapshot.size_bytes, len(loaded)),
+                *(later - earlier for earlier, later in pairwise(marks)),
+            )
+        except (RuntimeError, TimeoutError):
+            # Whoever has broken off says so on its stream; the others are innocent and are tried again.
+            if watching is not None:
+                await asyncio.wait([watching], timeout=1.0)
+            self._compare_digests(loaded)
+            raise
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.wait([watching])
+            await asyncio.gather(*(stream.aclose() for stream in streams.values()), return_exceptions=True)  # type: ignore[attr-defined]
+
+    async def _phase(
+        self,
+        streams: dict[str, AsyncIterator[sampler_pb2.ReceiveSnapshotResponse]],
+        phase: str,
+        responses: Responses,
+        on_failure: Callable[[], None] | None = None,
+    ) -> None:
+        """Waits until all streams have said `phase`; what they say goes into `responses`, who fails into the outcome.
+
+        Args:
+            on_failure: Called at the first failure, for which those that fail after it are not to blame.
+        """
+        broken = False
+
+        def fail(address: str, error: str) -> None:
+            nonlocal broken
+            if broken:
+                return
+            self._outcome.failed[address] = error
+            if on_failure is not None:
+                broken = True
+                on_failure()
+
+        async def one(address: str) -> None:
+            try:
+                response = await asyncio.wait_for(anext(streams[address]), max(0.1, self._time_left()))
+            except StopAsyncIteration:
+                fail(address, f"it ended the transfer before it was {phase}")
+            except TimeoutError:
+                fail(address, f"it was not {phase} in time")
+            except FoveaError as error:
+                if isinstance(error, InvalidInput):
+                    self._outcome.refused.add(address)
+                fail(address, error.message)
+            else:
+                if response.WhichOneof("phase") == phase:
+                    responses[address] = response
+                else:
+                    fail(address, f"it said {response.WhichOneof('phase')} instead of {phase}")
+
+        await asyncio.gather(*(one(address) for address in streams))
+
+    def _compare_digests(self, loaded: Responses) -> None:
+        for address, response in loaded.items():
+            if response.loaded.digest == self._snapshot.digest:
+                self._outcome.loaded[address] = response.loaded.pause_s
+                trainer_metrics.PUSHED_BYTES.inc(self._snapshot.size_bytes)
+            else:
+                self._outcome.failed[address] = (
+                    f"it received digest {response.loaded.digest}, sent was {self._snapshot.digest}"
+                )
+
+    def _time_left(self) -> float:
+        return self._deadline - time.monotonic()

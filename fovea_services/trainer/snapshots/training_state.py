@@ -1,0 +1,357 @@
+"""SaveState and LoadState: weights, optimizer and step count in one folder.
+
+An adapter's folder is a PEFT adapter with `optimizer.safetensors` beside it; full parameters are stored by
+torch.distributed.checkpoint under `dcp/`, readable by any number of ranks, and read without running anything that
+somebody else put there. Both have a `state.json`.
+"""
+
+import io
+import json
+import logging
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fovea.runtime.durable import naming_full_disk
+from fovea.wire.errors import FoveaError, Internal, InvalidInput
+from fovea_services.trainer.model.lora import LoraSettings
+from fovea_services.trainer.model.optimizer import MOMENTS
+from fovea_services.trainer.model.sharding import local_of
+from fovea_services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
+from fovea_services.trainer.ranks.control_group import ControlGroup
+from fovea_services.trainer.ranks.plain_pickle import MetadataUnpickler
+from fovea_services.trainer.snapshots import weight_files
+from fovea_services.trainer.snapshots.checkpoint_folder import (
+    Checksums,
+    Describe,
+    Folder,
+    Parts,
+    SummedFile,
+    stage_together,
+    write_folder,
+)
+
+logger = logging.getLogger(__name__)
+
+STATE = "state.json"
+OPTIMIZER = "optimizer.safetensors"
+DCP = "dcp"
+FORMAT = 1
+
+
+class WrittenFiles(FileSystem):
+    """Files below a folder whose disk is named when it is full.
+
+    Args:
+        place: What the folder will be.
+        is_summed: Whether to note the checksums of what is written.
+    """
+
+    def __init__(self, place: str, is_summed: bool) -> None:
+        super().__init__()
+        self._place, self._is_summed = place, is_summed
+        self.checksums: Checksums = {}
+        """By name: all files are in one folder."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """As FileSystem does. Raises DiskFull if the disk is full."""
+        with naming_full_disk(self._place), super().create_stream(path, mode) as stream:
+            if not (self._is_summed and "w" in mode):
+                yield stream
+                return
+            summed = SummedFile(stream)
+            yield cast(io.IOBase, summed)
+            self.checksums[os.path.basename(path)] = summed.checksum
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        if (found := self.checksums.pop(os.path.basename(path), None)) is not None:
+            self.checksums[os.path.basename(new_path)] = found
+
+
+class Writer(FsspecWriter):
+    """Writes a checkpoint that will be at `place`."""
+
+    def __init__(self, url: str, place: str, is_summed: bool) -> None:
+        super().__init__(url)
+        self.written = WrittenFiles(place, is_summed)
+        self.fs = self.written  # type: ignore[assignment]
+        self.path = self.fs.init_path(url)
+
+
+class PlainReader(FsspecReader):
+    """Reads the description of a checkpoint as plain data; files of tensors torch itself reads so."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As FsspecReader does. Raises InvalidInput for what is no description of a checkpoint."""
+        path = self._get_metadata_path(kwargs.get("rank"))
+        try:
+            with self.fs.create_stream(path, "rb") as file:
+                found: Metadata = MetadataUnpickler(file).load()
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            AttributeError,
+            ImportError,
+            IndexError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise InvalidInput(f"{path} is no checkpoint's description: {error}", field="uri") from None
+        files = found.storage_data.values() if isinstance(found, Metadata) else [None]
+        if not all(isinstance(file, _StorageInfo) and "/" not in file.relative_path for file in files):
+            raise InvalidInput(f"{path} does not describe files of its own folder", field="uri")
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class TensorPlanner(DefaultLoadPlanner):
+    """Loads tensors alone: for anything else torch would unpickle whatever is there."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
+        """Refuses what is no tensor. Raises InvalidInput that names it."""
+        raise InvalidInput(f"{read_item.storage_index.fqn} is no tensor", field="uri")
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What is saved of a model.
+
+    Args:
+        step: Steps that it has taken.
+        lora: Of an adapter, its shape; None of full parameters.
+        tensors: "weights" and each of MOMENTS: tensors by name. Of an adapter whole, and on rank 0 alone; of full
+            parameters DTensors.
+    """
+
+    step: int
+    lora: LoraSettings | None
+    tensors: dict[str, dict[str, Tensor]]
+
+    @property
+    def kind(self) -> str:
+        """As `state.json` has it."""
+        return "full" if self.lora is None else "adapter"
+
+
+Copying = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Makes copies of tensors, on a device of its choice."""
+
+
+def state_of(model: TrainedModel, rank: int, copied: Copying = list) -> ModelState:
+    """A model as it is now: live tensors, unless `copied`, called once on each rank, copies them. Collective."""
+    if isinstance(model, FullModel):
+        return ModelState(model.step, None, _full_tensors(model, copied))
+    assert isinstance(model, AdapterModel)
+    live = {"weights": model.weights.flat.detach(), **model.optimizer.moments()[0]}
+    whole = {group: model.weights.whole(flat) for group, flat in live.items()}
+    flats = copied(list(whole.values()) if rank == 0 else [])
+    tensors = {group: dict(model.weights.named(flat)) for group, flat in zip(whole, flats, strict=False)}
+    return ModelState(model.step, model.settings, tensors)
+
+
+class StateStore:
+    """Saves and loads models. All methods are collective and raise FoveaErrors on all ranks."""
+
+    def __init__(self, control: ControlGroup, base_model: str) -> None:
+        self._control = control
+        self._base_model = base_model
+
+    def save(self, model: TrainedModel, uri: str) -> int:
+        """Replaces the folder at `uri`; returns its size in bytes."""
+        return self.write(state_of(model, self._control.rank), uri)
+
+    def write(self, state: ModelState, uri: str, last: Describe | None = None) -> int:
+        """Replaces the folder at `uri`; returns its size in bytes.
+
+        Args:
+            state: Of a model, whether it exists still or not.
+            uri: Where.
+            last: Writes what describes the files, on rank 0.
+        """
+        if state.lora is None:
+            return self._write_full(state, uri, last)
+        return self._control.on_rank_0(lambda: write_folder(uri, self._adapter_files(state), last))
+
+    def load(self, model: TrainedModel, uri: str, optimizer: bool) -> int:
+        """Reads a folder into a model; returns the step count that it now has. Gradients are dropped.
+
+        Raises NotFound if nothing is there, InvalidInput if it does not fit the model; the model is then unchanged.
+        """
+        kind = "adapter" if isinstance(model, AdapterModel) else "full"
+        saved_step = self._control.on_rank_0(lambda: _saved_step(Folder.at(uri), kind))
+        step = saved_step if optimizer else 0
+        if isinstance(model, AdapterModel):
+            self._load_adapter(model, uri, optimizer, step)
+        else:
+            assert isinstance(model, FullModel)
+            self._load_full(model, uri, optimizer, step)
+        model.resume_at(step)
+        return step
+
+    def _adapter_files(self, state: ModelState) -> dict[str, bytes | Parts]:
+        settings, weights = state.lora, state.tensors["weights"]
+        assert settings is not None
+        moments = [(f"{key}.{name}", part) for key in MOMENTS for name, part in state.tensors[key].items()]
+        return {
+            **weight_files.peft_files(weights.items(), settings.rank, settings.alpha, self._base_model),
+            OPTIMIZER: weight_files.tensor_file(moments),
+            STATE: _state_json(state),
+        }
+
+    def _load_adapter(self, model: AdapterModel, uri: str, optimizer: bool, step: int) -> None:
+        names = [weight_files.ADAPTER_CONFIG, weight_files.ADAPTER_WEIGHTS, *([OPTIMIZER] if optimizer else [])]
+        files = self._control.on_rank_0(lambda: {name: Folder.at(uri).read(name) for name in names})
+        flat, moments = self._control.agree(lambda: _parse_adapter(model, files, uri))
+        model.weights.flat.copy_(model.weights.part(flat))
+        model.optimizer.load([{key: model.weights.part(moment) for key, moment in moments.items()}], step)
+
+    def _write_full(self, state: ModelState, uri: str, last: Describe | None) -> int:
+        target, staging = stage_together(self._control, uri)
+        writer = Writer(staging.url(DCP), target.path, is_summed=last is not None)
+        try:
+            save_checkpoint(dict(state.tensors), storage_writer=writer, process_group=self._control.group)
+        except CheckpointException as error:
+            self._control.on_rank_0(staging.discard)
+            raise _checkpoint_failure(error, uri) from None
+        found = self._control.gather(writer.written.checksums)
+        sums = {f"{DCP}/{name}": value for each in found for name, value in each.items()}
+        return self._control.on_rank_0(lambda: _finish_full(target, staging, state, last, sums))
+
+    def _load_full(self, model: FullModel, uri: str, optimizer: bool, step: int) -> None:
+        folder = self._control.agree(lambda: Folder.at(uri))
+        reader = PlainReader(folder.url(DCP))
+        state: dict[str, Any] = _full_tensors(model, lambda live: [torch.empty_like(tensor) for tensor in live])
+        if not optimizer:
+            state = {"weights": state["weights"]}
+        self._control.on_rank_0(lambda: _check_shapes(reader, state, uri))
+        try:
+            load_checkpoint(state, storage_reader=reader, planner=TensorPlanner(), process_group=self._control.group)
+        except CheckpointException as error:
+            raise _checkpoint_failure(error, uri) from None
+        for name, master in model.masters.items():
+            master.copy_(local_of(state["weights"][name]))
+        moments: list[dict[str, Tensor]] = [
+            {key: local_of(state[key][name]) if optimizer else torch.zeros_like(master) for key in MOMENTS}
+            for name, master in model.masters.items()
+        ]
+        model.optimizer.load(moments, step)
+
+
+def _parse_adapter(model: AdapterModel, files: dict[str, bytes], uri: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights and moments in new whole buffers; moments are zero if no optimizer file is given."""
+    settings = model.settings
+    config = _parse_json(files[weight_files.ADAPTER_CONFIG], f"{uri}/{weight_files.ADAPTER_CONFIG}")
+    if (found := (config.get("r"), config.get("lora_alpha"))) != (settings.rank, settings.alpha):
+        raise InvalidInput(
+            f"{uri} has rank and alpha {found}, the model has {(settings.rank, settings.alpha)}", field="uri"
+        )
+    flat = model.weights.flat.new_empty(model.weights.whole_size)
+    tensors = weight_files.read_tensors(files[weight_files.ADAPTER_WEIGHTS], uri)
+    weight_files.copy_into(model.weights.named(flat), tensors, uri)
+    moments = {key: torch.zeros_like(flat) for key in MOMENTS}
+    if OPTIMIZER in files:
+        saved = weight_files.read_tensors(files[OPTIMIZER], uri)
+        parts = [
+            (f"{key}.{name}", part) for key, buffer in moments.items() for name, part in model.weights.named(buffer)
+        ]
+        weight_files.copy_into(parts, saved, uri)
+    return flat, moments
+
+
+def _full_tensors(model: FullModel, copied: Copying) -> dict[str, dict[str, Tensor]]:
+    """Weights and moments as sharded tensors, wherever `copied` put this rank's parts."""
+    like = {name: model.shards[name] for name in model.masters}
+    moments = model.optimizer.moments()
+    locals_ = [*model.masters.values(), *(values[key] for key in MOMENTS for values in moments)]
+    parts = iter(copied(locals_))
+    return {
+        group: {name: _sharded(next(parts), shard) for name, shard in like.items()} for group in ("weights", *MOMENTS)
+    }
+
+
+def _sharded(local: Tensor, like: Tensor) -> Tensor:
+    """What `DTensor.from_local` makes, but that it would move the tensor to the device of the mesh."""
+    if not isinstance(like, DTensor):  # of one rank, which has it whole
+        return local
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _check_shapes(reader: PlainReader, state: dict[str, Any], uri: str) -> None:
+    found = reader.read_metadata().state_dict_metadata
+    for group, tensors in state.items():
+        for name, tensor in tensors.items():
+            entry = found.get(f"{group}.{name}")
+            if not isinstance(entry, TensorStorageMetadata):
+                raise InvalidInput(f"{uri} has no {group}.{name}: it was saved from another model", field="uri")
+            if tuple(entry.size) != tuple(tensor.shape):
+                raise InvalidInput(
+                    f"{uri} has {name} {list(entry.size)}, the model needs {list(tensor.shape)}", field="uri"
+                )
+
+
+def _finish_full(target: Folder, staging: Folder, state: ModelState, last: Describe | None, sums: Checksums) -> int:
+    try:
+        staging.write(STATE, _state_json(state))
+        if last is not None:
+            last(staging, {**sums, STATE: zlib.crc32(_state_json(state))})
+        size_bytes = staging.size_bytes()
+        target.commit(staging)
+    except BaseException:
+        staging.discard()
+        raise
+    return size_bytes
+
+
+def _state_json(state: ModelState) -> bytes:
+    return json.dumps({"format": FORMAT, "kind": state.kind, "step": state.step}).encode()
+
+
+def _saved_step(folder: Folder, kind: str) -> int:
+    state = _parse_json(folder.read(STATE), f"{folder.path}/{STATE}")
+    if state.get("format") != FORMAT:
+        raise InvalidInput(f"{folder.path} has format {state.get('format')}, this build reads {FORMAT}", field="uri")
+    if (found := state.get("kind")) != kind:
+        raise InvalidInput(f"{folder.path} holds {found} parameters, the model is {kind}", field="uri")
+    if not isinstance(step := state.get("step"), int):
+        raise InvalidInput(f"{folder.path}/{STATE} is damaged: step is {step!r}", field="uri")
+    return step
+
+
+def _parse_json(content: bytes, path: str) -> dict[str, Any]:
+    """A description that this build wrote, or somebody damaged. Raises InvalidInput."""
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise InvalidInput(f"{path} is damaged: {error}", field="uri") from None
+    if not isinstance(found, dict):
+        raise InvalidInput(f"{path} is damaged: it holds no object", field="uri")
+    return found
+
+
+def _checkpoint_failure(error: CheckpointException, uri: str) -> FoveaError:
+    logger.error("checkpoint at %s failed", uri, exc_info=error)
+    for failure, _ in error.failures.values():
+        if isinstance(failure, FoveaError):
+            return failure
+    return Internal(f"the checkpoint at {uri} could not be written or read; the trainer's log says why")

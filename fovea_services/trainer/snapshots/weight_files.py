@@ -1,0 +1,252 @@
+"""Weights as files: full parameters as a Hugging Face checkpoint, adapters as PEFT stores them."""
+
+import json
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fovea.wire.errors import InvalidInput
+from fovea_services.trainer.model.experts import ExpertLayout
+from fovea_services.trainer.model.lora import PEFT_PREFIX
+from fovea_services.trainer.model.sharding import full_of
+from fovea_services.trainer.ranks.control_group import ControlGroup
+from fovea_services.trainer.snapshots.checkpoint_folder import Folder, Parts
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+SHARD_BYTES = 4 * 2**30
+EXPERT_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""What files call them, by what adapters of experts do."""
+INDEX = "model.safetensors.index.json"
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def file_tensors(name: str, tensor: Tensor, layout: ExpertLayout | None) -> Iterator[tuple[str, Tensor]]:
+    """A parameter as a checkpoint's files hold it, with the names there: views.
+
+    Args:
+        layout: Of the experts of a layer, by name; None for any other parameter.
+    """
+    if layout is ExpertLayout.ONE_BY_ONE:
+        parent, _, projection = name.rpartition(".")
+        for index, expert in enumerate(tensor):
+            yield from zip(_expert_files(parent, projection, index), _halves(expert, projection), strict=True)
+    else:
+        yield name, tensor.mT if layout is ExpertLayout.TRANSPOSED else tensor
+
+
+def _expert_files(parent: str, projection: str, index: int) -> list[str]:
+    names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+    return [f"{parent}.{index}.{name}.weight" for name in names]
+
+
+def _halves(expert: Tensor, projection: str) -> tuple[Tensor, ...]:
+    return expert.chunk(2) if projection == "gate_up_proj" else (expert,)
+
+
+def in_files(like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]) -> dict[str, Tensor]:
+    """Names, types and whole shapes of what the files hold, in order: tensors without data."""
+    return {
+        file: part
+        for name, tensor in like.items()
+        for file, part in file_tensors(
+            name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), layouts.get(name)
+        )
+    }
+
+
+def gathered(
+    locals_: Mapping[str, Tensor], like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]
+) -> Iterator[Tensor]:
+    """Whole tensors as and in the order of `in_files`, each on the device for as long as it is looked at. Collective.
+
+    Args:
+        layouts: Of experts, by name.
+    """
+    for name, local in locals_.items():
+        for _, part in file_tensors(name, full_of(local, like[name]), layouts.get(name)):
+            yield part
+
+
+def write_checkpoint(
+    tensors: Iterable[tuple[str, Tensor]], folder: Folder, model_dir: Path, control: ControlGroup
+) -> None:
+    """Writes a Hugging Face checkpoint: weights by gathering, everything else as the base has it. Collective.
+
+    Raises, on all ranks, what storage raises on rank 0.
+    """
+    part: dict[str, Tensor] = {}
+    part_bytes = 0
+    files: dict[str, str] = {}
+
+    def flush() -> None:
+        name = f"model-{len(set(files.values())) + 1:05d}.safetensors"
+        files.update(dict.fromkeys(part, name))
+        if control.rank == 0:
+            folder.write(name, save_safetensors(part, metadata={"format": "pt"}))
+        part.clear()
+
+    for name, tensor in tensors:
+        size_bytes = tensor.numel() * tensor.element_size()
+        if part and part_bytes + size_bytes > SHARD_BYTES:
+            control.agree(flush)
+            part_bytes = 0
+        # Only rank 0 writes; the others must not hold gathered tensors that nobody reads.
+        part[name] = tensor.cpu().contiguous() if control.rank == 0 else torch.empty(0)
+        part_bytes += size_bytes
+    control.agree(flush)
+    control.on_rank_0(lambda: _write_rest(folder, model_dir, files))
+
+
+def _write_rest(folder: Folder, model_dir: Path, files: dict[str, str]) -> None:
+    index = {"metadata": {}, "weight_map": files}
+    folder.write(INDEX, json.dumps(index).encode())
+    for path in sorted(model_dir.iterdir()):
+        if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".safetensors.index.json")):
+            folder.write(path.name, path.read_bytes())
+
+
+def read_shards(folder: Folder, like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]) -> dict[str, Tensor]:
+    """This rank's shards of a checkpoint that `write_checkpoint` wrote, on the host; reads only what it needs.
+
+    Raises NotFound if there is none, InvalidInput for one of another shape.
+    """
+    weight_map: dict[str, str] = json.loads(folder.read(INDEX))["weight_map"]
+    whole = in_files(like, layouts)
+    if missing := [name for name in whole if name not in weight_map]:
+        raise InvalidInput(f"{folder.path} has no {missing[0]}", field="uri")
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as files:
+        sources: dict[str, Any] = {}
+        for file in sorted({weight_map[name] for name in whole}):
+            path = f"{folder.path}/{file}" if _is_local(folder) else f"{scratch}/{file}"
+            if not _is_local(folder):
+                folder.files.get_file(f"{folder.path}/{file}", path)
+            tensors = files.enter_context(safe_open(path, "pt"))
+            sources |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - it is no mapping
+        for name, tensor in whole.items():
+            if name not in sources:
+                raise InvalidInput(f"{folder.path} has no {name}", field="uri")
+            if (shape := list(sources[name].get_shape())) != list(tensor.shape):
+                raise InvalidInput(f"{name} has shape {shape}, the model needs {list(tensor.shape)}", field="uri")
+        return {name: _part(sources, name, tensor, layouts.get(name)) for name, tensor in like.items()}
+
+
+def _is_local(folder: Folder) -> bool:
+    protocol = folder.files.protocol
+    return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+
+def _part(sources: Mapping[str, Any], name: str, like: Tensor, layout: ExpertLayout | None) -> Tensor:
+    """This rank's part of a parameter, in the type of the model. A sharded one is sharded by its first dimension."""
+    first, count = 0, like.shape[0] if like.dim() else 0
+    if isinstance(like, DTensor):
+        (count, *_), (first, *_) = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    rows = slice(first, first + count)
+    if layout is ExpertLayout.ONE_BY_ONE:
+        parent, _, projection = name.rpartition(".")
+        experts = [
+            [sources[file][...] for file in _expert_files(parent, projection, i)] for i in range(like.shape[0])[rows]
+        ]
+        part = torch.stack([torch.cat(halves) for halves in experts]) if experts else like.new_empty(0, *like.shape[1:])
+    elif layout is ExpertLayout.TRANSPOSED:
+        part = sources[name][rows].mT.contiguous()
+    else:
+        part = sources[name][rows] if like.dim() else sources[name][...]
+    return part.to(like.dtype)
+
+
+def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """An adapter whose experts have adapters each, as PEFT and vLLM read them; what they share is each one's."""
+    counts: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 3:
+            parent = name.rsplit(".", 3)[0]
+            counts[parent] = max(counts.get(parent, 0), len(tensor))
+    for name, tensor in tensors.items():
+        if tensor.dim() != 3:
+            yield name, tensor
+            continue
+        parent, part, half, _ = name.rsplit(".", 3)
+        for index, factor in enumerate(tensor.expand(counts[parent], -1, -1)):
+            yield f"{parent}.{index}.{EXPERT_PROJECTIONS[part]}.{half}.weight", factor
+
+
+def tensor_file(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
+    """A safetensors file, piece by piece: of tensors on the host nothing is copied, and no other thread kept waiting.
+
+    https://github.com/huggingface/safetensors, "Format": length of the header, header as JSON, data.
+    """
+    named = dict(tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in named.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for tensor in named.values():
+        if tensor.numel():
+            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def peft_files(tensors: Iterable[tuple[str, Tensor]], rank: int, alpha: float, base_model: str) -> dict[str, Parts]:
+    """The two files of an adapter folder; tensors under PEFT's names, not written to before the files are."""
+    state = dict(tensors)
+    suffix = ".lora_A.weight"
+    modules = [name.removeprefix(PEFT_PREFIX).removesuffix(suffix) for name in state if name.endswith(suffix)]
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "target_modules": modules,
+    }
+    return {
+        ADAPTER_CONFIG: [json.dumps(config, indent=2).encode()],
+        ADAPTER_WEIGHTS: tensor_file(state.items()),
+    }
+
+
+def read_tensors(data: bytes, what: str) -> dict[str, Tensor]:
+    """Tensors by name. Raises InvalidInput if the bytes are no safetensors file."""
+    try:
+        tensors: dict[str, Tensor] = load_safetensors(data)
+    except (SafetensorError, ValueError) as error:
+        raise InvalidInput(f"{what} is damaged: {error}", field="uri") from None
+    return tensors
+
+
+def copy_into(targets: Iterable[tuple[str, Tensor]], source: dict[str, Tensor], what: str) -> None:
+    """Copies tensors by name, all or none. Raises InvalidInput naming the first that is missing, extra or misshapen."""
+    wanted = dict(targets)
+    for name, target in wanted.items():
+        if name not in source:
+            raise InvalidInput(f"{what} has no {name}: it was saved from a differently shaped model", field="uri")
+        if source[name].shape != target.shape:
+            raise InvalidInput(
+                f"{what} has {name} {list(source[name].shape)}, the model needs {list(target.shape)}", field="uri"
+            )
+    if extra := sorted(set(source) - set(wanted)):
+        raise InvalidInput(f"{what} has {extra[0]}, which the model does not train", field="uri")
+    with torch.no_grad():
+        for name, target in wanted.items():
+            target.copy_(source[name])

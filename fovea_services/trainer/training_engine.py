@@ -1,0 +1,429 @@
+"""What one rank does for each command. All ranks hold the same models and execute the same commands in order."""
+
+import logging
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from fovea.api.v1 import weights_pb2
+from fovea.runtime.model_files import context_length, fingerprints
+from fovea.wire.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    FoveaError,
+    InvalidInput,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from fovea.wire.manifest import buckets
+from fovea_services.trainer import command_queue
+from fovea_services.trainer.batches.datum_decoding import Datum, DatumLimits
+from fovea_services.trainer.batches.micro_batch import BatchLayout
+from fovea_services.trainer.batches.vision_cache import TensorFetcher, VisionOutputCache
+from fovea_services.trainer.forward_backward import LossComputer
+from fovea_services.trainer.loss_results import ForwardBackwardResult
+from fovea_services.trainer.losses import Sandbox
+from fovea_services.trainer.model.expert_parallel import expert_mesh
+from fovea_services.trainer.model.lora import LoraInjector, LoraSettings
+from fovea_services.trainer.model.memory_budget import DeviceMemory, MemoryBudget
+from fovea_services.trainer.model.packed_model import build_model, read_weights
+from fovea_services.trainer.model.router_replay import expert_shape
+from fovea_services.trainer.model.sharding import ShardedModel
+from fovea_services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
+from fovea_services.trainer.ranks.control_group import ControlGroup
+from fovea_services.trainer.settings import TrainerSettings
+from fovea_services.trainer.snapshots import weight_files
+from fovea_services.trainer.snapshots.checkpoint_folder import CheckpointRoots
+from fovea_services.trainer.snapshots.recovery_folder import RecoveryFolder
+from fovea_services.trainer.snapshots.recovery_writer import KeptState, RecoveryWriter, RestoredModel, numerics_of
+from fovea_services.trainer.snapshots.snapshot_store import SnapshotStore, packed, specs_of
+from fovea_services.trainer.snapshots.snapshot_taker import SnapshotTaker
+from fovea_services.trainer.snapshots.training_state import StateStore
+from fovea_services.trainer.snapshots.transfer_groups import TransferGroups
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+
+WARM_UP_TOKENS = 67
+"""Equal to no other size of a model: torch.compile takes sizes that are equal once for equal always."""
+
+
+class TrainingEngine:
+    """The base model and all models trained on it, on this rank.
+
+    Args:
+        settings: As given at start.
+        model_dir: The checkpoint on disk.
+        control: The ranks' control group.
+        device: Where this rank computes.
+        groups: Open transfer groups; on ranks that send weights.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        model_dir: Path,
+        control: ControlGroup,
+        device: torch.device,
+        groups: TransferGroups | None,
+    ) -> None:
+        self._settings = settings
+        self._control = control
+        self._device = device
+        self._groups = groups
+        self.world_size = control.world_size
+        self.models: dict[str, TrainedModel] = {}
+        self.adapters = SnapshotStore(settings.snapshot_memory_mib * MIB)
+        self.full = SnapshotStore(settings.snapshot_memory_mib * MIB)
+        self._load(model_dir)
+        self.model_files = fingerprints(model_dir)
+        self.numerics = numerics_of(settings, self.dtype, device, self.world_size)
+        """What the last bits of what is computed depend on, by name."""
+        self._roots = CheckpointRoots(settings.checkpoints)
+        self._states = StateStore(control, settings.model)
+        self.recovery: RecoveryWriter | None = None
+        """What keeps durable points, if any are kept."""
+        if place := control.broadcast(settings.recovery):  # as rank 0 was told: what follows takes all ranks
+            folder = control.agree(lambda: RecoveryFolder(place))
+            self.recovery = RecoveryWriter(folder, control, device, settings.model, self.model_files, self.numerics)
+        self._snapshots = SnapshotTaker(
+            control, self._sharded, self.adapters, self.full, self._memory_budget, model_dir, settings.model
+        )
+
+    def _load(self, model_dir: Path) -> None:
+        settings = self._settings
+        self.family, self.dtype, module = build_model(settings, model_dir, self._device)
+        config = module.hf.config
+        self._targets = list(self.family.lora_targets(module.hf))
+        self._injector = LoraInjector(self._targets)
+        size_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+        keep = settings.keep_gathered == "always" or (
+            settings.keep_gathered == "auto" and size_bytes <= _keep_gathered_bytes(self._device)
+        )
+        mesh = init_device_mesh(self._device.type, (self._control.world_size,))
+        experts = expert_shape(module.hf)
+        spread = expert_mesh(
+            self._device.type, self._control.world_size, settings.expert_parallel, experts.count if experts else 0
+        )
+        self._sharded = ShardedModel(module, mesh, keep, spread)
+        read_weights(module.hf, model_dir, self._device)
+        module.requires_grad_(False)  # of one rank, transformers has put parameters of its own in their places
+        text = config.get_text_config()
+        context = context_length(config.to_dict()) or text.max_position_embeddings
+        self.limits = DatumLimits(
+            text.vocab_size,
+            min(settings.max_context_length or context, context),
+            module.vision,
+            experts,
+        )
+        layout = BatchLayout(module.vision, self._device)
+        features = TensorFetcher(
+            settings.feature_cache_mib * MIB, module.vision, settings.fetch_timeout_s, settings.renderer
+        )
+        memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB)
+        self._memory_budget = MemoryBudget(settings, config, self.dtype, memory, self._control, self._spill)
+        vision = VisionOutputCache(settings.vision_memory_mib * MIB)
+        sandbox = Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib)
+        self._losses = LossComputer(
+            self._sharded, self._control, features, layout, vision, self.limits, self._memory_budget, sandbox
+        )
+        self._layout = layout
+        logger.info(
+            "%s with %.1f M parameters in %s on %s, %s between micro-batches",
+            self.family.model_type,
+            sum(p.numel() for p in module.parameters()) / 1e6,
+            self.dtype,
+            self._device,
+            "whole" if mesh.size() == 1 else "gathered" if keep else "sharded",
+        )
+
+    def _spill(self) -> bool:
+        """Copies on a GPU wait for their push on the host from now on; on a CPU older ones go. Says whether any did."""
+        kinds = (self.adapters, self.full)
+        return any([held.drop_older() if self._device.type == "cpu" else held.spill() for held in kinds])
+
+    def warm_up(self) -> None:
+        """Passes of a scratch adapter, vision included. Collective."""
+        settings = LoraSettings(1, 1.0, 0, True, True, True, self.limits.vision is not None)
+        scratch = self._adapter("", settings)
+        self._warm_up(scratch)
+        scratch.reduce_gradients()
+        self._injector.activate(None)
+        self._control.barrier()
+
+    def _warm_up(self, model: TrainedModel) -> None:
+        """Passes without gradients and with them, so that no kernel is compiled at the first call."""
+        model.activate()
+        batch = self._layout.pack([Datum.blank(WARM_UP_TOKENS)], {}, self.limits.vision is not None, None)
+        with torch.no_grad():
+            self._sharded.module(batch, model.unembedding, None)
+        self._sharded.module(batch, model.unembedding, None).sum().backward()
+        model.zero_gradients()
+
+    def execute(self, command: command_queue.Command) -> Any:
+        """Does one command. Raises FoveaError on all ranks alike; anything else is the end of this trainer."""
+        if uri := getattr(command, "uri", ""):
+            self._control.agree(lambda: self._roots.check(uri))
+        match command:
+            case command_queue.CreateModel():
+                return self._create(command)
+            case command_queue.RestoreModel():
+                return self._restore(command)
+            case command_queue.KeepState():
+                return self._keep(command)
+            case command_queue.DeleteModel():
+                return self._delete(command)
+            case command_queue.PrepareLosses():
+                return self._losses.prepare()
+            case command_queue.ForwardBackward():
+                return self._forward_backward(command)
+            case command_queue.ClearGradients():
+                return self.model(command.model_id).zero_gradients()
+            case command_queue.OptimStep():
+                return self._optim_step(command)
+            case command_queue.SaveState():
+                model = self.model(command.model_id)
+                return self._states.save(model, command.uri), model.step
+            case command_queue.LoadState():
+                return self._load_state(command)
+            case command_queue.TakeSnapshot():
+                return self._snapshots.take(command, self.model(command.model_id))
+            case command_queue.RestoreSnapshot():
+                return self._restore_snapshot(command)
+            case command_queue.ForgetSnapshot():
+                self.adapters.drop(command.snapshot_id)
+                return self.full.drop(command.snapshot_id)
+            case command_queue.DescribeFull():
+                found = self._snapshots.describe_full(command.snapshot_id, self._live_full())
+                self.full.pin(command.snapshot_id)
+                return found
+            case command_queue.UnpinFull():
+                return self.full.unpin(command.snapshot_id)
+            case command_queue.OpenGroup():
+                return self._open_group(command)
+            case command_queue.BroadcastFull():
+                return self._broadcast_full(command)
+            case command_queue.Heartbeat():
+                return self._control.barrier()
+        raise TypeError(f"no such command: {command!r}")
+
+    def model(self, model_id: str) -> TrainedModel:
+        """A model by id. Raises NotFound."""
+        if model_id not in self.models:
+            raise NotFound(f"model_id {model_id!r} is unknown to this trainer", field="model_id")
+        return self.models[model_id]
+
+    def _create(self, command: command_queue.CreateModel) -> tuple[int, list[weights_pb2.TensorSpec]]:
+        """Returns the number of trained parameters, and what each snapshot of an adapter will hold."""
+        existing = self.models.get(command.model_id)
+        if existing is not None:
+            if getattr(existing, "settings", None) != command.lora:
+                raise AlreadyExists(f"model_id {command.model_id!r} exists with other settings", field="model_id")
+            return existing.trainable_parameter_count, _adapter_specs(existing)
+        if self._live_full() is not None:
+            raise FailedPrecondition(
+                f"a full-parameter model has this trainer for itself: {', '.join(self.models)}. Delete it first.",
+                field="model_id",
+            )
+        if command.lora is None and self.models:
+            raise FailedPrecondition(
+                f"full-parameter training needs the trainer for itself, but {len(self.models)} models exist: "
+                f"{', '.join(sorted(self.models)[:5])}. Delete them first.",
+                field="full",
+            )
+        if len(self.models) >= self._settings.max_models:
+            raise ResourceExhausted(f"{len(self.models)} models exist, which is the most: delete one", field="model_id")
+        model = (
+            self._new_full(command.model_id)
+            if command.lora is None
+            else self._new_adapter(command.model_id, command.lora)
+        )
+        self.models[command.model_id] = model
+        return model.trainable_parameter_count, _adapter_specs(model)
+
+    def _new_adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
+        size_bytes = AdapterModel.size_bytes(settings, self._targets, self.dtype, self._settings.expert_parallel)
+        self._memory_budget.admit(size_bytes, settings.train_vision, f"an adapter of rank {settings.rank}")
+        return self._control.agree(lambda: self._adapter(model_id, settings))
+
+    def _adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
+        device, experts = self._device, self._sharded.experts
+        return AdapterModel(model_id, settings, self._targets, self._injector, device, self.dtype, experts)
+
+    def _new_full(self, model_id: str) -> FullModel:
+        self._memory_budget.admit(FullModel.size_bytes(self._sharded), True, "training all parameters")
+        model = self._control.agree(lambda: FullModel(model_id, self._sharded, self._injector))
+        model.take_over()
+        if not self._sharded.computes_alone(True):
+            self._warm_up(model)
+            return model
+        try:
+            self._control.agree(lambda: self._warm_up(model))
+        except ResourceExhausted:
+            self._sharded.abandon_pass()
+            model.restore_base()
+            raise
+        return model
+
+    def _restore(self, command: command_queue.RestoreModel) -> RestoredModel | None:
+        """None if the model exists. Raises NotFound if no point of it can be read."""
+        model_id = command.model_id
+        if model_id in self.models:
+            return None
+        if self.recovery is None:
+            raise NotFound(
+                f"model {model_id!r} is not here, and this trainer keeps no recovery: set --recovery", field="model_id"
+            )
+        url, point = self.recovery.find(model_id)
+        if point.lora != (asdict(command.lora) if command.lora else None):
+            raise InvalidInput(f"model {model_id!r} was created with {point.lora}", field="kind")
+        try:
+            self._create(command_queue.CreateModel(model_id, command.lora))
+        except FailedPrecondition as error:  # others are in its way: a model that was here before can wait
+            raise ResourceExhausted(error.message, field=error.field) from None
+        try:
+            self._states.load(self.models[model_id], url, optimizer=True)
+        except FoveaError as error:
+            self._free(model_id)
+            if isinstance(error, ResourceExhausted):
+                raise
+            raise NotFound(f"the durable point {url} cannot be read: {error.message}", field="model_id") from None
+        self.recovery.restored(model_id, point)
+        return RestoredModel(point.seq_id, point.step, point.answer)
+
+    def _keep(self, command: command_queue.KeepState) -> KeptState:
+        assert self.recovery is not None
+        return self.recovery.keep(self.model(command.model_id))
+
+    def _delete(self, command: command_queue.DeleteModel) -> None:
+        if self.recovery is not None:
+            self.recovery.before_change()
+            self.recovery.forget(command.model_id)
+        self._free(command.model_id)
+
+    def _free(self, model_id: str) -> None:
+        model = self.models.pop(model_id, None)
+        if isinstance(model, FullModel):
+            model.restore_base()
+        self._injector.activate(None)
+        self._losses.forget(model_id)
+        self.adapters.release_model(model_id)
+        self.full.release_model(model_id)
+
+    def _forward_backward(self, command: command_queue.ForwardBackward) -> ForwardBackwardResult:
+        model = self.model(command.model_id)
+        if command.backward and command.drop_gradients:
+            model.zero_gradients()
+        return self._losses.run(command, model)
+
+    def _optim_step(self, command: command_queue.OptimStep) -> tuple[dict[str, float], int]:
+        model = self.model(command.model_id)
+        if self.recovery is not None:
+            self.recovery.before_change()
+        answer = model.optim_step(command.adam, self._control), model.step
+        if self.recovery is not None:
+            self.recovery.changed(command.model_id, command.seq_id, answer)
+        return answer
+
+    def _load_state(self, command: command_queue.LoadState) -> int:
+        if self.recovery is not None:
+            self.recovery.before_change()
+        step = self._states.load(self.model(command.model_id), command.uri, command.optimizer)
+        if self.recovery is not None:
+            self.recovery.changed(command.model_id, command.seq_id, step)
+        return step
+
+    def _restore_snapshot(self, command: command_queue.RestoreSnapshot) -> weights_pb2.Snapshot:
+        kept = self.recovery is not None and not command.uri and self.recovery.find_snapshot(command.snapshot_id)
+        if not (uri := command.uri or kept):
+            raise NotFound(
+                f"snapshot {command.snapshot_id!r} is no longer in memory, not kept for recovery, and no uri was given "
+                "to read it from",
+                field="snapshot_id",
+            )
+        return self._snapshots.restore(command.snapshot_id, uri).identity
+
+    def close(self) -> None:
+        """Ends what runs beside commands."""
+        if self.recovery is not None:
+            self.recovery.close()
+
+    def _live_full(self) -> FullModel | None:
+        return next((model for model in self.models.values() if isinstance(model, FullModel)), None)
+
+    def _broadcast_full(self, command: command_queue.BroadcastFull) -> str:
+        """Gathers and sends; returns what went wrong with sending, empty if nothing.
+
+        A transfer that breaks must not stop the gathering: the other ranks are in the middle of it.
+        """
+        _, specs = self._snapshots.describe_full(command.snapshot_id, self._live_full())
+        shards = self._snapshots.locals_of(command.snapshot_id, self._live_full())
+        like = dict(self._sharded.named_shards())
+        whole = weight_files.gathered(shards, like, self._sharded.module.expert_layouts)
+        count, own = self._settings.sender_count, self._settings.sender_of(self._control.rank)
+        error = ""
+        leaving: Future[str] | None = None
+        with ThreadPoolExecutor(1, "broadcast") as thread:
+            # While one bucket leaves the next ones are gathered.
+            for number, bucket in enumerate(buckets(specs, command.bucket_bytes)):
+                tensors = islice(whole, len(bucket))
+                if self._groups is None or number % count != own or error:
+                    deque(tensors, maxlen=0)  # takes part in the gathering alone
+                    continue
+                data = packed(bucket, tensors)
+                error = leaving.result() if leaving else ""
+                leaving = None if error else thread.submit(self._send, self._groups, command, data)
+        error = error or (leaving.result() if leaving else "")
+        return next(filter(None, self._control.gather(error)), "")
+
+    def _open_group(self, command: command_queue.OpenGroup) -> None:
+        """On senders beside rank 0, which has met the samplers by then."""
+
+        def meet() -> None:
+            if self._groups is None or not self._control.rank:
+                return
+            self._groups.keep(command.kept)
+            try:
+                self._groups.open(
+                    command.group_id,
+                    command.world_size,
+                    command.backend,
+                    command.join_timeout_s,
+                    command.broadcast_timeout_s,
+                )
+            except RuntimeError as failure:
+                raise Unavailable(f"rank {self._control.rank} of the trainer met no samplers: {failure}") from None
+
+        self._control.agree(meet)
+
+    def _send(self, groups: TransferGroups, command: command_queue.BroadcastFull, data: Tensor) -> str:
+        """Sends a bucket; returns what went wrong."""
+        try:
+            groups.get(command.group_id).send(data, command.timeout_s)
+        except RuntimeError as failure:
+            logger.warning("broadcast over %s failed: %s", command.group_id, failure)
+            return f"the broadcast failed: {failure}"
+        return ""
+
+
+def _adapter_specs(model: TrainedModel) -> list[weights_pb2.TensorSpec]:
+    if not isinstance(model, AdapterModel):
+        return []
+    weights = model.weights
+    return specs_of(dict(weights.named(torch.empty(weights.whole_size, device="meta"))))
+
+
+def _keep_gathered_bytes(device: torch.device) -> int:
+    """The largest model that is kept whole on every rank, beside its shards and what is trained."""
+    if device.type == "cpu":
+        return 2**30
+    return torch.cuda.get_device_properties(device).total_memory // 6

@@ -1,0 +1,72 @@
+"""All families, and how one is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from fovea_tinyvlm.families.declaration import Family
+from fovea_tinyvlm.families.qwen_likes import QWEN_LIKES
+from fovea_tinyvlm.families.text_models import TEXT_FAMILIES
+from fovea_tinyvlm.families.tiled import TILED
+from fovea_tinyvlm.families.vocabulary import family_tokenizer
+from fovea_tinyvlm.families.whole_images import WHOLE_IMAGES
+
+FAMILIES = {family.name: family for family in (*QWEN_LIKES, *WHOLE_IMAGES, *TILED, *TEXT_FAMILIES)}
+
+
+def build_family(name: str, directory: Path, seed: int = 0, max_shard_size: str = "5GB") -> None:
+    """Writes model, tokenizer and processor of a family into `directory`, which may exist.
+
+    Raises KeyError for a name that is not in `FAMILIES`.
+    """
+    family = FAMILIES[name]
+    tokenizer = family_tokenizer(family)
+    ids = tokenizer.get_added_vocab()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = family.architecture(family.config(ids))
+        _randomize(model)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    if family.experts == "one by one":
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
+    else:
+        model.save_pretrained(
+            directory, state_dict=_published(model, family), max_shard_size=max_shard_size, save_original_format=False
+        )
+    saver = tokenizer if family.processor is None else family.processor(tokenizer)
+    saver.save_pretrained(directory)
+
+
+def _published(model: PreTrainedModel, family: Family) -> dict[str, torch.Tensor]:
+    # transformers, asked for the published layout, takes such experts apart, or leaves them as its modules have them.
+    state: dict[str, torch.Tensor] = model.state_dict()
+    if family.experts == "together, transposed":
+        for name in state:
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                state[name] = state[name].mT.contiguous()
+    return state
+
+
+@torch.no_grad()
+def _randomize(model: PreTrainedModel) -> None:
+    # As in fovea_tinyvlm.architecture: matrices at the scale that keeps so few channels alive. Vectors keep what the
+    # architecture starts them with (norms of Gemma and Qwen3.5 start from 0, decays from a range) and get noise, so
+    # that a test notices a part that is left out.
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+        else:
+            is_table = parameter.dim() == 2 and "embed" in name and "proj" not in name
+            is_experts = parameter.dim() == 3 and "experts" in name  # [experts, outputs, inputs]
+            fan_in = parameter.shape[-1] if is_table or is_experts else parameter[0].numel()
+            parameter.normal_(std=fan_in**-0.5)
+    # Buffers of a checkpoint, Gemma 4's: factors near 1, offsets, and bounds of +-inf that would bound nothing.
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():
+            buffer.clamp_(-2.0, 2.0).add_(torch.randn_like(buffer), alpha=0.1)
