@@ -36,17 +36,8 @@ def run(name: str, stack: Stack, out: pathlib.Path, **sizes: int) -> dict[str, A
 
 def judge(checks: str, stack: Stack, out: pathlib.Path) -> dict[str, str]:
     """Verdicts of the conformance suite, by check."""
-    command = [
-        sys.executable,
-        "-m",
-        "fovea_conformance",
-        "--base-url",
-        stack.base_url,
-        "--only",
-        checks,
-        "--json",
-        str(out),
-    ]
+    options = ["--base-url", stack.base_url, "--only", checks, "--json", str(out)]
+    command = [sys.executable, "-m", "fovea_conformance", *options]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert out.exists(), ran.stdout + ran.stderr
     return {row["id"]: row["status"] for row in json.loads(out.read_text())}

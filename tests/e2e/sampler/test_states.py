@@ -36,10 +36,8 @@ THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights of a text-only Qwen3.5, beside one of the layers that guess ahead, which nobody here reads."""
-    directory, tokenizer = (
-        tmp_path_factory.mktemp("hybrid"),
-        AutoTokenizer.from_pretrained(fovea_tinyvlm.ensure("qwen3")),
-    )
+    directory = tmp_path_factory.mktemp("hybrid")
+    tokenizer = AutoTokenizer.from_pretrained(fovea_tinyvlm.ensure("qwen3"))
     config = Qwen3_5TextConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,

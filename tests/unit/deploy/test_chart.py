@@ -248,7 +248,7 @@ def test_the_notes_say_what_to_do_next(chart: Chart, tmp_path: Path) -> None:
 
 
 def test_dns_needs_no_role(chart: Chart) -> None:
-    found = chart.manifests("--set", "fovea_gateway.discovery=dns")
+    found = chart.manifests("--set", "gateway.discovery=dns")
     assert not of_kind(found, "Role")
     assert not any(pod["spec"]["automountServiceAccountToken"] for pod in pods(found).values())
     variables = {item["name"]: item.get("value") for item in container(pods(found)["fovea-gateway"])["env"]}
