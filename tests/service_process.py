@@ -20,7 +20,7 @@ from tests.processes import survivors
 
 _QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
 _MODULES = {
-    "GatewayService": "gateway",
+    "GatewayService": "fovea_gateway",
     "RendererService": "fovea_services.renderer",
     "SamplerService": "fovea_services.sampler",
     "TrainerService": "fovea_services.trainer",
