@@ -77,7 +77,7 @@ simulate: setup ## 10,000 seeds of a gateway on a made-up clock, network and dis
 soak: setup ## Hours of ordinary work of eight clients: memory and latencies (HOURS=2)
 	$(BIN)/python -m chaos.soak --hours $(or $(HOURS),2)
 
-models: setup ## Which model families work, each on a tiny checkpoint; writes docs/models.md, half an hour to an hour
+models: setup ## Which model families work, each on a tiny checkpoint; writes docs/models.md, twenty minutes
 	$(BIN)/python -m fovea_parity.page
 
 clients: setup ## gRPC clients in other languages: built by their own tool chains, compared with what Python samples
