@@ -27,8 +27,12 @@ import contextlib, io, json, runpy, sys
 told = []
 for module, arguments in json.loads(sys.argv[1]):
     sys.argv = [module, *arguments, "--help"]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            if ended.code:
+                raise
     told.append(out.getvalue())
 print(json.dumps(told))
 """
