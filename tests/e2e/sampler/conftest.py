@@ -1,6 +1,7 @@
 """A sampler, a renderer and a reference for all of this folder, and a sampler of another family for two files."""
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.e2e.sampler.process import SamplerProcess, running_sampler
 from tests.e2e.sampler.reference import Reference
 from tests.e2e.sampler.renderer import TinyRenderer, running_renderer
 
+MIXTURE = "qwen3_5_moe"
 THREE_SLOTS = ("--max-loras", "3", "--max-adapters", "8")
 
 
@@ -46,8 +48,18 @@ def sampler(model: Path) -> Iterator[SamplerProcess]:
 @pytest.fixture(scope="package")
 def mixture() -> Iterator[SamplerProcess]:
     """A sampler of another family, which has delta nets, experts and images."""
-    with running_sampler(ensure_family("qwen3_5_moe"), *THREE_SLOTS) as sampler:
+    with running_sampler(ensure_family(MIXTURE), *THREE_SLOTS) as sampler:
         yield sampler
+
+
+@contextmanager
+def sampler_of(family: str, request: pytest.FixtureRequest, *arguments: str) -> Iterator[SamplerProcess]:
+    """The folder's own of `MIXTURE`, whatever the arguments; of other families one with these arguments."""
+    if family == MIXTURE:
+        yield request.getfixturevalue("mixture")
+    else:
+        with running_sampler(ensure_family(family), *arguments) as sampler:
+            yield sampler
 
 
 @pytest.fixture(scope="package")

@@ -5,7 +5,6 @@ An adapter has what Tinker's have ("shared outer"): of the factors at the width 
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from fovea.client.sampler import SamplerClient
 from fovea.wire.errors import InvalidInput
 from fovea_tinyvlm.families import ensure_family
 from tests.e2e.sampler.asking import Answer, ask, rendered, request_for
-from tests.e2e.sampler.conftest import THREE_SLOTS
-from tests.e2e.sampler.process import running_sampler
+from tests.e2e.sampler.conftest import MIXTURE, THREE_SLOTS, sampler_of
 from tests.e2e.sampler.reference import Reference, as_in_files, random_adapter
 from tests.e2e.sampler.sender import Sender
 from tests.e2e.sampler.test_weights import trained
@@ -60,7 +58,7 @@ LAYOUTS = {
     "qwen3_moe, whole experts": [*SPLIT, "--expert-parallel"],
     "qwen3_vl_moe": [],
 }
-ALL = ["qwen3_5_moe", *(pytest.param(name, marks=() if "part" in name else pytest.mark.long) for name in LAYOUTS)]
+ALL = [MIXTURE, *(pytest.param(name, marks=() if "part" in name else pytest.mark.long) for name in LAYOUTS)]
 """tests/e2e/test_split_sampler.py has whole experts, those of qwen3_vl_moe, in `make test`."""
 
 
@@ -72,11 +70,7 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     """
     name = request.param.partition(",")[0]
     model = ensure_family(name)
-    with ExitStack() as stack:
-        if request.param in LAYOUTS:
-            sampler = stack.enter_context(running_sampler(model, *THREE_SLOTS, *LAYOUTS[request.param]))
-        else:
-            sampler = request.getfixturevalue("mixture")
+    with sampler_of(name, request, *THREE_SLOTS, *LAYOUTS.get(request.param, ())) as sampler:
         async with SamplerClient(sampler.address) as client:
             yield Served(model, TOLERANCE[name], client, await Sender(client).join())
 

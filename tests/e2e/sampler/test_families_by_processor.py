@@ -4,7 +4,6 @@ The renderer gives the ids and tensors that the processor makes; vLLM makes of t
 """
 
 import hashlib
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ from fovea.wire.errors import InvalidInput
 from fovea_tinyvlm.families import ensure_family
 from tests.contract.renderer.inputs import image, model_input, text
 from tests.e2e.sampler.asking import ask, request_for
-from tests.e2e.sampler.process import running_sampler
+from tests.e2e.sampler.conftest import MIXTURE, sampler_of
 from tests.served_renderer import Served, serving
 from tests.unit.renderer.pictures import encoded
 
 TOLERANCE = 1e-3
 SIZES = [(112, 60), (90, 140), (300, 40), (40, 300), (64, 64), (28, 28), (200, 133), (57, 171), (320, 240), (513, 85)]
-FAMILIES = ["qwen3_5_moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("idefics3", "mistral3"))]
+FAMILIES = [MIXTURE, *(pytest.param(name, marks=pytest.mark.long) for name in ("idefics3", "mistral3"))]
 """Those that differ most; `make models` has all."""
 
 
@@ -104,9 +103,7 @@ async def test_a_family(name: str, request: pytest.FixtureRequest) -> None:
         ["A picture ", one, " and another ", two, " of two."],
         ["No picture at all."],
     ]
-    with ExitStack() as stack:
-        started = name != "qwen3_5_moe"
-        sampler = stack.enter_context(running_sampler(model)) if started else request.getfixturevalue("mixture")
+    with sampler_of(name, request) as sampler:
         async with serving(model) as served, SamplerClient(sampler.address) as client:
             for size in SIZES:
                 await check_tensors(served, own, size)
