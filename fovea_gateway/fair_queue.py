@@ -23,8 +23,10 @@ _LEAD = 0.5
 _EVEN = 0.125
 """Who comes back, ahead of others by no more than this part of its next piece, is taken to be even: to collect so
 little would let a whole further piece of theirs go first."""
-_RECENT_S = 10.0
+_RECENT_S = 30.0
 """Who has left no longer ago is expected back, and finds no more work before its own than while it was there."""
+_KEPT_FREE = 8
+"""At most one place of so many is kept free for those who are expected back: one for each of them."""
 
 
 @dataclass(eq=False)
@@ -33,6 +35,7 @@ class Turn:
 
     Attributes:
         cost: Tokens that it is taken to need; `settle` corrects that.
+        size: Places that it takes, though one that is free is enough to begin.
         is_followed: Says at its end whether the owner's next work is about to come, and waits for nothing else. Then
             its place is kept for that, if that starts before all that waits (Iyer and Druschel, "Anticipatory
             scheduling", SOSP 2001): else whoever sends one thing after another would get a third beside a flood, not a
@@ -44,6 +47,7 @@ class Turn:
     owner: str
     cost: float = 1.0
     is_followed: Callable[[], bool] = lambda: False
+    size: int = 1
     seconds: float = 0.0
     used: float | None = None
     number: int = 0
@@ -60,7 +64,8 @@ class Turn:
 
 @dataclass(eq=False)
 class _Flow:
-    """What one owner has: who waits, in order, and where in virtual time the last one who was let in finishes."""
+    """What one owner has: who waits, in order, how many places it has, and where in virtual time the last one who was
+    let in finishes."""
 
     waiting: deque[Turn] = field(default_factory=deque)
     finish: float = 0.0
@@ -85,10 +90,15 @@ class FairQueue:
         alone: How much goes on at once while it is all one owner's, and no other was there lately, if that is more: so
             that a server that does one thing at a time finds the next one when that ends, and yet nobody waits for what
             others have sent ahead.
+        beside: How much goes on at once while somebody is there, or was lately, of whom nothing waits, if that is less:
+            for a server that does each thing more slowly the more it does at once. An equal part of it is everybody's,
+            whatever the others have. While something of everybody waits, each asks for as much as it can have, and all
+            get most out of all places.
     """
 
-    def __init__(self, places: int, weight_of: Callable[[str], float], alone: int = 0) -> None:
+    def __init__(self, places: int, weight_of: Callable[[str], float], alone: int = 0, beside: int = 0) -> None:
         self._places, self._alone, self._weight_of = places, max(alone, places), weight_of
+        self._beside = min(beside or places, places)
         self._inside = 0
         self._kept_for = ""
         self._flows: dict[str, _Flow] = {}
@@ -123,10 +133,18 @@ class FairQueue:
         beside = f", by turns with {others} other owner{'s' if others > 1 else ''}" if others else ""
         return f"it is number {position} at most of the {len(flow.waiting)} that this owner has waiting{beside}"
 
-    def resize(self, places: int) -> None:
-        """Changes the number of places."""
+    def resize(self, places: int, beside: int = 0) -> None:
+        """Changes the number of places, and of those beside somebody of whom nothing waits."""
         self._alone += places - self._places
-        self._places = places
+        self._places, self._beside = places, min(beside or places, places)
+        self._admit()
+
+    def free(self, turn: Turn, places: int) -> None:
+        """Lets others have some of a turn's places before it ends; it keeps one until then."""
+        places = min(places, turn.size - 1)
+        turn.size -= places
+        self._flows[turn.owner].inside -= places
+        self._inside -= places
         self._admit()
 
     def dismiss(self, error: Exception) -> None:
@@ -157,10 +175,15 @@ class FairQueue:
         while True:
             for flow in self._flows.values():
                 flow.forget_gone()
-            starts = [(flow.start(), owner) for owner, flow in self._flows.items() if flow.waiting]
-            if not starts or self._inside >= (self._alone if self._is_one_owners() else self._places):
+            waiting = {owner: flow for owner, flow in self._flows.items() if flow.waiting}
+            if not waiting:
                 return
-            owner = min(starts)[1]
+            whole, each = self._room()
+            if self._inside >= whole:
+                waiting = {o: f for o, f in waiting.items() if f.inside < each and self._inside < self._places}
+            if not waiting:
+                return
+            owner = min(waiting, key=lambda name: waiting[name].start())
             if self._kept_for:
                 kept = self._flows[self._kept_for]
                 if not kept.waiting:
@@ -169,11 +192,19 @@ class FairQueue:
                 self._kept_for = ""
             self._let_in(owner)
 
-    def _is_one_owners(self) -> bool:
+    def _room(self) -> tuple[int, int]:
+        """How much may go on at once, and how much of each owner even above that."""
         now = asyncio.get_running_loop().time()
         self._left_at = {owner: at for owner, at in self._left_at.items() if now - at < _RECENT_S}
         present = {owner for owner, flow in self._flows.items() if flow.waiting or flow.inside}
-        return len(present | self._left_at.keys()) == 1
+        expected = self._left_at.keys() - present
+        owners = len(present) + len(expected)
+        if owners == 1:
+            return self._alone, 0
+        if not expected and all(self._flows[owner].waiting for owner in present):
+            return self._places, 0
+        whole = self._beside - min(len(expected), self._beside // _KEPT_FREE)
+        return whole, max(whole // owners, 1)
 
     def _share(self, turn: Turn) -> float:
         return turn.cost / self._weight_of(turn.owner)
@@ -183,16 +214,16 @@ class FairQueue:
         self._now, _ = flow.start()
         turn = flow.waiting.popleft()
         flow.finish = self._now + self._share(turn)
-        flow.inside += 1
-        self._inside += 1
+        flow.inside += turn.size
+        self._inside += turn.size
         turn.admitted.set_result(None)
 
     def _leave(self, turn: Turn) -> None:
         flow = self._flows[turn.owner]
         if turn.used is not None:
             flow.finish += (turn.used - turn.cost) / self._weight_of(turn.owner)
-        flow.inside -= 1
-        self._inside -= 1
+        flow.inside -= turn.size
+        self._inside -= turn.size
         self._left_at[turn.owner] = asyncio.get_running_loop().time()
         self._keep_place(turn, flow)
         self._admit()

@@ -125,7 +125,7 @@ class Parts:
         snapshots = Snapshots(self.database, name, trainer, residence, settings.push_timeout_s)
         samplers = Samplers(
             name, found("sampler", own.sampler), settings.sampler_concurrency, snapshots,
-            trainer.check_files if trainer else renderers.check_files, weight_of,
+            trainer.check_files if trainer else renderers.check_files, weight_of, settings.sampler_beside,
         )  # fmt: skip
         return BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainer, is_sampled=bool(own.sampler))
 

@@ -168,6 +168,10 @@ class Replica(Peer):
             if not self.queued:
                 self._idle.set()
 
+    def free(self, turn: Turn, places: int) -> None:
+        """Lets others have some of a turn's places before it ends."""
+        self._places.free(turn, places)
+
     def describe(self, turn: Turn) -> str:
         """Where a turn stands that waits for a place here."""
         return self._places.describe(turn)

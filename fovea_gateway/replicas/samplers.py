@@ -22,8 +22,11 @@ _BLOCK_BYTES = 32 * 4
 _CAPACITY = 2**16
 
 _FILL = 1.25
-"""Requests in a sampler over the sequences of its batch: some wait there for places that become free, and the rest
-here, where owners share them."""
+"""Sequences in a sampler over those of its batch: some wait there for places that become free, and the rest here, where
+owners share them."""
+_BESIDE = {"host": 0.25}
+"""What of a batch is used beside an owner who sends a little, by what the engine runs on: on a CPU each sequence makes
+all others slower, on a GPU hardly."""
 _PATIENCE_S = 60.0
 """How long a sampler that cannot be given the current weights is kept out while others serve."""
 
@@ -61,12 +64,13 @@ class Sampler(Replica):
         peers: Callable[[], list["Sampler"]],
         check_files: CheckFiles,
         weight_of: WeightOf,
+        beside: int,
     ) -> None:
         super().__init__("sampler", address, concurrency, on_change, weight_of)
         self._client = SamplerClient(address)
         self._weights, self._peers, self._check_files = weights, peers, check_files
         self._behind_since: float | None = None
-        self._concurrency = concurrency
+        self._concurrency, self._beside = concurrency, beside
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         self.adapters: set[str] = set()
         self.weights_lock = WeightsLock(lambda wanted: weights.put_resident(self, wanted))
@@ -93,7 +97,8 @@ class Sampler(Replica):
         info = await self.client.info(timeout_s=5.0)
         self._check_files(f"the sampler at {self.address}", info.model_files)
         if info.max_sequences:
-            self._places.resize(min(self._concurrency, math.ceil(_FILL * info.max_sequences)))
+            beside = self._beside or math.ceil(_BESIDE.get(info.memory_kind, 1.0) * info.max_sequences)
+            self._places.resize(min(self._concurrency, math.ceil(_FILL * info.max_sequences)), beside)
         is_new = info.instance_id != self.instance_id
         self.info = info
         if is_new:
@@ -190,10 +195,11 @@ class Samplers(Replicas[Sampler]):
     Args:
         base_model: Its name.
         discovery: Where they are.
-        concurrency: Requests inside one sampler at once.
+        concurrency: Sequences inside one sampler at once.
         weights: Brings weights to them.
         check_files: Whether they have the model that the other services have.
         weight_of: An owner's share of the places in each.
+        beside: Sequences inside one while an owner is there who sends a little; 0 goes by what it runs on.
     """
 
     def __init__(
@@ -204,13 +210,14 @@ class Samplers(Replicas[Sampler]):
         weights: Weights,
         check_files: CheckFiles,
         weight_of: WeightOf,
+        beside: int = 0,
     ) -> None:
         super().__init__(
             "sampler",
             base_model,
             discovery,
             lambda address, on_change: Sampler(
-                address, concurrency, on_change, weights, lambda: self.up, check_files, weight_of
+                address, concurrency, on_change, weights, lambda: self.up, check_files, weight_of, beside
             ),
         )
         self._weights = weights

@@ -157,7 +157,7 @@ class SampleRunner:
             await self._check(work)
         picked = work.base.samplers.pick(work.pending.submission.owner, work.sampling.snapshot_id, work.rendered)
         tokens = most_tokens(work.request, len(work.rendered.tokens) // 4, work.base.max_context_length)
-        turn = Turn(work.pending.submission.owner, tokens)
+        turn = Turn(work.pending.submission.owner, tokens, size=work.request.sample_count)
         try:
             async with self._place(work, picked, turn) as sampler:
                 work.pending.progress.wait_on("sampling")
@@ -210,6 +210,8 @@ class SampleRunner:
                     async for event in events:
                         usage.sampled_tokens += len(event.delta.tokens) // 4
                         usage.cached_tokens += event.prompt.cached_token_count
+                        if event.delta.finish_reason:
+                            sampler.free(turn, 1)
                         yield event
             usage.prompt_tokens += prompt_tokens
             turn.settle(prompt_tokens + usage.sampled_tokens - sampled_before)

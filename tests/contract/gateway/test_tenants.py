@@ -180,6 +180,29 @@ async def test_owners_are_served_by_turns(stand: Stand, alice: Rest, bob: Rest) 
     assert begun == [ids[0], last, *ids[1:]], "who came last waits for the one that runs, not for nine"
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "requests"), [("host", {}, 2), ("gpu", {}, 8), ("gpu", {"sampler_beside": 6}, 3)]
+)
+async def test_a_sampler_gets_what_its_device_takes_beside_an_owner_who_sends_a_little(
+    stand: Stand, alice: Rest, bob: Rest, kind: str, settings: dict[str, int], requests: int
+) -> None:
+    stand.sampler.max_sequences, stand.sampler.memory_kind = 16, kind
+    await stand.stop()
+    await stand.start(sampler_concurrency=1024, **settings)
+    stand.sampler.open.clear()
+    hers, his = await base_session(alice), await base_session(bob)
+    await bob.sample(his, 0)
+    await eventually(lambda: stand.sampler.running == 1)
+    ids = [(await alice.sample(hers, seq_id, num_samples=2)).json()["request_id"] for seq_id in range(9)]
+    assert stand.gateway is not None
+    (sampler,) = stand.gateway.parts.base_models.default.samplers.members
+    await eventually(lambda: sampler.waiting == 9 - requests)
+    await eventually(lambda: stand.sampler.running == 1 + requests)
+    stand.sampler.open.set()
+    for request_id in ids:
+        assert len((await alice.result(request_id))["sequences"]) == 2
+
+
 async def test_who_waits_for_a_sampler_is_told_why(stand: Stand, alice: Rest, bob: Rest) -> None:
     await stand.stop()
     await stand.start(poll_hold_s=0.01)

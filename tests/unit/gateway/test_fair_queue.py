@@ -11,16 +11,18 @@ from fovea_gateway.fair_queue import FairQueue, Turn
 class Line:
     """A queue whose work lasts until it is told to end, and who was let in, in order."""
 
-    def __init__(self, places: int = 1, alone: int = 0, **weights: float) -> None:
-        self.queue = FairQueue(places, lambda owner: weights.get(owner, 1.0), alone)
+    def __init__(self, places: int = 1, alone: int = 0, beside: int = 0, **weights: float) -> None:
+        self.queue = FairQueue(places, lambda owner: weights.get(owner, 1.0), alone, beside)
         self.inside: list[tuple[Turn, asyncio.Event]] = []
         self.begun: list[Turn] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.sent: list[Turn] = []
         self.steady = ""
 
-    async def send(self, owner: str, count: int, cost: float = 1.0, used: float | None = None) -> list[Turn]:
-        turns = [Turn(owner, cost, lambda: owner == self.steady) for _ in range(count)]
+    async def send(
+        self, owner: str, count: int, cost: float = 1.0, used: float | None = None, size: int = 1
+    ) -> list[Turn]:
+        turns = [Turn(owner, cost, lambda: owner == self.steady, size) for _ in range(count)]
         self.sent += turns
         self.tasks += [asyncio.create_task(self._work(turn, used)) for turn in turns]
         await asyncio.sleep(0)
@@ -42,6 +44,15 @@ class Line:
                 self.inside.pop(0)[1].set()
             for _ in range(4):
                 await asyncio.sleep(0)
+
+    def inside_of(self, owner: str) -> int:
+        return sum(1 for turn, _ in self.inside if turn.owner == owner)
+
+    async def end_of(self, owner: str) -> None:
+        """Ends the work of one owner that has lasted longest."""
+        place = next(place for place, (turn, _) in enumerate(self.inside) if turn.owner == owner)
+        self.inside.insert(0, self.inside.pop(place))
+        await self.end()
 
     def owners(self) -> str:
         return "".join(turn.owner for turn in self.begun)
@@ -160,7 +171,7 @@ async def test_one_owner_has_the_next_piece_of_work_sent_ahead_and_several_have_
     assert line.owners() == "aab"
     await line.end()
     assert line.owners() == "aaba", "the other is expected back"
-    now += 11.0
+    now += 31.0
     await line.send("a", 1)
     await asyncio.sleep(0)
     assert line.owners() == "aabaa"
@@ -207,3 +218,90 @@ async def test_who_sends_one_thing_after_another_has_half_beside_a_flood() -> No
     assert line.inside
     for task in line.tasks:
         task.cancel()
+
+
+async def test_a_flood_has_all_places_alone_and_few_beside_somebody_who_sends_a_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, now = asyncio.get_running_loop(), 100.0
+    time: Callable[[], float] = lambda: now  # noqa: E731
+    line = Line(places=20, beside=8)
+    monkeypatch.setattr(loop, "time", time)
+    await line.send("a", 400)
+    assert line.inside_of("a") == 20
+    (turn,) = await line.send("b", 1)
+    await line.end()
+    assert line.begun[-1] is turn, "the next place is its own, though more than 8 are taken"
+    for _ in range(60):
+        await line.end_of("a")
+    assert (line.inside_of("a"), line.inside_of("b")) == (7, 1)
+    await line.end_of("b")
+    for _ in range(60):
+        await line.end()
+    assert line.inside_of("a") == 7, "one of eight is kept free for who is expected back"
+    await line.send("b", 1)
+    assert line.inside_of("b") == 1, "at once"
+    await line.end_of("b")
+    now += 31.0
+    await line.end()
+    assert line.inside_of("a") == 20, "nobody else was there lately"
+    for task in line.tasks:
+        task.cancel()
+
+
+async def test_owners_who_ask_for_as_much_as_they_can_have_get_all_places() -> None:
+    line = Line(places=20, beside=8)
+    await line.send("b", 1)
+    await line.send("a", 400)
+    assert line.inside_of("a") == 7
+    await line.send("b", 400)
+    await line.end(100)
+    assert (line.inside_of("a"), line.inside_of("b")) == (10, 10)
+    for task in line.tasks:
+        task.cancel()
+
+
+async def test_of_few_places_everybody_has_an_equal_part_whatever_the_others_have() -> None:
+    line = Line(places=20, beside=9)
+    await line.send("c", 1)
+    await line.send("b", 12)
+    assert line.inside_of("b") == 8
+    await line.send("a", 400)
+    assert line.inside_of("a") == 3, "a third of 9"
+    for task in line.tasks:
+        task.cancel()
+
+
+async def test_at_most_one_of_eight_places_is_kept_free_however_many_are_expected_back() -> None:
+    line = Line(places=16)
+    for owner in "bcdefgh":
+        await line.send(owner, 1)
+    await line.end(7)
+    await line.send("a", 100)
+    assert line.inside_of("a") == 14
+    for task in line.tasks:
+        task.cancel()
+
+
+async def test_work_of_many_places_begins_with_one_and_gives_them_back_one_by_one() -> None:
+    line = Line(places=10)
+    first, second, third = await line.send("a", 3, size=8)
+    assert line.begun == [first, second]
+    (turn,) = await line.send("b", 1)
+    for _ in range(6):
+        line.queue.free(first, 1)
+    await asyncio.sleep(0)
+    assert line.begun == [first, second], "ten places are taken"
+    line.queue.free(first, 1)
+    await asyncio.sleep(0)
+    assert line.begun == [first, second, turn]
+    line.queue.free(first, 1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert third not in line.begun, "the last place is kept to the end"
+    await line.end(2)
+    await asyncio.sleep(0)
+    assert third in line.begun
+    await line.end(2)
+    assert line.queue.describe(third) == "it is next"
+    assert all(task.done() for task in line.tasks)
