@@ -69,13 +69,16 @@ class ServedModel:
         return [self.sampler_gpus[number * size : (number + 1) * size] for number in range(self.sampler_count)]
 
     @property
-    def shares_gpu(self) -> bool:
-        """Whether rank 0 of the trainer, which sends, shares its device with a sampler: NCCL cannot send over one.
+    def transfer(self) -> str:
+        """What must carry weights where NCCL cannot, empty where it can.
 
-        Nor over one that two samplers share.
+        It does not send over a device that rank 0 of the trainer, which sends, shares with a sampler, nor over one that
+        two samplers share. If there is no other device, its memory carries them.
         """
+        if self.trainer_gpus == self.sampler_gpus != NO_GPU and len(self.sampler_gpus) == 1:
+            return "cuda_ipc"
         shared = self.sampler_count > 1 and len(self.sampler_gpus) == 1 and self.sampler_gpus != NO_GPU
-        return shared or bool(set(self.trainer_gpus[:1]) & set(self.sampler_gpus) - {*NO_GPU})
+        return "gloo" if shared or {*self.trainer_gpus[:1]} & {*self.sampler_gpus} - {*NO_GPU} else ""
 
     @property
     def shares_memory(self) -> bool:
@@ -204,7 +207,7 @@ def _model_specs(
     checkpoints = told.get("FOVEA_GATEWAY_CHECKPOINT_DIR") or str(options.state_dir / "checkpoints")
     recovery = told.get("FOVEA_TRAINER_RECOVERY", str(options.state_dir / "recovery"))
     recovery = f"{recovery}{of_model}" if recovery else ""
-    transfer = ("--transfer", "gloo") if served.shares_gpu else ()
+    transfer = ("--transfer", served.transfer) if served.transfer else ()
     yield _spec(
         options, f"renderer{of_model}", "fovea_services.renderer", conventions.RENDERER_SERVICE, renderer, next(ports),
         ("--port", str(renderer), *model), environment,

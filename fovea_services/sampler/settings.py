@@ -43,9 +43,10 @@ class SamplerSettings(ServiceSettings):
         "else they wait in pinned host memory. auto does so where it takes at most a third of the cache; never suits "
         "those who train adapters alone.",
     )
-    transfer: Literal["auto", "gloo", "nccl"] = Field(
+    transfer: Literal["auto", "gloo", "nccl", "cuda_ipc"] = Field(
         "auto",
-        description="What carries weights; auto is nccl on GPU. A GPU shared with the trainer needs gloo.",
+        description="What carries weights; auto is nccl on GPU. A GPU shared with the trainer needs cuda_ipc, or gloo "
+        "if the two are in containers of their own.",
     )
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model; processes on CPU.")
     expert_parallel: bool = Field(

@@ -22,7 +22,7 @@ from tests.service_process import service_process
 
 FIRST, SECOND = os.environ.get("FOVEA_GPUS", "0,1").split(",")
 LAYOUTS = {
-    "one GPU, gloo": (1, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", FIRST]),
+    "one GPU, CUDA IPC": (1, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", FIRST]),
     "two GPUs, NCCL": (2, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", SECOND]),
     "two ranks, NCCL": (2, ["--ranks", "2", "--trainer-gpus", f"{FIRST},{SECOND}", "--sampler-gpus", SECOND]),
     "tensor-parallel sampler": (2, ["--ranks", "1", "--trainer-gpus", FIRST, "--sampler-gpus", f"{FIRST},{SECOND}"]),

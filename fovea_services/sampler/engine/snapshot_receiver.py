@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
+from fovea.runtime.shared_card import SharedCardGroup
 from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, sender_groups, tensor_bytes
 from fovea_services.sampler.engine.host_offload import SnapshotOffload
 
@@ -88,20 +89,23 @@ class TransferGroupMember:
     Args:
         request: Which group, where it meets, and how long to wait for the others.
         worker_rank: This worker's among those of its engine.
-        device: Where this worker's model lives; decides between gloo and NCCL.
+        backend: `gloo`, `nccl` or `cuda_ipc`.
+        device: Where this worker's model lives.
 
     Blocks until all members have met. Raises RuntimeError or DistStoreError if they do not in time.
     """
 
-    def __init__(self, request: sampler_pb2.JoinTransferGroupRequest, worker_rank: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, request: sampler_pb2.JoinTransferGroupRequest, worker_rank: int, backend: str, device: torch.device
+    ) -> None:
+        self._device = torch.device("cpu") if backend == "gloo" else device
         timeout = timedelta(seconds=request.timeout_s)
         self._store = dist.TCPStore(
             request.master_address, request.master_port, request.world_size, False, timeout, wait_for_workers=False
         )
         host, rank = _own_address(request), request.rank_offset + worker_rank
         self._groups = [
-            _open(dist.PrefixStore(name, self._store), rank, request.world_size, timeout, device, host)
+            _open(dist.PrefixStore(name, self._store), rank, request.world_size, timeout, backend, self._device, host)
             for name in sender_groups(request.group_id, request.sender_count)
         ]
 
@@ -146,12 +150,11 @@ class SnapshotReceiver:
         self._arrivals: dict[str, Any] = {}
 
     def start_join(self, task_id: str, request: sampler_pb2.JoinTransferGroupRequest, backend: str) -> None:
-        """Begins to join over `gloo` or `nccl`; a standing group of the same name is left first."""
+        """Begins to join over `gloo`, `nccl` or `cuda_ipc`; a standing group of the same name is left first."""
         self.leave(request.group_id)
 
         def join() -> str:
-            device = torch.device("cpu") if backend == "gloo" else self._device
-            self._groups[request.group_id] = TransferGroupMember(request, self._worker_rank, device)
+            self._groups[request.group_id] = TransferGroupMember(request, self._worker_rank, backend, self._device)
             return ""
 
         self._start(task_id, join)
@@ -242,12 +245,16 @@ def _own_address(request: sampler_pb2.JoinTransferGroupRequest) -> str:
         return str(connection.getsockname()[0])
 
 
-def _open(store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, host: str) -> Any:
-    if device.type == "cpu":
+def _open(
+    store: Any, rank: int, world_size: int, timeout: timedelta, backend: str, device: torch.device, host: str
+) -> Any:
+    if backend == "gloo":
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # which listens on that one alone
         return dist.ProcessGroupGloo(store, rank, world_size, options)
+    if backend == "cuda_ipc":
+        return SharedCardGroup.meet(store, rank, world_size, timeout, device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # NCCL members meet at the first broadcast, not here.

@@ -84,7 +84,7 @@ class Engine:
 
     @property
     def transfer_backend(self) -> str:
-        """What carries weights: gloo or nccl."""
+        """What carries weights: gloo, nccl or cuda_ipc."""
         if self._settings.transfer != "auto":
             return self._settings.transfer
         return "gloo" if self._llm.vllm_config.device_config.device_type == "cpu" else "nccl"

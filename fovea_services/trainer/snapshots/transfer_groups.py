@@ -1,4 +1,5 @@
-"""Groups over which weights are broadcast to samplers: torch's own process groups, made privately, never the default.
+"""Groups over which weights are broadcast to samplers: torch's own process groups, made privately, never the default;
+between processes on one GPU, over which NCCL does not send, its memory (`fovea.runtime.shared_card`).
 
 The sender is rank 0; sampler worker i is rank_offset + i. The rendezvous store is hosted by the trainer's rank 0. Full
 weights have several senders, ranks of the trainer, each with a process group of its own: `sender_count` of
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, Store, TCPStore  # type: ignore[attr-defined]
 
 from fovea.runtime.hosts import WILDCARDS, listening
+from fovea.runtime.shared_card import SharedCardGroup
 from fovea.wire.errors import FailedPrecondition
 from fovea.wire.manifest import sender_groups
 
@@ -45,7 +47,7 @@ class SenderGroup:
         sender: Which of its senders this is; with its name the prefix of keys in the store.
         store: The rendezvous store.
         world_size: Members, the sender included.
-        backend: `gloo` or `nccl`.
+        backend: `gloo`, `nccl` or `cuda_ipc`.
         join_timeout_s: Deadline of the meeting.
         broadcast_timeout_s: Deadline of a broadcast over nccl, which takes one for all.
         host: Address of this machine that gloo listens on; empty lets it look for one.
@@ -69,7 +71,7 @@ class SenderGroup:
         self._store = store
         prefixed = PrefixStore(sender_groups(group_id, sender + 1)[sender], store)
         join = timedelta(seconds=join_timeout_s)
-        self._group: ProcessGroup
+        self._group: ProcessGroup | SharedCardGroup
         if backend == "gloo":
             self._device = torch.device("cpu")
             untyped: Any = ProcessGroupGloo
@@ -77,17 +79,21 @@ class SenderGroup:
             settings._timeout = join
             settings._devices = [_gloo_device(host)]
             self._group = untyped(prefixed, 0, world_size, settings)
-        elif backend == "nccl":
-            if not torch.cuda.is_available():
-                raise FailedPrecondition("the samplers receive over nccl, but this trainer has no GPU")
-            self._device = torch.device("cuda", torch.cuda.current_device())
-            options = ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=broadcast_timeout_s)
-            with _survivable_nccl():
-                nccl: Any = ProcessGroupNCCL(prefixed, 0, world_size, options)
-            self._group = nccl
-        else:
-            raise FailedPrecondition(f"transfer backend {backend!r} is not supported, only gloo and nccl")
+            return
+        if backend not in ("nccl", "cuda_ipc"):
+            known = "only gloo, nccl and cuda_ipc"
+            raise FailedPrecondition(f"transfer backend {backend!r} is not supported, {known}")
+        if not torch.cuda.is_available():
+            raise FailedPrecondition(f"the samplers receive over {backend}, but this trainer has no GPU")
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        if backend == "cuda_ipc":
+            self._group = SharedCardGroup.meet(prefixed, 0, world_size, join, self._device)
+            return
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=broadcast_timeout_s)
+        with _survivable_nccl():
+            nccl: Any = ProcessGroupNCCL(prefixed, 0, world_size, options)
+        self._group = nccl
 
     def send(self, data: Tensor, timeout_s: float) -> None:
         """Broadcasts uint8 [n] and waits until it has left. Raises RuntimeError on any failure."""

@@ -79,9 +79,27 @@ def test_devices_are_visible_to_their_service_alone() -> None:
     assert "--transfer" not in specs["sampler"].arguments
 
 
-def test_a_shared_gpu_takes_weights_over_gloo() -> None:
-    specs = {s.name: s for s in service_specs(replace(OPTIONS, trainer_gpus=("0",), sampler_gpus=("0",)))}
-    assert specs["sampler"].arguments[-2:] == ("--transfer", "gloo")
+@pytest.mark.parametrize(
+    ("trainer", "sampler", "count", "transfer"),
+    [
+        ("0", "0", 1, "cuda_ipc"),
+        ("0", "0", 2, "cuda_ipc"),
+        ("01", "0", 1, "gloo"),
+        ("01", "1", 1, None),
+        ("0", "1", 2, "gloo"),
+    ],
+)
+def test_a_shared_gpu_takes_weights_by_other_ways_than_nccl(
+    trainer: str, sampler: str, count: int, transfer: str | None
+) -> None:
+    options = replace(OPTIONS, trainer_gpus=tuple(trainer), sampler_gpus=tuple(sampler), sampler_count=count)
+    arguments = next(spec.arguments for spec in service_specs(options) if spec.name == "sampler")
+    assert dict(zip(arguments[::2], arguments[1::2], strict=True)).get("--transfer") == transfer
+
+
+def test_the_samplers_other_gpus_do_not_share() -> None:
+    specs = {s.name: s for s in service_specs(replace(OPTIONS, trainer_gpus=("0",), sampler_gpus=("0", "1")))}
+    assert "gloo" in specs["sampler"].arguments
 
 
 def test_the_samplers_gpus_share_its_model() -> None:
