@@ -28,7 +28,7 @@ RUN python -m compileall -q fovea fovea_services
 # hadolint ignore=DL3064
 ENV PATH=/opt/fovea/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models/huggingface \
     OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 TOKENIZERS_PARALLELISM=false \
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 EXPOSE 50053 9090 29500
 ENTRYPOINT ["python", "-m", "fovea_services.trainer"]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.runtime.shared_card import SharedCardGroup
+from fovea.shared_card import SharedCardGroup
 from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, sender_groups, tensor_bytes
 from fovea_services.sampler.engine.host_offload import SnapshotOffload
 

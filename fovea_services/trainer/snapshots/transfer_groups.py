@@ -1,5 +1,5 @@
 """Groups over which weights are broadcast to samplers: torch's own process groups, made privately, never the default;
-between processes on one GPU, over which NCCL does not send, its memory (`fovea.runtime.shared_card`).
+between processes on one GPU, over which NCCL does not send, its memory (`fovea.shared_card`).
 
 The sender is rank 0; sampler worker i is rank_offset + i. The rendezvous store is hosted by the trainer's rank 0. Full
 weights have several senders, ranks of the trainer, each with a process group of its own: `sender_count` of
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, Store, TCPStore  # type: ignore[attr-defined]
 
 from fovea.runtime.hosts import WILDCARDS, listening
-from fovea.runtime.shared_card import SharedCardGroup
+from fovea.shared_card import SharedCardGroup
 from fovea.wire.errors import FailedPrecondition
 from fovea.wire.manifest import sender_groups
 

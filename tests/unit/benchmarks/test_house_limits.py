@@ -34,5 +34,5 @@ def test_no_figure_gets_worse(found: dict[str, Figure], name: str) -> None:
 
 MOST["core_files"] += 9
 """Of the command: three look before a start (the checks, who gets which GPUs, the memory of the machine), and five tell
-of what runs: the kept log, the status, checkpoints, how commands find it, and the page made of all commands. One carries
-weights over a GPU that trainer and sampler share."""
+of what runs: the kept log, the status, checkpoints, how commands find it, and the page made of all commands. One is
+for weights over a GPU that trainer and sampler share."""

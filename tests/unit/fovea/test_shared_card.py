@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from fovea.runtime.shared_card import SharedCardGroup
+from fovea.shared_card import SharedCardGroup
 
 MEMBERS = 3
 
