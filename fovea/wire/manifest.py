@@ -55,12 +55,12 @@ class SnapshotDigest:
     defence against somebody who makes tensors collide on purpose.
 
     Args:
-        arange: Makes int64 [stop - start] of start .. stop - 1, as what is given to `add`: numpy's or torch's.
+        mixed_sum: The sum of `mixed` of int64 [n], what `add` is given, after so many words; numpy's by default.
     """
 
-    def __init__(self, arange: Callable[[int, int], Any] = np.arange) -> None:
+    def __init__(self, mixed_sum: Callable[[Any, int], Any] | None = None) -> None:
         self._hash = hashlib.sha256()
-        self._arange = arange
+        self._mixed_sum = mixed_sum or _mixed_sum
         self._word_count = 0
         self._sums: list[Any] = []
 
@@ -73,7 +73,7 @@ class SnapshotDigest:
         for spec in specs:
             self._hash.update(f"{spec.name}\0{spec.dtype}\0{','.join(map(str, spec.shape))}\0".encode())
         start, self._word_count = self._word_count, self._word_count + len(words)
-        self._sums.append(_mixed(words, self._arange(start, self._word_count)).sum())
+        self._sums.append(self._mixed_sum(words, start))
 
     def hexdigest(self) -> str:
         """The digest of what was added so far, lower-case hexadecimal."""
@@ -82,7 +82,11 @@ class SnapshotDigest:
         return whole.hexdigest()
 
 
-def _mixed(words: Any, positions: Any) -> Any:
+def _mixed_sum(words: Any, start: int) -> Any:
+    return mixed(words, np.arange(start, start + len(words))).sum()
+
+
+def mixed(words: Any, positions: Any) -> Any:
     """splitmix64's finalizer (Steele, Lea and Flood, 2014) of each word, moved on by its position; all modulo 2^64.
 
     Only operators that numpy and torch share; both shift signed integers arithmetically, hence the masks.

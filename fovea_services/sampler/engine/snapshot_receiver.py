@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from itertools import cycle, groupby
 from typing import Any, Literal
 
@@ -19,8 +18,9 @@ import torch
 import torch.distributed
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
+from fovea.device_digest import device_digest
 from fovea.shared_card import SharedCardGroup
-from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, sender_groups, tensor_bytes
+from fovea.wire.manifest import buckets, padded_bytes, sender_groups, tensor_bytes
 from fovea_services.sampler.engine.host_offload import SnapshotOffload
 
 # Its stubs leave out half of what it exports.
@@ -215,7 +215,7 @@ class SnapshotReceiver:
         sizes = [sum(map(padded_bytes, specs)) for specs in broadcasts]
         stays = self._offload.fits(sum(sizes))
         buffers: list[torch.Tensor] = []
-        digest = SnapshotDigest(partial(torch.arange, device=self._device))
+        digest = device_digest()
         for specs, received in zip(broadcasts, group.receive(sizes, stays, deadline), strict=True):
             buffer = received.to(self._device)
             digest.add(specs, buffer.view(torch.int64))

@@ -8,14 +8,14 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
-from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, tensor_bytes
+from fovea.device_digest import device_digest
+from fovea.wire.manifest import buckets, padded_bytes, tensor_bytes
 from fovea_services.trainer.model.sharding import dtype_name
 
 _DIGEST_BYTES = 256 * 2**20
@@ -177,8 +177,8 @@ def packed_buckets(
 
 def digest_of(specs: Sequence[weights_pb2.TensorSpec], tensors: Iterable[Tensor]) -> str:
     """The digest of tensors, computed where they are."""
-    builder: SnapshotDigest | None = None
+    builder = None
     for bucket, data in packed_buckets(specs, tensors, _DIGEST_BYTES):
-        builder = builder or SnapshotDigest(partial(torch.arange, device=data.device))
+        builder = builder or device_digest()
         builder.add(bucket, data.view(torch.int64))
-    return (builder or SnapshotDigest()).hexdigest()
+    return (builder or device_digest()).hexdigest()

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -12,9 +11,10 @@ from google.protobuf import json_format
 from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
+from fovea.device_digest import device_digest
 from fovea.wire.conventions import SNAPSHOT_FILE
 from fovea.wire.errors import AlreadyExists, FoveaError, InvalidInput, NotFound
-from fovea.wire.manifest import SnapshotDigest, padded_bytes
+from fovea.wire.manifest import padded_bytes
 from fovea_services.trainer.command_queue import TakeSnapshot
 from fovea_services.trainer.model.experts import ExpertLayout
 from fovea_services.trainer.model.lora import PEFT_PREFIX, LoraWeights
@@ -229,7 +229,7 @@ def write_snapshot(snapshot: StoredSnapshot, uri: str, base_model: str, is_expor
 
 def packed_digest(specs: Sequence[weights_pb2.TensorSpec], data: Tensor, device: torch.device) -> str:
     """The digest of tensors that are packed already, uint8 [n], computed on a device part by part."""
-    digest = SnapshotDigest(partial(torch.arange, device=device))
+    digest = device_digest()
     digest.add(specs, torch.empty(0, dtype=torch.int64, device=device))
     for part in torch.split(data, _DIGEST_BYTES):
         digest.add((), part.to(device).view(torch.int64))

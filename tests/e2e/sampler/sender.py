@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.client.sampler import SamplerClient
-from fovea.wire.manifest import SnapshotDigest, buckets
+from fovea.device_digest import device_digest
+from fovea.wire.manifest import buckets
 from tests.e2e.sampler.reference import ALPHA
 
 _BUCKET_BYTES = 1 << 20
@@ -24,7 +25,7 @@ def manifest_of(snapshot_id: str, tensors: Tensors, rank: int | None = None) -> 
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         manifest.tensors.add(name=name, dtype=dtype, shape=tensor.shape)
-    digest = SnapshotDigest(torch.arange)
+    digest = device_digest()
     digest.add(manifest.tensors, torch.cat([_padded(tensor) for tensor in tensors.values()]).view(torch.int64))
     kind = weights_pb2.SNAPSHOT_KIND_FULL if rank is None else weights_pb2.SNAPSHOT_KIND_ADAPTER
     manifest.snapshot.CopyFrom(

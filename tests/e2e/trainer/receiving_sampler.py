@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc, weights_pb2
+from fovea.device_digest import device_digest
 from fovea.wire.errors import InvalidInput, to_status
-from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes, sender_groups, tensor_bytes
+from fovea.wire.manifest import buckets, padded_bytes, sender_groups, tensor_bytes
 
 Event = sampler_pb2.ReceiveSnapshotResponse
 
@@ -108,7 +109,7 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
         )
 
     def _receive(self, groups: list[dist.ProcessGroupGloo], manifest: weights_pb2.SnapshotManifest) -> str:
-        builder = SnapshotDigest(torch.arange)
+        builder = device_digest()
         tensors: dict[str, torch.Tensor] = {}
         options = dist.BroadcastOptions()
         options.rootRank = 0

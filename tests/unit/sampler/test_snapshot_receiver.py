@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.wire.manifest import SnapshotDigest, buckets, padded_bytes
+from fovea.device_digest import device_digest
+from fovea.wire.manifest import buckets, padded_bytes
 from fovea_services.sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
 from fovea_services.trainer.snapshots.snapshot_store import packed, specs_of
 from fovea_services.trainer.snapshots.transfer_groups import SenderGroup, TransferGroups
@@ -71,7 +72,7 @@ def _send(group: SenderGroup, sender: int) -> None:
 def test_every_worker_gets_all_in_order(senders: list[TransferGroups], threads: ThreadPoolExecutor) -> None:
     groups, receivers = _met(senders, threads)
     specs = list(MANIFEST.tensors)
-    digest = SnapshotDigest(torch.arange)
+    digest = device_digest()
     digest.add(specs, packed(specs, TENSORS.values()).view(torch.int64))
     assert len(buckets(specs, BUCKET_BYTES)) > 2 * SENDERS
     arrived: list[Arrival] = []
