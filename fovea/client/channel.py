@@ -24,6 +24,9 @@ OPTIONS: list[tuple[str, object]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
+_ENDED_WHILE_SENDING = "Internal error from Core"
+"""Of grpc.aio (1.76), with the code INTERNAL."""
+
 
 def retry_options(methods: list[tuple[str, str]]) -> list[tuple[str, object]]:
     """Lets gRPC repeat the named (service, method) calls on UNAVAILABLE. For calls that a repeat cannot harm."""
@@ -100,7 +103,8 @@ class ServiceClient:
     def _raised(self, error: grpc.aio.AioRpcError) -> FoveaError:
         """What the server raised, or BrokenOff if it did not come to an answer.
 
-        A bare CANCELLED is a server that stopped: our own cancelling looks different.
+        A bare CANCELLED is a server that stopped: our own cancelling looks different. And who is still sending when a
+        stream ends hears of it as an internal error, whatever ended it.
         """
         raised = from_rpc_error(error)
         trailing: Any = error.trailing_metadata() or ()
@@ -108,6 +112,8 @@ class ServiceClient:
             return raised
         if isinstance(raised, Cancelled):
             return BrokenOff(f"the service at {self.address} stopped during the call")
+        if raised.message == _ENDED_WHILE_SENDING:
+            return BrokenOff(f"the service at {self.address} ended the call while it was being sent")
         return BrokenOff(raised.message) if type(raised) is Unavailable else raised
 
     async def _unary(self, method: Any, request: Any, timeout_s: float | None) -> Any:

@@ -15,7 +15,7 @@ from fovea.runtime.secret import FILE_VARIABLE, VARIABLE, service_secret
 from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.conventions import RENDERER_SERVICE
-from fovea.wire.errors import FeatureEvicted, Internal, Unauthenticated
+from fovea.wire.errors import BrokenOff, FeatureEvicted, Unauthenticated
 from fovea_gateway.settings import GatewaySettings
 from fovea_services.renderer.settings import RendererSettings
 from fovea_services.trainer.settings import TrainerSettings
@@ -107,9 +107,9 @@ async def test_calls_of_every_kind_need_the_secret(
     address: str, call: Callable[[str], Awaitable[object]], guess: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, guess)
-    # Who is still sending when it is refused is told of an internal error: grpcio 1.76, see the notes.
-    late = (Internal,) if call in (_put, _stream) else ()
-    with pytest.raises((Unauthenticated, *late), match=f"{VARIABLE}|Internal error from Core"):
+    # Who is still sending when it is refused hears only that the call has ended: grpcio 1.76, see the notes.
+    late = (BrokenOff,) if call in (_put, _stream) else ()
+    with pytest.raises((Unauthenticated, *late), match=f"{VARIABLE}|ended the call while it was being sent"):
         await call(address)
     assert not ENTERED
     monkeypatch.setenv(VARIABLE, SECRET)
