@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--gap-s", type=float, default=16.0, help="Mean seconds from one fault to the next.")
     parser.add_argument("--replay", type=Path, help="Make the faults of this faults.jsonl again, whatever --seed says.")
     parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--disk-mib", type=int, help="What clients save stays there; by default 10 MiB for each fault.")
     parser.add_argument("--pause-s", type=float, default=1.0, help="Between rounds of a client while it is disturbed.")
     parser.add_argument("--without", action="append", default=[], help="Leave out faults of this kind or target.")
     parser.add_argument("--folder", type=Path, help="For histories and logs; by default one in the temporary folder.")
@@ -35,7 +36,8 @@ def main() -> int:
     print(f"seed {given.seed}, {len(faults)} faults, {given.clients} clients; logs in {folder}", flush=True)
 
     async def whole() -> int:
-        async with running(folder, fovea_tinyvlm.ensure()) as stack:
+        disk_mib = given.disk_mib or disk.LEAST_MIB + 10 * len(faults)
+        async with running(folder, fovea_tinyvlm.ensure(), disk_mib=disk_mib) as stack:
             clients = client_names(given.seed, given.clients)
             result = await run(stack, folder, clients, faults, given.pause_s)
             await stack.stop()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 
-SIZE = "512m"
+LEAST_MIB = 512
 
 
 @cache
@@ -35,13 +35,15 @@ def limits() -> list[str]:
 
 
 class Disk:
-    """Mounted at `path` in a mount namespace, which a process keeps until `close`, or until this one ends."""
+    """Mounted at `path` in a mount namespace, which a process keeps until `close`, or until this one ends.
 
-    def __init__(self, path: pathlib.Path) -> None:
+    It is memory, and takes what its files take.
+    """
+
+    def __init__(self, path: pathlib.Path, size_mib: int = LEAST_MIB) -> None:
         self._path = path
-        script = (
-            f'mount -t tmpfs -o size={SIZE} tmpfs "$1" && mount -t tmpfs tmpfs /dev/shm && echo mounted && exec cat'
-        )
+        mounts = (f'mount -t tmpfs -o size={size_mib}m tmpfs "$1"', "mount -t tmpfs tmpfs /dev/shm")
+        script = " && ".join((*mounts, "echo mounted", "exec cat"))
         self._keeper = subprocess.Popen(
             [*_namespace(), "sh", "-c", script, "sh", str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

@@ -14,12 +14,14 @@ from pathlib import Path
 import psutil
 
 import fovea_tinyvlm
+from chaos.disk import LEAST_MIB
 from chaos.history import History
 from chaos.inventory import role
 from chaos.run import client_names, run_clients
 from chaos.stack import Stack, running
 
 SAMPLE_S = 5.0
+_MIB_AN_HOUR = 4096
 WARM = 0.25
 """Share of the run in which caches fill: slopes and latencies are taken after it."""
 Samples = dict[str, list[tuple[float, float]]]
@@ -71,7 +73,8 @@ def _p99(values: Sequence[float]) -> float:
 
 async def soak(seconds: float, clients: int, folder: Path) -> int:
     """Prints the figures; returns 0 if every command was answered."""
-    async with running(folder, fovea_tinyvlm.ensure()) as stack:
+    disk_mib = LEAST_MIB + round(_MIB_AN_HOUR * seconds / 3600)
+    async with running(folder, fovea_tinyvlm.ensure(), disk_mib=disk_mib) as stack:
         stop, begun_s = folder / "stop", time.monotonic()
         working = asyncio.create_task(run_clients(stack, folder / "soak", client_names(0, clients), stop, pause_s=0.2))
         samples = await watch(stack, stop, seconds)

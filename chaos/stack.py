@@ -59,16 +59,23 @@ class Stack:
         folder: Of logs; also the disk, where the machine allows no disk of its own.
         model: The checkpoint's directory.
         environment: Added to that of all parts.
+        disk_mib: Size of the disk; what clients save stays there.
     """
 
-    def __init__(self, folder: pathlib.Path, model: pathlib.Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        model: pathlib.Path,
+        environment: dict[str, str] | None = None,
+        disk_mib: int = disk.LEAST_MIB,
+    ) -> None:
         self.log = folder / "up.log"
         self.model = model
         self._folder = folder
         self._place = folder / "disk"
         for made in (self._place, folder / "tmp"):
             made.mkdir()
-        self.disk = disk.Disk(self._place) if disk.is_possible() else None
+        self.disk = disk.Disk(self._place, disk_mib) if disk.is_possible() else None
         self._environment = {MARK: str(folder), "TMPDIR": str(folder / "tmp")} | (environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         rest, gateway = free_ports(2)
@@ -223,10 +230,13 @@ def _is_part(process: psutil.Process, part: str) -> bool:
 
 @asynccontextmanager
 async def running(
-    folder: pathlib.Path, model: pathlib.Path, environment: dict[str, str] | None = None
+    folder: pathlib.Path,
+    model: pathlib.Path,
+    environment: dict[str, str] | None = None,
+    disk_mib: int = disk.LEAST_MIB,
 ) -> AsyncIterator[Stack]:
     """One that runs while inside."""
-    stack = Stack(folder, model, environment)
+    stack = Stack(folder, model, environment, disk_mib)
     make_certificates(folder / "tls")
     os.environ[tls.VARIABLE] = str(folder / "tls")  # of its services, and of this process, which asks for their health
     try:
