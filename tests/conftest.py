@@ -72,7 +72,8 @@ def _seed(name: str) -> None:
     if numpy := sys.modules.get("numpy"):  # most tests have neither numpy nor torch
         numpy.random.seed(seed)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(seed)
+        # `torch.manual_seed` writes its caller's stack down for each kind of device that is not there: a millisecond.
+        (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(seed)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

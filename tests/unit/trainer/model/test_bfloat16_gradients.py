@@ -8,6 +8,7 @@ of bfloat16 is off by up to 2^-9, and several are rounded one after another.
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape: T positions, K targets, D, V, R rank
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pytest
@@ -156,6 +157,15 @@ def loss_gradient(name: str, logits: Tensor, targets: Tensor, given: Arrays) -> 
     return torch.from_numpy(gradient)
 
 
+@cache
+def expected(name: str, with_adapter: bool, seed: int, band: str) -> tuple[Head, Arrays, dict[str, Tensor]]:
+    """What is drawn, and the exact gradients, whatever the device and the type of the head."""
+    head = Head.drawn(seed, band)
+    logits, targets = head.logits(with_adapter), head.targets_TK[:, 0]
+    given = given_for(name, logits, targets, seed)
+    return head, given, head.exact_gradients(loss_gradient(name, logits, targets, given), with_adapter)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("seed", range(3))
@@ -165,10 +175,7 @@ def loss_gradient(name: str, logits: Tensor, targets: Tensor, given: Arrays) -> 
 def test_gradients_of_every_loss_at_every_probability(
     name: str, head_dtype: torch.dtype, with_adapter: bool, seed: int, band: str, device: str
 ) -> None:
-    head = Head.drawn(seed, band)
-    logits, targets = head.logits(with_adapter), head.targets_TK[:, 0]
-    given = given_for(name, logits, targets, seed)
-    exact = head.exact_gradients(loss_gradient(name, logits, targets, given), with_adapter)
+    head, given, exact = expected(name, with_adapter, seed, band)
     own = Trainers.of(head, device)
     trained = own.pair if with_adapter else own.master
     logprobs = target_logprobs(own.hidden, own.weight, trained, head.targets_TK.to(device), 16, head_dtype)

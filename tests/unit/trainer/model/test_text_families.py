@@ -3,6 +3,7 @@
 Windows are shorter than the documents, and layers alternate as in the published configurations.
 """
 
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -101,15 +102,27 @@ def _checkpoint(name: str) -> Path:
     return directory
 
 
-def _packed(name: str) -> tuple[PackedModel, list[LoraTarget], LoraInjector]:
+@cache
+def _loaded(name: str) -> tuple[PackedModel, list[LoraTarget]]:
     directory = _checkpoint(name)
     family, _, module = load_model(TrainerSettings(model=str(directory)), directory, CPU)
-    targets = list(family.lora_targets(module.hf))
+    return module, list(family.lora_targets(module.hf))
+
+
+def _packed(name: str) -> tuple[PackedModel, list[LoraTarget], LoraInjector]:
+    """One for all tests, without what they left: no gradients, and a new injector has no adapter."""
+    module, targets = _loaded(name)
+    module.zero_grad()
     return module.requires_grad_(False), targets, LoraInjector(targets)
 
 
-def _reference(name: str) -> Any:
+@cache
+def _pristine(name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(_checkpoint(name), dtype=torch.float32, attn_implementation="eager")
+
+
+def _reference(name: str) -> Any:
+    return deepcopy(_pristine(name))
 
 
 def _datums() -> list[Datum]:

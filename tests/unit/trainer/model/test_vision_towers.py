@@ -4,6 +4,7 @@ Images are random numbers shaped as the family's processor shapes them, of sever
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -277,17 +278,29 @@ def _checkpoint(name: str) -> Path:
     return directory
 
 
-def _packed(name: str) -> PackedModel:
+@cache
+def _loaded(name: str) -> PackedModel:
     family = family_of(name.partition(" ")[0])
     hf = family.build(AutoConfig.from_pretrained(_checkpoint(name)), torch.float32)
     read_weights(hf, _checkpoint(name), CPU)
-    module = PackedModel(family, None, hf, None, 64, torch.float32)
-    LoraInjector(family.lora_targets(module.hf))
+    return PackedModel(family, None, hf, None, 64, torch.float32)
+
+
+def _packed(name: str) -> PackedModel:
+    """One for all tests, without what they left: no gradients, and a new injector has no adapter."""
+    module = _loaded(name)
+    LoraInjector(module.family.lora_targets(module.hf))
+    module.zero_grad()
     return module.requires_grad_(False)
 
 
-def _reference(name: str) -> Any:
+@cache
+def _pristine(name: str) -> Any:
     return AutoModelForImageTextToText.from_pretrained(_checkpoint(name), dtype=torch.float32)
+
+
+def _reference(name: str) -> Any:
+    return deepcopy(_pristine(name))
 
 
 @cache
@@ -296,7 +309,7 @@ def _documents(name: str) -> tuple[list[Datum], dict[str, FeatureTensors]]:
     generator = np.random.default_rng(3)
     images = [FAMILIES[name][1](generator, size) for size in (0, 1, 1)]
     tensors = {str(number): image.tensors for number, image in enumerate(images)}
-    reference = _reference(name)
+    reference = _pristine(name)
     datums = []
     for index, chosen in enumerate([(), (0,), (1, 0), (1, 2), (2,)]):
         ids: list[int] = generator.integers(3, 80, 4 + index).tolist()
