@@ -51,10 +51,17 @@ class House:
         return {path: ast.parse(text, path) for path, text in self.sources.items()}
 
     @cached_property
+    def nodes(self) -> dict[str, list[ast.AST]]:
+        """All nodes of each parsed file, which several figures look through."""
+        return {path: list(ast.walk(tree)) for path, tree in self.trees.items()}
+
+    @cached_property
     def imports(self) -> Graph:
         """The core files that each core file imports, wherever in it and for types alone too."""
         modules = {_dotted(path): path for path in self.sources}
-        return {path: set(_imported(tree, _dotted(path), path, modules)) - {path} for path, tree in self.trees.items()}
+        return {
+            path: set(_imported(nodes, _dotted(path), path, modules)) - {path} for path, nodes in self.nodes.items()
+        }
 
     def named_files(self) -> list[str]:
         """All but `__init__.py` and `__main__.py`."""
@@ -90,8 +97,8 @@ class House:
         described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         return [
             f"{path}:{getattr(node, 'lineno', 1)}: {text}"
-            for path, tree in self.trees.items()
-            for node in ast.walk(tree)
+            for path, nodes in self.nodes.items()
+            for node in nodes
             if isinstance(node, described) and (text := ast.get_docstring(node)) and len(text.split()) <= 3
         ]
 
@@ -100,8 +107,8 @@ class House:
         return Counter(
             {
                 f"{path}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
-                for path, tree in self.trees.items()
-                for node in ast.walk(tree)
+                for path, nodes in self.nodes.items()
+                for node in nodes
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             }
         )
@@ -157,8 +164,8 @@ def _knots(graph: Graph) -> list[list[str]]:
     return found
 
 
-def _imported(tree: ast.Module, module: str, path: str, modules: Mapping[str, str]) -> Iterable[str]:
-    for node in ast.walk(tree):
+def _imported(nodes: Iterable[ast.AST], module: str, path: str, modules: Mapping[str, str]) -> Iterable[str]:
+    for node in nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -1,13 +1,17 @@
 """scikit-learn's 1,797 real scans of handwritten digits, as PNG pictures with a question and an answer."""
 
+from __future__ import annotations
+
 import io
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tinker
 from PIL import Image
-from sklearn.datasets import load_digits
-from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:  # two seconds of imports, for which help would wait
+    from transformers import PreTrainedTokenizerBase
 
 HELD_OUT_COUNT = 300
 QUESTION = "Which digit is this?"
@@ -28,6 +32,8 @@ class Scan:
 
 def load_scans(seed: int = 0) -> tuple[list[Scan], list[Scan]]:
     """The training scans and the held-out ones, shuffled by `seed`. No scan is in both."""
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.images))
     scans = [Scan(encode_png(digits.images[i]), int(digits.target[i])) for i in order]

@@ -6,11 +6,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from transformers.utils import logging
-
 from fovea_parity.finding import Finding, reason, run_apart
 from fovea_parity.parts import PARTS
-from fovea_parity.shallow import cut
 
 
 def main() -> None:
@@ -24,11 +21,16 @@ def main() -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="a checkpoint directory; weights may be missing")
     parser.add_argument("--whole", action="store_true", help="take all layers")
     arguments = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     directory: Path = arguments.directory.expanduser()
     if not (directory / "config.json").is_file():
         parser.error(f"{directory} has no config.json; name a checkpoint directory")
+    # Not before: help and a wrong use would wait five seconds for transformers.
+    from transformers.utils import logging
+
+    from fovea_parity.shallow import cut
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="fovea-check-") as folder:
         if not arguments.whole:
             try:

@@ -9,7 +9,7 @@ from torch import multiprocessing as processes
 
 from fovea.runtime.hosts import interface_of
 
-PRELOADED = ["pytest", "fovea_services.trainer.trainer_process"]
+PRELOADED = ["pytest", "tests.rank_imports"]
 """What they have imported when they begin."""
 
 

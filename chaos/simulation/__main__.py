@@ -1,9 +1,7 @@
-"""`python -m chaos.simulation --seeds 10000`, or `--seed N` for one, with its log."""
+"""`python -m chaos.simulation --seeds 10000`, or `--seed N...` for some, with their logs."""
 
 import os
 import sys
-
-from chaos.simulation import surroundings
 
 
 def main() -> int:
@@ -14,6 +12,8 @@ def main() -> int:
             [sys.executable, "-m", "chaos.simulation", *sys.argv[1:]],
             os.environ | {"PYTHONHASHSEED": "0"},
         )
+    from chaos.simulation import surroundings
+
     surroundings.install()
     from chaos.simulation.command import run  # not before: modules keep the functions that they import
 

@@ -1,4 +1,4 @@
-"""The command line: many seeds, or one with its log."""
+"""The command line: many seeds, or some with their logs."""
 
 import argparse
 import logging
@@ -20,7 +20,7 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m chaos.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=200, help="How many, from --first on.")
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int, help="Only this one, with its log.")
+    parser.add_argument("--seed", type=int, nargs="+", help="Only these, with their logs.")
     given = parser.parse_args(arguments)
     with scratch_folder() as folder:
         template = make_template(folder / "template.db")
@@ -29,12 +29,13 @@ def run(arguments: list[str]) -> int:
         return _run_many(range(given.first, given.first + given.seeds), template)
 
 
-def _replay(seed: int, template: Path) -> int:
+def _replay(seeds: list[int], template: Path) -> int:
     logging.basicConfig(level=logging.INFO, format="%(created).3f %(name)s %(message)s")
-    outcome = run_seed(seed, template)
-    print(_line(outcome))
-    print(checker.told(outcome.violations))
-    return int(bool(outcome.violations))
+    outcomes = [run_seed(seed, template) for seed in seeds]
+    for outcome in outcomes:
+        print(_line(outcome))
+        print(checker.told(outcome.violations))
+    return int(any(outcome.violations for outcome in outcomes))
 
 
 def _run_many(seeds: range, template: Path) -> int:

@@ -21,9 +21,10 @@ one line, with exit code 2; 1 is for what failed, or is not healthy. Commands fi
 the same folder, or with the same `--state-dir`.
 """
 
-# One process for all: most of them import torch.
+# One process for all, without torch: the SDK imports it where it is found, and no help needs it.
 _ASK_ALL = """
 import contextlib, io, json, runpy, sys
+sys.modules["torch"] = None
 told = []
 for module, arguments in json.loads(sys.argv[1]):
     sys.argv = [module, *arguments, "--help"]

@@ -14,25 +14,27 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NoReturn
 
-import numpy as np
-import torch
+from fovea.runtime.children import die_with_parent, importing
 
-from fovea.api.v1 import trainer_pb2
-from fovea.runtime.children import die_with_parent
-from fovea.wire import custom_loss
-from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.losses import graph_evaluation
-from fovea_services.trainer.losses.costs import Meter
-from fovea_services.trainer.losses.frames import (
-    HELLO,
-    PROGRESS,
-    Answer,
-    Failure,
-    Request,
-    read_request,
-    reader,
-    write_answer,
-)
+with importing():
+    import numpy as np
+    import torch
+
+    from fovea.api.v1 import trainer_pb2
+    from fovea.wire import custom_loss
+    from fovea.wire.errors import InvalidInput
+    from fovea_services.trainer.losses import graph_evaluation
+    from fovea_services.trainer.losses.costs import Meter
+    from fovea_services.trainer.losses.frames import (
+        HELLO,
+        PROGRESS,
+        Answer,
+        Failure,
+        Request,
+        read_request,
+        reader,
+        write_answer,
+    )
 
 _MIB = 2**20
 _MAX_FILES = 32
@@ -45,7 +47,8 @@ def main(control_fd: int, parent: int, memory_mib: int, timeout_s: float) -> Non
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
-    _load_lazy_parts()
+    with importing():
+        _load_lazy_parts()
     control = socket.socket(fileno=control_fd)
     while True:
         _, fds, _, _ = socket.recv_fds(control, 1, 2)

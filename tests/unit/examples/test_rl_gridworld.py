@@ -1,9 +1,12 @@
 """The room: starts differ, and rewards by steps lead to the goal on a shortest way."""
 
+from functools import cache
+
 from examples.rl_gridworld import MAX_STEPS, make_environment
 from fovea_rollout.environment import Answer
 
 
+@cache
 def play(seed: int, words: tuple[str, ...], *, by_steps: bool = False) -> tuple[float, float]:
     """Reward of a walk's last step, and whether it succeeded; the words may be more than it takes."""
     environment = make_environment(seed, by_steps=by_steps)

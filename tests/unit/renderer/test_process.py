@@ -1,51 +1,61 @@
 """The command line, and what the service process loads."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
 from fovea import vision
+from tests.copies import Ended, run_copies
 from tests.unit.renderer import checkpoints
 
 HEAVY = {"torch", "torchvision", "transformers", "vllm", "PIL"}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds `nothing`, and `unknown`: a model of no known family."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("nothing", "unknown"):
+        (folder / name).mkdir()
+    checkpoints.write(folder / "unknown", "qwen3_vl", model_type="some_vlm")
+    return folder
 
 
-def test_the_service_process_loads_no_model_library() -> None:
-    code = (
-        "import json, sys, fovea_services.renderer.renderer_service\n"
-        "print(json.dumps([name.split('.')[0] for name in sys.modules]))"
-    )
-    found = run("-c", code)
-    assert found.returncode == 0, found.stderr
-    assert HEAVY & set(json.loads(found.stdout)) == set()
+@pytest.fixture(scope="module")
+def ended(directory: Path) -> dict[str, Ended]:
+    """The service, started with other arguments each time."""
+    arguments = {
+        "help": ["--help"],
+        "no model": ["--model", str(directory / "nothing")],
+        "unknown family": ["--model", str(directory / "unknown")],
+        "unknown setting": ["--model", str(directory / "nothing"), "--wokers", "2"],
+    }
+    programs = [["fovea_services.renderer", *each] for each in arguments.values()]
+    return dict(zip(arguments, run_copies("fovea_services.renderer.renderer_service", *programs), strict=True))
 
 
-def test_help_names_every_setting() -> None:
-    text = run("-m", "fovea_services.renderer", "--help").stdout
+def test_the_service_process_loads_no_model_library(ended: dict[str, Ended]) -> None:
+    assert "fovea_services.renderer.renderer_service" in ended["help"].loaded
+    assert HEAVY & ended["help"].loaded == set()
+
+
+def test_help_names_every_setting(ended: dict[str, Ended]) -> None:
+    text = ended["help"].stdout
     for name in ("--model", "--port", "--workers", "--advertise", "--image-hosts", "--feature-cache-bytes"):
         assert name in text
     assert "FOVEA_RENDERER_" in text
 
 
-def test_a_directory_without_a_model_ends_the_start(tmp_path: Path) -> None:
-    ended = run("-m", "fovea_services.renderer", "--model", str(tmp_path))
-    assert ended.returncode == 1
-    assert f"{tmp_path} has no config.json" in ended.stderr
+def test_a_directory_without_a_model_ends_the_start(ended: dict[str, Ended], directory: Path) -> None:
+    assert ended["no model"].returncode == 1
+    assert f"{directory / 'nothing'} has no config.json" in ended["no model"].stderr
 
 
-def test_an_unknown_vision_family_ends_the_start(tmp_path: Path) -> None:
-    checkpoints.write(tmp_path, "qwen3_vl", model_type="some_vlm")
-    ended = run("-m", "fovea_services.renderer", "--model", str(tmp_path))
-    assert ended.returncode == 1
-    assert "supported are " + ", ".join(vision.MODEL_TYPES) in ended.stderr
+def test_an_unknown_vision_family_ends_the_start(ended: dict[str, Ended]) -> None:
+    assert ended["unknown family"].returncode == 1
+    assert "supported are " + ", ".join(vision.MODEL_TYPES) in ended["unknown family"].stderr
 
 
-def test_an_unknown_setting_ends_the_start(tmp_path: Path) -> None:
-    ended = run("-m", "fovea_services.renderer", "--model", str(tmp_path), "--wokers", "2")
-    assert ended.returncode == 2
-    assert "--wokers" in ended.stderr
+def test_an_unknown_setting_ends_the_start(ended: dict[str, Ended]) -> None:
+    assert ended["unknown setting"].returncode == 2
+    assert "--wokers" in ended["unknown setting"].stderr

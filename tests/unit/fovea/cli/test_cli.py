@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import fovea
 from fovea.cli import reference_page
 from fovea.cli.main import app, make_first_key, may_have_keys
+from tests.copies import run_copies
 
 
 def test_a_model_that_is_not_there_is_named() -> None:
@@ -57,13 +58,9 @@ def test_status_without_a_fovea(tmp_path: pathlib.Path) -> None:
 
 def test_its_version_and_wrong_uses_are_one_line() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"{fovea.__version__}\n"
-    for arguments, words in (
-        (["nonsense"], "'nonsense'"),
-        (["up", "--port", "x"], "--port"),
-        (["restart"], "'service'"),
-    ):
-        command = [sys.executable, "-m", "fovea.cli.main", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wrong = ((["nonsense"], "'nonsense'"), (["up", "--port", "x"], "--port"), (["restart"], "'service'"))
+    ended = run_copies("fovea.cli.main", *(["fovea.cli.main", *arguments] for arguments, _ in wrong))
+    for (_, words), done in zip(wrong, ended, strict=True):
         (line,) = done.stderr.splitlines()
         assert (done.returncode, done.stdout) == (2, "")
         assert words in line

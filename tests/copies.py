@@ -1,0 +1,64 @@
+"""Programs of a test, each run by a copy of one process that has imported what they share: half a second for each."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended, what it wrote, and the packages and modules that its process had loaded."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    loaded: frozenset[str]
+
+
+# A copy runs its program as `python -m` does, and ends as a program does: the interpreter turns what it raises into an
+# exit status and words on stderr.
+_BEGIN = """
+import importlib, json, os, runpy, sys
+shared, programs, folder = json.loads(sys.argv[1])
+importlib.import_module(shared)
+ends = []
+for number, (module, *arguments) in enumerate(programs):
+    child = os.fork()
+    if not child:
+        for descriptor, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{folder}/{number}.{name}", os.O_CREAT | os.O_WRONLY), descriptor)
+        sys.argv = [module, *arguments]
+        sys.modules.pop(module, None)  # it is run anew, as __main__
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        finally:
+            with open(f"{folder}/{number}.loaded", "w") as file:
+                file.write("\\n".join(sys.modules))
+        sys.exit()
+    ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(ends))
+"""
+
+
+def run_copies(shared: str, *programs: Sequence[str]) -> list[Ended]:
+    """Runs modules with arguments, one after another, as `python -m MODULE ARGUMENTS` would.
+
+    Args:
+        shared: A module that all of them import, by which no threads are started.
+        programs: The name of a module and its arguments, each.
+    """
+    with tempfile.TemporaryDirectory(prefix="copies-") as name:
+        command = [sys.executable, "-c", _BEGIN, json.dumps([shared, programs, name])]
+        begun = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+        written = [[(Path(name) / f"{i}.{kind}").read_text() for kind in _KINDS] for i in range(len(programs))]
+    return [
+        Ended(status, out, err, frozenset(loaded.split()))
+        for status, (out, err, loaded) in zip(json.loads(begun.stdout), written, strict=True)
+    ]
+
+
+_KINDS = ("out", "err", "loaded")
