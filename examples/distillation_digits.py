@@ -70,7 +70,8 @@ async def main(arguments: argparse.Namespace) -> None:
     experiment = await Experiment.begin("distillation_digits", arguments, rollout)
     await experiment.measure("teacher", measured, teacher)
     await experiment.measure("before", measured)
-    await experiment.warm_up(unlabelled, teacher)
+    # What a teacher says is to be learnt, not its form alone: at the rate of fine-tuning.
+    await experiment.warm_up(unlabelled, teacher, learning_rate=3e-3)
     await experiment.measure("cloning", measured)
     settings = LoopSettings(
         steps=arguments.steps,
@@ -79,7 +80,6 @@ async def main(arguments: argparse.Namespace) -> None:
         learning_rate=2e-3,
         estimator="dr_grpo",
         kl_coefficient=1.0,
-        filter_groups=False,  # without rewards there is nothing else
         adam={"eps": 1e-8, "grad_clip_norm": 1.0},
         rollout=rollout,
         seed=arguments.seed,

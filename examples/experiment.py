@@ -120,7 +120,12 @@ class Experiment:
         await experiment._publish()
         return experiment
 
-    async def warm_up(self, sources: Sources, answer: Callable[[Sequence[Chunk]], str] | tinker.SamplingClient) -> None:
+    async def warm_up(
+        self,
+        sources: Sources,
+        answer: Callable[[Sequence[Chunk]], str] | tinker.SamplingClient,
+        learning_rate: float | None = None,
+    ) -> None:
         """Clones a player whose answers `answer` writes, or samples; its mean reward is `cloned` in the result.
 
         One that answers at random teaches what an answer looks like, and nothing about pictures.
@@ -130,7 +135,10 @@ class Experiment:
             player = TinkerPolicy(answer)
         else:
             player = ScriptedPlayer(self.policy, self._tokenizer, answer)
-        settings = WarmUpSettings(self._arguments.warm_up, rollout=self._rollout, seed=self._arguments.seed)
+        arguments = self._arguments
+        settings = WarmUpSettings(
+            arguments.warm_up, learning_rate=learning_rate, rollout=self._rollout, seed=arguments.seed
+        )
         self.result["cloned"] = await warm_up(self._training, self._template, sources, player, settings)
         await self._publish()
         self._say(f"warm-up done; the cloned player's reward is {self.result['cloned']:.3f}")

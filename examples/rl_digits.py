@@ -47,9 +47,6 @@ async def main(arguments: argparse.Namespace) -> None:
         groups_per_step=arguments.groups,
         group_size=4,
         learning_rate=2e-3,
-        estimator="dr_grpo",
-        kl_coefficient=0.2,
-        filter_groups=False,  # a group that is sure and wrong is brought back by the penalty alone
         adam={"eps": 1e-8},
         rollout=rollout,
         seed=arguments.seed,

@@ -117,13 +117,7 @@ async def main(arguments: argparse.Namespace) -> None:
     settings = LoopSettings(
         steps=arguments.steps * 4 // 5,
         groups_per_step=arguments.groups,
-        group_size=8,
-        learning_rate=7e-4,  # of thirty tokens: at 2e-3 the call loses its form
-        estimator="dr_grpo",
         discount=0.0,  # each try is judged by itself
-        kl_coefficient=0.2,  # below, it settles on one number before it sees anything
-        filter_groups=False,
-        adam={"eps": 1e-8, "grad_clip_norm": 1.0},
         rollout=replace(rollout, max_turns=1),
         seed=arguments.seed,
     )

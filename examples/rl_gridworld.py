@@ -83,12 +83,8 @@ async def main(arguments: argparse.Namespace) -> None:
     settings = LoopSettings(
         steps=arguments.steps // 2,
         groups_per_step=arguments.groups,
-        group_size=8,
-        learning_rate=2e-3,
-        estimator="dr_grpo",
+        learning_rate=2e-3,  # of one token, which has no form to lose
         discount=0.0,  # each step is judged by itself: the reward says at once what it was worth
-        kl_coefficient=0.2,  # below, it settles on one word before it sees anything
-        adam={"eps": 1e-8, "grad_clip_norm": 1.0},
         rollout=rollout,
         seed=arguments.seed,
     )

@@ -65,11 +65,12 @@ def draw_puzzle(rng: np.random.Generator) -> Puzzle:
 class ZoomEnvironment:
     """One puzzle. A call of `zoom` costs a turn and brings a picture; any other answer is the colour, and ends it.
 
-    The reward is 1 for the right colour. Metrics of each turn: `is_zoom`, and `is_found` if it showed the seal.
+    The reward is 1 for the right colour. Metrics until a turn: `zooms`, how many, and `is_found`, whether one showed the
+    seal; of an answer after that, `right_if_found`.
     """
 
     def __init__(self, puzzle: Puzzle) -> None:
-        self._puzzle, self._turns = puzzle, 0
+        self._puzzle, self._turns, self._is_found = puzzle, 0, False
 
     async def reset(self) -> list[Message]:
         """The whole picture and the question."""
@@ -79,16 +80,20 @@ class ZoomEnvironment:
         """Zooms, or takes the answer."""
         self._turns += 1
         if not answer.tool_calls and not answer.malformed:
-            is_right = answer.text.strip() == self._puzzle.colour
-            return Step((), float(is_right), True, {"is_zoom": 0.0})
+            reward = float(answer.text.strip() == self._puzzle.colour)
+            found = {"right_if_found": reward} if self._is_found else {}
+            return Step((), reward, True, self._metrics(self._turns - 1) | found)
         place = answer.tool_calls[-1].arguments.get("place") if answer.tool_calls else None
         shown: str | Picture = self._puzzle.draw(place) if place in PLACES else answer.malformed or EMPTY
         message = Message("user", ("<tool_response>\n", shown, "\n</tool_response>"))
-        metrics = {"is_zoom": 1.0, "is_found": float(place == self._puzzle.place)}
-        return Step([message], 0.0, self._turns == MAX_TURNS, metrics)
+        self._is_found |= place == self._puzzle.place
+        return Step([message], 0.0, self._turns == MAX_TURNS, self._metrics(self._turns))
 
     async def close(self) -> None:
         """Holds nothing."""
+
+    def _metrics(self, zooms: int) -> dict[str, float]:
+        return {"zooms": float(zooms), "is_found": float(self._is_found)}
 
 
 class RandomPlayer:

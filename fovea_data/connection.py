@@ -11,7 +11,7 @@ from fovea.runtime.model_files import language_entries, read_json
 from fovea.wire.errors import FailedPrecondition, NotFound
 from fovea_data.encoder import Encoder
 from fovea_data.picture_tokens import PictureTokens, ask_server, checkpoint_directory, checkpoint_formula
-from fovea_rollout.default_rate import CLONING_RATE, rate_at
+from fovea_rollout.default_rate import FINE_TUNING_RATE, rate_at
 
 SupportedModel = tinker.types.SupportedModel
 
@@ -74,7 +74,7 @@ class Connection:
         sampling = cache(lambda: service.create_sampling_client(base_model=name).result())
         tokens = PictureTokens(checkpoint_formula(files), lambda picture: ask_server(sampling(), picture))
         encoder = Encoder(tokenizer, tokens, vocabulary=text.get("vocab_size"), max_tokens=model.max_context_length)
-        return cls(server, training, encoder, rate_at(text["hidden_size"], CLONING_RATE))
+        return cls(server, training, encoder, rate_at(text["hidden_size"], FINE_TUNING_RATE))
 
     def sampling(self, weights: str) -> tinker.SamplingClient:
         """Samples from a checkpoint."""

@@ -56,8 +56,8 @@ class LoopSettings:
             names one: ratios are those of the distribution that was drawn from.
         filter_groups: Leave out groups in which all rewards are the same. With a KL penalty these teach too: one that
             is sure and wrong is brought back by nothing else.
-        kl_coefficient: Weight of the penalty for leaving the base model; above 0 it needs `base` of `train` and a
-            temperature of 1.
+        kl_coefficient: Weight of the penalty for leaving the base model, in reward per nat; above 0 it needs a
+            temperature of 1. Without it a model gives up what does not pay at once, before it learns what that is for.
         adam: Other fields of `tinker.AdamParams`.
         concurrency: The most rollouts that run at once.
         seed: Decides the order of sources, which are gone through again and again.
@@ -74,8 +74,8 @@ class LoopSettings:
     substeps: int = 1
     loss: Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"] = "importance_sampling"
     loss_config: Mapping[str, float] = field(default_factory=dict)
-    filter_groups: bool = True
-    kl_coefficient: float = 0.0
+    filter_groups: bool = False
+    kl_coefficient: float = 0.2
     adam: Mapping[str, float] = field(default_factory=lambda: {"eps": 1e-8, "grad_clip_norm": 1.0})
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     concurrency: int = 256
@@ -95,7 +95,7 @@ class LoopSettings:
         if self.kl_coefficient and self.rollout.sampling.temperature != 1.0:
             raise InvalidInput(
                 f"kl_coefficient needs temperature 1, at which the base is scored; temperature is "
-                f"{self.rollout.sampling.temperature:g}",
+                f"{self.rollout.sampling.temperature:g}: set one of the two, kl_coefficient to 0",
                 field="kl_coefficient",
             )
 
@@ -137,7 +137,7 @@ async def train(
 
     Args:
         on_step: Gets each step's report as soon as there is one; may be async. The next step waits for it.
-        base: The model that a KL penalty is measured from.
+        base: The model that a KL penalty is measured from; None is the one in training as it begins, warmed up or not.
         experts: Tells which experts computed a sample, so that training follows them: an `expert_source`.
         live: Tells a Fovea's live page of rewards, KL and right answers; by default the server that the environment
             names to the SDK.
@@ -153,10 +153,8 @@ async def train(
     if not sources:
         raise InvalidInput("sources is empty: give at least one record or factory", field="sources")
     if settings.kl_coefficient and base is None:
-        raise InvalidInput(
-            f"kl_coefficient is {settings.kl_coefficient:g}: pass the base model's sampling client as base",
-            field="base",
-        )
+        # Not the client that samples first: in flight, its weights move on.
+        base = await training_client.save_weights_and_get_sampling_client()
     if settings.learning_rate is None:
         settings = replace(settings, learning_rate=await learning_rate_of(training_client, REINFORCING_RATE))
     with LoopProgress(settings.steps, settings.groups_per_step * settings.group_size, progress) as shown:

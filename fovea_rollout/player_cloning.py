@@ -12,7 +12,7 @@ import numpy as np
 import tinker
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.default_rate import CLONING_RATE, learning_rate_of
+from fovea_rollout.default_rate import REINFORCING_RATE, learning_rate_of
 from fovea_rollout.environment import Environment
 from fovea_rollout.policy import Policy
 from fovea_rollout.rollout import RolloutSettings, run_rollouts
@@ -29,13 +29,14 @@ class WarmUpSettings:
         steps: Optimizer steps.
         episodes: The most that the player plays; steps draw from them again and again.
         answers_per_step: About as many; fewer episodes where these have several.
-        learning_rate: Of every step; None takes one by the model's width.
+        learning_rate: Of every step; None takes one by the model's width. A higher one soon makes a model blind that
+            clones answers at random: they teach it that pictures do not matter.
         adam: Other fields of `tinker.AdamParams`.
         rollout: How the player plays.
         seed: Decides which episodes a step has.
     """
 
-    steps: int = 60
+    steps: int = 100
     episodes: int = 400
     answers_per_step: int = 32
     learning_rate: float | None = None
@@ -78,7 +79,7 @@ async def warm_up(
     size = max(4, round(settings.answers_per_step / answers))
     rate = settings.learning_rate
     if rate is None:
-        rate = await learning_rate_of(training_client, CLONING_RATE)
+        rate = await learning_rate_of(training_client, REINFORCING_RATE)
     rng = np.random.default_rng(settings.seed)
     for _ in range(settings.steps):
         batch = [data[index] for index in rng.choice(len(data), size)]

@@ -139,6 +139,8 @@ async def test_one_step_off(training: tinker.TrainingClient, template: ChatTempl
     assert [report.lag for report in reports] == [0, 1, 1]
     ratios = [report.agreement.largest_log_ratio for report in reports if report.agreement]
     assert ratios[0] < 1e-3 < min(ratios[1:]), "weights have moved since they sampled"
+    distances = [report.base_kl for report in reports if report.base_kl is not None]
+    assert abs(distances[0]) < 1e-3 < abs(distances[2]), "without a base, it is the weights of the beginning"
 
 
 async def test_inflight(training: tinker.TrainingClient, template: ChatTemplate) -> None:
@@ -165,7 +167,7 @@ async def test_records_and_steps_without_signal(training: tinker.TrainingClient,
     prompt = (Message("user", ("Name a digit.",)),)
     record = Record(prompt, "tests.e2e.fovea_rollout.test_loop:SameReward", {"method": "rule", "ground_truth": "1"})
     reports: list[StepReport] = []
-    settings = LoopSettings(steps=2, **SETTINGS)
+    settings = LoopSettings(steps=2, kl_coefficient=0.0, filter_groups=True, **SETTINGS)
     await train(training, template, [record], settings, reports.append)
     assert [report.agreement for report in reports] == [None, None]
     assert [(report.reward_mean, report.signal_share, report.data) for report in reports] == [(1.0, 0.0, ())] * 2

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from fovea_rollout.default_rate import CLONING_RATE, REINFORCING_RATE, _by_width
+from fovea_rollout.default_rate import FINE_TUNING_RATE, REINFORCING_RATE, _by_width
 
 
 def checkpoint(folder: pathlib.Path, **config: object) -> str:
@@ -21,7 +21,7 @@ def test_it_falls_with_the_width(width: int, rate: float, tmp_path: pathlib.Path
 
 def test_the_width_is_that_of_the_language_part(tmp_path: pathlib.Path) -> None:
     name = checkpoint(tmp_path, model_type="qwen3_vl", text_config={"hidden_size": 128}, vision_config={})
-    assert _by_width(name, CLONING_RATE) == pytest.approx(3.1e-3, rel=0.02)
+    assert _by_width(name, FINE_TUNING_RATE) == pytest.approx(3.1e-3, rel=0.02)
 
 
 def test_without_a_width_it_is_the_one_of_2000(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

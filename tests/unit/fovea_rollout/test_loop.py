@@ -19,6 +19,7 @@ WARM = RolloutSettings(sampling=SamplingSettings(temperature=0.7))
         ({"group_size": 1}, "group_size is 1; advantages compare rollouts of a group: use 2 or more"),
         ({"max_lag": 0}, "max_lag is 0"),
         ({"kl_coefficient": 0.1, "rollout": WARM}, "needs temperature 1, .* temperature is 0.7"),
+        ({"rollout": WARM}, "temperature is 0.7: set one of the two, kl_coefficient to 0"),
     ],
 )
 def test_bad_settings_are_named(changes: dict[str, Any], said: str) -> None:
