@@ -65,8 +65,8 @@ def draw_puzzle(rng: np.random.Generator) -> Puzzle:
 class ZoomEnvironment:
     """One puzzle. A call of `zoom` costs a turn and brings a picture; any other answer is the colour, and ends it.
 
-    The reward is 1 for the right colour. Metrics until a turn: `zooms`, how many, and `is_found`, whether one showed the
-    seal; of an answer after that, `right_if_found`.
+    The reward is 1 for the right colour. Metrics: how many `zooms` there were, whether one showed the seal, `is_found`,
+    and of an answer after that `right_if_found`.
     """
 
     def __init__(self, puzzle: Puzzle) -> None:
