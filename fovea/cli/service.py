@@ -32,6 +32,8 @@ _LONGEST_CAUSE = 200
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal)\b|^[\w.]*(Error|Exception|Taken|Failed): |: error: |^python\S* -m ")
 _TIME_AND_LEVEL = re.compile(r"^[\d:.]+ (ERROR|CRITICAL) +")
 _SILENT_ENDS = (signal.SIGKILL, signal.SIGTERM)
+KILLS = frozenset(end.name for end in _SILENT_ENDS)
+"""How a process ended that somebody else ended."""
 """Sent from outside: nothing that the process has printed says why."""
 
 
@@ -98,7 +100,7 @@ class Service:
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._started_at = self._starts_again_at = 0.0  # by the wall clock, which `fovea status` has too
         self._serves_since: float | None = None
-        self._restarts, self._last_end = 0, ""
+        self.restarts, self._last_end = 0, ""
 
     @property
     def pid(self) -> int | None:
@@ -111,7 +113,7 @@ class Service:
         return {
             "pid": self.pid,
             "started_at": self._started_at,
-            "restarts": self._restarts,
+            "restarts": self.restarts,
             "last_end": self._last_end,
             "starts_again_at": self._starts_again_at if self.pid is None else None,
         }
@@ -134,7 +136,7 @@ class Service:
             self._starts_again_at = time.time() + self._pauses.next_s
             on_end(self.spec.name, how, self._pauses.next_s)
             await self._pauses.pause()
-            self._restarts += 1
+            self.restarts += 1
 
     def note_serving(self) -> None:
         """It answers its health check: from now on it counts as well."""

@@ -17,7 +17,7 @@ from rich.text import Text
 
 import fovea
 from fovea.cli.kept_log import KeptLog, log_folder
-from fovea.cli.service import Service, ServiceFailed, ServiceSpec, kind_of
+from fovea.cli.service import KILLS, Service, ServiceFailed, ServiceSpec, kind_of
 from fovea.cli.service_specs import UpOptions, base_url, service_specs
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret, tls
@@ -25,6 +25,7 @@ from fovea.runtime.hosts import is_loopback
 
 COLORS = {"renderer": "cyan", "sampler": "green", "trainer": "magenta", "gateway": "yellow", "fovea": "bold white"}
 STOP_ORDER = ("gateway", "trainer", "sampler", "renderer")
+_EARLY_RESTARTS = 2
 
 
 class Supervisor:
@@ -111,10 +112,12 @@ class Supervisor:
         self._has_served[spec.name].set()
 
     def _note_end(self, name: str, how: str, pause_s: float) -> None:
-        if self._ready_s is None:
+        # What cannot start says so by a code. Who is killed meanwhile starts again, but not for ever: memory may lack.
+        is_tried_again = how in KILLS and self._services[name].restarts < _EARLY_RESTARTS
+        if self._ready_s is None and not is_tried_again:
             raise ServiceFailed(f"{name} ended by {how} before Fovea was ready; its last lines are above")
         self._print("fovea", f"{name} ended by {how}; starting it again in {pause_s:.2g} s, the others go on")
-        if name not in self._returning or self._returning[name].done():
+        if self._has_served[name].is_set() and (name not in self._returning or self._returning[name].done()):
             wait = self._wait_serving(self._services[name].spec, time.monotonic(), math.inf, "back")
             self._returning[name] = asyncio.create_task(wait)
         self._note_change()

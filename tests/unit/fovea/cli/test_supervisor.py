@@ -268,6 +268,38 @@ async def test_what_cannot_start_ends_all_at_once_with_its_cause(
     assert "gateway ended by code 1 (OSError: port 1 is taken) before Fovea was ready" in line
 
 
+@pytest.mark.parametrize("kills", [2, 3])
+async def test_what_is_killed_while_it_starts_is_started_again_twice(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    monkeypatch.setattr(service_module, "FIRST_PAUSE_S", 0.01)
+    count = tmp_path / "count"
+    count.write_text("0")
+    (port,) = free_ports(1)
+    program = KILLED.format(kills=kills) + SERVING
+    specs = [
+        ServiceSpec(
+            "gateway",
+            ("-c", program, str(port), str(count)),
+            f"127.0.0.1:{port}",
+            "fovea.Part",
+            0,
+            {VARIABLE: 32 * "s"},
+        )
+    ]
+    supervisor, shown = supervisor_of(specs, tmp_path, monkeypatch)
+    again = "gateway ended by SIGKILL; starting it again in"
+    if kills == 2:
+        running = await run_until("gateway is ready", supervisor, shown, 60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await running == 0
+    else:
+        async with asyncio.timeout(60):
+            assert await supervisor.run() == 1
+        assert "gateway ended by SIGKILL before Fovea was ready" in shown.getvalue()
+    assert shown.getvalue().count(again) == 2
+
+
 async def test_what_starts_after_another_finds_it_serving(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,4 +379,12 @@ DIES = starts == 1
 """
     + SERVING
 )
+KILLED = """
+import os, pathlib, signal, sys
+count = pathlib.Path(sys.argv[2])
+starts = int(count.read_text()) + 1
+count.write_text(str(starts))
+if starts <= {kills}:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 SERVING = "DIES = False" + SERVING
