@@ -10,7 +10,8 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import pytest
 
@@ -44,12 +45,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 gc.disable()  # a third of the collection of tests went into collections of garbage, of which it makes none
+if "sklearn" not in sys.modules:
+    # Transformers imports it, for a second, where it finds it. Tests that need it import it when they run.
+    sys.modules["sklearn"] = cast(ModuleType, None)
 
 
 def pytest_collection_finish() -> None:
-    """From here on garbage is collected, of what tests make alone."""
+    """From here on garbage is collected, of what tests make alone, and scikit-learn is there."""
     gc.freeze()
     gc.enable()
+    if sys.modules["sklearn"] is None:
+        del sys.modules["sklearn"]
 
 
 @pytest.fixture(autouse=True)

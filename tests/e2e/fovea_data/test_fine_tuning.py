@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from tests.e2e.stack import API_KEY, Stack
 from tests.waiting import eventually
@@ -26,6 +25,8 @@ fine_tune(train, held_out, FineTuneSettings(epochs=2, batch_size=4), out=out, ba
 
 
 def digits(folder: pathlib.Path, count: int) -> pathlib.Path:
+    from sklearn.datasets import load_digits  # not at the top: see conftest.py of all tests
+
     scans = load_digits()
     for number in range(count):
         place = folder / str(scans.target[number])

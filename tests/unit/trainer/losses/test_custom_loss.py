@@ -1,7 +1,7 @@
 """Traced losses, rebuilt and run: what the client's own function gives, and a named error for what cannot be."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,9 @@ Tensors = dict[str, torch.Tensor]
 X = ref("logprobs")
 
 
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-    """As in a trainer with its defaults, but for the time: this machine may be busy."""
-    made = Sandbox(timeout_s=60.0, memory_mib=1024)
-    yield made
-    made.close()
+@pytest.fixture
+def sandbox(roomy: Sandbox) -> Sandbox:
+    return roomy
 
 
 def run(

@@ -73,13 +73,6 @@ def sandbox() -> Iterator[Sandbox]:
     made.close()
 
 
-@pytest.fixture(scope="module")
-def roomy() -> Iterator[Sandbox]:
-    made = Sandbox(timeout_s=60.0, memory_mib=2048)
-    yield made
-    made.close()
-
-
 def test_time_is_that_of_the_whole_call(roomy: Sandbox) -> None:
     """Also of what comes in several micro-batches, and the next call finds a worker."""
     loss = custom(SLOW, roomy)
