@@ -55,6 +55,7 @@ def test_a_seed_is_the_same_run_each_time() -> None:
     assert drawn.sub("", first.stderr) == drawn.sub("", second.stderr), "the logs differ, times included"
 
 
+@pytest.mark.slow
 def test_planted_bugs_are_found_within_200_seeds() -> None:
     done = _run("tests.unit.chaos.planted_bugs", *BUGS)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
