@@ -224,7 +224,10 @@ class FairQueue:
             flow.finish += (turn.used - turn.cost) / self._weight_of(turn.owner)
         flow.inside -= turn.size
         self._inside -= turn.size
-        self._left_at[turn.owner] = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        self._left_at[turn.owner] = loop.time()
+        if not flow.waiting and not flow.inside:
+            loop.call_later(_RECENT_S + 0.1, self._admit)  # who waits then waits for nobody who is expected
         self._keep_place(turn, flow)
         self._admit()
         self._forget_absent()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.flood_model import VirtualLoop
 from fovea_gateway.fair_queue import FairQueue, Turn
 
 
@@ -247,6 +248,25 @@ async def test_a_flood_has_all_places_alone_and_few_beside_somebody_who_sends_a_
     assert line.inside_of("a") == 20, "nobody else was there lately"
     for task in line.tasks:
         task.cancel()
+
+
+def test_a_flood_gets_all_places_when_nobody_is_expected_back_though_nothing_has_ended() -> None:
+    async def flood() -> None:
+        line = Line(places=20, beside=8)
+        await line.send("b", 1)
+        await line.end()
+        await line.send("a", 400)
+        assert line.inside_of("a") == 7
+        await asyncio.sleep(29.0)
+        assert line.inside_of("a") == 7
+        await asyncio.sleep(2.0)
+        assert line.inside_of("a") == 20
+        for task in line.tasks:
+            task.cancel()
+        await asyncio.gather(*line.tasks, return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(flood())
 
 
 async def test_owners_who_ask_for_as_much_as_they_can_have_get_all_places() -> None:
