@@ -57,7 +57,7 @@ class LoopSettings:
         filter_groups: Leave out groups in which all rewards are the same. With a KL penalty these teach too: one that
             is sure and wrong is brought back by nothing else.
         kl_coefficient: Weight of the penalty for leaving the base model, in reward per nat; above 0 it needs a
-            temperature of 1. Without it a model gives up what does not pay at once, before it learns what that is for.
+            temperature of 1. It keeps what a model does and is not rewarded for yet, such as looking before it answers.
         adam: Other fields of `tinker.AdamParams`.
         concurrency: The most rollouts that run at once.
         seed: Decides the order of sources, which are gone through again and again.
