@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--gap-s", type=float, default=16.0, help="Mean seconds from one fault to the next.")
     parser.add_argument("--replay", type=Path, help="Make the faults of this faults.jsonl again, whatever --seed says.")
     parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--disk-mib", type=int, help="What clients save stays there; by default 10 MiB for each fault.")
+    parser.add_argument("--disk-mib", type=int, help="Where all saves stay; by default 512, and 10 for each fault.")
     parser.add_argument("--pause-s", type=float, default=1.0, help="Between rounds of a client while it is disturbed.")
     parser.add_argument("--without", action="append", default=[], help="Leave out faults of this kind or target.")
     parser.add_argument("--folder", type=Path, help="For histories and logs; by default one in the temporary folder.")

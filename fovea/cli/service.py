@@ -32,9 +32,9 @@ _LONGEST_CAUSE = 200
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal)\b|^[\w.]*(Error|Exception|Taken|Failed): |: error: |^python\S* -m ")
 _TIME_AND_LEVEL = re.compile(r"^[\d:.]+ (ERROR|CRITICAL) +")
 _SILENT_ENDS = (signal.SIGKILL, signal.SIGTERM)
-KILLS = frozenset(end.name for end in _SILENT_ENDS)
-"""How a process ended that somebody else ended."""
 """Sent from outside: nothing that the process has printed says why."""
+KILLS = frozenset(end.name for end in _SILENT_ENDS)
+"""How a process ended that somebody else ended, as `Service.run` tells it."""
 
 
 OF_MODEL = "-"

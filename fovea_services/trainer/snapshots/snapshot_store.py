@@ -177,8 +177,7 @@ def packed_buckets(
 
 def digest_of(specs: Sequence[weights_pb2.TensorSpec], tensors: Iterable[Tensor]) -> str:
     """The digest of tensors, computed where they are."""
-    builder = None
+    digest = device_digest()
     for bucket, data in packed_buckets(specs, tensors, _DIGEST_BYTES):
-        builder = builder or device_digest()
-        builder.add(bucket, data.view(torch.int64))
-    return (builder or device_digest()).hexdigest()
+        digest.add(bucket, data.view(torch.int64))
+    return digest.hexdigest()
