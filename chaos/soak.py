@@ -3,6 +3,7 @@
 
 import argparse
 import asyncio
+import json
 import statistics
 import tempfile
 import time
@@ -27,15 +28,23 @@ WARM = 0.25
 Samples = dict[str, list[tuple[float, float]]]
 
 
-async def watch(stack: Stack, stop: Path, seconds: float) -> Samples:
-    """(seconds, MiB resident) of every process, by its role; then has the clients end."""
+async def watch(stack: Stack, folder: Path, stop: Path, seconds: float) -> Samples:
+    """(seconds, MiB resident) of the processes of each role together; then has the clients end.
+
+    They stand in ``folder``'s memory.jsonl too, a line a look, so that hours are not lost with this process.
+    """
     samples: Samples = defaultdict(list)
     begun = time.monotonic()
-    while (at_s := time.monotonic() - begun) < seconds:
-        for process in stack.marked():
-            with suppress(psutil.Error):
-                samples[role(process)].append((at_s, process.memory_info().rss / 2**20))
-        await asyncio.sleep(SAMPLE_S)
+    with (folder / "memory.jsonl").open("w", buffering=1) as lines:
+        while (at_s := time.monotonic() - begun) < seconds:
+            look: dict[str, float] = defaultdict(float)
+            for process in stack.marked():
+                with suppress(psutil.Error):
+                    look[role(process)] += process.memory_info().rss / 2**20
+            for name, mib in look.items():
+                samples[name].append((at_s, mib))
+            lines.write(json.dumps({"at_s": round(at_s, 1), "mib": look}) + "\n")
+            await asyncio.sleep(SAMPLE_S)
     await asyncio.to_thread(stop.touch)
     return samples
 
@@ -77,7 +86,7 @@ async def soak(seconds: float, clients: int, folder: Path) -> int:
     async with running(folder, fovea_tinyvlm.ensure(), disk_mib=disk_mib) as stack:
         stop, begun_s = folder / "stop", time.monotonic()
         working = asyncio.create_task(run_clients(stack, folder / "soak", client_names(0, clients), stop, pause_s=0.2))
-        samples = await watch(stack, stop, seconds)
+        samples = await watch(stack, folder, stop, seconds)
         exits = await working
     history = History.read(sorted((folder / "soak").glob("*.jsonl")))
     unanswered = sum(len(one.answers) != 1 or bool(one.answers[0].error) for one in history.commands.values())
