@@ -126,7 +126,7 @@ def role(process: psutil.Process) -> str:
         module = words[words.index("-m") + 1]
         rank = process.environ().get("RANK") if module == "fovea_services.trainer" else None
         return f"{module} rank {rank}" if rank else module
-    return _NUMBERS.sub("#", " ".join(words)[:60])
+    return _NUMBERS.sub("#", " ".join(words).strip()[:60])
 
 
 def _is_taken(port: int) -> bool:

@@ -76,6 +76,7 @@ class Stack:
         for made in (self._place, folder / "tmp"):
             made.mkdir()
         self.disk = disk.Disk(self._place, disk_mib) if disk.is_possible() else None
+        self._sessions: set[int] = set()
         self._environment = {MARK: str(folder), "TMPDIR": str(folder / "tmp")} | (environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         rest, gateway = free_ports(2)
@@ -172,13 +173,21 @@ class Stack:
         return []
 
     def marked(self) -> list[psutil.Process]:
-        """Every process of this Fovea, whoever is its parent by now."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(self._folder):
-                    found.append(process)
-        return found
+        """Every process of this Fovea, whoever is its parent by now.
+
+        vLLM's engine writes its title over its environment: it is known by its session, which its sampler leads.
+        """
+        alive = [one for one in psutil.process_iter(["status"]) if one.info["status"] != psutil.STATUS_ZOMBIE]
+        marked = {one.pid for one in alive if self._is_marked(one)}
+        for pid in marked:
+            with suppress(ProcessLookupError):
+                self._sessions.add(os.getsid(pid))
+        return [one for one in alive if one.pid in marked or _session(one) in self._sessions]
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return process.environ().get(MARK) == str(self._folder)
+        return False
 
     async def kill(self) -> None:
         """Power loss without the loss of what was written: all processes at once. `start` begins again."""
@@ -216,6 +225,12 @@ class Stack:
             if source == spec.name:
                 arguments[arguments.index(f"--{service}") + 1] = f"127.0.0.1:{link.port}"
         return replace(spec, arguments=tuple(arguments))
+
+
+def _session(process: psutil.Process) -> int | None:
+    with suppress(ProcessLookupError):
+        return os.getsid(process.pid)
+    return None
 
 
 def _is_part(process: psutil.Process, part: str) -> bool:
