@@ -17,6 +17,7 @@ from fovea_gateway.training.batches import BATCH_KINDS, Batches
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Model, Models, ModelState
 from fovea_gateway.training.residence import Residence
+from fovea_gateway.training.step_commands import COMPUTING
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,7 @@ class CommandRunner:
 
     async def _attempt(self, model: Model, pending: Pending) -> Done:
         submission = pending.submission
-        if submission.kind is Kind.FORWARD_BACKWARD:
-            _begin_afresh(model, submission)
+        is_afresh = submission.kind is Kind.FORWARD_BACKWARD and _begin_afresh(model, submission)
         if submission.rejection is not None:
             raise submission.rejection
         is_creation = submission.kind is Kind.CREATE_MODEL
@@ -96,7 +96,9 @@ class CommandRunner:
             model.next_snapshot += 1
         pending.begin()
         pending.progress.wait_on("running")
-        await self._futures.set_running(pending, [self._models.saving(model)])
+        # A trainer that keeps recovery knows by itself what was begun, and would idle until the disk has it too.
+        if is_afresh or model.journaled_since is None or submission.kind not in COMPUTING:
+            await self._futures.set_running(pending, [self._models.saving(model)])
         blob = await self._futures.request_of(pending)
         looks = Backoff(self._disk_wait_s, _FIRST_LOOK_S, _LONGEST_LOOK_S)
         while True:
@@ -163,11 +165,15 @@ def _note_end(model: Model, submission: Submission, error: FoveaError | None) ->
         model.is_accumulating = False
 
 
-def _begin_afresh(model: Model, submission: Submission) -> None:
-    """Forgets a failed forward_backward if nothing else was accumulated and the caller knew when it sent this one."""
-    if (
+def _begin_afresh(model: Model, submission: Submission) -> bool:
+    """Forgets a failed forward_backward if nothing else was accumulated and the caller knew when it sent this one; says
+    whether it did.
+    """
+    is_afresh = (
         model.failed_seq_id is not None
         and submission.known_failure == model.failed_seq_id
         and not model.is_accumulating
-    ):
+    )
+    if is_afresh:
         model.failed_seq_id, model.failed_reason = None, ""
+    return is_afresh

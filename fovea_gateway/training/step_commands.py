@@ -19,7 +19,7 @@ from fovea_gateway.training.models import Model, Models
 _STEP_TOKENS = 64
 """What an optim_step costs of an owner's share: little time, but not none."""
 
-_COMPUTING = (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
+COMPUTING = (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
 
 
 class StepCommands:
@@ -107,7 +107,7 @@ class StepCommands:
         submission = pending.submission
         following = future_id(submission.scope, submission.seq_id + 1)
         turn = Turn(
-            submission.owner, tokens, is_followed=lambda: self._futures.unfinished_kind(following) in _COMPUTING
+            submission.owner, tokens, is_followed=lambda: self._futures.unfinished_kind(following) in COMPUTING
         )
         kind = submission.kind.value
         pending.progress.queue(lambda: f"waiting for the trainer: {self._turns.describe(turn)}", QueueState.PAUSED)

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ _ROWS = 40
 _GAPS = 20
 
 
+@dataclass(frozen=True)
+class HostTime:
+    """When a command was put into the queue, was begun and was done, in microseconds of one clock."""
+
+    name: str
+    queued: float
+    begun: float
+    done: float
+
+
 class CommandProfiler:
     """Writes `profile.txt` and `trace.json.gz` into a directory, once.
 
@@ -53,22 +64,27 @@ class CommandProfiler:
         self._directory = directory
         self._first = first
         self._count = 0
+        self._host: list[HostTime] = []
         on_gpu = torch.cuda.is_available()
         self._profile: Any = profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
 
     @contextmanager
-    def around(self, command: Command) -> Iterator[None]:
+    def around(self, job: Job) -> Iterator[None]:
         """To be entered around each command, in the thread that runs it."""
-        if self._directory is None or not isinstance(command, ForwardBackward | OptimStep):
+        is_counted = isinstance(job.command, ForwardBackward | OptimStep)
+        self._count += is_counted
+        if self._directory is None or not self._first <= self._count < self._first + PROFILED_COMMANDS:
             yield
             return
-        self._count += 1
-        if self._count == self._first:
+        if is_counted and self._count == self._first:
             self._profile.start()
+        begun_at = time.time()
         try:
             yield
         finally:
-            if self._count == self._first + PROFILED_COMMANDS - 1:
+            times = (at * 1e6 for at in (job.queued_at, begun_at, time.time()))
+            self._host.append(HostTime(type(job.command).__name__, *times))
+            if is_counted and self._count == self._first + PROFILED_COMMANDS - 1:
                 self._profile.stop()
                 self._write(self._directory)
 
@@ -76,10 +92,27 @@ class CommandProfiler:
         directory.mkdir(parents=True, exist_ok=True)
         key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = self._profile.key_averages().table(sort_by=key, row_limit=_ROWS, max_name_column_width=100)
-        busy = "\n".join(busy_lines(kernel_times(self._profile.events())))
+        began_at = self._profile.profiler.kineto_results.trace_start_ns() / 1e3  # in the clock of `time.time`
+        kernels = [(began_at + start, began_at + end, name) for start, end, name in kernel_times(self._profile.events())]
+        busy = "\n".join(busy_lines(kernels) + host_lines(kernels, self._host))
         (directory / "profile.txt").write_text(f"{busy}\n\n{table}\n")
         self._profile.export_chrome_trace(str(directory / "trace.json.gz"))
         logger.info("wrote what the device did during %d commands to %s", PROFILED_COMMANDS, directory)
+
+
+def host_lines(kernels: list[tuple[float, float, str]], host: list[HostTime]) -> list[str]:
+    """Of each command, by the clock of `busy_lines`: when it was there, checked; when the rank began on it; when the
+    device had the first of it, before which the host fetches and packs; and when the host was done.
+    """
+    if not kernels:
+        return []
+    first, lines = kernels[0][0], []
+    for one in host:
+        answered = next((start for start, _, _ in kernels if start >= one.begun), one.done)
+        at = [(moment - first) / 1e3 for moment in (one.queued, one.begun, answered, one.done)]
+        words = "came at {:.1f} ms, begun at {:.1f}, first on the device at {:.1f}, done at {:.1f}".format(*at)
+        lines.append(f"{one.name} {words}")
+    return lines
 
 
 def kernel_times(events: Any) -> list[tuple[float, float, str]]:
@@ -202,7 +235,7 @@ class RankWorker:
         name = type(job.command).__name__
         started = time.perf_counter()
         try:
-            with job.traced(), self._profiler.around(job.command):
+            with job.traced(), self._profiler.around(job):
                 result = self.engine.execute(job.command)
         except FoveaError as error:
             trainer_metrics.COMMANDS.labels(name, error.reason).inc()
