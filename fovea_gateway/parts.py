@@ -132,7 +132,7 @@ class Parts:
     def _build_residence(
         self, name: str, trainer: TrainerLink, renderers: Renderers, settings: GatewaySettings
     ) -> Residence:
-        batches = self._batches[name] = Batches(self.futures, renderers, self.custom_losses)
+        batches = self._batches[name] = Batches(self.futures, renderers, self.custom_losses, trainer)
         turns = FairQueue(1, self.owners.weight, settings.trainer_concurrency)
         steps = self._steps[name] = StepCommands(self.futures, self.models, batches, trainer, turns)
         replay = Replay(self.journal, steps, self.checkpoints, self.database, trainer, settings.command_timeout_s)

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple
 
-from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
+from fovea.api.v1 import model_input_pb2, trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret
 from fovea.wire.conventions import TRAINER_SERVICE
@@ -91,6 +91,13 @@ class TrainerClient(ServiceClient):
         if metrics is None or len(outputs) != header.datum_count:
             raise Internal(f"the trainer answered {len(outputs)} of {header.datum_count} datums")
         return ForwardBackwardResult(outputs, metrics)
+
+    async def fetch_ahead(
+        self, model_id: str, features: Iterable[model_input_pb2.VisionFeature], timeout_s: float = 10.0
+    ) -> None:
+        """Names images of a `forward_backward` to come, for the trainer to fetch their tensors meanwhile."""
+        request = trainer_pb2.FetchAheadRequest(model_id=model_id, features=features)
+        await self._unary(self._stub.FetchAhead, request, timeout_s)
 
     async def clear_gradients(
         self, model_id: str, timeout_s: float | None = COMMAND_TIMEOUT_S, seq_id: int = 0

@@ -1,20 +1,25 @@
 """Batches of datums for forward and forward_backward: decoded and rendered while they wait for their turn, so that the
-trainer computes one batch while the next is rendered.
+trainer computes one batch while the next is rendered, and its images are fetched.
 """
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, trainer_pb2
+from fovea.runtime.tasks import BackgroundTasks
 from fovea.wire.conventions import MESSAGE_BYTES
-from fovea.wire.errors import InvalidInput
+from fovea.wire.errors import FoveaError, InvalidInput
 from fovea_gateway.futures.future import Kind, Pending, split_messages
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.gateway_metrics import stage
 from fovea_gateway.replicas.renderers import Renderers
+from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.training.custom_losses import CUSTOM, CustomLosses
+
+logger = logging.getLogger(__name__)
 
 BATCH_KINDS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 _MOST_AHEAD = 8
@@ -30,19 +35,27 @@ class Batch:
 
 
 class Batches:
-    """Decodes and renders the requests of forward and forward_backward."""
+    """Decodes and renders the requests of forward and forward_backward.
 
-    def __init__(self, futures: Futures, renderers: Renderers, custom_losses: CustomLosses) -> None:
+    Args:
+        trainer: Told of their images ahead.
+    """
+
+    def __init__(
+        self, futures: Futures, renderers: Renderers, custom_losses: CustomLosses, trainer: TrainerLink
+    ) -> None:
         self._futures = futures
         self._renderers = renderers
         self._custom_losses = custom_losses
+        self._trainer = trainer
+        self._hints = BackgroundTasks()
         self._ahead: defaultdict[str, dict[str, asyncio.Task[Batch]]] = defaultdict(dict)
 
     def begin(self, pending: Pending) -> None:
         """Starts on a batch that may have to wait, unless enough are ahead. Never raises: `take` tells."""
         ahead = self._ahead[pending.submission.owner]
         if pending.submission.rejection is None and len(ahead) < _MOST_AHEAD:
-            task = asyncio.create_task(self.prepare(pending), name=f"render {pending.submission.future_id}")
+            task = asyncio.create_task(self._prepare_ahead(pending), name=f"render {pending.submission.future_id}")
             task.add_done_callback(_look_at)
             ahead[pending.submission.future_id] = task
 
@@ -56,6 +69,18 @@ class Batches:
         task = self._ahead[pending.submission.owner].pop(pending.submission.future_id, None)
         if task is not None:
             task.cancel()
+
+    async def _prepare_ahead(self, pending: Pending) -> Batch:
+        batch = await self.prepare(pending)
+        if features := _features(batch):
+            self._hints.start(self._tell_trainer(batch.header.model_id, features), "telling the trainer of images")
+        return batch
+
+    async def _tell_trainer(self, model_id: str, features: list[model_input_pb2.VisionFeature]) -> None:
+        try:
+            await self._trainer.client.fetch_ahead(model_id, features)
+        except FoveaError as error:  # then it fetches them when it computes
+            logger.debug("the trainer was not told of %d images of %s: %s", len(features), model_id, error)
 
     async def prepare(self, pending: Pending) -> Batch:
         """Decodes and renders now."""
@@ -105,6 +130,21 @@ class Batches:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return {index: task.result() for index, task in tasks.items()}
+
+
+def _features(batch: Batch) -> list[model_input_pb2.VisionFeature]:
+    """What is needed to fetch the tensors of all images of a batch, each once."""
+    spans = (span for datum in batch.datums for span in datum.input.spans)
+    return list({span.feature.digest: _slim(span.feature) for span in spans}.values())
+
+
+def _slim(feature: model_input_pb2.VisionFeature) -> model_input_pb2.VisionFeature:
+    return model_input_pb2.VisionFeature(
+        digest=feature.digest,
+        size_bytes=feature.size_bytes,
+        source=feature.source,
+        tensors_sha256=feature.tensors_sha256,
+    )
 
 
 def _look_at(task: asyncio.Task[Batch]) -> None:

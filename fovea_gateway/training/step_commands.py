@@ -106,9 +106,7 @@ class StepCommands:
         """Waits until the command may go to the trainer, and is one of those there until the block ends."""
         submission = pending.submission
         following = future_id(submission.scope, submission.seq_id + 1)
-        turn = Turn(
-            submission.owner, tokens, is_followed=lambda: self._futures.unfinished_kind(following) in COMPUTING
-        )
+        turn = Turn(submission.owner, tokens, is_followed=lambda: self._futures.unfinished_kind(following) in COMPUTING)
         kind = submission.kind.value
         pending.progress.queue(lambda: f"waiting for the trainer: {self._turns.describe(turn)}", QueueState.PAUSED)
         try:

@@ -10,14 +10,14 @@ do, micro-batches that may not fit are refused before, and should one still fail
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fovea.api.v1 import trainer_pb2
+from fovea.api.v1 import model_input_pb2, trainer_pb2
 from fovea.wire.errors import FoveaError
 from fovea.wire.features import FeatureTensors
 from fovea_services.trainer.batches.datum_decoding import Datum, DatumLimits, decode_datum
@@ -134,6 +134,12 @@ class LossComputer:
         metrics |= expert_loads(self._module.expert_loads.layers, [part for _, _, part in gathered])
         metrics |= {"tokens:sum": float(sum(size.token_count for size in command.sizes))}
         return ForwardBackwardResult(logprobs, metrics, schedule.efficiency)
+
+    def fetch_ahead(self, features: Iterable[model_input_pb2.VisionFeature], trains_vision: bool) -> None:
+        """Has tensors fetched that a call to come may need: not those whose output is known. From any thread."""
+        self._features.fetch_ahead(
+            [feature for feature in features if trains_vision or not self._vision.holds(feature.digest)]
+        )
 
     def forget(self, model_id: str) -> None:
         """Drops what waits for a model's next call."""

@@ -93,7 +93,9 @@ class CommandProfiler:
         key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = self._profile.key_averages().table(sort_by=key, row_limit=_ROWS, max_name_column_width=100)
         began_at = self._profile.profiler.kineto_results.trace_start_ns() / 1e3  # in the clock of `time.time`
-        kernels = [(began_at + start, began_at + end, name) for start, end, name in kernel_times(self._profile.events())]
+        kernels = [
+            (began_at + start, began_at + end, name) for start, end, name in kernel_times(self._profile.events())
+        ]
         busy = "\n".join(busy_lines(kernels) + host_lines(kernels, self._host))
         (directory / "profile.txt").write_text(f"{busy}\n\n{table}\n")
         self._profile.export_chrome_trace(str(directory / "trace.json.gz"))

@@ -157,6 +157,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             yield trainer_pb2.ForwardBackwardResponse(output=output)
         yield trainer_pb2.ForwardBackwardResponse(metrics=trainer_pb2.Metrics(values=outcome.metrics))
 
+    async def FetchAhead(
+        self, request: trainer_pb2.FetchAheadRequest, context: Context
+    ) -> trainer_pb2.FetchAheadResponse:
+        self._engine().fetch_ahead(request.model_id, request.features)
+        return trainer_pb2.FetchAheadResponse()
+
     async def ClearGradients(
         self, request: trainer_pb2.ClearGradientsRequest, context: Context
     ) -> trainer_pb2.ClearGradientsResponse:

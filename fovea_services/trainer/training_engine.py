@@ -2,6 +2,7 @@
 
 import logging
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import islice
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from fovea.api.v1 import weights_pb2
+from fovea.api.v1 import model_input_pb2, weights_pb2
 from fovea.runtime.model_files import context_length, fingerprints
 from fovea.wire.errors import (
     AlreadyExists,
@@ -215,6 +216,15 @@ class TrainingEngine:
             case command_queue.Heartbeat():
                 return self._control.barrier()
         raise TypeError(f"no such command: {command!r}")
+
+    def fetch_ahead(self, model_id: str, features: Iterable[model_input_pb2.VisionFeature]) -> None:
+        """Has tensors of images fetched beside commands. From any thread; no command, so that none waits for it.
+
+        Of several ranks none fetches any: which of them will need an image, the plan of the call says, not yet made.
+        """
+        model = self.models.get(model_id)
+        if model is not None and self.world_size == 1:
+            self._losses.fetch_ahead(features, model.trains_vision)
 
     def model(self, model_id: str) -> TrainedModel:
         """A model by id. Raises NotFound."""

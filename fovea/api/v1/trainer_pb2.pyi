@@ -244,6 +244,18 @@ class Metrics(_message.Message):
     values: _containers.ScalarMap[str, float]
     def __init__(self, values: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
+class FetchAheadRequest(_message.Message):
+    __slots__ = ("model_id", "features")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    features: _containers.RepeatedCompositeFieldContainer[_model_input_pb2.VisionFeature]
+    def __init__(self, model_id: _Optional[str] = ..., features: _Optional[_Iterable[_Union[_model_input_pb2.VisionFeature, _Mapping]]] = ...) -> None: ...
+
+class FetchAheadResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ClearGradientsRequest(_message.Message):
     __slots__ = ("model_id", "seq_id")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]

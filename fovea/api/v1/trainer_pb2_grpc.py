@@ -74,6 +74,11 @@ class TrainerServiceStub(object):
                 request_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.SerializeToString,
                 response_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.ForwardBackwardResponse.FromString,
                 _registered_method=True)
+        self.FetchAhead = channel.unary_unary(
+                '/fovea.api.v1.TrainerService/FetchAhead',
+                request_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.FetchAheadRequest.SerializeToString,
+                response_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.FetchAheadResponse.FromString,
+                _registered_method=True)
         self.ClearGradients = channel.unary_unary(
                 '/fovea.api.v1.TrainerService/ClearGradients',
                 request_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.ClearGradientsRequest.SerializeToString,
@@ -174,6 +179,14 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchAhead(self, request, context):
+        """Has tensors of images fetched that a ForwardBackward to come will need, while others compute: a hint, which returns
+        at once, whose tensors may never be asked for, and which the trainer may ignore.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ClearGradients(self, request, context):
         """Drops the gradients accumulated since the last step.
         """
@@ -255,6 +268,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ForwardBackward,
                     request_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.FromString,
                     response_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.ForwardBackwardResponse.SerializeToString,
+            ),
+            'FetchAhead': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchAhead,
+                    request_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.FetchAheadRequest.FromString,
+                    response_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.FetchAheadResponse.SerializeToString,
             ),
             'ClearGradients': grpc.unary_unary_rpc_method_handler(
                     servicer.ClearGradients,
@@ -464,6 +482,33 @@ class TrainerService(object):
             '/fovea.api.v1.TrainerService/ForwardBackward',
             fovea_dot_api_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.SerializeToString,
             fovea_dot_api_dot_v1_dot_trainer__pb2.ForwardBackwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchAhead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fovea.api.v1.TrainerService/FetchAhead',
+            fovea_dot_api_dot_v1_dot_trainer__pb2.FetchAheadRequest.SerializeToString,
+            fovea_dot_api_dot_v1_dot_trainer__pb2.FetchAheadResponse.FromString,
             options,
             channel_credentials,
             insecure,

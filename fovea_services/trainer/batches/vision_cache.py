@@ -4,7 +4,10 @@ While an adapter leaves the tower alone, its output depends on the image only. P
 samples, turns), so remembering it saves most of the tower's work. Models that train the tower have no cached outputs.
 """
 
-from collections.abc import Container, Mapping, Sequence, Set
+import logging
+import threading
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,8 +25,18 @@ from fovea.wire.rendered_input import ImageSpan
 from fovea_services.trainer import trainer_metrics
 from fovea_services.trainer.batches.datum_decoding import Datum
 
+logger = logging.getLogger(__name__)
+
 _MOST_NAMED = 512
 """Datums that an error names: it travels in the trailing metadata of a call, which has a limit."""
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """An image that is fetched ahead, or was and has not been used, and the work that fetches it and its neighbours."""
+
+    feature: model_input_pb2.VisionFeature
+    work: "Future[None]"
 
 
 class TensorFetcher:
@@ -40,8 +53,12 @@ class TensorFetcher:
         self, max_bytes: int, vision: VisionFamily | None, fetch_timeout_s: float, default_source: str
     ) -> None:
         self._timeout_s = fetch_timeout_s
-        self._fetcher = FeatureFetcher()
+        self._fetcher, self._fetcher_ahead = FeatureFetcher(), FeatureFetcher()
         self._kept = FeatureCache(vision, max_bytes, default_source)
+        self._most_ahead = max_bytes // 2
+        self._lock = threading.Lock()  # of what is kept, and of what is fetched ahead
+        self._thread = ThreadPoolExecutor(1, "fetch-ahead")
+        self._ahead: dict[str, _Ahead] = {}
         self._staged: dict[str, dict[str, FeatureTensors]] = {}
 
     def tensors_of(self, model_id: str, datums: Sequence[Datum], skip: Container[str]) -> dict[str, FeatureTensors]:
@@ -60,11 +77,13 @@ class TensorFetcher:
         ]
         wanted = {span.feature.digest: (span, field) for span, field in places}
         staged = self._staged.pop(model_id, {})
-        held = {
-            digest: image
-            for digest, (span, _) in wanted.items()
-            if (image := staged.get(digest) or self._kept.get(span.feature))
-        }
+        self._meet_ahead(wanted)
+        with self._lock:
+            held = {
+                digest: image
+                for digest, (span, _) in wanted.items()
+                if (image := staged.get(digest) or self._kept.get(span.feature))
+            }
         trainer_metrics.FEATURES.labels("hit").inc(len(held))
         trainer_metrics.FEATURES.labels("miss").inc(len(wanted) - len(held))
         if missing := {digest: place for digest, place in wanted.items() if digest not in held}:
@@ -76,6 +95,39 @@ class TensorFetcher:
         for span, field in places:
             self._kept.check(span, held[span.feature.digest], field)
         return held
+
+    def fetch_ahead(self, features: Iterable[model_input_pb2.VisionFeature]) -> None:
+        """Begins to fetch what is not kept, for a call to come, to be kept until then. From any thread.
+
+        Does nothing where what was fetched ahead and has not been used would push itself out of what is kept.
+        """
+        with self._lock:
+            self._ahead = {
+                digest: one for digest, one in self._ahead.items() if not one.work.done() or self._kept.get(one.feature)
+            }
+            new = [one for one in features if one.digest not in self._ahead and self._kept.get(one) is None]
+            waiting = sum(one.feature.size_bytes for one in self._ahead.values())
+            if new and waiting + sum(one.size_bytes for one in new) <= self._most_ahead:
+                work = self._thread.submit(self._fetch_beside, new)
+                self._ahead |= {one.digest: _Ahead(one, work) for one in new}
+
+    def _fetch_beside(self, features: list[model_input_pb2.VisionFeature]) -> None:
+        try:
+            fetched = self._fetcher_ahead.fetch([self._sourced(one, "feature") for one in features], self._timeout_s)
+        except FoveaError as error:  # told by the call that needs them, if it still is so then
+            logger.debug("%d images could not be fetched ahead: %s", len(features), error)
+            return
+        with self._lock:
+            for one in features:
+                self._kept.put(one, fetched[one.digest])
+
+    def _meet_ahead(self, digests: Iterable[str]) -> None:
+        """Waits for what is being fetched ahead; what was not begun is not any more: it is wanted now."""
+        with self._lock:
+            found = {one.work for digest in digests if (one := self._ahead.pop(digest, None))}
+        for work in found:
+            if not work.cancel():
+                work.result()
 
     def forget(self, model_id: str) -> None:
         """Drops what waits for a model's next call."""
@@ -100,7 +152,8 @@ class TensorFetcher:
         )
         for digest, (span, field) in missing.items():
             self._kept.check(span, fetched[digest], field)
-            self._kept.put(span.feature, fetched[digest])
+            with self._lock:
+                self._kept.put(span.feature, fetched[digest])
         return fetched
 
     def _sourced(self, feature: model_input_pb2.VisionFeature, field: str) -> model_input_pb2.VisionFeature:
@@ -164,6 +217,10 @@ class VisionOutputCache:
             if image is not None and len(image.embeddings) == count:
                 found[digest] = image
         return found
+
+    def holds(self, digest: str) -> bool:
+        """Whether the outputs of an image are held. From any thread."""
+        return digest in self._held
 
     def store_all(self, images: Mapping[str, VisionOutput]) -> None:
         """Holds outputs, dropping the least recently used above the limit."""

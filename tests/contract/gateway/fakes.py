@@ -315,6 +315,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         self.saved: dict[str, dict[str, Any]] = {}
         self.push_failures: dict[str, int] = defaultdict(int)
         self.push_delay_s = 0.0
+        self.hints: list[trainer_pb2.FetchAheadRequest] = []
         self.restart()
 
     def restart(self) -> None:
@@ -354,6 +355,10 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         self.models.pop(request.model_id, None)
         self._replies.forget(request.model_id)
         return trainer_pb2.DeleteModelResponse()
+
+    async def FetchAhead(self, request: Any, context: Context) -> trainer_pb2.FetchAheadResponse:
+        self.hints.append(request)  # no call: what tests count has effects
+        return trainer_pb2.FetchAheadResponse()
 
     async def ForwardBackward(
         self, request_iterator: Any, context: Context

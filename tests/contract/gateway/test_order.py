@@ -48,6 +48,21 @@ async def test_step_queued_behind_a_loss_sees_exactly_its_gradients(stand: Stand
     assert [(await rest.result(step))["metrics"]["gradients:sum"] for step in steps] == [2, 4]
 
 
+async def test_the_trainer_hears_of_images_while_it_computes(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    stand.trainer.open.clear()
+    await rest.forward_backward(model_id, 1)
+    await eventually(lambda: stand.trainer.waiting == 1)
+    second = await rest.forward_backward(model_id, 2, data=[image_datum(), text_datum(), image_datum()])
+    await eventually(lambda: bool(stand.trainer.hints))
+    (hint,) = stand.trainer.hints
+    assert hint.model_id == model_id
+    assert [(len(feature.digest), feature.source) for feature in hint.features] == [(64, stand.renderer.address)]
+    assert len(stand.trainer.of("ForwardBackward")) == 1
+    stand.trainer.open.set()
+    assert "error" not in await rest.result(second.json()["request_id"])
+
+
 async def test_repeats_return_the_first_future_and_run_once(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     first = (await rest.forward_backward(model_id, 1)).json()

@@ -12,6 +12,8 @@ import pytest
 
 from fovea.client import GatewayClient
 from fovea.wire.errors import DiskFull, NotFound, PermissionDenied
+from fovea_gateway.futures.future import Kind, Pending
+from fovea_gateway.futures.futures import Futures
 from fovea_gateway.scopes import Scope
 from fovea_gateway.training import parking
 from tests.contract.gateway.conftest import KEY, Stand, running
@@ -64,6 +66,24 @@ async def undisturbed(stand: RecoveringStand, rounds: int = 3) -> Answers:
         rest = Rest(http)
         model_id = await rest.create_model()
         return await answers(rest, await submit(rest, model_id, 1, rounds))
+
+
+async def test_steps_wait_for_no_write_before_they_are_sent(
+    stand: RecoveringStand, rest: Rest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That a step was begun, a trainer that keeps recovery knows: between two of them its device would idle."""
+    noted: list[Kind] = []
+    set_running = Futures.set_running
+
+    async def noting(futures: Futures, pending: Pending, also: Any = ()) -> None:
+        noted.append(pending.submission.kind)
+        await set_running(futures, pending, also)
+
+    monkeypatch.setattr(Futures, "set_running", noting)
+    model_id = await rest.create_model()
+    await answers(rest, await submit(rest, model_id, 1, 2))
+    await rest.snapshot(model_id, 7)
+    assert noted == [Kind.CREATE_MODEL, Kind.SAVE_FOR_SAMPLER]
 
 
 @pytest.mark.parametrize("is_disk_slow", [False, True])

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,15 @@ class RecordingRank:
         self.family = family_of("qwen3_vl")
         self.limits = DatumLimits(100, 16, small_qwen3_vl())
         self.models = {"m": None}
+        self.hints: list[tuple[str, list[str]]] = []
         threading.Thread(target=self._run, daemon=True).start()
 
     def model(self, model_id: str) -> None:
         """Every model is known."""
+
+    def fetch_ahead(self, model_id: str, features: Iterable[model_input_pb2.VisionFeature]) -> None:
+        """Notes what is to be fetched."""
+        self.hints.append((model_id, [feature.digest for feature in features]))
 
     def _run(self) -> None:
         while not isinstance((job := self._queue.next()).command, command_queue.Shutdown):
@@ -125,6 +130,12 @@ async def test_forward_backward(trainer: Trainer) -> None:
     assert trainer_pb2.ForwardBackwardHeader.FromString(command.header) == header
     assert [tensors.decode(output.tensors["logprobs"]).shape for output in result.outputs] == [(3,), (5,)]
     assert result.metrics == {"loss:sum": 2.5}
+
+
+async def test_a_hint_is_no_command(trainer: Trainer) -> None:
+    await trainer.client.fetch_ahead("m", [model_input_pb2.VisionFeature(digest="d")])
+    assert trainer.rank.hints == [("m", ["d"])]
+    assert not trainer.rank.commands
 
 
 async def test_the_gap_to_the_sampler_is_shown_for_the_model(trainer: Trainer) -> None:

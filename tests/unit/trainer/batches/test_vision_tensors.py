@@ -1,5 +1,7 @@
 """Images come from a renderer that holds few of them at once; its gRPC server is real."""
 
+import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent import futures
@@ -16,6 +18,7 @@ from fovea.wire.rendered_input import ImageSpan
 from fovea_services.trainer.batches.datum_decoding import Datum
 from fovea_services.trainer.batches.vision_cache import TensorFetcher
 from tests.vision_families import small_qwen3_vl
+from tests.waiting import eventually
 
 COUNT, HELD = 7, 2
 
@@ -25,6 +28,9 @@ class SmallRenderer(renderer_pb2_grpc.RendererServiceServicer):
 
     def __init__(self) -> None:
         self.held: OrderedDict[str, FeatureTensors] = OrderedDict()
+        self.asked: list[list[str]] = []
+        self.open = threading.Event()
+        self.open.set()
         self._server = grpc.server(futures.ThreadPoolExecutor(2))
         renderer_pb2_grpc.add_RendererServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -54,6 +60,8 @@ class SmallRenderer(renderer_pb2_grpc.RendererServiceServicer):
         return datum
 
     def FetchFeatures(self, request: renderer_pb2.FetchFeaturesRequest, context: Any) -> Any:  # noqa: N802
+        self.asked.append(list(request.digests))
+        assert self.open.wait(60)
         for digest in request.digests:
             if digest not in self.held:
                 status = to_status(FeatureEvicted(f"the tensors of image {digest} are not held"))
@@ -97,3 +105,64 @@ def test_what_waits_for_a_model_goes_with_it(renderer: SmallRenderer) -> None:
     with pytest.raises(FeatureEvicted) as caught:
         cache.tensors_of("m", datums, {})
     assert caught.value.metadata["datums"] == "0,1,2"
+
+
+def feature(datum: Datum) -> model_input_pb2.VisionFeature:
+    """Of its one image."""
+    return datum.spans[0].feature
+
+
+async def test_what_was_fetched_ahead_is_there_when_it_is_needed(renderer: SmallRenderer) -> None:
+    cache = TensorFetcher(2**20, small_qwen3_vl(patch_size=1), 10.0, "")
+    datums = [renderer.render(number) for number in (0, 1)]
+    renderer.open.clear()
+    cache.fetch_ahead(map(feature, datums))
+    cache.fetch_ahead(map(feature, datums))
+    await eventually(lambda: bool(renderer.asked))
+    call = asyncio.create_task(asyncio.to_thread(cache.tensors_of, "m", datums, {}))
+    await asyncio.sleep(0.1)  # for it to wait for what is on its way
+    renderer.open.set()
+    found = await call
+    renderer.held.clear()
+    assert found.keys() == cache.tensors_of("m", datums, {}).keys() == {f"{number:064x}" for number in (0, 1)}
+    cache.fetch_ahead(map(feature, datums))
+    assert renderer.asked == [[f"{number:064x}" for number in (0, 1)]]
+
+
+async def test_a_call_waits_for_no_hint_that_was_not_begun(renderer: SmallRenderer) -> None:
+    cache = TensorFetcher(2**20, small_qwen3_vl(patch_size=1), 10.0, "")
+    first, second = (renderer.render(number) for number in (0, 1))
+    renderer.open.clear()
+    cache.fetch_ahead([feature(first)])
+    await eventually(lambda: bool(renderer.asked))
+    cache.fetch_ahead([feature(second)])
+    call = asyncio.create_task(asyncio.to_thread(cache.tensors_of, "m", [second], {}))
+    await eventually(lambda: len(renderer.asked) == 2)  # beside the one that is held
+    renderer.open.set()
+    await call
+    assert cache.tensors_of("m", [first, second], {}).keys() == {f"{number:064x}" for number in (0, 1)}
+    assert len(renderer.asked) == 2
+
+
+async def test_a_hint_that_comes_to_nothing_does_no_harm(renderer: SmallRenderer) -> None:
+    cache = TensorFetcher(2**20, small_qwen3_vl(patch_size=1), 10.0, "")
+    datum = renderer.render(0)
+    renderer.held.clear()
+    cache.fetch_ahead([feature(datum)])
+    await eventually(lambda: bool(renderer.asked))
+    with pytest.raises(FeatureEvicted):
+        cache.tensors_of("m", [datum], {})
+    renderer.render(0)
+    assert cache.tensors_of("m", [datum], {}).keys() == {"0".zfill(64)}
+
+
+async def test_what_would_push_itself_out_is_not_fetched_ahead(renderer: SmallRenderer) -> None:
+    size = feature(renderer.render(0)).size_bytes
+    cache = TensorFetcher(4 * size, small_qwen3_vl(patch_size=1), 10.0, "")
+    cache.fetch_ahead([feature(renderer.render(number)) for number in (0, 1, 2)])
+    datums = [renderer.render(number) for number in (3, 4)]
+    cache.fetch_ahead(map(feature, datums))
+    await eventually(lambda: bool(renderer.asked))
+    cache.fetch_ahead([feature(renderer.render(5))])
+    cache.tensors_of("m", datums[1:], {})
+    assert renderer.asked == [[f"{number:064x}" for number in (3, 4)]]
