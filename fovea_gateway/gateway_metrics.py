@@ -56,7 +56,8 @@ PUSHES = Counter("fovea_gateway_snapshot_pushes_total", "Pushes of snapshots to 
 PUSH_SECONDS = Histogram("fovea_gateway_snapshot_push_seconds", "Seconds of a push.", buckets=_SECONDS)
 REPLICAS = Gauge(
     "fovea_gateway_replicas",
-    "Replicas by service and base model: known to discovery, and up.",
+    "Replicas by service and base model: known to discovery, and up. A service that a base model is served without has"
+    " no series.",
     ["service", "base_model", "state"],
 )
 RENDER_RETRIES = Counter("fovea_gateway_render_retries_total", "Renders that were tried again, by reason.", ["reason"])
@@ -76,6 +77,8 @@ REPLAYED = Counter(
     " or rounded, if the trainer has other numerics.",
     ["answer"],
 )
+for _answer in ("equal", "different", "rounded"):
+    REPLAYED.labels(_answer)  # from 0 on: of a series that begins with 1, increase() does not see the first
 RESULT_BYTES = Gauge("fovea_gateway_result_bytes", "What the database keeps of results, when they last were many.")
 SESSIONS = Gauge("fovea_gateway_sessions", "Sessions that are open.")
 PARKED = Gauge("fovea_gateway_parked_sessions", "Sessions that are parked.")

@@ -41,6 +41,7 @@ class Health:
         self._depth = LabelledGauge(metrics.QUEUE_DEPTH)
         self._lag = LabelledGauge(metrics.VERSION_LAG)
         self._waiting = LabelledGauge(metrics.WAITING)
+        self._replicas = LabelledGauge(metrics.REPLICAS)
         self._trainer_instances: dict[str, str] = {}
 
     async def served_models(self) -> list[gateway_pb2.ServedModel]:
@@ -71,15 +72,16 @@ class Health:
         metrics.SESSIONS.set(self._sessions.open_count)
         lags: dict[tuple[str, ...], float] = {}
         waiting: dict[tuple[str, ...], float] = {}
+        there: dict[tuple[str, ...], float] = {}
         for base in self._base_models:
             for sampler in base.samplers.up:
                 lags[sampler.address,] = self._versions.lag((sampler.weights_lock.resident or "", *sampler.adapters))
             replicas = (*base.renderers.members, *base.samplers.members)
             waiting |= {(each.service, each.address): each.waiting for each in replicas}
+            there |= _counted(base)
             if base.trainer is not None:
-                metrics.REPLICAS.labels("trainer", base.name, "known").set(1)
-                metrics.REPLICAS.labels("trainer", base.name, "up").set(base.trainer.up)
                 self._note_restart(base.trainer)
+        self._replicas.set(there)
         self._lag.set(lags)
         self._waiting.set(waiting)
         usage = shutil.disk_usage(self._state_dir)
@@ -88,7 +90,7 @@ class Health:
 
     def clear_gauges(self) -> None:
         """For the end: the gauges are the process's, and tell nothing of a gateway that is gone."""
-        for gauge in (self._depth, self._lag, self._waiting):
+        for gauge in (self._depth, self._lag, self._waiting, self._replicas):
             gauge.set({})
         metrics.SESSIONS.set(0)
 
@@ -99,6 +101,20 @@ class Health:
         if self._trainer_instances.setdefault(trainer.address, instance) != instance:
             metrics.TRAINER_RESTARTS.inc()
         self._trainer_instances[trainer.address] = instance
+
+
+def _counted(base: BaseModel) -> dict[tuple[str, ...], float]:
+    """Replicas by service, base model and state; of a service that a base model is served without, none is missing."""
+    counts = {"renderer": (len(base.renderers.members), len(base.renderers.up))}
+    if base.is_sampled:
+        counts["sampler"] = (len(base.samplers.members), len(base.samplers.up))
+    if base.trainer is not None:
+        counts["trainer"] = (1, int(base.trainer.up))
+    return {
+        (service, base.name, state): count
+        for service, (known, up) in counts.items()
+        for state, count in (("known", known), ("up", up))
+    }
 
 
 async def _served(base: BaseModel) -> gateway_pb2.ServedModel:

@@ -118,13 +118,13 @@ class Parts:
         name, weight_of = own.model_name, self.owners.weight
         trainer = TrainerLink(own.trainer, settings.trainer_wait_s) if own.trainer else None
         renderers = Renderers(
-            name, found("renderer", own.renderer), settings.renderer_concurrency, settings.retry_deadline_s,
+            found("renderer", own.renderer), settings.renderer_concurrency, settings.retry_deadline_s,
             trainer.check_files if trainer else _check_nothing, weight_of,
         )  # fmt: skip
         residence = self._build_residence(name, trainer, renderers, settings) if trainer else None
         snapshots = Snapshots(self.database, name, trainer, residence, settings.push_timeout_s)
         samplers = Samplers(
-            name, found("sampler", own.sampler), settings.sampler_concurrency, snapshots,
+            found("sampler", own.sampler), settings.sampler_concurrency, snapshots,
             trainer.check_files if trainer else renderers.check_files, weight_of, settings.sampler_beside,
         )  # fmt: skip
         return BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainer, is_sampled=bool(own.sampler))

@@ -13,20 +13,22 @@ import typer
 from deploy.cluster.cluster import Cluster, CommandFailed, running_cluster
 from deploy.cluster.machine import NoMachine
 from deploy.cluster.node import CONTAINERD, running_node
-from deploy.cluster.tools import BIN, NoGo, missing
+from deploy.cluster.tools import BIN, NAMES, NoGo, missing
 from deploy.cluster.tools import build as build_tools
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
 
 @app.command()
-def build() -> None:
+def build(names: list[str] = typer.Argument(None, help=f"Some of {', '.join(NAMES)}; by default all.")) -> None:
     """Build the control plane's binaries, helm and kubectl with Go; what is there in the right version is kept.
 
-    Without Go nothing is built, and that is no error: tests/k8s is then skipped.
+    Without Go nothing is built, and that is no error: tests that need it are then skipped.
     """
+    if unknown := sorted(set(names or ()) - set(NAMES)):
+        raise typer.BadParameter(f"there is no {unknown[0]}; there are {', '.join(NAMES)}")
     try:
-        build_tools(lambda line: typer.echo(line))
+        build_tools(lambda line: typer.echo(line), names or ())
     except NoGo as reason:
         typer.echo(f"skipped: {reason}")
     except subprocess.CalledProcessError as failure:

@@ -1,14 +1,14 @@
 """The binaries of a cluster, built by Go from the modules that go.mod beside this file pins and go.sum checks.
 
-What a real node needs beyond Kubernetes is pinned in `runtime/` and `network/`: in one go.mod, they would move each
-other's libraries and those of Kubernetes.
+What a real node needs beyond Kubernetes is pinned in `runtime/` and `network/`, and what checks the alert rules in
+`rules/`: in one go.mod, they would move each other's libraries and those of Kubernetes.
 """
 
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from fovea_tinyvlm.cache import cache_directory
@@ -16,6 +16,7 @@ from fovea_tinyvlm.cache import cache_directory
 _MODULE = Path(__file__).parent
 RUNTIME = _MODULE / "runtime"
 NETWORK = _MODULE / "network"
+RULES = _MODULE / "rules"
 FOLDER = Path(os.environ.get("FOVEA_K8S_HOME") or cache_directory() / "k8s").expanduser()
 BIN = FOLDER / "bin"
 PACKAGES: Mapping[str, str] = {
@@ -46,6 +47,15 @@ NETWORK_PACKAGES: Mapping[str, str] = {
     "cilium-cni": f"{_CILIUM}/plugins/cilium-cni",
 }
 """The same of the module in `network/`."""
+
+RULES_PACKAGES: Mapping[str, str] = {"promtool": "github.com/prometheus/prometheus/cmd/promtool"}
+"""The same of the module in `rules/`."""
+
+_MODULES = {_MODULE: PACKAGES, RUNTIME: RUNTIME_PACKAGES, NETWORK: NETWORK_PACKAGES, RULES: RULES_PACKAGES}
+NAMES = tuple(name for packages in _MODULES.values() for name in packages)
+"""All binaries."""
+
+_TAGS = {"promtool": "remove_all_sd"}  # without the clients of every cloud that Prometheus can be told to look in
 
 CILIUM = FOLDER / "cilium"
 """In `bpf/` the source of Cilium's programs for the kernel, which its agent compiles for the node that it finds; in
@@ -84,7 +94,7 @@ class NoGo(Exception):
 
 
 def missing() -> list[str]:
-    """What is not there yet, by name."""
+    """What a cluster needs and is not there yet, by name."""
     binaries = (*PACKAGES, *RUNTIME_PACKAGES, *NETWORK_PACKAGES)
     absent = [name for name in binaries if not os.access(BIN / name, os.X_OK)]
     absent += [] if CILIUM.exists() else [CILIUM.name]
@@ -92,10 +102,13 @@ def missing() -> list[str]:
     return absent + sorted(wanted - {file.name for file in DEFINITIONS.glob("*.yaml")})
 
 
-def build(report: Callable[[str], None]) -> None:
+def build(report: Callable[[str], None], names: Collection[str] = ()) -> None:
     """Builds what is missing or of another version into `BIN`, at low priority, one binary after another.
 
     The first time compiles some 4,000 packages, minutes of every core; what is there takes seconds.
+
+    Args:
+        names: Of `NAMES`, to build these binaries alone, without what else a cluster needs.
 
     Raises:
         NoGo: where there is no go command.
@@ -103,16 +116,16 @@ def build(report: Callable[[str], None]) -> None:
     """
     if not shutil.which("go"):
         raise NoGo("go is not on PATH: install Go 1.26 or newer, which builds the Kubernetes tools")
-    _fetch_definitions(report)
     BIN.mkdir(parents=True, exist_ok=True)
-    versions = _versions(_MODULE)
-    for name, package in PACKAGES.items():
-        _build(report, _MODULE, name, package, versions, _linker_flags(versions))
-    for module, packages in ((RUNTIME, RUNTIME_PACKAGES), (NETWORK, NETWORK_PACKAGES)):
+    for module, packages in _MODULES.items():
         versions = _versions(module)
+        flags = _linker_flags(versions) if module == _MODULE else "-s -w"
         for name, package in packages.items():
-            _build(report, module, name, package, versions, "-s -w")
-    _copy_cilium(report)
+            if not names or name in names:
+                _build(report, module, name, package, versions, flags)
+    if not names:
+        _fetch_definitions(report)
+        _copy_cilium(report)
 
 
 def _build(
@@ -124,7 +137,8 @@ def _build(
         report(f"{name} {version} is there")
         return
     report(f"building {name} {version}")
-    _go("build", "-trimpath", "-ldflags", flags, "-o", str(BIN / f"{name}.new"), package, module=module)
+    options = ["-trimpath", "-tags", _TAGS.get(name, ""), "-ldflags", flags]
+    _go("build", *options, "-o", str(BIN / f"{name}.new"), package, module=module)
     # A rename never leaves half a binary under its name, and replaces one that runs.
     (BIN / f"{name}.new").rename(BIN / name)
 

@@ -66,7 +66,6 @@ class Renderers(Replicas[Renderer]):
     """All renderers of a base model as one. Call `start` before use.
 
     Args:
-        base_model: Its name.
         discovery: Where they are.
         concurrency: Calls inside one renderer at once; the rest wait here.
         retry_deadline_s: How long a render waits for any renderer to answer.
@@ -76,7 +75,6 @@ class Renderers(Replicas[Renderer]):
 
     def __init__(
         self,
-        base_model: str,
         discovery: Discovery,
         concurrency: int,
         retry_deadline_s: float,
@@ -85,7 +83,6 @@ class Renderers(Replicas[Renderer]):
     ) -> None:
         super().__init__(
             "renderer",
-            base_model,
             discovery,
             lambda address, on_change: Renderer(address, concurrency, on_change, check_files, weight_of),
         )

@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 
 from fovea.client.channel import ServiceClient
 from fovea.wire.errors import DeadlineExceeded, FoveaError, Unavailable
-from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.discovery.discovery import Addresses, Discovery
 from fovea_gateway.fair_queue import FairQueue, Turn
 
@@ -188,16 +187,13 @@ class Replicas(Generic[R]):
     """All replicas of a service, as discovery tells. Call `start` before use.
 
     Args:
-        service: What they are, for logs and metrics.
-        base_model: Which one they serve, for metrics.
+        service: What they are, for logs.
         discovery: Where they are.
         make: Makes one of an address, and of what it is to call when it comes up or goes down.
     """
 
-    def __init__(
-        self, service: str, base_model: str, discovery: Discovery, make: Callable[[str, Callable[[], None]], R]
-    ) -> None:
-        self._service, self._base_model, self._discovery = service, base_model, discovery
+    def __init__(self, service: str, discovery: Discovery, make: Callable[[str, Callable[[], None]], R]) -> None:
+        self._service, self._discovery = service, discovery
         self._make = make
         self._members: dict[str, R] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -289,8 +285,6 @@ class Replicas(Generic[R]):
         await member.watch()
 
     def _note(self) -> None:
-        metrics.REPLICAS.labels(self._service, self._base_model, "known").set(len(self._members))
-        metrics.REPLICAS.labels(self._service, self._base_model, "up").set(len(self.up))
         if self.up:
             self._any_up.set()
         else:

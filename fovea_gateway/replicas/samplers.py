@@ -193,7 +193,6 @@ class Samplers(Replicas[Sampler]):
     """All samplers of a base model. Call `start` before use.
 
     Args:
-        base_model: Its name.
         discovery: Where they are.
         concurrency: Sequences inside one sampler at once.
         weights: Brings weights to them.
@@ -204,7 +203,6 @@ class Samplers(Replicas[Sampler]):
 
     def __init__(
         self,
-        base_model: str,
         discovery: Discovery,
         concurrency: int,
         weights: Weights,
@@ -214,7 +212,6 @@ class Samplers(Replicas[Sampler]):
     ) -> None:
         super().__init__(
             "sampler",
-            base_model,
             discovery,
             lambda address, on_change: Sampler(
                 address, concurrency, on_change, weights, lambda: self.up, check_files, weight_of, beside

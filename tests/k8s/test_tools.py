@@ -4,7 +4,15 @@ import re
 from pathlib import Path
 
 import deploy.cluster
-from deploy.cluster.tools import NETWORK, NETWORK_PACKAGES, PACKAGES, RUNTIME, RUNTIME_PACKAGES
+from deploy.cluster.tools import (
+    NETWORK,
+    NETWORK_PACKAGES,
+    PACKAGES,
+    RULES,
+    RULES_PACKAGES,
+    RUNTIME,
+    RUNTIME_PACKAGES,
+)
 
 _GO_MOD = (Path(deploy.cluster.__file__).parent / "go.mod").read_text()
 _OWN = "fovea/deploy/cluster/runtime/dns"
@@ -15,6 +23,7 @@ def test_every_tool_is_pinned() -> None:
     assert _tools(_GO_MOD) == set(PACKAGES.values())
     assert _tools((RUNTIME / "go.mod").read_text()) | {_OWN} == set(RUNTIME_PACKAGES.values())
     assert _tools((NETWORK / "go.mod").read_text()) == set(NETWORK_PACKAGES.values())
+    assert _tools((RULES / "go.mod").read_text()) == set(RULES_PACKAGES.values())
     assert (RUNTIME / Path(_OWN).name / "main.go").exists()
 
 

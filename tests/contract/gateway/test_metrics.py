@@ -164,3 +164,23 @@ async def test_the_state_folder_is_there_wherever_the_database_is(tmp_path: Path
     async with running(Stand(tmp_path / "state"), database_url=elsewhere) as stand:
         assert stand.gateway is not None
         await stand.gateway.parts.health.set_gauges()
+
+
+async def test_nothing_is_missed_that_a_base_model_is_served_without(tmp_path: Path) -> None:
+    """The alert FoveaNoSampler goes by it."""
+    for without, nothing in {"sampler": [], "trainer": ""}.items():
+        async with running(Stand(tmp_path / without), **{without: nothing}) as stand:
+            assert stand.gateway is not None
+            await stand.gateway.parts.health.set_gauges()
+            shown = {
+                service: value("fovea_gateway_replicas", service=service, base_model=MODEL, state="up")
+                for service in ("renderer", "sampler", "trainer")
+            }
+            assert shown == {"renderer": 1, "sampler": 1, "trainer": 1} | {without: None}
+    assert value("fovea_gateway_replicas", service="renderer", base_model=MODEL, state="up") is None
+
+
+def test_replays_are_counted_from_zero() -> None:
+    """A rate does not see the step with which a series begins: the alert FoveaReplayDiffers would miss the first."""
+    for answer in ("equal", "different", "rounded"):
+        assert value("fovea_gateway_replayed_commands_total", answer=answer) is not None

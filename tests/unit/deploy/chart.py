@@ -17,7 +17,7 @@ SOURCE = ROOT / "deploy/helm/fovea"
 GOLDEN = Path(__file__).parent / "golden"
 VALUE_SETS = ("one-gpu", "eight-gpus", "two-nodes")
 HELM = shutil.which("helm", path=os.pathsep.join([str(BIN), os.environ.get("PATH", "")]))
-MISSING = f"helm is neither in {BIN} nor on the path: python -m deploy.cluster build"
+MISSING = f"helm is neither in {BIN} nor on the path: python -m deploy.cluster build helm"
 
 KUBERNETES = "1.36.0"
 """A helm that was built by `go install` takes the cluster for version 1.20 if it is not told."""
