@@ -29,13 +29,16 @@ def c122_search(target: Target) -> str:
 @check("C123", "external_weights_upload_start and _finish take weights, or are refused by name")
 def c123_upload(target: Target) -> str:
     """An upload of nothing: accepted, or answered with an error that says what is not there."""
+    refusals = []
     for route in ("external_weights_upload_start", "external_weights_upload_finish"):
         answer = target.post(route)
         if answer.status_code == 404:
             detail = str(answer.json().get("detail", "")) if "json" in answer.headers.get("content-type", "") else ""
             expect("upload" in detail, f"{route} answered 404 without saying that uploads are not there: {answer.text}")
-            raise Refused(detail)
+            refusals.append(detail)
         expect(answer.status_code < 500, f"{route} answered {answer.status_code} {answer.text[:200]}")
+    if refusals:
+        raise Refused(refusals[0])
     return "uploads are known"
 
 
@@ -49,14 +52,13 @@ def _pages(target: Target, asked: Row) -> list[Row]:
         page = answer.json()
         expect(len(page["checkpoints"]) <= 2, f"a page of 2 has {len(page['checkpoints'])}")
         found += page["checkpoints"]
+        paths = _paths(found)
+        expect(len(set(paths)) == len(paths), "a checkpoint is on two pages")
         cursor = page.get("next_cursor")
         if cursor is None:
-            break
+            return found
         if not page["checkpoints"]:
             raise Failed("a page is empty, and there is another one")
-    paths = _paths(found)
-    expect(len(set(paths)) == len(paths), "a checkpoint is on two pages")
-    return found
 
 
 def _paths(rows: list[Row]) -> list[str]:

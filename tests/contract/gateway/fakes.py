@@ -149,6 +149,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         super().__init__()
         self.sample_delay_s = 0.0
         self.takes_no_mlp = False
+        self.score = -0.5
         self.max_sequences, self.memory_kind = 0, ""
         self.restart()
 
@@ -253,7 +254,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         result = sampler_pb2.PromptResult(cached_token_count=3)
         if request.prompt_logprobs:
             first = len(prompt) - request.prompt_logprobs_last_n if request.prompt_logprobs_last_n else 1
-            result.logprobs = tensors.encode_floats([np.nan] * first + [-0.5] * (len(prompt) - first))
+            result.logprobs = tensors.encode_floats([np.nan] * first + [self.score] * (len(prompt) - first))
         if request.top_prompt_logprobs:
             result.top_logprobs.CopyFrom(_top(len(prompt), request.top_prompt_logprobs, is_prompt=True))
         if request.HasField("target_tokens"):
