@@ -1,7 +1,9 @@
 """The conformance checks of several base models and of SDK 0.39, on a gateway before fakes, right and wrong."""
 
 import asyncio
+import json
 import pathlib
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +19,7 @@ from fovea_conformance.runner import Verdict, run_check
 from fovea_conformance.target import Options
 from tests.contract.gateway.conftest import KEY, running
 from tests.contract.gateway.fakes import MODEL
-from tests.contract.gateway.test_base_models import OTHER, TEACHER, School, opened
+from tests.contract.gateway.test_base_models import TEACHER, School, opened
 from tests.e2e.conformance.corruption import Wrong, answer, request, without
 from tests.e2e.conformance.disorder import reply
 
@@ -110,16 +112,20 @@ async def judged(url: str, check_id: str, wrong: Wrong, checkpoint: pathlib.Path
     return await asyncio.to_thread(judge)
 
 
-async def test_the_gateway_does_what_they_ask(school: School, checkpoint: pathlib.Path) -> None:
-    verdicts = {name: await judged(school.stand.url, name, RIGHT, checkpoint) for name in WRONG}
-    assert {name: (one.status, one.detail) for name, one in verdicts.items()} == {
-        "C120": (Status.PASSED, "3 models, each of its own weights"),
-        "C121": (Status.PASSED, f"['{TEACHER}'] refused by name, and sampled"),
-        "C122": (Status.PASSED, "4 of one run, on pages of two"),
-        "C123": (Status.REFUSED, verdicts["C123"].detail),
+async def test_the_gateway_does_what_they_ask(school: School, checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """By the program, which names no model and judges one check after the other."""
+    out = tmp_path / "verdicts.json"
+    options = ["--base-url", school.stand.url, "--api-key", KEY, "--checkpoint", checkpoint, "--only", "I"]
+    program = await asyncio.create_subprocess_exec(sys.executable, "-m", "fovea_conformance", *options, "--json", out)
+    assert await asyncio.wait_for(program.wait(), 240) == 0
+    verdicts = {row["id"]: row for row in json.loads(out.read_text())}
+    assert {name: (row["status"], row["detail"]) for name, row in verdicts.items()} == {
+        "C120": ("passed", "3 models, each of its own weights"),
+        "C121": ("passed", f"['{TEACHER}'] refused by name, and sampled"),
+        "C122": ("passed", "4 of one run, on pages of two"),
+        "C123": ("refused", verdicts["C123"]["detail"]),
     }
-    assert "uploading weights" in verdicts["C123"].detail
-    assert school.other_trainer.of("CreateModel") == [], f"{OTHER} was not asked for"
+    assert "uploading weights" in verdicts["C123"]["detail"]
 
 
 async def test_they_say_what_one_base_model_lacks(tmp_path: pathlib.Path, checkpoint: pathlib.Path) -> None:
