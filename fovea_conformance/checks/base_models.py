@@ -7,14 +7,16 @@ from fovea_conformance.check import Failed, NotApplicable, check, expect
 from fovea_conformance.target import Target
 
 
-def _listed(target: Target) -> list[types.SupportedModel]:
-    return list(target.rest().get_server_capabilities().result(30).supported_models)
+def _named(target: Target, flag: str, value: bool) -> list[str]:
+    """Models of which capabilities say so; what they leave out is true."""
+    listed = target.http.get("get_server_capabilities").raise_for_status().json()["supported_models"]
+    return [str(one["model_name"]) for one in listed if one.get(flag, True) is value]
 
 
 @check("C120", "Of several base models, each that is listed as sampleable samples and scores by its own name")
 def c120_each_samples(target: Target) -> str:
     """A sampling client of each: what it says it samples from, four tokens, and the score of a prompt."""
-    names = [str(one.model_name) for one in _listed(target) if one.sampleable is not False]
+    names = _named(target, "sampleable", True)
     if len(names) < 2:
         raise NotApplicable(f"needs a second base model; sampleable are {names}")
     service, tokens = target.service(), target.tokens(8)
@@ -36,7 +38,7 @@ def c120_each_samples(target: Target) -> str:
 @check("C121", "A base model that is listed as not trainable is refused as user error, and goes on being sampled")
 def c121_sampling_only(target: Target) -> str:
     """create_model on it, by the SDK; then a sample of it."""
-    names = [str(one.model_name) for one in _listed(target) if one.trainable is False]
+    names = _named(target, "trainable", False)
     if not names:
         raise NotApplicable("needs a base model that is for sampling only")
     service = target.service()

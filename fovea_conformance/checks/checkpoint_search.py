@@ -14,7 +14,8 @@ def c122_search(target: Target) -> str:
     mark, training = {"mark": unique_name("mark")}, target.training()
     saved = [training.save_state(f"s-{index}", user_metadata=mark).result(60).path for index in range(3)]
     saved.append(training.save_weights_for_sampler("s", user_metadata=mark).result(60).path)
-    listed = {one.tinker_path for one in target.rest().list_user_checkpoints(limit=200).result(60).checkpoints}
+    answer = target.http.get("checkpoints", params={"limit": 200}).raise_for_status()
+    listed = set(_paths(answer.json()["checkpoints"]))
     expect(set(saved) <= listed, f"the listing lacks {sorted(set(saved) - listed)}")
     mine = _pages(target, {"user_metadata": mark})
     expect(_paths(mine) == saved[::-1], f"saved {saved}, found {_paths(mine)}")
