@@ -80,6 +80,7 @@ async def main(arguments: argparse.Namespace) -> None:
         learning_rate=2e-3,
         estimator="dr_grpo",
         kl_coefficient=1.0,
+        substeps=1,  # of 256 rollouts
         adam={"eps": 1e-8, "grad_clip_norm": 1.0},
         rollout=rollout,
         seed=arguments.seed,

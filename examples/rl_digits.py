@@ -47,6 +47,7 @@ async def main(arguments: argparse.Namespace) -> None:
         groups_per_step=arguments.groups,
         group_size=4,
         learning_rate=2e-3,
+        substeps=1,  # of 256 rollouts
         adam={"eps": 1e-8},
         rollout=rollout,
         seed=arguments.seed,

@@ -84,6 +84,7 @@ async def main(arguments: argparse.Namespace) -> None:
         steps=arguments.steps // 2,
         groups_per_step=arguments.groups,
         learning_rate=2e-3,  # of one token, which has no form to lose
+        substeps=1,  # of 256 rollouts
         discount=0.0,  # each step is judged by itself: the reward says at once what it was worth
         rollout=rollout,
         seed=arguments.seed,

@@ -104,6 +104,7 @@ async def main(arguments: argparse.Namespace) -> None:
             arguments.steps,
             arguments.groups,
             learning_rate=2e-3,  # of two tokens, which have no form to lose
+            substeps=1,  # at twice the rate
             discount=0.0,  # the server rewards each answer at once
             rollout=rollout,
             seed=arguments.seed,

@@ -56,6 +56,7 @@ async def main(arguments: argparse.Namespace) -> None:
         arguments.steps,
         arguments.groups,
         learning_rate=2e-3,  # of two tokens, which have no form to lose
+        substeps=1,  # at twice the rate
         rollout=rollout,
         seed=arguments.seed,
     )

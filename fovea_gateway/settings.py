@@ -147,8 +147,7 @@ class GatewaySettings(ServiceSettings):
         0,
         ge=0,
         description="Sequences in one sampler at once while an owner is there, or was in the last 30 s, of whom nothing"
-        " queues: fewer make its samples faster, and take throughput from the others. 0 is a quarter of the batch on a"
-        " CPU, the whole of it on a GPU.",
+        " queues: fewer make its samples faster, and take throughput from the others. 0 is a quarter of the batch.",
     )
     trainer_concurrency: int = Field(
         2,

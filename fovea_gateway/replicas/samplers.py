@@ -24,9 +24,9 @@ _CAPACITY = 2**16
 _FILL = 1.25
 """Sequences in a sampler over those of its batch: some wait there for places that become free, and the rest here, where
 owners share them."""
-_BESIDE = {"host": 0.25}
-"""What of a batch is used beside an owner who sends a little, by what the engine runs on: on a CPU each sequence makes
-all others slower, on a GPU hardly."""
+_BESIDE = 0.25
+"""What of a batch is used beside an owner who sends a little: each sequence makes the steps of all others longer, on an
+H200 from 4.6 to 13 ms for 64 of them and the 4B shape (docs/robustness.md)."""
 _PATIENCE_S = 60.0
 """How long a sampler that cannot be given the current weights is kept out while others serve."""
 
@@ -97,7 +97,7 @@ class Sampler(Replica):
         info = await self.client.info(timeout_s=5.0)
         self._check_files(f"the sampler at {self.address}", info.model_files)
         if info.max_sequences:
-            beside = self._beside or math.ceil(_BESIDE.get(info.memory_kind, 1.0) * info.max_sequences)
+            beside = self._beside or math.ceil(_BESIDE * info.max_sequences)
             self._places.resize(min(self._concurrency, math.ceil(_FILL * info.max_sequences)), beside)
         is_new = info.instance_id != self.instance_id
         self.info = info

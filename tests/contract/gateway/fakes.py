@@ -150,7 +150,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         self.sample_delay_s = 0.0
         self.takes_no_mlp = False
         self.score = -0.5
-        self.max_sequences, self.memory_kind = 0, ""
+        self.max_sequences = 0
         self.restart()
 
     def restart(self) -> None:
@@ -175,7 +175,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
             model="fake", instance_id=self.instance_id, max_context_length=MAX_CONTEXT, max_sample_count=128,
             max_top_logprobs=20, max_lora_rank=64, resident_snapshot_id=self.resident,
             adapter_snapshot_ids=sorted(self.adapters), transfer_backend="gloo", transfer_worker_count=1,
-            model_files=self.model_files, max_sequences=self.max_sequences, memory_kind=self.memory_kind,
+            model_files=self.model_files, max_sequences=self.max_sequences,
         )  # fmt: skip
 
     async def Sample(

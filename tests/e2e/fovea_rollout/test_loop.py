@@ -98,7 +98,7 @@ async def test_on_policy(
     members = iter(range(100))
     sources: list[Callable[[], Watched]] = [lucky, lambda: lucky(crashes=next(members) == 1)]
     reports: list[StepReport] = []
-    settings = LoopSettings(steps=3, kl_coefficient=0.05, **SETTINGS)
+    settings = LoopSettings(steps=3, substeps=1, kl_coefficient=0.05, **SETTINGS)
     greedy = RolloutSettings(sampling=SamplingSettings(max_tokens=4, temperature=0.0), max_turns=2)
     held_out: list[Evaluation] = []
 
