@@ -51,8 +51,8 @@ class LoopSettings:
             its group at that turn (they differ in how they got there; rewards for each step tell more). None: all turns
             of a rollout are judged by its total reward.
         substeps: Optimizer steps of one step: its datums are split into that many parts. More than one is off-policy
-            after the first, so it needs a loss that clips, as `ppo` does. Four learn twice as much from as many rollouts
-            of a step that has 64 of them; with several hundred one is enough.
+            after the first, so it needs a loss that clips, as `ppo` does. With 64 rollouts a step four learn faster
+            than one (docs/rollout.md); with several hundred one is enough.
         loss: Name of the server's loss; `loss_config` goes with it. A temperature other than 1 is in it too, unless it
             names one: ratios are those of the distribution that was drawn from.
         filter_groups: Leave out groups in which all rewards are the same. With a KL penalty these teach too: one that
@@ -93,6 +93,11 @@ class LoopSettings:
             )
         if self.discount is not None and not 0.0 <= self.discount <= 1.0:
             raise InvalidInput(f"discount is {self.discount:g}; it must be from 0 to 1", field="discount")
+        if self.substeps > 1 and self.loss == "importance_sampling":
+            raise InvalidInput(
+                f"substeps is {self.substeps}, and importance_sampling does not clip: set it to 1, or loss to ppo",
+                field="substeps",
+            )
         if self.kl_coefficient and self.rollout.sampling.temperature != 1.0:
             raise InvalidInput(
                 f"kl_coefficient needs temperature 1, at which the base is scored; temperature is "

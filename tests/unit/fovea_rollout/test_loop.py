@@ -18,6 +18,7 @@ WARM = RolloutSettings(sampling=SamplingSettings(temperature=0.7))
         ({"steps": 0}, "steps is 0; it must be 1 or more"),
         ({"group_size": 1}, "group_size is 1; advantages compare rollouts of a group: use 2 or more"),
         ({"max_lag": 0}, "max_lag is 0"),
+        ({"loss": "importance_sampling"}, "substeps is 4, and importance_sampling does not clip: set it to 1"),
         ({"kl_coefficient": 0.1, "rollout": WARM}, "needs temperature 1, .* temperature is 0.7"),
         ({"rollout": WARM}, "temperature is 0.7: set one of the two, kl_coefficient to 0"),
     ],
