@@ -10,10 +10,13 @@ an expert, G = 2 I, R rank; of any product N inputs, O outputs.
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Self
 
 import torch
@@ -29,6 +32,9 @@ from fovea_services.trainer.model.lora_linear import add_product, gradient_of
 EXPERTS_IMPLEMENTATION = "fovea"
 """The name of `experts_forward` among transformers' implementations."""
 
+KERNELS_BY_DEFAULT = False
+"""Whether a GPU takes `expert_kernels.py`: not before `benchmarks/experts.py` has measured them on one."""
+
 
 class ExpertLayout(StrEnum):
     """How the files of a checkpoint hold the experts of a layer, which a module has as [E, O, N]."""
@@ -42,6 +48,38 @@ class ExpertLayout(StrEnum):
 
 _ALIGNMENT_BYTES = 16
 """Of rows, for torch's grouped products."""
+
+_KERNEL_TYPES = (torch.bfloat16, torch.float32)
+_forced: list[bool] = []
+"""Of whom `computed_with_kernels` serves, the last decides."""
+
+
+def kernels_compute(rows: Tensor) -> bool:
+    """Whether kernels of Triton's compute what lies between products, not torch's operators."""
+    if _forced:
+        return _forced[-1]
+    return KERNELS_BY_DEFAULT and rows.is_cuda and rows.dtype in _KERNEL_TYPES and _triton_is_here()
+
+
+@contextmanager
+def computed_with_kernels(wanted: bool) -> Iterator[None]:
+    """Has all threads, for so long, compute with kernels or without: to measure and to compare them."""
+    _forced.append(wanted)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+@cache
+def _triton_is_here() -> bool:
+    return find_spec("triton") is not None
+
+
+def _kernels() -> ModuleType:
+    from fovea_services.trainer.model import expert_kernels  # not before a GPU asks: it imports Triton
+
+    return expert_kernels
 
 
 @dataclass(frozen=True)
@@ -114,6 +152,7 @@ class Routing:
 
     Args:
         token_S: The token of each copy.
+        expert_S: The expert of each copy, in order.
         order_S: The place of each copy in [T, K].
         place_S: The inverse: where each of [T, K] is among the copies.
         ends_E: int32, where each expert's copies end.
@@ -121,6 +160,7 @@ class Routing:
     """
 
     token_S: Tensor
+    expert_S: Tensor
     order_S: Tensor
     place_S: Tensor
     ends_E: Tensor
@@ -135,7 +175,7 @@ class Routing:
         experts_E = torch.arange(expert_count, device=order_S.device)
         ends_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
         place_S = torch.empty_like(order_S).scatter_(0, order_S, places_S)
-        return cls(order_S // top_k, order_S, place_S, ends_E, top_k)
+        return cls(order_S // top_k, sorted_S, order_S, place_S, ends_E, top_k)
 
     def copies(self, rows_TN: Tensor) -> Tensor:
         """A row of each token for each of its copies, [S, N]."""
@@ -178,16 +218,34 @@ def _computed(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tens
     routing = Routing.of(index_TK, len(own_part(experts.gate_up_proj)))
     weight_S1 = weight_TK.flatten().gather(0, routing.order_S).unsqueeze(-1)
     inner_SG = _product(routing.copies(hidden_TD), experts.gate_up_proj, routing.ends_E, totals[0])
-    if adapter is not None:
-        lows = [routing.copies(adapter.low(f"{part}.lora_A", hidden_TD, None)) for part in ("w1", "w3")]
-        inner_SG = adapter.add(inner_SG, ("w1.lora_B", "w3.lora_B"), lows, routing.ends_E)
-    # Weighted before the last product, which is as wide as the model: it is linear.
-    gated_SI = weighted_swiglu(*inner_SG.chunk(2, dim=-1), weight_S1)
+    lows_TR = [] if adapter is None else [adapter.low(f"{part}.lora_A", hidden_TD, None) for part in ("w1", "w3")]
+    gated_SI, low_SR = gated(inner_SG, weight_S1, lows_TR, routing, adapter)
     outer_TD = routing.sums(_product(gated_SI, experts.down_proj, routing.ends_E, totals[1]))
-    if adapter is None:
+    if adapter is None or low_SR is None:
         return outer_TD
-    low_TR = routing.sums(adapter.low("w2.lora_A", gated_SI, routing.ends_E))
-    return adapter.add(outer_TD, ("w2.lora_B",), [low_TR], None)
+    return adapter.add(outer_TD, ("w2.lora_B",), [routing.sums(low_SR)], None)
+
+
+def gated(
+    inner_SG: Tensor, weight_S1: Tensor, lows_TR: Sequence[Tensor], routing: Routing, adapter: ExpertAdapter | None
+) -> tuple[Tensor, Tensor | None]:
+    """silu(gate) * up * weight, [S, I], and what an adapter makes of it for its B of down, [S, R].
+
+    Weighted before the last product, which is as wide as the model: it is linear.
+
+    Args:
+        inner_SG: Gate and up, to which an adapter's part is yet to be added; may be overwritten.
+        lows_TR: x A' of gate and up, where there is an adapter.
+    """
+    if kernels_compute(inner_SG) and (adapter is None or lows_TR[0].shape[1] <= _kernels().MOST_RANK):
+        apply: Any = _Gated.apply
+        found: tuple[Tensor, Tensor | None] = apply(inner_SG, weight_S1, routing, adapter, *lows_TR)
+        return found
+    if adapter is not None:
+        lows = [routing.copies(low_TR) for low_TR in lows_TR]
+        inner_SG = adapter.add(inner_SG, ("w1.lora_B", "w3.lora_B"), lows, routing.ends_E)
+    gated_SI = weighted_swiglu(*inner_SG.chunk(2, dim=-1), weight_S1)
+    return gated_SI, None if adapter is None else adapter.low("w2.lora_A", gated_SI, routing.ends_E)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -230,6 +288,9 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_TN: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
+        if kernels_compute(rows_TN):
+            found: Tensor = _kernels().copies(rows_TN, routing.place_S)
+            return found
         return rows_TN.index_select(0, routing.token_S)
 
     @staticmethod
@@ -241,6 +302,9 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_SN: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
+        if kernels_compute(rows_SN):
+            found: Tensor = _kernels().sums(rows_SN, routing.place_S, routing.top_k)
+            return found
         return rows_SN.index_select(0, routing.place_S).view(-1, routing.top_k, rows_SN.shape[-1]).sum(1)
 
     @staticmethod
@@ -313,6 +377,51 @@ class _AddProducts(torch.autograd.Function):
             d_xs.append(_times(grad, factor.cast, ends_E).mul_(ctx.scale))
             _add_outer(factor.grad, grad, x, ends_E, ctx.scale)
         return grads[0], None, None, None, *d_xs
+
+
+class _Gated(torch.autograd.Function):
+    """`gated` in one kernel, and all of its gradients but those of the factors in another."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inner_SG: Tensor,
+        weight_S1: Tensor,
+        routing: Routing,
+        adapter: ExpertAdapter | None,
+        *lows_TR: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        gated_SI, low_SR = _kernels().gated(inner_SG, weight_S1, _around_gate(routing, adapter, lows_TR))
+        ctx.save_for_backward(inner_SG, weight_S1, None if adapter is None else gated_SI, *lows_TR)
+        ctx.routing, ctx.adapter = routing, adapter
+        return gated_SI, low_SR
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inner_SG, weight_S1, gated_SI, *lows_TR = ctx.saved_tensors
+        routing, adapter = ctx.routing, ctx.adapter
+        around = _around_gate(routing, adapter, lows_TR)
+        d_low_SR = None if adapter is None else grads[1]
+        d_inner_SG, d_weight_S1, *d_lows_SR = _kernels().gated_gradients(
+            grads[0], d_low_SR, inner_SG, weight_S1, around
+        )
+        d_lows_TR = []
+        if adapter is not None:
+            _add_outer(adapter.factors["w2.lora_A"].grad, grads[1].contiguous(), gated_SI, routing.ends_E)
+            for part, grad_SI, low_TR, d_low in zip(
+                ("w1", "w3"), d_inner_SG.chunk(2, dim=-1), lows_TR, d_lows_SR, strict=True
+            ):
+                low_SR = routing.copies(low_TR)
+                _add_outer(adapter.factors[f"{part}.lora_B"].grad, grad_SI, low_SR, routing.ends_E, adapter.scale)
+                d_lows_TR.append(routing.sums(d_low))
+        return d_inner_SG, d_weight_S1, None, None, *d_lows_TR
+
+
+def _around_gate(routing: Routing, adapter: ExpertAdapter | None, lows_TR: Sequence[Tensor]) -> Any:
+    if adapter is None:
+        return None
+    casts = [adapter.factors[name].cast for name in ("w1.lora_B", "w3.lora_B", "w2.lora_A")]
+    return _kernels().GateAdapter(adapter.scale, routing.token_S, routing.expert_S, *lows_TR, *casts)
 
 
 def _times(x: Tensor, weight_ENO: Tensor, ends_E: Tensor | None) -> Tensor:

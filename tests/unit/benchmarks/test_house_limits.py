@@ -36,3 +36,5 @@ MOST["core_files"] += 10
 """Of the command: three look before a start (the checks, who gets which GPUs, the memory of the machine), and five tell
 of what runs: the kept log, the status, checkpoints, how commands find it, and the page made of all commands. One is
 for weights over a GPU that trainer and sampler share, one for their digest on a GPU."""
+MOST["core_files"] += 1
+"""The kernels around experts, which import Triton."""

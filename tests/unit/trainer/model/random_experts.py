@@ -9,9 +9,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 COUNT, HIDDEN, INNER = 6, 24, 10
 
 
-def random_experts(dtype: torch.dtype) -> Any:
+def random_experts(dtype: torch.dtype, inner: int = INNER) -> Any:
     """COUNT experts, of sides that no alignment divides; the same at each call."""
-    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": COUNT}
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": inner, "num_experts": COUNT}
     experts = Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

@@ -1,0 +1,59 @@
+"""The kernels around experts, run by Triton's interpreter, give what torch's operators give; they compile for a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def test_copies_and_their_sums() -> None:
+    assert run("copies_and_sums") == "equal\n"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_and_all_of_its_gradients(dtype: str) -> None:
+    assert run("layer", dtype) == "near\n"
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_kernels_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    from fovea_services.trainer.model import expert_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    rows = {"TOP_K": 8, "BLOCK": 2048}
+    for kernel in (expert_kernels._copy_kernel, expert_kernels._sum_kernel):
+        assert compiled(kernel, TYPES[dtype], rows)
+    for kernel, blocks in (
+        (expert_kernels._gate_kernel, expert_kernels.FORWARD),
+        (expert_kernels._gate_gradient_kernel, expert_kernels.BACKWARD),
+    ):
+        for rank in (0, 32):
+            assert compiled(kernel, TYPES[dtype], blocks.constants(rank, dtype), blocks.warps)
+
+
+def compiled(kernel: Any, dtype: str, constants: dict[str, Any], warps: int = 4) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    known = {"scale": "fp32", "count": "i32", "size": "i32", "expert_of": "*i64", "token_of": "*i64"}
+    known |= {"place_of": "*i64"} | dict.fromkeys(constants, "constexpr")
+    types = {name: known.get(name, f"*{dtype}") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature=types, constexprs=constants)
+    options = {"num_warps": warps, "num_stages": 1}
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+
+
+def run(*arguments: str) -> str:
+    # The variable is read when Triton is imported, in this process long ago.
+    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.trainer.model.interpreted_experts", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
