@@ -13,6 +13,7 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,11 @@ from fovea_services.trainer.model.lora import LoraInjector, LoraSettings, LoraWe
 from fovea_services.trainer.model.model_family import LoraTarget, Role
 
 _WARM_UPS = 3
-BLOCKS = ((64, 64, 4), (64, 64, 8), (64, 32, 4), (64, 32, 8), (32, 64, 4), (32, 32, 4), (128, 32, 8))
-"""Copies, columns and warps of a program, as `--blocks` tries them."""
+BLOCKS: tuple[tuple[int, int, int, int | None], ...] = (
+    *((64, 32, 8, None), (64, 32, 8, 128), (64, 32, 4, None), (64, 32, 4, 168), (64, 64, 8, None), (64, 64, 8, 128)),
+    *((64, 64, 16, None), (32, 32, 4, None), (32, 32, 4, 128), (128, 32, 8, None), (128, 32, 16, None)),
+)
+"""Copies, columns, warps and registers of a program, as `--blocks` tries them."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ class Case:
                 return gated(inner_SG, weight_S1, lows_TR, routing, self.adapter)
 
         def both() -> None:
+            for one in (leaf_SG, weight_S1, *lows_TR):
+                one.grad = None
             # What is added to must not be a leaf; the kernels are charged for that pass too.
             found = gated(leaf_SG * 1, weight_S1, lows_TR, routing, self.adapter)
             outputs = [one for one in found if one is not None]
@@ -188,13 +194,13 @@ def try_blocks(case: Case, options: argparse.Namespace, sizes: Mapping[str, Any]
     weight_S1 = case.weight_TK.detach().flatten().gather(0, routing.order_S).unsqueeze(-1)
     inner_SG = torch.randn(len(weight_S1), 2 * options.inner, device=options.device).to(weight_S1)
     gated_SI, low_SR = kernels.gated(inner_SG, weight_S1, around)
-    ways: dict[str, Callable[[Any], object]] = {
-        "forward": lambda blocks: kernels.gated(inner_SG, weight_S1, around, blocks),
-        "backward": lambda blocks: kernels.gated_gradients(gated_SI, low_SR, inner_SG, weight_S1, around, blocks),
+    ways: dict[str, Callable[..., object]] = {
+        "forward": partial(kernels.gated, inner_SG, weight_S1, around),
+        "backward": partial(kernels.gated_gradients, gated_SI, low_SR, inner_SG, weight_S1, around),
     }
     for name, work in ways.items():
         for given in BLOCKS:
-            found = timed(lambda work=work, given=given: work(kernels.Blocks(*given)), [True], options)  # type: ignore[misc]
+            found = timed(partial(work, blocks=kernels.Blocks(*given)), [True], options)
             emit("experts.blocks", found[True], "s", of=name, blocks=given, **sizes)
 
 

@@ -28,11 +28,13 @@ class Blocks:
         copies: Of a program. Those of several experts cost a product for each.
         columns: That it takes at a time.
         warps: Of a program.
+        registers: The most of a thread; None leaves it to the compiler.
     """
 
     copies: int
     columns: int
     warps: int
+    registers: int | None = None
 
     def constants(self, rank: int, dtype: torch.dtype) -> dict[str, Any]:
         """What the kernel is compiled for.
@@ -126,8 +128,13 @@ def gated_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients of inner_SG and weight_S1, and those of x A' of gate and up for each copy, [S, R]."""
     d_inner_SG, d_weight_S1 = torch.empty_like(inner_SG), torch.empty_like(weight_S1)
-    lows = [None, None] if d_low_SR is None else [torch.empty_like(d_low_SR) for _ in range(2)]
-    given = [inner_SG, weight_S1, d_gated_SI.contiguous(), None if d_low_SR is None else d_low_SR.contiguous()]
+    lows: list[Tensor | None] = [None, None] if d_low_SR is None else [torch.empty_like(d_low_SR) for _ in range(2)]
+    given: list[Tensor | None] = [
+        inner_SG,
+        weight_S1,
+        d_gated_SI.contiguous(),
+        None if d_low_SR is None else d_low_SR.contiguous(),
+    ]
     _for_blocks(_gate_gradient_kernel, given, adapter, [d_inner_SG, d_weight_S1, *lows], blocks)
     return d_inner_SG, d_weight_S1, lows[0], lows[1]
 
@@ -162,6 +169,7 @@ def _for_blocks(
             inner_SG.shape[1] // 2,
             **blocks.constants(rank, inner_SG.dtype if inner_SG.is_cuda else torch.float32),
             num_warps=blocks.warps,
+            maxnreg=blocks.registers,
             num_stages=1,  # loops over experts mostly run once: to load ahead for them takes registers in vain
         )
 
@@ -386,4 +394,5 @@ def _gate_gradient(
 
 
 _copy_kernel, _sum_kernel = triton.jit(_copy), triton.jit(_sum)
-_gate_kernel, _gate_gradient_kernel = triton.jit(_gate), triton.jit(_gate_gradient)
+_gate_kernel = triton.jit(_gate, do_not_specialize=["count"])
+_gate_gradient_kernel = triton.jit(_gate_gradient, do_not_specialize=["count"])

@@ -2,7 +2,6 @@
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ INNER = 70
 """More than a block."""
 
 
-def copies_and_sums() -> str:
+def copies_and_sums() -> None:
     generator = torch.Generator().manual_seed(1)
     for dtype in (torch.float32, torch.bfloat16):
         for token_count, size, top_k in ((1, 1, 1), (1, 24, 2), (7, 300, 3), (3, 2049, 4), (0, 8, 2)):
@@ -36,18 +35,16 @@ def copies_and_sums() -> str:
             unit = (1 if dtype == torch.bfloat16 else top_k) * torch.finfo(dtype).eps
             assert found.dtype == dtype
             assert ((found.double() - exact).abs() <= unit * routing.sums(rows_SN.double().abs())).all(), dtype
-    return "equal"
 
 
-def layer(dtype_name: str) -> str:
+def layer(dtype: torch.dtype) -> None:
     """All inputs, trained or not, with and without an adapter; experts without any token and with more than a block."""
-    dtype = getattr(torch, dtype_name)
     generator = torch.Generator().manual_seed(2)
     # Of blocks of 64 copies: one copy alone, one block, several of which experts share some.
     for token_count, top_k in ((1, 1), (1, 2), (32, 2), (75, 3)):
         for rank in (0, 3, 32):
             for needing in ((True, True), (True, False), (False, True), (False, False)):
-                if token_count > 1 and needing != (True, True) and (rank, token_count) != (3, 32):
+                if needing != (True, True) and (rank == 32 or token_count * top_k != 2):
                     continue  # the interpreter is slow
                 chosen_TK = torch.rand(token_count, COUNT - 1, generator=generator).argsort(1)[:, :top_k]
                 compute = _case(dtype, rank, needing, chosen_TK, generator)
@@ -56,10 +53,9 @@ def layer(dtype_name: str) -> str:
                 with computed_with_kernels(True):
                     found = compute()
                     again = compute()
-                case = (dtype_name, token_count, top_k, rank, needing)
+                case = (dtype, token_count, top_k, rank, needing)
                 _compare(found, expected, 2e-5 if dtype == torch.float32 else 0.03, case)
                 assert all(torch.equal(found[name], again[name]) for name in found), case
-    return "near"
 
 
 def _case(
@@ -118,4 +114,9 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], most: float,
 
 
 if __name__ == "__main__":
-    print({"copies_and_sums": copies_and_sums, "layer": layer}[sys.argv[1]](*sys.argv[2:]))
+    copies_and_sums()
+    print("copies and sums", flush=True)
+    layer(torch.float32)
+    print("a layer in float32", flush=True)
+    layer(torch.bfloat16)
+    print("a layer in bfloat16", flush=True)
