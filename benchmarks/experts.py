@@ -141,13 +141,15 @@ def seconds_of(work: Callable[[], object], device: str) -> float:
         begun = time.perf_counter()
         work()
         return time.perf_counter() - begun
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cuda: Any = torch.cuda  # its events are not typed
+    start, end = (cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
     work()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1000
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1000
 
 
 def timed(work: Callable[[], object], ways: Sequence[bool], options: argparse.Namespace) -> dict[bool, list[float]]:
