@@ -73,7 +73,8 @@ class Case:
                 nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
             targets = [LoraTarget("experts", experts, Role.MLP, False)]
             settings = LoraSettings(options.rank, 32.0, 0, False, True, False, False)
-            weights = LoraWeights(settings, targets, torch.device(options.device), dtype)
+            with torch.device("cpu"):  # its first values are drawn there
+                weights = LoraWeights(settings, targets, torch.device(options.device), dtype)
             nn.init.normal_(weights.flat, std=0.05)
             LoraInjector(targets).activate(weights)
             scores_TE = torch.rand(options.tokens, options.experts)

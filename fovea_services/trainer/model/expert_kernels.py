@@ -52,7 +52,7 @@ class Blocks:
         }
 
 
-FORWARD, BACKWARD = Blocks(64, 32, 8), Blocks(64, 32, 8)
+FORWARD, BACKWARD = Blocks(64, 64, 8, 128), Blocks(64, 64, 8, 128)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from fovea_services.trainer.model.lora_linear import add_product, gradient_of
 EXPERTS_IMPLEMENTATION = "fovea"
 """The name of `experts_forward` among transformers' implementations."""
 
-KERNELS_BY_DEFAULT = False
-"""Whether a GPU takes `expert_kernels.py`: not before `benchmarks/experts.py` has measured them on one."""
+KERNELS_BY_DEFAULT = True
+"""Whether a GPU takes `expert_kernels.py`; `benchmarks/experts.py` measures what that brings."""
 
 
 class ExpertLayout(StrEnum):
