@@ -40,12 +40,16 @@ def copies_and_sums() -> None:
 def layer(dtype: torch.dtype) -> None:
     """All inputs, trained or not, with and without an adapter; experts without any token and with more than a block."""
     generator = torch.Generator().manual_seed(2)
+    # The interpreter is slow, and cuts where a card rounds to bfloat16: some eight times here, each by up to a unit in
+    # the last place. On an H200 both ways are the same to the bit but for two sums (docs/performance.md).
+    exact = dtype == torch.float32
+    most = 2e-5 if exact else 8 * torch.finfo(dtype).eps
     # Of blocks of 64 copies: one copy alone, one block, several of which experts share some.
-    for token_count, top_k in ((1, 1), (1, 2), (32, 2), (75, 3)):
-        for rank in (0, 3, 32):
+    for token_count, top_k in ((1, 1), (1, 2), (32, 2), (75, 3)) if exact else ((1, 2), (32, 2)):
+        for rank in (0, 3, 32) if exact else (3,):
             for needing in ((True, True), (True, False), (False, True), (False, False)):
-                if needing != (True, True) and (rank == 32 or token_count * top_k != 2):
-                    continue  # the interpreter is slow
+                if needing != (True, True) and (not exact or rank == 32 or token_count * top_k != 2):
+                    continue
                 chosen_TK = torch.rand(token_count, COUNT - 1, generator=generator).argsort(1)[:, :top_k]
                 compute = _case(dtype, rank, needing, chosen_TK, generator)
                 with computed_with_kernels(False):
@@ -54,7 +58,7 @@ def layer(dtype: torch.dtype) -> None:
                     found = compute()
                     again = compute()
                 case = (dtype, token_count, top_k, rank, needing)
-                _compare(found, expected, 2e-5 if dtype == torch.float32 else 0.03, case)
+                _compare(found, expected, most, case)
                 assert all(torch.equal(found[name], again[name]) for name in found), case
 
 
