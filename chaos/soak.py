@@ -23,8 +23,8 @@ from chaos.stack import Stack, running
 
 SAMPLE_S = 5.0
 _MIB_AN_HOUR = 4096
-WARM = 0.25
-"""Share of the run in which caches fill: slopes and latencies are taken after it."""
+WARM, FULL = 0.25, 0.5
+"""Shares of the run after which latencies are taken, and slopes: caches of a gigabyte fill for 48 minutes."""
 Samples = dict[str, list[tuple[float, float]]]
 
 
@@ -50,13 +50,13 @@ async def watch(stack: Stack, folder: Path, stop: Path, seconds: float) -> Sampl
 
 
 def memory_lines(samples: Samples, seconds: float) -> list[str]:
-    """MiB now, and the slope in MiB per hour after warming up."""
+    """MiB at the end, and the slope in MiB per hour once caches are full."""
     lines = []
     for name, points in sorted(samples.items()):
-        warm = [point for point in points if point[0] >= WARM * seconds]
-        if len(warm) > 1:
-            slope = statistics.linear_regression(*zip(*warm, strict=True)).slope * 3600
-            lines.append(f"{name:60} {warm[-1][1]:8.0f} MiB  {slope:+8.1f} MiB/h")
+        full = [point for point in points if point[0] >= FULL * seconds]
+        if len(full) > 1:
+            slope = statistics.linear_regression(*zip(*full, strict=True)).slope * 3600
+            lines.append(f"{name:60} {full[-1][1]:8.0f} MiB  {slope:+8.1f} MiB/h")
     return lines
 
 
