@@ -32,9 +32,6 @@ from fovea_services.trainer.model.lora_linear import add_product, gradient_of
 EXPERTS_IMPLEMENTATION = "fovea"
 """The name of `experts_forward` among transformers' implementations."""
 
-KERNELS_BY_DEFAULT = True
-"""Whether a GPU takes `expert_kernels.py`; `benchmarks/experts.py` measures what that brings."""
-
 
 class ExpertLayout(StrEnum):
     """How the files of a checkpoint hold the experts of a layer, which a module has as [E, O, N]."""
@@ -55,10 +52,12 @@ _forced: list[bool] = []
 
 
 def kernels_compute(rows: Tensor) -> bool:
-    """Whether kernels of Triton's compute what lies between products, not torch's operators."""
+    """Whether `expert_kernels.py` computes what lies between products, not torch's operators: on a GPU, where that is
+    faster (`benchmarks/experts.py`).
+    """
     if _forced:
         return _forced[-1]
-    return KERNELS_BY_DEFAULT and rows.is_cuda and rows.dtype in _KERNEL_TYPES and _triton_is_here()
+    return rows.is_cuda and rows.dtype in _KERNEL_TYPES and _triton_is_here()
 
 
 @contextmanager
