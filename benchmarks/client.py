@@ -11,6 +11,9 @@ import numpy.typing as npt
 import tinker
 from PIL import Image
 from tinker import types
+from transformers import AutoTokenizer
+
+from fovea_data import token_count
 
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 
@@ -20,10 +23,10 @@ class Bench:
     """One SDK client and the facts about the model that inputs need."""
 
     service: tinker.ServiceClient
-    sampler: tinker.SamplingClient
     model: str
     before_picture: list[int]
     after: list[int]
+    _sampler: tinker.SamplingClient | None  # None where only a trainer is served
     _image_tokens: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -34,13 +37,15 @@ class Bench:
             base_url=base_url, api_key=api_key, default_headers_overrides=dict(headers or {})
         )
         rest = tinker.RestClient(base_url=base_url, api_key=api_key)
-        name = rest.get_server_capabilities().result(60).supported_models[0].model_name
+        served = rest.get_server_capabilities().result(60).supported_models[0]
+        name = served.model_name
         assert name is not None
-        sampler = service.create_sampling_client(base_model=name).result(60)
-        vocabulary = sampler.get_tokenizer().get_vocab()
+        sampler = None if served.sampleable is False else service.create_sampling_client(base_model=name).result(60)
+        tokenizer = sampler.get_tokenizer() if sampler else AutoTokenizer.from_pretrained(name)
+        vocabulary = tokenizer.get_vocab()
         # Text around a picture where the family has such tokens and its processor does not bring them along.
         before, after = ([vocabulary[token]] if token in vocabulary else [] for token in (VISION_START, VISION_END))
-        return cls(service, sampler, name, before, after)
+        return cls(service, name, before, after, sampler)
 
     def __enter__(self) -> "Bench":
         return self
@@ -48,6 +53,12 @@ class Bench:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Awaited: a process that ends before it is sent leaves its model behind, and the next one may need the trainer.
         self.service.close("errored" if kind else "success").result(60)
+
+    @property
+    def sampler(self) -> tinker.SamplingClient:
+        """Of the base model."""
+        assert self._sampler, "no sampler is served"
+        return self._sampler
 
     def training(self, rank: int) -> tinker.TrainingClient:
         """A fresh model; rank 0 trains all parameters."""
@@ -71,9 +82,7 @@ class Bench:
     def image_tokens(self, side: int) -> int:
         """Ids that stand for a square picture: only the model's processor knows, which may enlarge or cut it."""
         if side not in self._image_tokens:
-            picture = types.ImageChunk(data=noise(np.random.default_rng(0), side), format="jpeg")
-            alone = types.ModelInput(chunks=[picture])
-            self._image_tokens[side] = len(self.sampler.compute_logprobs(alone).result(600))
+            self._image_tokens[side] = token_count(self._sampler or self.model, (side, side))
         return self._image_tokens[side]
 
     @staticmethod

@@ -118,6 +118,7 @@ async def main(arguments: argparse.Namespace) -> None:
         steps=arguments.steps * 4 // 5,
         groups_per_step=arguments.groups,
         discount=0.0,  # each try is judged by itself
+        substeps=1,  # of 256 rollouts
         rollout=replace(rollout, max_turns=1),
         seed=arguments.seed,
     )
@@ -132,4 +133,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=100, groups=32, warm_up=200, stages=2)))
+    asyncio.run(main(read_arguments(__doc__, steps=120, groups=32, warm_up=200, stages=2)))

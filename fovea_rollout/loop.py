@@ -25,6 +25,7 @@ from fovea_rollout.progress import LoopProgress
 from fovea_rollout.records import Record, Source, environment_factory
 from fovea_rollout.rollout import RolloutSettings, run_rollout
 from fovea_rollout.step_report import StepReport, step_report
+from fovea_rollout.step_size import StepSize
 from fovea_rollout.template import ChatTemplate
 from fovea_rollout.tinker_policy import WeightPublisher
 from fovea_rollout.training_batch import TrainingBatch, training_batch
@@ -53,6 +54,8 @@ class LoopSettings:
         substeps: Optimizer steps of one step: its datums are split into that many parts. More than one is off-policy
             after the first, so it needs a loss that clips, as `ppo` does. With 64 rollouts a step four learn faster
             than one (docs/rollout.md); with several hundred one is enough.
+        target_kl: About how far a step of several substeps moves the model, in nats per token: where one goes further,
+            the next has a lower rate, `learning_rate` at most (`StepSize`). None keeps the rate.
         loss: Name of the server's loss; `loss_config` goes with it. A temperature other than 1 is in it too, unless it
             names one: ratios are those of the distribution that was drawn from.
         filter_groups: Leave out groups in which all rewards are the same. With a KL penalty these teach too: one that
@@ -73,6 +76,7 @@ class LoopSettings:
     estimator: Estimator = "dr_grpo"
     discount: float | None = None
     substeps: int = 4
+    target_kl: float | None = 0.003
     loss: Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"] = "ppo"
     loss_config: Mapping[str, float] = field(default_factory=dict)
     filter_groups: bool = False
@@ -93,6 +97,8 @@ class LoopSettings:
             )
         if self.discount is not None and not 0.0 <= self.discount <= 1.0:
             raise InvalidInput(f"discount is {self.discount:g}; it must be from 0 to 1", field="discount")
+        if self.target_kl is not None and not self.target_kl > 0.0:
+            raise InvalidInput(f"target_kl is {self.target_kl:g}; it must be above 0, or None", field="target_kl")
         if self.substeps > 1 and self.loss == "importance_sampling":
             raise InvalidInput(
                 f"substeps is {self.substeps}, and importance_sampling does not clip: set it to 1, or loss to ppo",
@@ -117,11 +123,14 @@ class LoopSettings:
         implied = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
         return {**implied, **self.loss_config}
 
-    def adam_params(self, step: int) -> tinker.AdamParams:
-        """The optimizer's parameters of one step. The learning rate must be known by then, as in `train`."""
+    def adam_params(self, step: int, share: float = 1.0) -> tinker.AdamParams:
+        """The optimizer's parameters of one step, with a share of its learning rate.
+
+        That must be known by then, as in `train`.
+        """
         rate = self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
         assert rate is not None, "train() has set it"
-        return tinker.AdamParams(learning_rate=rate, **self.adam)
+        return tinker.AdamParams(learning_rate=rate * share, **self.adam)
 
 
 async def train(
@@ -200,6 +209,7 @@ class _Loop:
         self._publisher = WeightPublisher(training_client, is_inflight=settings.mode == "inflight", experts=experts)
         self._places = asyncio.Semaphore(settings.concurrency)
         self._seconds: dict[str, float] = {}
+        self._step_size = StepSize(settings.target_kl if settings.substeps > 1 else None)
         self.pool = GroupPool(self._play, settings.steps * settings.groups_per_step)
 
     async def step(self, step: int) -> StepReport:
@@ -225,7 +235,9 @@ class _Loop:
             outputs = await self._train(batch, step) if batch.data else []
         with self._timed("publish"):
             self.policy = await self._publisher.publish(step + 1)
-        return step_report(step, groups, batch, outputs, self._seconds, self.policy)
+        report = step_report(step, groups, batch, outputs, self._seconds, self.policy, self._step_size.share)
+        self._step_size.observe(report.moved_kl)
+        return report
 
     def truths(self, report: StepReport) -> dict[str, str]:
         """What the right answer was, by conversation, of those whose record tells it."""
@@ -245,7 +257,7 @@ class _Loop:
         for part in parts:
             data = [datum.datum for datum in part.data]
             backwards.append(self._client.forward_backward(data, settings.loss, settings.whole_loss_config or None))
-            steps.append(self._client.optim_step(settings.adam_params(step)))
+            steps.append(self._client.optim_step(settings.adam_params(step, self._step_size.share)))
         results = await asyncio.gather(*backwards, *steps)
         return list(zip(parts, results[: len(parts)], strict=True))
 

@@ -41,6 +41,9 @@ class StepReport:
         trained_tokens: Sampled tokens that were trained on.
         agreement: Of sampler and trainer on the first substep. None if nothing was trained on, since no group had a
             signal; the weights stay.
+        moved_kl: Of the weights that a substep met from those that sampled, on its tokens, as in `Agreement`: the
+            largest of all substeps but the first, which says how far those before it went. None with one substep.
+        rate_share: Of the settings' learning rate, what the step had.
         base_kl: Distance of sampler and base model in nats per token, if there is a KL penalty.
         metrics: The environments' own, averaged over rollouts; the trainer's, over substeps, as `trainer/...`.
         seconds: By part: `rollout` (waiting for groups), `batch` (with the base's scores), `train`, `publish`.
@@ -57,6 +60,8 @@ class StepReport:
     sampled_tokens: int
     trained_tokens: int
     agreement: Agreement | None
+    moved_kl: float | None
+    rate_share: float
     base_kl: float | None
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]
@@ -73,6 +78,7 @@ def step_report(
     outputs: Sequence[tuple[TrainingBatch, tinker.ForwardBackwardOutput]],
     seconds: Mapping[str, float],
     policy: Policy,
+    rate_share: float,
 ) -> StepReport:
     """Puts a report together.
 
@@ -92,6 +98,8 @@ def step_report(
         sampled_tokens=sum(len(turn.sampled.ids) for one in trajectories for turn in one.turns),
         trained_tokens=sum(int(mask.sum()) for mask in batch.masks),
         agreement=_agreement(*outputs[0]) if outputs else None,
+        moved_kl=max((_agreement(*output).kl for output in outputs[1:]), default=None),
+        rate_share=rate_share,
         base_kl=batch.base_kl,
         metrics=metrics,
         seconds=dict(seconds),

@@ -33,8 +33,8 @@ def report(*trajectories: Trajectory, kl: float | None = None) -> StepReport:
     policy: Policy = FourTokenPictures()
     return StepReport(
         step=0, reward_mean=0.5, signal_share=1.0, lag=0, sampled_tokens=8, trained_tokens=8,
-        agreement=Agreement(kl=0.002, largest_log_ratio=0.1), base_kl=kl, metrics={}, seconds={}, failures=(),
-        trajectories=(trajectories,), data=(), policy=policy,
+        agreement=Agreement(kl=0.002, largest_log_ratio=0.1), moved_kl=None, rate_share=1.0, base_kl=kl, metrics={},
+        seconds={}, failures=(), trajectories=(trajectories,), data=(), policy=policy,
     )  # fmt: skip
 
 

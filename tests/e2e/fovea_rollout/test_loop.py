@@ -139,6 +139,8 @@ async def test_one_step_off(training: tinker.TrainingClient, template: ChatTempl
     assert [report.lag for report in reports] == [0, 1, 1]
     ratios = [report.agreement.largest_log_ratio for report in reports if report.agreement]
     assert ratios[0] < 1e-3 < min(ratios[1:]), "weights have moved since they sampled"
+    assert reports[0].rate_share == 0.25
+    assert all(report.moved_kl is not None for report in reports), "the second substep tells what the first did"
     distances = [report.base_kl for report in reports if report.base_kl is not None]
     assert abs(distances[0]) < 1e-3 < abs(distances[2]), "without a base, it is the weights of the beginning"
 

@@ -15,7 +15,7 @@ def test_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     with LoopProgress(2, 2, True) as shown:
         for one in group:
             shown.count_rollout(one)
-        shown.count_step(step_report(0, [group], TrainingBatch([]), [], {}, FourTokenPictures()))
+        shown.count_step(step_report(0, [group], TrainingBatch([]), [], {}, FourTokenPictures(), 1.0))
     said = capsys.readouterr().err
     assert "1/2 reward 0.500, signal 0%, lag 0, nothing to train on" in said
     assert "1 failed" in said

@@ -30,8 +30,12 @@ async def test_report() -> None:
         loss_fn_outputs=[{"logprobs": tinker.TensorData.from_numpy(row)} for row in of_trainer],
         metrics={"loss:sum": 3.0},
     )
-    later = tinker.ForwardBackwardOutput("ArrayRecord", [], {"loss:sum": 5.0})
-    report = step_report(4, groups, batch, [(batch, output), (batch, later)], {"train": 1.5}, FourTokenPictures())
+    moved = [np.array([-1.0, -2.0], np.float32), np.array([-2.0], np.float32)]
+    later = tinker.ForwardBackwardOutput(
+        "ArrayRecord", [{"logprobs": tinker.TensorData.from_numpy(row)} for row in moved], {"loss:sum": 5.0}
+    )
+    outputs = [(batch, output), (batch, later), (batch, output)]
+    report = step_report(4, groups, batch, outputs, {"train": 1.5}, FourTokenPictures(), 0.25)
     log_ratio = np.array([0.0, 0.1, -0.2])
     assert report.agreement is not None
     assert report.agreement.kl == pytest.approx(np.mean(np.exp(log_ratio) - 1 - log_ratio), rel=1e-5)
@@ -40,7 +44,9 @@ async def test_report() -> None:
     assert (report.step, report.lag, report.signal_share) == (4, 2, 0.5)
     assert (report.sampled_tokens, report.trained_tokens) == (4, 3)
     assert report.failures == (("d", BROKEN),)
-    assert report.metrics == {"hits": 0.5, "late": 5.0, "trainer/loss:sum": 4.0}
+    assert report.metrics == {"hits": 0.5, "late": 5.0, "trainer/loss:sum": pytest.approx(11 / 3)}
+    assert report.moved_kl == pytest.approx((np.e - 2) / 3, rel=1e-5), "of the substep that met the most"
+    assert report.rate_share == 0.25
     assert report.seconds == {"train": 1.5}
     assert [datum.versions.oldest for datum in report.data] == [2, 3]
 
@@ -48,6 +54,7 @@ async def test_report() -> None:
 async def test_a_step_without_signal() -> None:
     groups = [[rollout(conversation="a", failure=BROKEN), rollout(conversation="b", failure=BROKEN)]]
     batch = await training_batch(groups, "grpo", filter_groups=True, policy=FourTokenPictures())
-    report = step_report(0, groups, batch, [], {}, FourTokenPictures())
+    report = step_report(0, groups, batch, [], {}, FourTokenPictures(), 1.0)
     assert math.isnan(report.reward_mean)
-    assert (report.agreement, report.lag, report.signal_share, len(report.failures)) == (None, 0, 0.0, 2)
+    assert (report.agreement, report.moved_kl, report.lag, report.signal_share) == (None, None, 0, 0.0)
+    assert len(report.failures) == 2
