@@ -17,7 +17,7 @@ IMAGE_TOKENS = (448 // 32) ** 2
 @pytest.fixture
 def bench() -> Bench:
     nobody: Any = None
-    return Bench(nobody, nobody, "some/model", before_picture=[4], after=[5], _image_tokens={448: IMAGE_TOKENS})
+    return Bench(nobody, "some/model", [4], [5], nobody, {448: IMAGE_TOKENS})
 
 
 def test_a_picture_has_the_size_that_is_asked_for() -> None:
