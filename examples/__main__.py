@@ -43,7 +43,8 @@ _HELP = (
 
 def main(
     examples: Annotated[list[str] | None, typer.Argument(help=_HELP)] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds from 0.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, one after another.")] = 1,
+    first_seed: Annotated[int, typer.Option(min=0, help="The seed of the first.")] = 0,
     out: Annotated[pathlib.Path, typer.Option(help="Where curves and pages go.")] = FOLDER / "out",
     results: Annotated[pathlib.Path, typer.Option(help="What was measured.")] = RESULTS,
 ) -> None:
@@ -55,7 +56,7 @@ def main(
     known = EXAMPLES | OF_OTHERS | LEARN_OTHERWISE
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"there is no example {unknown[0]}; there are {', '.join(known)}")
-    missed = []
+    missed, these = [], range(first_seed, first_seed + seeds)
     out.mkdir(parents=True, exist_ok=True)
     also = []
     if "distillation_digits" in names:
@@ -66,7 +67,7 @@ def main(
         for name in names:
             module, *options = known[name]
             path = {"PYTHONPATH": str(OTHERS)} if name in OF_OTHERS else {}
-            for seed in range(seeds):
+            for seed in these:
                 console.rule(f"{name}, seed {seed}")
                 command = [sys.executable, "-m", f"examples.{module}", *options, *server, "--seed", str(seed)]
                 subprocess.run(command, env=environment | path, cwd=FOLDER.parent, check=True)
@@ -75,7 +76,7 @@ def main(
                 if "bar" in run and not is_met(run):
                     missed.append(f"{name}, seed {seed}: {run['after']:.3f}, the bar is {run['bar']:g}")
             if name not in LEARN_OTHERWISE:
-                draw_curves([out / f"{name}-{seed}.json" for seed in range(seeds)], out / f"{name}.png")
+                draw_curves([out / f"{name}-{seed}.json" for seed in these], out / f"{name}.png")
     console.print(f"results: {results}; curves and pages: {out}")
     for line in missed:
         console.print(f"missed: {line}")
