@@ -11,9 +11,9 @@ import numpy.typing as npt
 import tinker
 from PIL import Image
 from tinker import types
-from transformers import AutoTokenizer
 
-from fovea_data import token_count
+from fovea.runtime.model_files import read_added_tokens
+from fovea_data.picture_tokens import checkpoint_directory, token_count
 
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 
@@ -41,8 +41,7 @@ class Bench:
         name = served.model_name
         assert name is not None
         sampler = None if served.sampleable is False else service.create_sampling_client(base_model=name).result(60)
-        tokenizer = sampler.get_tokenizer() if sampler else AutoTokenizer.from_pretrained(name)
-        vocabulary = tokenizer.get_vocab()
+        vocabulary = sampler.get_tokenizer().get_vocab() if sampler else read_added_tokens(checkpoint_directory(name))
         # Text around a picture where the family has such tokens and its processor does not bring them along.
         before, after = ([vocabulary[token]] if token in vocabulary else [] for token in (VISION_START, VISION_END))
         return cls(service, name, before, after, sampler)

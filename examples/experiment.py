@@ -221,8 +221,8 @@ class Experiment:
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
         self._say(
             f"step {report.step}: reward {report.reward_mean:.3f}, signal {report.signal_share:.2f}, "
-            f"KL {report.base_kl or 0.0:.3f}, "
-            f"moved {report.moved_kl or 0.0:.4f} at {report.rate_share:.2f}, {_shown(own)}; {seconds}"
+            f"KL {report.base_kl or 0.0:.3f}, moved {report.moved_kl or 0.0:.4f} at {report.rate_share:.2f}, "
+            f"{_shown(own)}; {seconds}"
         )
 
     async def _publish(self) -> None:

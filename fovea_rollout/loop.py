@@ -124,10 +124,7 @@ class LoopSettings:
         return {**implied, **self.loss_config}
 
     def adam_params(self, step: int, share: float = 1.0) -> tinker.AdamParams:
-        """The optimizer's parameters of one step, with a share of its learning rate.
-
-        That must be known by then, as in `train`.
-        """
+        """The optimizer's parameters of one step, with a share of its learning rate: `train` has set a rate of None."""
         rate = self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
         assert rate is not None, "train() has set it"
         return tinker.AdamParams(learning_rate=rate * share, **self.adam)

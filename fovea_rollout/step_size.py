@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 FIRST = 0.25
 """Of the rate: what a model does in its first step at the whole rate can lose all that its warm-up taught."""
@@ -26,11 +26,10 @@ class StepSize:
     """
 
     target: float | None
-    share: float = 1.0
+    share: float = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.target is not None:
-            self.share = FIRST
+        self.share = 1.0 if self.target is None else FIRST
 
     def observe(self, moved_kl: float | None) -> None:
         """Takes the KL that a step moved the model by; None, which one substep tells, changes nothing."""
