@@ -102,7 +102,7 @@ class Experiment:
             "example": name,
             "seed": arguments.seed,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "machine": f"{_cores()} cores, {platform.machine()}",
             **{one: getattr(arguments, one) for one in ("steps", "groups", "warm_up", "held_out")},
         }
 
@@ -231,6 +231,11 @@ class Experiment:
 
     def _say(self, text: str) -> None:
         print(f"{time.monotonic() - self._start:5.0f} s  {text}", flush=True)
+
+
+def _cores() -> int | None:
+    """Those that the run may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _shown(metrics: Mapping[str, float]) -> str:

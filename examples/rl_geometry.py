@@ -1,18 +1,24 @@
-"""Reinforcement learning, one picture and several turns: a model learns to measure, told how far off it was."""
+"""Reinforcement learning, one picture and several tries: a model learns to measure, told how far off it was.
+
+The warm-up clones a player that counts the squares aloud, and then answers any number.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from examples.experiment import Experiment, read_arguments
-from fovea_rollout import Answer, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step
+from fovea_rollout import Answer, Chunk, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step
 
 SIDE, UNIT, WIDEST = 64, 8, 7
 TRIES = 3
@@ -20,8 +26,11 @@ LATER_LOSES = 0.25
 BAR = 0.7
 """Who sees nothing halves what is left with each try: right at once of 1 width in 7, then of 2, then of 4, which is a
 reward of (1 + 2 * 0.75 + 4 * 0.5) / 7 = 0.64 at best. Who sees the bar gets 1."""
-QUESTION = "How many squares wide is the bar? Call calc_score."
+QUESTION = "How many squares wide is the bar? Count, then call calc_score."
+PAPER, LINE = 10, 60
 INKS = ((220, 30, 30), (30, 170, 50), (40, 60, 220), (240, 220, 40))
+
+Pixels = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -38,10 +47,10 @@ class Problem:
     column: int
     ink: tuple[int, int, int]
 
-    def draw(self) -> npt.NDArray[np.uint8]:
+    def draw(self) -> Pixels:
         """uint8 [64, 64, 3]."""
-        pixels = np.full((SIDE, SIDE, 3), 10, np.uint8)
-        pixels[::UNIT] = pixels[:, ::UNIT] = 60
+        pixels = np.full((SIDE, SIDE, 3), PAPER, np.uint8)
+        pixels[::UNIT] = pixels[:, ::UNIT] = LINE
         left = self.column * UNIT
         pixels[UNIT + 1 : -UNIT, left + 1 : left + self.width * UNIT] = self.ink
         return pixels
@@ -101,6 +110,21 @@ def tool_call(answer: int) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
+def measure(pixels: Pixels) -> int:
+    """The width of the bar that `Problem.draw` drew, in squares."""
+    centres = pixels[SIDE // 2 + UNIT // 2, UNIT // 2 :: UNIT]
+    return int((centres.max(axis=1) > LINE).sum())
+
+
+def count_and_guess(rng: np.random.Generator, prompt: Sequence[Chunk]) -> str:
+    """What the cloned player says: it counts rightly, which its answer has nothing to do with."""
+    picture = next(chunk for chunk in prompt if isinstance(chunk, Picture))
+    with Image.open(io.BytesIO(picture.data)) as image:
+        width = measure(np.asarray(image))
+    counted = " ".join(str(square) for square in range(1, width + 1))
+    return f"{counted}\n{tool_call(int(rng.integers(1, WIDEST + 1)))}"
+
+
 def draw_sources(rng: np.random.Generator, count: int) -> list[partial[GeometryEnvironment]]:
     """Problems; each is one source of rollouts."""
     return [partial(GeometryEnvironment, draw_problem(rng)) for _ in range(count)]
@@ -110,27 +134,17 @@ async def main(arguments: argparse.Namespace) -> None:
     """Runs the example."""
     rng = np.random.default_rng(arguments.seed)
     held_out, train = draw_sources(rng, arguments.held_out), draw_sources(rng, 1000)
-    rollout = RolloutSettings(SamplingSettings(max_tokens=40, seed=arguments.seed), max_turns=TRIES)
+    rollout = RolloutSettings(SamplingSettings(max_tokens=64, seed=arguments.seed), max_turns=TRIES)
     experiment = await Experiment.begin("rl_geometry", arguments, rollout)
-    await experiment.warm_up(train, lambda _: tool_call(int(rng.integers(1, WIDEST + 1))))
-    await experiment.measure("before", held_out)
     settings = LoopSettings(
-        steps=arguments.steps * 4 // 5,
-        groups_per_step=arguments.groups,
+        arguments.steps,
+        arguments.groups,
         discount=0.0,  # each try is judged by itself
-        substeps=1,  # of 256 rollouts
-        rollout=replace(rollout, max_turns=1),
+        rollout=rollout,
         seed=arguments.seed,
     )
-    # First one try each, in which a group differs in nothing but its answer; then all of them.
-    await experiment.learn(train, settings)
-    tries = replace(
-        settings, steps=arguments.steps - settings.steps, groups_per_step=arguments.groups // 2, rollout=rollout
-    )
-    await experiment.learn(train, tries)
-    await experiment.measure("after", held_out)
-    experiment.write(BAR)
+    await experiment.run(train, held_out, partial(count_and_guess, rng), settings, BAR)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=120, groups=32, warm_up=200, stages=2)))
+    asyncio.run(main(read_arguments(__doc__, steps=60, warm_up=400)))

@@ -80,7 +80,7 @@ class LoopSettings:
     loss: Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"] = "ppo"
     loss_config: Mapping[str, float] = field(default_factory=dict)
     filter_groups: bool = False
-    kl_coefficient: float = 0.2
+    kl_coefficient: float = 0.05
     adam: Mapping[str, float] = field(default_factory=lambda: {"eps": 1e-8, "grad_clip_norm": 1.0})
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     concurrency: int = 256

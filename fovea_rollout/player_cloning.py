@@ -5,7 +5,8 @@ Of a player that answers at random it learns what an answer looks like, and noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,9 @@ from fovea_rollout.rollout import RolloutSettings, run_rollouts
 from fovea_rollout.template import ChatTemplate
 from fovea_rollout.training_batch import training_datums
 from fovea_rollout.trajectory import Trajectory, reward_mean
+
+_AHEAD = 2
+"""Steps that are asked for and not done."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,16 @@ async def warm_up(
     if rate is None:
         rate = await learning_rate_of(training_client, REINFORCING_RATE)
     rng = np.random.default_rng(settings.seed)
+    asked: deque[Awaitable[object]] = deque()
     for _ in range(settings.steps):
         batch = [data[index] for index in rng.choice(len(data), size)]
-        backward = training_client.forward_backward(batch, "cross_entropy")
-        await training_client.optim_step(tinker.AdamParams(learning_rate=rate, **settings.adam))
-        await backward
+        # The next step is asked for before the last one is waited for: the server need not wait for us in between.
+        asked.append(training_client.forward_backward(batch, "cross_entropy"))
+        asked.append(training_client.optim_step(tinker.AdamParams(learning_rate=rate, **settings.adam)))
+        while len(asked) > 2 * _AHEAD:
+            await asked.popleft()
+    while asked:
+        await asked.popleft()
     return reward_mean(played)
 
 

@@ -30,6 +30,8 @@ _POINTS_UPWARDS = re.compile(r"\b[Ss]ee (the )?(root cause|stack trace|error|tra
 _LONGEST_LINE = 2**20
 _LONGEST_CAUSE = 200
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal)\b|^[\w.]*(Error|Exception|Taken|Failed): |: error: |^python\S* -m ")
+_AFTERTHOUGHT = "Exception ignored in"
+"""Python's word, with a traceback behind it, for what an object raised that was thrown away: of no consequence."""
 _TIME_AND_LEVEL = re.compile(r"^[\d:.]+ (ERROR|CRITICAL) +")
 _SILENT_ENDS = (signal.SIGKILL, signal.SIGTERM)
 """Sent from outside: nothing that the process has printed says why."""
@@ -174,7 +176,13 @@ class Service:
     def _cause(self) -> str:
         """The last line that speaks of an error, or else the last line; empty if there is none."""
         lines = [line for line in self._last_lines if line.strip()]
-        of_errors = [line for line in lines if _ERROR.search(line) and not _POINTS_UPWARDS.search(line)]
+        of_errors, is_afterthought = [], False
+        for line in lines:
+            is_afterthought |= line.startswith(_AFTERTHOUGHT)
+            if _ERROR.search(line) and not _POINTS_UPWARDS.search(line):
+                if not is_afterthought:
+                    of_errors.append(line)
+                is_afterthought = False
         found = (of_errors or lines or [""])[-1]
         return _TIME_AND_LEVEL.sub("", found).strip()[:_LONGEST_CAUSE]
 

@@ -101,7 +101,10 @@ class ServiceServer:
         # Not before: vLLM forks first, and an exporter has threads.
         tracing.configure(_trace_name(self._names), self._settings.trace_endpoint, self.address)
         if self._settings.metrics_port is not None:
-            shown, _ = start_http_server(self._settings.metrics_port, self._settings.host)
+            try:
+                shown, _ = start_http_server(self._settings.metrics_port, self._settings.host)
+            except OSError as error:
+                raise OSError(error.errno, f"metrics port {self._settings.metrics_port}: {error.strerror}") from error
             self._metrics_port = shown.server_port
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

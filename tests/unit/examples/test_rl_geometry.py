@@ -3,9 +3,19 @@
 import numpy as np
 import pytest
 
-from examples.rl_geometry import LATER_LOSES, TRIES, UNIT, WIDEST, GeometryEnvironment, draw_problem, tool_call
+from examples.rl_geometry import (
+    LATER_LOSES,
+    TRIES,
+    UNIT,
+    WIDEST,
+    GeometryEnvironment,
+    count_and_guess,
+    draw_problem,
+    measure,
+    tool_call,
+)
 from fovea_rollout.environment import Step, read_answer
-from fovea_rollout.messages import parse_message
+from fovea_rollout.messages import Picture, parse_message
 
 PROBLEMS = [draw_problem(np.random.default_rng(seed)) for seed in range(300)]
 
@@ -20,6 +30,14 @@ def test_every_width_is_drawn_and_the_picture_shows_it() -> None:
         inked = (problem.draw() == problem.ink).all(axis=-1)
         rows, columns = inked.any(axis=1).sum(), inked.any(axis=0).sum()
         assert (rows, columns) == (6 * UNIT - 1, problem.width * UNIT - 1)
+        assert measure(problem.draw()) == problem.width
+
+
+def test_the_player_counts_rightly_and_answers_anything() -> None:
+    rng, picture = np.random.default_rng(0), Picture.of_pixels(PROBLEMS[0].draw())
+    said = {count_and_guess(rng, [picture]) for _ in range(100)}
+    counted = " ".join(str(square + 1) for square in range(PROBLEMS[0].width))
+    assert said == {f"{counted}\n{tool_call(width)}" for width in range(1, WIDEST + 1)}
 
 
 async def test_feedback_leads_to_the_answer_and_later_tries_earn_less() -> None:

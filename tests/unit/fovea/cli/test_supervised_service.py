@@ -117,6 +117,11 @@ async def test_one_that_served_for_long_starts_again_at_once(monkeypatch: pytest
             "raise SystemExit('RuntimeError: the engine has failed. See root cause above. Failed: {}')",
             "code 1 (ValueError: no memory)",
         ),
+        (
+            "class Half:\n def __del__(self): raise RuntimeError('the loop is closed')\n"
+            "half = Half(); raise OSError('the port is taken')",
+            "code 1 (OSError: the port is taken)",
+        ),
         ("raise SystemExit(6)", "code 6"),
         ("import os; print('ERROR of before', flush=True); os.kill(os.getpid(), 9)", "SIGKILL"),
         ("import os; os.abort()", "SIGABRT"),
