@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from examples.experiment import Experiment, read_arguments
 from fovea_rollout import Answer, Chunk, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step
@@ -119,9 +117,7 @@ def measure(pixels: Pixels) -> int:
 def count_and_guess(rng: np.random.Generator, prompt: Sequence[Chunk]) -> str:
     """What the cloned player says: it counts rightly, which its answer has nothing to do with."""
     picture = next(chunk for chunk in prompt if isinstance(chunk, Picture))
-    with Image.open(io.BytesIO(picture.data)) as image:
-        width = measure(np.asarray(image))
-    counted = " ".join(str(square) for square in range(1, width + 1))
+    counted = " ".join(str(square) for square in range(1, measure(picture.pixels) + 1))
     return f"{counted}\n{tool_call(int(rng.integers(1, WIDEST + 1)))}"
 
 

@@ -92,8 +92,7 @@ class Player:
     def answer(self, prompt: Sequence[Chunk]) -> str:
         """What it writes; without a tool call where only the answer is wanted."""
         pictures = [chunk for chunk in prompt if isinstance(chunk, Picture)]
-        with Image.open(io.BytesIO(pictures[-1].data)) as image:
-            width, height = read_rectangle(np.asarray(image.convert("RGB")))
+        width, height = read_rectangle(pictures[-1].pixels)
         guess = diagonal(*(int(side) for side in self._rng.integers(1, WIDEST + 1, size=2))).replace(" ", "")
         thought = f"<think>\n{width} by {height}\n</think>\n\n"
         if self._rng.random() > TOOL_SHARE:

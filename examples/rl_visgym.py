@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from examples.experiment import Experiment, read_arguments
 from examples.picture_games import MAZE, TILES, Maze, Pixels, Tiles
@@ -117,9 +115,7 @@ def draw_sources(rng: np.random.Generator, count: int, game: Game) -> list[Calla
 
 def last_frame(prompt: Sequence[Chunk]) -> Pixels:
     """The newest picture of a prompt, uint8 [height, width, 3]."""
-    picture = next(chunk for chunk in reversed(prompt) if isinstance(chunk, Picture))
-    with Image.open(io.BytesIO(picture.data)) as image:
-        return np.asarray(image)
+    return next(chunk for chunk in reversed(prompt) if isinstance(chunk, Picture)).pixels
 
 
 async def main(arguments: argparse.Namespace) -> None:

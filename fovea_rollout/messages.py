@@ -82,6 +82,14 @@ class Picture:
         return cls(buffer.getvalue(), "png")
 
     @property
+    def pixels(self) -> npt.NDArray[np.uint8]:
+        """uint8 [height, width, 3], as the file has them: not turned by its EXIF orientation."""
+        from PIL import Image
+
+        with Image.open(io.BytesIO(self.data)) as image:
+            return np.asarray(image.convert("RGB"))
+
+    @property
     def data_uri(self) -> str:
         """As `image_url` has it."""
         return f"data:image/{self.format};base64,{base64.b64encode(self.data).decode()}"

@@ -69,3 +69,8 @@ def test_other_files_are_refused(data: bytes, said: str) -> None:
 def test_a_file_without_a_header_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidInput, match="cannot be read"):
         _ = Picture(data, "png").size
+
+
+def test_a_picture_gives_back_the_pixels_that_it_was_made_of() -> None:
+    pixels = np.random.default_rng(0).integers(256, size=(5, 7, 3)).astype(np.uint8)
+    np.testing.assert_array_equal(Picture.of_pixels(pixels).pixels, pixels)
