@@ -119,4 +119,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=60, warm_up=600)))
+    asyncio.run(main(read_arguments(__doc__, steps=90, warm_up=600)))

@@ -1,4 +1,4 @@
-"""`python -m examples.summary`: what the examples learnt, as docs/rollout.md has it, from examples/results.json."""
+"""`python -m examples.summary`: what the examples learnt, as docs/learning.md has it, from examples/results.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent
 RESULTS = FOLDER / "results.json"
-PAGE = FOLDER.parent / "docs" / "rollout.md"
+PAGE = FOLDER.parent / "docs" / "learning.md"
 BEGIN, END = "<!-- python -m examples.summary -->\n", "<!-- end of the table -->\n"
 _COLUMNS = ("example", "cloned player", "before", "after", "bar", "minutes", "prefix breaks", "trainer - sampler")
 
