@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,6 +14,7 @@ from starlette.routing import Route
 from fovea.wire.errors import NotFound
 from fovea_gateway.admin_routes import AdminRoutes
 from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes
+from fovea_gateway.checkpoints.upload_routes import UploadRoutes
 from fovea_gateway.futures.future_routes import FutureRoutes
 from fovea_gateway.health import Health
 from fovea_gateway.http.endpoint import (
@@ -24,6 +26,7 @@ from fovea_gateway.http.endpoint import (
     Routes,
     error_response,
 )
+from fovea_gateway.http.lora_config import lora_message
 from fovea_gateway.http.request_body import read
 from fovea_gateway.live.live_routes import LiveRoutes
 from fovea_gateway.openai.openai_answers import OpenAIAnswers
@@ -52,8 +55,6 @@ _HOSTED_ONLY = {
     ("POST", "sessions/search"): "searching sessions; list them with GET sessions",
     ("GET", "sessions/{session_id}/trace_export"): "traces of sessions; the gateway's --metrics-port has its figures",
     ("PUT", "sessions/{session_id}/project"): "projects",
-    ("POST", "external_weights_upload_start"): "uploading weights; train them from a checkpoint of this gateway",
-    ("POST", "external_weights_upload_finish"): "uploading weights; train them from a checkpoint of this gateway",
     ("POST", "auth/token"): "JWTs; send the API key itself, as X-API-Key",
     ("DELETE", "auth/apikey/me"): "deleting keys; its operator does, by `fovea keys revoke`",
     ("GET", "billing/usage/events"): "billing",
@@ -97,6 +98,13 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
         TrainingRunRoutes(parts.training_runs, parts.copies),
         CheckpointRoutes(parts.checkpoints),
         ExportRoutes(parts.exports, base_path),
+        UploadRoutes(
+            parts.uploads,
+            parts.base_models,
+            partial(lora_message, alpha=settings.default_lora_alpha, train_vision=settings.train_vision),
+            base_path,
+            settings.request_timeout_s,
+        ),
         AdminRoutes(parts.keys, parts.owners, parts.database),
         LiveRoutes(parts.live_view, parts.models, parts.keys.identify, base_path),
     ]

@@ -8,6 +8,7 @@ from fovea_gateway.access.owners import Owners
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.checkpoints.checkpoint_storage import Storage
 from fovea_gateway.checkpoints.exports import Exports
+from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
 from fovea_gateway.discovery import choose
 from fovea_gateway.discovery.discovery import Discovery
@@ -76,6 +77,7 @@ class Parts:
         self.storage = Storage(settings.checkpoint_root)
         self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock)
         self.exports = Exports(self.database, self.checkpoints)
+        self.uploads = Uploads(self.database, self.checkpoints, settings.max_upload_bytes)
         self.models = Models(self.database, settings.max_models_per_owner, self.owners)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
         self.journal = Journal(self.database, self.models, settings.max_journal_bytes)
@@ -105,7 +107,7 @@ class Parts:
         )  # fmt: skip
         self.training_runs = TrainingRuns(self.database, self.checkpoints)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
-        self.orphans = OrphanCollector(self.database, self.base_models, self.checkpoints)
+        self.orphans = OrphanCollector(self.database, self.base_models, self.checkpoints, self.uploads)
         self.live_state = LiveState(
             self.happenings, self.database, self.models, self.sampling, self.base_models
         )  # fmt: skip

@@ -77,6 +77,7 @@ class GatewaySettings(ServiceSettings):
     max_body_bytes: int = Field(
         128 * 2**20, gt=0, description="The largest body of samples and losses, before and after zstd."
     )
+    max_upload_bytes: int = Field(4 * 2**30, gt=0, description="The largest adapter that may be uploaded, in bytes.")
     max_request_memory_bytes: int = Field(
         2**30,
         gt=0,

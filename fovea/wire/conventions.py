@@ -9,6 +9,9 @@ TRAINER_SERVICE = "fovea.api.v1.TrainerService"
 SNAPSHOT_FILE = "fovea_snapshot.json"
 """In a folder of weights: whose they are, a `weights_pb2.Snapshot` as JSON."""
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The two files of an adapter, as PEFT names them."""
+
 # A process that dies may leave folders behind which have one of these after their name; the gateway removes them.
 
 STAGING_SUFFIX = ".tmp-"

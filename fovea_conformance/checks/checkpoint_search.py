@@ -1,11 +1,19 @@
 """Section I: the calls that SDK 0.39 adds, by raw HTTP, since 0.38 does not make them."""
 
+import json
 from typing import Any
 
+import httpx
+import numpy as np
+from safetensors.numpy import save
+
+from fovea_conformance.adapters import ADAPTER, download
 from fovea_conformance.check import Failed, Refused, check, expect
 from fovea_conformance.target import Target, unique_name
 
 Row = dict[str, Any]
+_RANK = 8
+_MODULE = "model.language_model.layers.0.self_attn.q_proj"
 
 
 @check("C122", "checkpoints/search: by metadata, kind and base model; pages without gap or repeat, newest first")
@@ -27,20 +35,54 @@ def c122_search(target: Target) -> str:
     return f"{len(mine)} of one run, on pages of two"
 
 
-@check("C123", "external_weights_upload_start and _finish take weights, or are refused by name")
+@check("C123", "external_weights_upload_start and _finish take an adapter, or are refused by name")
 def c123_upload(target: Target) -> str:
-    """An upload of nothing: accepted, or answered with an error that says what is not there."""
-    refusals = []
-    for route in ("external_weights_upload_start", "external_weights_upload_finish"):
-        answer = target.post(route)
-        if answer.status_code == 404:
-            detail = str(answer.json().get("detail", "")) if "json" in answer.headers.get("content-type", "") else ""
-            expect("upload" in detail, f"{route} answered 404 without saying that uploads are not there: {answer.text}")
-            refusals.append(detail)
-        expect(answer.status_code < 500, f"{route} answered {answer.status_code} {answer.text[:200]}")
-    if refusals:
-        raise Refused(refusals[0])
-    return "uploads are known"
+    """An adapter of one module: begun, refused while nothing was sent, sent without a key, finished, downloaded."""
+    shape = {"rank": _RANK, "train_mlp": False, "train_unembed": False}
+    begun = target.post("external_weights_upload_start", base_model=target.model, lora_config=shape)
+    if begun.status_code == 404:
+        detail = str(begun.json().get("detail", "")) if "json" in begun.headers.get("content-type", "") else ""
+        expect("upload" in detail, f"answered 404 without saying that uploads are not there: {begun.text}")
+        raise Refused(detail)
+    expect(begun.status_code == 200, f"external_weights_upload_start answered {begun.status_code} {begun.text[:200]}")
+    upload, files = begun.json(), _adapter(target.model)
+    expect(
+        set(files) <= set(upload["urls"]), f"there are URLs for {sorted(upload['urls'])}, an adapter is {sorted(files)}"
+    )
+    early = target.post("external_weights_upload_finish", upload_id=upload["upload_id"])
+    expect(400 <= early.status_code < 500, f"finished before a file was sent: {early.status_code} {early.text[:200]}")
+    for name, content in files.items():
+        url, headers = upload["urls"][name], {}
+        if isinstance(url, dict):  # of SDK 0.40
+            url, headers = url["url"], url["headers"]
+        sent = httpx.put(url, content=content, headers=headers, timeout=60)
+        expect(sent.is_success, f"{name} answered {sent.status_code} {sent.text[:200]}")
+    done = target.post("external_weights_upload_finish", upload_id=upload["upload_id"])
+    if done.status_code in (400, 422) and _MODULE.rpartition(".")[2] in done.text:
+        return "looked at: this model has no such module"
+    expect(done.status_code == 200, f"external_weights_upload_finish answered {done.status_code} {done.text[:200]}")
+    path = str(done.json()["tinker_path"])
+    found = download(target.rest(), path)
+    target.rest().delete_checkpoint_from_tinker_path(path).result(60)
+    expect(found == files, f"sent {sorted(files)}, found { ({name: len(data) for name, data in found.items()}) }")
+    return "an adapter of one module, the same when downloaded"
+
+
+def _adapter(model: str) -> dict[str, bytes]:
+    """The files of an adapter of the first query projection, as PEFT writes them."""
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": model,
+        "r": _RANK,
+        "lora_alpha": 32,
+        "bias": "none",
+        "target_modules": [_MODULE],
+    }
+    tensors = {
+        f"base_model.model.{_MODULE}.lora_{half}.weight": np.ones(shape, np.float32)
+        for half, shape in (("A", (_RANK, 64)), ("B", (64, _RANK)))
+    }
+    return {"adapter_config.json": json.dumps(config).encode(), ADAPTER: save(tensors)}
 
 
 def _pages(target: Target, asked: Row) -> list[Row]:

@@ -12,6 +12,7 @@ from cachetools import LRUCache
 
 from fovea.api.v1 import weights_pb2
 from fovea.runtime.cautious_clock import CautiousClock
+from fovea.wire.conventions import ADAPTER_WEIGHTS
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, ResourceExhausted
 from fovea_gateway.access.owners import Owners
 from fovea_gateway.access.usage import stored_bytes
@@ -131,11 +132,24 @@ class Checkpoints:
             raise NotFound(f"there is no checkpoint {path} of yours", field=field)
         return checkpoint
 
-    async def find_training(self, owner: str, path: str) -> Checkpoint:
-        """A checkpoint that training can go on from. Raises NotFound, InvalidInput for other kinds."""
+    async def find_training(self, owner: str, path: str, optimizer: bool = False) -> Checkpoint:
+        """What training can go on from: a training checkpoint, or an adapter that was exported or uploaded.
+
+        Args:
+            optimizer: Whether its optimizer state is wanted.
+
+        Raises NotFound, InvalidInput for other kinds.
+        """
         checkpoint = await self.find(owner, path)
-        if checkpoint.segment != TRAINING:
-            raise InvalidInput(f"{path} is {_NOUNS[checkpoint.segment]}; load one that save_state made", field="path")
+        if checkpoint.segment == SAMPLER:
+            raise InvalidInput(f"{path} is {_NOUNS[SAMPLER]}; load one that save_state made", field="path")
+        if checkpoint.segment == EXTERNAL:
+            if optimizer:
+                raise InvalidInput(f"{path} has no optimizer state: load its weights alone", field="path")
+            if ADAPTER_WEIGHTS not in await self.storage.sizes(checkpoint.uri):
+                raise InvalidInput(
+                    f"{path} is encrypted, or of full parameters; load one that save_state made", field="path"
+                )
         return checkpoint
 
     async def find_sampler(self, owner: str, path: str) -> Checkpoint:

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import fsspec
@@ -101,6 +103,34 @@ class Storage:
         place = _place(uri)
         await self.run(place.files.pipe_file, f"{place.path}/{name}", data)
 
+    async def make_folder(self, uri: str) -> None:
+        """Makes a folder, where storage has any."""
+        place = _place(uri)
+        if not place.files.async_impl:  # object stores have no folders, and would make a bucket
+            await self.run(partial(place.files.makedirs, place.path, exist_ok=True))
+
+    @asynccontextmanager
+    async def receiving(self, uri: str, name: str) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
+        """Makes a file out of what it is given, piece by piece, and removes it if that breaks off. Raises DiskFull."""
+        place = _place(uri)
+        path = f"{place.path}/{name}"
+        file = await self.run(place.files.open, path, "wb")
+
+        async def write(piece: bytes) -> None:
+            await self.run(file.write, piece)
+
+        try:
+            yield write
+            await self.run(file.close)
+        except BaseException:
+            await self.run(_give_up, place.files, file, path)
+            raise
+
+    async def rename(self, uri: str, name: str, new_name: str) -> None:
+        """Renames a file within its folder, in the place of any that has the name."""
+        place = _place(uri)
+        await self.run(place.files.mv, f"{place.path}/{name}", f"{place.path}/{new_name}")
+
     async def rewrite(
         self, source: str, name: str, target: str, new_name: str, rewrite: Callable[[Any, Any], None]
     ) -> None:
@@ -140,6 +170,15 @@ def _probe(place: _Place) -> None:
         place.files.makedirs(place.path.rpartition("/")[0], exist_ok=True)
     place.files.pipe_file(place.path, b"")
     place.files.rm_file(place.path)
+
+
+def _give_up(files: Any, file: Any, path: str) -> None:
+    try:
+        file.close()
+    except OSError as error:
+        logger.info("%s was not written: %s", path, error)
+    if files.exists(path):
+        files.rm_file(path)
 
 
 def _entries(uri: str) -> list[str]:

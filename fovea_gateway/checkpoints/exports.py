@@ -71,9 +71,10 @@ class Exports:
     def _storage(self) -> Storage:
         return self._checkpoints.storage
 
-    async def open(self) -> None:
-        """Reads the key that links are signed with: they stay good when the gateway restarts."""
+    async def open(self) -> bytes:
+        """Reads the key that links are signed with, and returns it: they stay good when the gateway restarts."""
         self._key = await self._database.write(_take_secret)
+        return self._key
 
     async def links(self, owner: str, path: str) -> tuple[list[Link], int]:
         """A link to each file of weights that the caller may read, and when they expire.

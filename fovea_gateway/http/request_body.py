@@ -88,7 +88,7 @@ async def read(request: Request, limit: int = SMALL_BYTES) -> bytes:
     incoming: Incoming = request.state.incoming
     declared = int(request.headers.get("content-length") or 0)
     pieces, size = [], 0
-    async for piece in _arriving(request, incoming.patience_s):
+    async for piece in arriving(request, incoming.patience_s):
         incoming.memory.take(len(piece))
         pieces.append(piece)
         size += len(piece)
@@ -98,7 +98,7 @@ async def read(request: Request, limit: int = SMALL_BYTES) -> bytes:
     return await _unzstd(body, limit, incoming.memory) if encoding == "zstd" else body
 
 
-async def _arriving(request: Request, patience_s: float) -> AsyncIterator[bytes]:
+async def arriving(request: Request, patience_s: float) -> AsyncIterator[bytes]:
     """The pieces of a body as they come. Raises RequestTimeout for a client that sends next to nothing."""
     loop = asyncio.get_running_loop()
     stream, size, began = aiter(request.stream()), 0, loop.time()

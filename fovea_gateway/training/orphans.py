@@ -10,6 +10,7 @@ from fovea.wire.conventions import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import FoveaError
 from fovea_gateway.checkpoints.checkpoint import folder_name
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, named_uris
+from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.snapshot_pushes import ids_of_unnamed, version_of
@@ -27,10 +28,12 @@ class OrphanCollector:
         database: Database,
         base_models: BaseModels,
         checkpoints: Checkpoints,
+        uploads: Uploads,
     ) -> None:
         self._database = database
         self._base_models = base_models
         self._checkpoints = checkpoints
+        self._uploads = uploads
         self._suspects: set[str] = set()
         self._foreign: set[str] = set()
 
@@ -103,6 +106,7 @@ class OrphanCollector:
                 logger.warning("orphans in the trainer or in samplers of %s could not be freed: %s", base.name, error)
         if with_folders:
             await self.remove_folders()
+            await self._uploads.remove_expired()
 
 
 def _folder(uri: str) -> str:

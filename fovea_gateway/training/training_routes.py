@@ -10,13 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fovea.api.v1 import gateway_pb2, trainer_pb2, weights_pb2
+from fovea.api.v1 import gateway_pb2, trainer_pb2
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.custom_loss import MAX_GRAPH_BYTES
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, SessionEnded, Unimplemented
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.futures.future import Kind, ResultEncoder, in_order, split_messages
 from fovea_gateway.http.endpoint import Endpoints, Json
+from fovea_gateway.http.lora_config import lora_message
 from fovea_gateway.http.request_body import (
     PREFIX_BYTES,
     BodyTooLarge,
@@ -87,7 +88,8 @@ class TrainingRoutes:
         rejection: FoveaError | None = _unsupported_optimizer(body.optimizer_config)
         if body.lora_config is not None:
             try:
-                message.lora.CopyFrom(self._lora(body.lora_config))
+                lora = lora_message(body.lora_config, self._settings.default_lora_alpha, self._settings.train_vision)
+                message.lora.CopyFrom(lora)
             except InvalidInput as error:
                 rejection = rejection or error
         future_id, model_id = await self._training.submit_create(owner, message, rejection)
@@ -250,20 +252,6 @@ class TrainingRoutes:
             rejection = error
         future_id = await self._training.submit(owner, message, rejection)
         return Json({"request_id": future_id, "model_id": message.model_id})
-
-    def _lora(self, config: wire.LoraConfig) -> weights_pb2.LoraConfig:
-        if not -(2**31) <= config.rank < 2**31 or (config.seed is not None and not -(2**63) <= config.seed < 2**63):
-            raise InvalidInput("lora_config.rank or seed is out of range", field="lora_config")
-        return weights_pb2.LoraConfig(
-            rank=config.rank,
-            alpha=self._settings.default_lora_alpha,
-            seed=config.seed or 0,
-            train_attention=config.train_attn,
-            train_mlp=config.train_mlp,
-            train_unembedding=config.train_unembed,
-            # It extends the two; an adapter of the unembedding alone has nothing in the tower.
-            train_vision=self._settings.train_vision and (config.train_attn or config.train_mlp),
-        )
 
 
 def _address(body: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from fovea.wire import tensors
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
 from fovea_gateway.futures.future import ResultEncoder, in_order, split_messages
+from fovea_gateway.http.lora_config import LoraConfig
 from fovea_gateway.http.model_inputs import fill_chunk
 from fovea_gateway.http.request_body import Body, ModelNumber, Number
 
@@ -32,16 +33,6 @@ _RESULT_DTYPES: dict[int, "tinker_pb2.DType"] = {
     tensor_pb2.ELEMENT_TYPE_INT32: tinker_pb2.DTYPE_INT32,
     tensor_pb2.ELEMENT_TYPE_BFLOAT16: tinker_pb2.DTYPE_BFLOAT16,
 }
-
-
-class LoraConfig(Body):
-    """Shape of an adapter; rank 0 trains all parameters."""
-
-    rank: int
-    seed: int | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
 
 
 class CreateModel(Body):

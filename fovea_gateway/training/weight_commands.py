@@ -106,7 +106,7 @@ class CreationCommands:
             check_lora(model.lora, max_lora_rank)
             await self._create_servable(model)
             return 0, ""
-        checkpoint = await self._checkpoints.find_training(model.owner, request.from_path)
+        checkpoint = await self._checkpoints.find_training(model.owner, request.from_path, request.optimizer)
         if checkpoint.base_model != model.base_model:
             raise InvalidInput(
                 f"{request.from_path} was trained on {checkpoint.base_model!r}, this is {model.base_model!r}",
@@ -147,7 +147,7 @@ class CreationCommands:
     async def load_state(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Loads a checkpoint of the same shape into a model."""
         request = gateway_pb2.SubmitLoadStateRequest.FromString(blob)
-        checkpoint = await self._checkpoints.find_training(model.owner, request.path)
+        checkpoint = await self._checkpoints.find_training(model.owner, request.path, request.optimizer)
         if _shape(checkpoint.lora) != _shape(model.lora):
             raise InvalidInput(
                 f"{request.path} has LoRA rank {checkpoint.lora.rank} and other settings than the model, whose rank is "

@@ -3,8 +3,11 @@
 import httpx
 import pytest
 import tinker
+import torch
+from safetensors.torch import load, save
 from transformers import PreTrainedTokenizerBase
 
+from fovea_conformance.adapters import ADAPTER, download
 from tests.e2e.prompts import Prompt, PromptBuilder, max_difference
 from tests.e2e.stack import API_KEY, Stack
 from tests.e2e.test_agreement import assert_agree, sampler_logprobs, take_steps, trainer_logprobs
@@ -75,6 +78,57 @@ def test_a_state_loads_into_a_model_at_once_and_later(stack: Stack, prompts: dic
         wider = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
         with pytest.raises(tinker.RequestFailedError, match="has LoRA rank 4"):
             wider.load_state(path).result()
+
+
+def upload(stack: Stack, files: dict[str, bytes], rank: int) -> str:
+    """What SDK 0.39 does; 0.38 does not."""
+    api = httpx.Client(base_url=f"{stack.base_url}/api/v1/", headers={"X-API-Key": API_KEY}, timeout=60)
+    body = {"base_model": stack.model_name, "lora_config": {"rank": rank}}
+    begun = api.post("external_weights_upload_start", json=body).raise_for_status().json()
+    for name, content in files.items():
+        httpx.put(begun["urls"][name], content=content).raise_for_status()
+    done = api.post("external_weights_upload_finish", json={"upload_id": begun["upload_id"]})
+    return str(done.raise_for_status().json()["tinker_path"])
+
+
+def test_an_adapter_from_elsewhere_is_trained_on(stack: Stack, prompts: dict[str, Prompt]) -> None:
+    """Its own export, uploaded, is the same model; one of some modules, in half precision, leaves the others alone."""
+    with stack.service_client() as service:
+        training = service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
+        take_steps(training, prompts, 2, 5e-3)
+        wanted = trainer_logprobs(training, prompts)
+        exported = training.save_weights_external("to-be-uploaded").result().path
+        files = download(tinker.RestClient(base_url=stack.base_url, api_key=API_KEY), exported)
+        for path in (exported, upload(stack, files, 4)):
+            again = service.create_training_client_from_state(path).result()
+            assert trainer_logprobs(again, prompts) == wanted, path
+        take_steps(again, prompts, 1, 5e-3)
+        assert_agree(
+            sampler_logprobs(again.save_weights_and_get_sampling_client().result(), prompts),
+            trainer_logprobs(again, prompts),
+        )
+        tensors = load(files[ADAPTER])
+        part = {name: tensor.half() for name, tensor in tensors.items() if ".q_proj." in name or ".v_proj." in name}
+        zeroed = {name: part.get(name, torch.zeros_like(tensor)).float() for name, tensor in tensors.items()}
+        scores = [
+            trainer_logprobs(service.create_training_client_from_state(path).result(), prompts)
+            for path in (upload(stack, files | {ADAPTER: save(own)}, 4) for own in (part, zeroed))
+        ]
+        assert scores[0] == scores[1]
+        assert max(max_difference(wanted[name], scores[0][name]) for name in prompts) > 1e-3
+        module = next(iter(part)).rpartition(".lora_")[0]
+        for wrong, words in (
+            (
+                {f"{module}x.lora_{half}.weight": part[f"{module}.lora_{half}.weight"] for half in "AB"},
+                "does not train",
+            ),
+            ({f"{module}.lora_{half}.weight": part[f"{module}.lora_{half}.weight"] / 0 for half in "AB"}, "not finite"),
+            ({name: tensor[..., :4, :4] for name, tensor in part.items()}, "the model needs"),
+        ):
+            content = save({name: tensor.contiguous() for name, tensor in wrong.items()})
+            path = upload(stack, files | {ADAPTER: content}, 4)
+            with pytest.raises(tinker.RequestFailedError, match=words):
+                service.create_training_client_from_state(path).result()
 
 
 def test_copies_live_without_their_source(stack: Stack, prompts: dict[str, Prompt]) -> None:

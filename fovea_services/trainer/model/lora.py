@@ -169,6 +169,14 @@ class LoraWeights:
         ):
             yield f"{PEFT_PREFIX}{name}.weight", flat.narrow(0, offset, math.prod(shape)).view(shape)
 
+    def initial(self) -> Tensor:
+        """A new buffer of the whole adapter as it began: its B is zero, so it changes nothing."""
+        found = self.flat.new_zeros(self.whole_size)
+        for (name, shape), (_, part) in zip(self._whole_shapes.items(), self.named(found), strict=True):
+            if name.endswith("lora_A"):
+                part.copy_(_initial_a(name, shape, self.settings.seed))
+        return found
+
     def whole(self, flat: Tensor) -> Tensor:
         """The buffer of the whole adapter of which each rank has one laid out as `flat`; that very one if it is whole.
 

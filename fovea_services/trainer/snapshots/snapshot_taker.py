@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
 from fovea.device_digest import device_digest
-from fovea.wire.conventions import SNAPSHOT_FILE
+from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SNAPSHOT_FILE
 from fovea.wire.errors import AlreadyExists, FoveaError, InvalidInput, NotFound
 from fovea.wire.manifest import padded_bytes
 from fovea_services.trainer.command_queue import TakeSnapshot
@@ -256,8 +256,8 @@ def _read_identity(folder: Folder, snapshot_id: str) -> weights_pb2.Snapshot:
 
 
 def _read_adapter(folder: Folder, identity: weights_pb2.Snapshot) -> StoredSnapshot:
-    tensors = weight_files.read_tensors(folder.read(weight_files.ADAPTER_WEIGHTS), folder.path)
-    order = json.loads(folder.read(weight_files.ADAPTER_CONFIG))["target_modules"]
+    tensors = weight_files.read_tensors(folder.read(ADAPTER_WEIGHTS), folder.path)
+    order = json.loads(folder.read(ADAPTER_CONFIG))["target_modules"]
     named = {
         name: tensors[name]
         for module in order

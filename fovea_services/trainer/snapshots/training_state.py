@@ -2,7 +2,8 @@
 
 An adapter's folder is a PEFT adapter with `optimizer.safetensors` beside it; full parameters are stored by
 torch.distributed.checkpoint under `dcp/`, readable by any number of ranks, and read without running anything that
-somebody else put there. Both have a `state.json`.
+somebody else put there. Both have a `state.json`. An adapter without one, exported or made elsewhere, is
+read too, as one that has taken no step.
 """
 
 import io
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fovea.runtime.durable import naming_full_disk
+from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.wire.errors import FoveaError, Internal, InvalidInput
 from fovea_services.trainer.model.lora import LoraSettings
 from fovea_services.trainer.model.optimizer import MOMENTS
@@ -199,9 +201,9 @@ class StateStore:
         """
         kind = "adapter" if isinstance(model, AdapterModel) else "full"
         saved_step = self._control.on_rank_0(lambda: _saved_step(Folder.at(uri), kind))
-        step = saved_step if optimizer else 0
+        step = saved_step or 0 if optimizer else 0
         if isinstance(model, AdapterModel):
-            self._load_adapter(model, uri, optimizer, step)
+            self._load_adapter(model, uri, optimizer, step, is_foreign=saved_step is None)
         else:
             assert isinstance(model, FullModel)
             self._load_full(model, uri, optimizer, step)
@@ -218,10 +220,10 @@ class StateStore:
             STATE: _state_json(state),
         }
 
-    def _load_adapter(self, model: AdapterModel, uri: str, optimizer: bool, step: int) -> None:
-        names = [weight_files.ADAPTER_CONFIG, weight_files.ADAPTER_WEIGHTS, *([OPTIMIZER] if optimizer else [])]
+    def _load_adapter(self, model: AdapterModel, uri: str, optimizer: bool, step: int, is_foreign: bool) -> None:
+        names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, *([OPTIMIZER] if optimizer else [])]
         files = self._control.on_rank_0(lambda: {name: Folder.at(uri).read(name) for name in names})
-        flat, moments = self._control.agree(lambda: _parse_adapter(model, files, uri))
+        flat, moments = self._control.agree(lambda: _parse_adapter(model, files, uri, is_foreign))
         model.weights.flat.copy_(model.weights.part(flat))
         model.optimizer.load([{key: model.weights.part(moment) for key, moment in moments.items()}], step)
 
@@ -257,17 +259,30 @@ class StateStore:
         model.optimizer.load(moments, step)
 
 
-def _parse_adapter(model: AdapterModel, files: dict[str, bytes], uri: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights and moments in new whole buffers; moments are zero if no optimizer file is given."""
+def _parse_adapter(
+    model: AdapterModel, files: dict[str, bytes], uri: str, is_foreign: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights and moments in new whole buffers; moments are zero if no optimizer file is given.
+
+    Args:
+        is_foreign: Others wrote it: modules that it leaves alone are as in a new model, and its numbers are looked at.
+    """
     settings = model.settings
-    config = _parse_json(files[weight_files.ADAPTER_CONFIG], f"{uri}/{weight_files.ADAPTER_CONFIG}")
+    config = _parse_json(files[ADAPTER_CONFIG], f"{uri}/{ADAPTER_CONFIG}")
     if (found := (config.get("r"), config.get("lora_alpha"))) != (settings.rank, settings.alpha):
         raise InvalidInput(
             f"{uri} has rank and alpha {found}, the model has {(settings.rank, settings.alpha)}", field="uri"
         )
-    flat = model.weights.flat.new_empty(model.weights.whole_size)
-    tensors = weight_files.read_tensors(files[weight_files.ADAPTER_WEIGHTS], uri)
-    weight_files.copy_into(model.weights.named(flat), tensors, uri)
+    flat = model.weights.initial()
+    tensors = weight_files.read_tensors(files[ADAPTER_WEIGHTS], uri)
+    targets = dict(model.weights.named(flat))
+    if is_foreign:
+        tensors = weight_files.of_experts(tensors, targets)
+        adapted = {name.rpartition(".lora_")[0] for name in tensors}
+        targets = {name: part for name, part in targets.items() if name.rpartition(".lora_")[0] in adapted}
+        if wrong := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
+            raise InvalidInput(f"{uri} has numbers in {wrong} that are not finite", field="uri")
+    weight_files.copy_into(targets.items(), tensors, uri)
     moments = {key: torch.zeros_like(flat) for key in MOMENTS}
     if OPTIMIZER in files:
         saved = weight_files.read_tensors(files[OPTIMIZER], uri)
@@ -327,7 +342,10 @@ def _state_json(state: ModelState) -> bytes:
     return json.dumps({"format": FORMAT, "kind": state.kind, "step": state.step}).encode()
 
 
-def _saved_step(folder: Folder, kind: str) -> int:
+def _saved_step(folder: Folder, kind: str) -> int | None:
+    """The steps that what is saved has taken; None of an adapter that has no description of ours."""
+    if kind == "adapter" and not folder.exists(STATE) and folder.exists(ADAPTER_CONFIG):
+        return None
     state = _parse_json(folder.read(STATE), f"{folder.path}/{STATE}")
     if state.get("format") != FORMAT:
         raise InvalidInput(f"{folder.path} has format {state.get('format')}, this build reads {FORMAT}", field="uri")

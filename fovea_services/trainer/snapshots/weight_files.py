@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.wire.errors import InvalidInput
 from fovea_services.trainer.model.experts import ExpertLayout
 from fovea_services.trainer.model.lora import PEFT_PREFIX
@@ -23,8 +24,6 @@ from fovea_services.trainer.model.sharding import full_of
 from fovea_services.trainer.ranks.control_group import ControlGroup
 from fovea_services.trainer.snapshots.checkpoint_folder import Folder, Parts
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 SHARD_BYTES = 4 * 2**30
 EXPERT_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """What files call them, by what adapters of experts do."""
@@ -180,6 +179,35 @@ def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         parent, part, half, _ = name.rsplit(".", 3)
         for index, factor in enumerate(tensor.expand(counts[parent], -1, -1)):
             yield f"{parent}.{index}.{EXPERT_PROJECTIONS[part]}.{half}.weight", factor
+
+
+def of_experts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The way back from `one_by_one`; what is together already stays so.
+
+    Args:
+        like: The adapter's tensors, by name.
+
+    Raises:
+        InvalidInput: Experts differ in what they share in `like`.
+    """
+    found = dict(tensors)
+    for name, target in like.items():
+        if target.dim() != 3 or name in found:
+            continue
+        parent, part, half, _ = name.rsplit(".", 3)
+        experts: list[Tensor] = []
+        while (one := found.pop(f"{parent}.{len(experts)}.{EXPERT_PROJECTIONS[part]}.{half}.weight", None)) is not None:
+            experts.append(one)
+        if not experts:
+            continue
+        if len(target) == 1:
+            if not all(one.equal(experts[0]) for one in experts):
+                raise InvalidInput(f"the experts of {parent} have a {half} each, and share one here", field="uri")
+            experts = experts[:1]
+        if len({one.shape for one in experts}) > 1:
+            raise InvalidInput(f"the experts of {parent} have {half} of several shapes", field="uri")
+        found[name] = torch.stack(experts)
+    return found
 
 
 def tensor_file(tensors: Iterable[tuple[str, Tensor]]) -> Parts:

@@ -17,7 +17,6 @@ from tests.contract.gateway.requests import Rest
     ("method", "path", "words"),
     [
         ("POST", "sessions/search", "searching sessions"),
-        ("POST", "external_weights_upload_start", "uploading weights"),
         ("GET", "sessions/sess-1/trace_export", "traces"),
         ("PUT", "sessions/sess-1/project", "projects"),
         ("POST", "auth/token", "JWTs"),

@@ -77,8 +77,6 @@ REST: dict[tuple[str, str], Answer] = {
         refused: Answer(READ, own=404)
         for refused in [
             ("POST", "sessions/search"),
-            ("POST", "external_weights_upload_start"),
-            ("POST", "external_weights_upload_finish"),
             ("PUT", "sessions/{session_id}/project"),
             ("POST", "auth/token"),
             ("DELETE", "auth/apikey/me"),
@@ -109,6 +107,9 @@ REST: dict[tuple[str, str], Answer] = {
     ("POST", "weights_info"): Answer(READ, body="weights_info"),
     ("GET", "checkpoints"): Answer(READ, other=200),
     ("POST", "checkpoints/search"): Answer(READ, other=200, body="checkpoints/search"),
+    ("POST", "external_weights_upload_start"): Answer(TRAIN, other=200, body="external_weights_upload_start"),  # theirs
+    ("PUT", "uploads/{upload}/{file}"): Answer(OPEN, own=400, other=400),  # no signature, nobody's
+    ("POST", "external_weights_upload_finish"): Answer(TRAIN, own=404, body="external_weights_upload_finish"),
     ("PUT", f"{CHECKPOINT}/ttl"): Answer(TRAIN, body="ttl"),
     # Unpublished again before another owner asks.
     ("POST", f"{CHECKPOINT}/publish"): Answer(TRAIN),
@@ -225,6 +226,7 @@ async def world(stand: Stand) -> World:
         await other.open_session()
     values = {
         "session_id": other.session_id, "run": made.model_id, "segment": "weights", "name": "a", "file": "a",
+        "upload": "upload-1-a",
         "sampling_session_id": made.sampling_id, "sequence_id": f"{sample}:0", "key_id": spare.key_id,
         "owner": "alice", "model": path, "digest": hashlib.sha256(PNG).hexdigest(),
     }  # fmt: skip

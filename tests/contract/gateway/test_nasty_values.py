@@ -111,6 +111,8 @@ PLACES = (
     "GET training_runs/a/checkpoints/{}/a/external_weights_urls",
     "GET exports/{}/a/b/c?expires=1&signature=a", "GET exports/a/{}/b/c?expires=1&signature=a",
     "GET exports/a/b/{}/c?expires=1&signature=a", "GET exports/a/b/c/d?expires={}",
+    "PUT uploads/{}/a?expires=1&signature=a", "PUT uploads/a/{}?expires=1&signature=a", "PUT uploads/a/a?expires={}",
+    "PUT uploads/a/a?expires=1&signature={}",
     "GET exports/a/b/c/d?expires=1&signature={}", "GET sessions?limit={}", "GET sessions?offset={}",
     "GET checkpoints?limit={}", "GET checkpoints?offset={}", "GET training_runs?limit={}",
     "GET training_runs?offset={}", "GET training_runs?access_scope={}", "GET {}",

@@ -9,7 +9,8 @@ from tests.contract.gateway.requests import GRAPH
 ROUTES = (
     "create_session", "session_heartbeat", "sessions/sess-none/finish", "create_model", "get_info", "optim_step",
     "save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights", "load_weights?a",
-    "copy_weights", "weights_info", "checkpoints/search", "create_custom_loss", "create_sampling_session",
+    "copy_weights", "weights_info", "checkpoints/search", "external_weights_upload_start",
+    "external_weights_upload_finish", "create_custom_loss", "create_sampling_session",
     "join_sampling_session", "asample",
     "asample?empty",     "retrieve_future", "retrieve_futures", "cancel_future",
 )  # fmt: skip
@@ -60,6 +61,8 @@ class Bodies:
                                    "owner": {"type": "own"}, "base_models": [MODEL], "limit": 5,
                                    "cursor": {"last_created_at": "2026-11-06T00:00:00+00:00",
                                               "last_checkpoint_uuid": "a"}},
+            "external_weights_upload_start": {"base_model": MODEL, "lora_config": lora, "destination_project_id": None},
+            "external_weights_upload_finish": {"upload_id": "upload-1-a"},
             "create_custom_loss": {"session_id": self.session_id, "custom_loss_seq_id": number, "name": "n",
                                    "inputs": [{"name": "logprobs", "rank": 1}], "graph": GRAPH},
             "create_sampling_session": {"session_id": self.session_id, "sampling_session_seq_id": number,

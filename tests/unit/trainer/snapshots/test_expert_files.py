@@ -9,6 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
+from fovea.wire.errors import InvalidInput
 from fovea_services.trainer.model.expert_parallel import expert_mesh
 from fovea_services.trainer.model.packed_model import build_model, read_weights
 from fovea_services.trainer.model.sharding import ShardedModel, local_of
@@ -49,3 +50,21 @@ def _rank(rank: int, size: int, spreads: tuple[int, ...], folder: str, directori
 @pytest.mark.parametrize(("ranks", "spreads"), [(1, (1,)), (2, (1, 2)), (4, (2,))])
 def test_files_are_laid_out_as_the_base_s(ranks: int, spreads: tuple[int, ...], tmp_path: Path) -> None:
     run_ranks(_rank, ranks, ranks, spreads, str(tmp_path), ensure_families(NAMES))
+
+
+def test_adapters_of_experts_come_back_together() -> None:
+    parent = "base_model.model.model.language_model.layers.0.mlp.experts"
+    adapter = {
+        f"{parent}.w1.lora_A.weight": torch.rand(1, 2, 8),  # all experts have this one
+        f"{parent}.w1.lora_B.weight": torch.rand(4, 8, 2),
+        "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight": torch.rand(2, 8),
+    }
+    apart = dict(weight_files.one_by_one(adapter))
+    assert len(apart) == 9
+    together = weight_files.of_experts(apart, adapter)
+    assert together.keys() == adapter.keys()
+    assert all(together[name].equal(tensor) for name, tensor in adapter.items())
+    assert weight_files.of_experts(adapter, adapter).keys() == adapter.keys(), "what is together stays so"
+    apart[f"{parent}.2.gate_proj.lora_A.weight"] = torch.zeros(2, 8)
+    with pytest.raises(InvalidInput, match="share one here"):
+        weight_files.of_experts(apart, adapter)

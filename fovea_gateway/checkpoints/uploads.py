@@ -1,0 +1,281 @@
+"""Uploads: adapters that were made elsewhere, sent to signed links, and checked before they become checkpoints.
+
+All that is known of one that is not finished lies in its folder, whose name says when it ends.
+"""
+
+import hashlib
+import hmac
+import json
+import math
+import re
+import struct
+import time
+import uuid
+from collections.abc import AsyncIterable
+from typing import Any, NamedTuple
+
+from google.protobuf import json_format
+
+from fovea.api.v1 import weights_pb2
+from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound, PayloadTooLarge, PermissionDenied
+from fovea_gateway.checkpoints.checkpoint import EXTERNAL, Checkpoint, CheckpointPath
+from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row, named_uris, put_row
+from fovea_gateway.database.database import Database
+
+_FOLDER = "uploads"
+_NAME = "uploaded"
+_ABOUT = "fovea_upload.json"
+"""Beside the files of an upload that is not finished: whose it is."""
+_UPLOAD_ID = re.compile(r"upload-([0-9]{10})-[0-9a-f]{16}")
+_TTL_S = 3600
+_MOST_CONFIG_BYTES = 2**20
+_MOST_HEADER_BYTES = 16 * 2**20
+_FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_UNSUPPORTED = ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern")
+"""What changes how an adapter is computed, or is more than one; unset, false or empty in what is taken."""
+
+
+class UploadLink(NamedTuple):
+    """What lets its holder send one file.
+
+    Attributes:
+        expires_at: Seconds since the epoch, whole.
+        signature: HMAC-SHA256 over upload, file and expiry, in hex.
+    """
+
+    upload_id: str
+    file: str
+    expires_at: int
+    signature: str
+
+
+class Uploads:
+    """Adapters as PEFT stores them, on their way to being external weights of this gateway.
+
+    Args:
+        most_bytes: Of one file.
+    """
+
+    def __init__(self, database: Database, checkpoints: Checkpoints, most_bytes: int) -> None:
+        self._database, self._checkpoints, self._most_bytes = database, checkpoints, most_bytes
+        self._finishing: set[str] = set()
+        self._key = b""
+
+    def open(self, key: bytes) -> None:
+        """Takes the key that links are signed with."""
+        self._key = key
+
+    async def start(self, owner: str, base_model: str, lora: weights_pb2.LoraConfig) -> tuple[str, list[UploadLink]]:
+        """An upload, and a link for each of its files. Raises ResourceExhausted if the owner has no room."""
+        await self._checkpoints.check_room(owner)
+        expires_at = int(time.time()) + _TTL_S
+        upload_id = f"upload-{expires_at}-{uuid.uuid4().hex[:16]}"
+        about = {"owner": owner, "base_model": base_model, "lora": json_format.MessageToDict(lora)}
+        uri = self._uri(upload_id)
+        await self._checkpoints.storage.make_folder(uri)
+        await self._checkpoints.storage.write(uri, _ABOUT, json.dumps(about).encode())
+        return upload_id, [self._link(upload_id, file, expires_at) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+
+    async def receive(self, link: UploadLink, declared_bytes: int, pieces: AsyncIterable[bytes]) -> None:
+        """Keeps a file, in the place of one that was sent before.
+
+        Raises PermissionDenied for a link that is wrong or old, PayloadTooLarge as soon as that is known,
+        ResourceExhausted if the owner has no room, DiskFull.
+        """
+        expected = self._link(link.upload_id, link.file, link.expires_at).signature
+        # Before anything is looked up: a stranger learns nothing of which uploads there are.
+        if not hmac.compare_digest(expected.encode(), link.signature.encode()):
+            raise PermissionDenied("this link is not valid; ask for external_weights_upload_start again")
+        about = await self._about(link.upload_id)
+        await self._checkpoints.check_room(about["owner"])
+        limit = _MOST_CONFIG_BYTES if link.file == ADAPTER_CONFIG else self._most_bytes
+        if declared_bytes > limit:
+            raise _too_large(link.file, limit)
+        part = f"{link.file}.{uuid.uuid4().hex[:8]}"
+        storage, uri, size = self._checkpoints.storage, self._uri(link.upload_id), 0
+        async with storage.receiving(uri, part) as write:
+            async for piece in pieces:
+                size += len(piece)
+                if size > limit:
+                    raise _too_large(link.file, limit)
+                await write(piece)
+        # It may have been finished or have expired meanwhile.
+        await self._about(link.upload_id)
+        await storage.rename(uri, part, link.file)
+
+    async def finish(self, owner: str, upload_id: str) -> str:
+        """Makes a checkpoint of what was sent, once it is sound; returns its path. May be called again.
+
+        Raises NotFound for no upload of the caller's, InvalidInput that names the first thing that is wrong with its
+        files: they may be sent again then.
+        """
+        path = str(CheckpointPath(upload_id, EXTERNAL, _NAME))
+        done = await self._database.read(lambda connection: get_row(connection, path))
+        if done is not None and done.owner == owner:
+            return path
+        missing = NotFound(f"there is no upload {upload_id!r} of yours, or it has expired", field="upload_id")
+        if not _UPLOAD_ID.fullmatch(upload_id):
+            raise missing
+        try:
+            about = await self._about(upload_id)
+        except PermissionDenied:
+            raise missing from None
+        if about["owner"] != owner:
+            raise missing
+        self._finishing.add(upload_id)
+        try:
+            return await self._finish(owner, upload_id, path, about)
+        finally:
+            self._finishing.discard(upload_id)
+
+    async def _finish(self, owner: str, upload_id: str, path: str, about: dict[str, Any]) -> str:
+        storage, uri = self._checkpoints.storage, self._uri(upload_id)
+        sizes = await storage.sizes(uri)
+        if missing := [file for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if file not in sizes]:
+            raise InvalidInput(f"{missing[0]} was not sent yet: PUT it to its URL", field="upload_id")
+        lora = json_format.ParseDict(about["lora"], weights_pb2.LoraConfig())
+        lora.alpha = check_config(await storage.read(uri, ADAPTER_CONFIG), lora.rank)
+        await self._check_weights(uri, sizes[ADAPTER_WEIGHTS], lora.rank)
+        await self._checkpoints.check_room(owner)
+        size_bytes = sizes[ADAPTER_CONFIG] + sizes[ADAPTER_WEIGHTS]
+        checkpoint = Checkpoint(
+            path, upload_id, owner, EXTERNAL, _NAME, uri, about["base_model"], lora, size_bytes=size_bytes
+        )
+        await storage.sync(uri)
+        await self._database.write(lambda connection: put_row(connection, checkpoint))
+        for file in sizes.keys() - {ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
+            await storage.remove_file(uri, file)
+        return path
+
+    async def _check_weights(self, uri: str, size_bytes: int, rank: int) -> None:
+        """Looks at the header of a safetensors file alone. Raises InvalidInput."""
+        storage = self._checkpoints.storage
+        head = await self._read(uri, 0, min(8, size_bytes))
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+        if not 0 < length <= min(size_bytes - 8, _MOST_HEADER_BYTES):
+            raise InvalidInput(f"{ADAPTER_WEIGHTS} is no safetensors file", field="upload_id")
+        header = await self._read(uri, 8, length)
+        await storage.run(check_header, header, size_bytes - 8 - length, rank)
+
+    async def _read(self, uri: str, start: int, length: int) -> bytes:
+        pieces = await self._checkpoints.storage.stream(uri, ADAPTER_WEIGHTS, start, length)
+        return b"".join([piece async for piece in pieces])
+
+    async def remove_expired(self) -> None:
+        """Removes the folders of uploads that were not finished in time."""
+        storage = self._checkpoints.storage
+        found = {f"{storage.root}/{_FOLDER}/{name}" for name in await storage.entries(f"{storage.root}/{_FOLDER}")}
+        held = set(await self._database.read(named_uris))
+        for uri in found - held:
+            match = _UPLOAD_ID.fullmatch(uri.rpartition("/")[2])
+            # One that ends just now may be finishing: the next time.
+            if match and int(match[1]) + _TTL_S < time.time():
+                await storage.remove(uri)
+
+    async def _about(self, upload_id: str) -> dict[str, Any]:
+        """Whose an upload is. Raises PermissionDenied for one that has ended, FailedPrecondition while it is ending."""
+        match = _UPLOAD_ID.fullmatch(upload_id)
+        gone = PermissionDenied("this upload is finished or has expired; begin another one")
+        if not match or int(match[1]) <= time.time():
+            raise gone
+        if upload_id in self._finishing:
+            raise FailedPrecondition("this upload is being finished")
+        try:
+            about: dict[str, Any] = json.loads(await self._checkpoints.storage.read(self._uri(upload_id), _ABOUT))
+        except FileNotFoundError:
+            raise gone from None
+        return about
+
+    def _uri(self, upload_id: str) -> str:
+        return f"{self._checkpoints.storage.root}/{_FOLDER}/{upload_id}"
+
+    def _link(self, upload_id: str, file: str, expires_at: int) -> UploadLink:
+        text = "\0".join(("upload", upload_id, file, str(expires_at)))
+        signature = hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+        return UploadLink(upload_id, file, expires_at, signature)
+
+
+def check_config(content: bytes, rank: int) -> float:
+    """The alpha of an adapter that can be computed here as it was elsewhere.
+
+    Raises InvalidInput that names the first field which it has otherwise.
+    """
+    try:
+        config = json.loads(content)
+    except ValueError as error:
+        raise InvalidInput(f"{ADAPTER_CONFIG} is not JSON: {error}", field="upload_id") from None
+    if not isinstance(config, dict):
+        raise InvalidInput(f"{ADAPTER_CONFIG} holds no object", field="upload_id")
+    if config.get("peft_type") != "LORA":
+        raise _wrong_config("peft_type", config, "LORA is what is taken")
+    if config.get("r") != rank:
+        raise _wrong_config("r", config, f"lora_config.rank of the upload is {rank}")
+    if config.get("bias", "none") != "none":
+        raise _wrong_config("bias", config, "none is what is taken")
+    for name in _UNSUPPORTED:
+        if config.get(name):
+            raise _wrong_config(name, config, "an adapter with it is computed otherwise than adapters here")
+    alpha = config.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (math.isfinite(alpha) and alpha > 0):
+        raise _wrong_config("lora_alpha", config, "it must be a number above 0")
+    return float(alpha)
+
+
+def _wrong_config(name: str, config: dict[str, Any], words: str) -> InvalidInput:
+    return InvalidInput(f"{ADAPTER_CONFIG}: {name} is {config.get(name)!r:.80}; {words}", field="upload_id")
+
+
+def check_header(header: bytes, data_bytes: int, rank: int) -> None:
+    """Checks the header of a safetensors file of `data_bytes` after it: pairs of factors, of this rank.
+
+    Raises InvalidInput that names the first tensor which is wrong (https://github.com/huggingface/safetensors, Format).
+    """
+    try:
+        found = json.loads(header)
+        tensors = {name: _Tensor.of(entry) for name, entry in found.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InvalidInput(f"{ADAPTER_WEIGHTS} has a damaged header: {error}", field="upload_id") from None
+    if not tensors:
+        raise InvalidInput(f"{ADAPTER_WEIGHTS} has no tensors", field="upload_id")
+    for name, tensor in tensors.items():
+        match = _FACTOR.fullmatch(name)
+        if match is None:
+            raise _wrong_tensor(name, "is no factor: names end with .lora_A.weight or .lora_B.weight")
+        other = f"{match[1]}.lora_{'B' if match[2] == 'A' else 'A'}.weight"
+        if other not in tensors:
+            raise _wrong_tensor(name, f"has no {other} beside it")
+        if tensor.dtype not in _ITEM_BYTES:
+            raise _wrong_tensor(name, f"has type {tensor.dtype:.20}; {', '.join(_ITEM_BYTES)} are taken")
+        if len(tensor.shape) not in (2, 3) or tensor.shape[-2 if match[2] == "A" else -1] != rank:
+            raise _wrong_tensor(name, f"has shape {list(tensor.shape)}, which is none of rank {rank}")
+        if tensor.begin < 0 or tensor.end > data_bytes:
+            raise _wrong_tensor(name, "lies outside the file: it was not sent whole")
+        if tensor.end - tensor.begin != math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]:
+            raise _wrong_tensor(name, "has another size than its shape says")
+
+
+class _Tensor(NamedTuple):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> "_Tensor":
+        numbers = [*entry["shape"], *entry["data_offsets"]]
+        if not all(type(number) is int for number in numbers) or not isinstance(entry["dtype"], str):
+            raise ValueError("shape, data_offsets or dtype is of another type")
+        begin, end = entry["data_offsets"]
+        return cls(entry["dtype"], tuple(entry["shape"]), begin, end)
+
+
+def _wrong_tensor(name: str, words: str) -> InvalidInput:
+    return InvalidInput(f"{ADAPTER_WEIGHTS}: {name:.200} {words}", field="upload_id")
+
+
+def _too_large(file: str, limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"{file} is above {limit} bytes, the most of an upload here")
