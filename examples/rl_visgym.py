@@ -90,8 +90,8 @@ def _in_tags(seen: str, why: str, action: tuple[str, Any]) -> str:
 
 
 GAMES = {
-    "reasoned": Game(MAZE, "instruct", 6, 48, _reasoned),
-    "tagged": Game(MAZE, "tagged", 6, 96, _tagged),
+    "reasoned": Game(MAZE, "instruct", 8, 48, _reasoned),
+    "tagged": Game(MAZE, "tagged", 8, 96, _tagged),
     "nested": Game(TILES, "tagged", 4, 80, _nested),
 }
 

@@ -13,8 +13,7 @@ from starlette.routing import Route
 
 from fovea.wire.errors import NotFound
 from fovea_gateway.admin_routes import AdminRoutes
-from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes
-from fovea_gateway.checkpoints.upload_routes import UploadRoutes
+from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes, UploadRoutes
 from fovea_gateway.futures.future_routes import FutureRoutes
 from fovea_gateway.health import Health
 from fovea_gateway.http.endpoint import (
@@ -26,7 +25,7 @@ from fovea_gateway.http.endpoint import (
     Routes,
     error_response,
 )
-from fovea_gateway.http.lora_config import lora_message
+from fovea_gateway.http.model_inputs import lora_message
 from fovea_gateway.http.request_body import read
 from fovea_gateway.live.live_routes import LiveRoutes
 from fovea_gateway.openai.openai_answers import OpenAIAnswers

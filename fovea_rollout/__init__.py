@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fovea_rollout.messages import Message as Message
     from fovea_rollout.messages import Picture as Picture
     from fovea_rollout.openenv_environment import OpenEnvEnvironment as OpenEnvEnvironment
+    from fovea_rollout.player_cloning import ScriptedPlayer as ScriptedPlayer
     from fovea_rollout.player_cloning import WarmUpSettings as WarmUpSettings
     from fovea_rollout.player_cloning import warm_up as warm_up
     from fovea_rollout.policy import Chunk as Chunk
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from fovea_rollout.rollout import RolloutSettings as RolloutSettings
     from fovea_rollout.rollout import run_rollout as run_rollout
     from fovea_rollout.rollout import run_rollouts as run_rollouts
-    from fovea_rollout.scripted_player import ScriptedPlayer as ScriptedPlayer
     from fovea_rollout.step_report import StepReport as StepReport
     from fovea_rollout.template import ChatTemplate as ChatTemplate
     from fovea_rollout.tinker_policy import TinkerPolicy as TinkerPolicy
@@ -64,11 +64,10 @@ _PUBLIC = {
     "loop": ("LoopSettings", "train"),
     "messages": ("Message", "Picture"),
     "openenv_environment": ("OpenEnvEnvironment",),
-    "player_cloning": ("WarmUpSettings", "warm_up"),
+    "player_cloning": ("ScriptedPlayer", "WarmUpSettings", "warm_up"),
     "policy": ("Chunk", "Policy", "Sampled", "SamplingSettings", "Tokens", "WeightVersions"),
     "records": ("Record", "load_records", "shuffled"),
     "rollout": ("RolloutSettings", "run_rollout", "run_rollouts"),
-    "scripted_player": ("ScriptedPlayer",),
     "step_report": ("StepReport",),
     "template": ("ChatTemplate",),
     "tinker_policy": ("TinkerPolicy",),

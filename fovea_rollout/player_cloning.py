@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import tinker
@@ -15,7 +16,8 @@ import tinker
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.default_rate import REINFORCING_RATE, learning_rate_of
 from fovea_rollout.environment import Environment
-from fovea_rollout.policy import Policy
+from fovea_rollout.messages import Picture
+from fovea_rollout.policy import Chunk, Policy, Sampled, SamplingSettings, WeightVersions
 from fovea_rollout.rollout import RolloutSettings, run_rollouts
 from fovea_rollout.template import ChatTemplate
 from fovea_rollout.training_batch import training_datums
@@ -52,6 +54,30 @@ class WarmUpSettings:
         for name in ("steps", "episodes", "answers_per_step"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 1 or more", field=name)
+
+
+class ScriptedPlayer:
+    """A policy that is no model.
+
+    Args:
+        policy: Counts the tokens of pictures.
+        tokenizer: Of the model that is to be taught.
+        answer: Writes an answer to a prompt: from the pictures in it, or whatever they show.
+    """
+
+    def __init__(self, policy: Policy, tokenizer: Any, answer: Callable[[Sequence[Chunk]], str]) -> None:
+        self._policy, self._tokenizer, self._answer = policy, tokenizer, answer
+
+    async def sample(
+        self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str
+    ) -> Sampled:
+        """See `Policy`. Log-probabilities are 0: whoever learns from these answers needs none."""
+        ids = (*self._tokenizer.encode(self._answer(prompt), add_special_tokens=False), stop_ids[0])
+        return Sampled(ids, (0.0,) * len(ids), "stop", WeightVersions(0, 0))
+
+    async def token_count(self, picture: Picture) -> int:
+        """See `Policy`."""
+        return await self._policy.token_count(picture)
 
 
 async def warm_up(

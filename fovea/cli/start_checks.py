@@ -17,8 +17,8 @@ from typing import Any
 from fovea.cli.service import ServiceSpec
 from fovea.cli.service_specs import Setting
 from fovea.runtime import tls
-from fovea.runtime.host_memory import host_free_bytes
 from fovea.runtime.hosts import listening
+from fovea.runtime.machine_memory import host_free_bytes
 from fovea.runtime.model_files import check_directory, language_entries, read_json
 from fovea.wire.errors import FoveaError
 

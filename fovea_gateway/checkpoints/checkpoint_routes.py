@@ -1,6 +1,9 @@
-"""Routes of checkpoints and exports. An export is listed for who has a key, and its files are for who has a link."""
+"""Routes of checkpoints, exports and uploads, these as SDK 0.39 asks for them. An export is listed for who has a key;
+its files, and an upload's, are for who has a link.
+"""
 
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Literal
@@ -11,12 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.checkpoints.exports import Exports, Link
+from fovea_gateway.checkpoints.uploads import UploadLink, Uploads
 from fovea_gateway.http.endpoint import Endpoints, Json, check_query, paging
-from fovea_gateway.http.request_body import Body, parse_json, read
+from fovea_gateway.http.model_inputs import LoraConfig
+from fovea_gateway.http.request_body import Body, arriving, parse_json, read
+from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.scopes import Scope, asked_owner
 
 _TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
@@ -73,6 +80,20 @@ class SearchCheckpoints(Body):
                 or _place(checkpoint) < (self.cursor.last_created_at, self.cursor.last_checkpoint_uuid)
             )
         )
+
+
+class StartUpload(Body):
+    """POST external_weights_upload_start."""
+
+    base_model: str
+    lora_config: LoraConfig
+    destination_project_id: str | None = None
+
+
+class FinishUpload(Body):
+    """POST external_weights_upload_finish."""
+
+    upload_id: str
 
 
 class CheckpointRoutes:
@@ -201,10 +222,7 @@ class ExportRoutes:
     async def file(self, request: Request) -> Response:
         """A file, or one range of it; HEAD is answered too."""
         parts, query = request.path_params, request.query_params
-        try:
-            expires_at = int(query.get("expires", ""))
-        except ValueError:
-            raise InvalidInput("expires is missing from this link, or is no number", field="expires") from None
+        expires_at = _expiry(request)
         places = (parts["run"], parts["segment"], parts["name"], parts["file"])
         link = Link(*places, expires_at, query.get("signature", ""))
         file = await self._exports.follow(link)
@@ -228,6 +246,65 @@ class ExportRoutes:
         return StreamingResponse(pieces, status, headers, _MEDIA_TYPE)
 
 
+class UploadRoutes:
+    """Handlers of uploads.
+
+    Args:
+        lora_message: What of our wire a body means.
+        base_path: In front of all paths, without trailing slash.
+        patience_s: Seconds that a body may take to begin.
+    """
+
+    def __init__(
+        self,
+        uploads: Uploads,
+        base_models: BaseModels,
+        lora_message: Callable[[LoraConfig], weights_pb2.LoraConfig],
+        base_path: str,
+        patience_s: float,
+    ) -> None:
+        self._uploads, self._base_models, self._lora_message = uploads, base_models, lora_message
+        self._base_path, self._patience_s = base_path, patience_s
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        return [
+            endpoints.route("POST", "external_weights_upload_start", self.start, Scope.TRAIN),
+            endpoints.keyless_route("PUT", "uploads/{upload}/{file}", self.receive),
+            endpoints.route("POST", "external_weights_upload_finish", self.finish, Scope.TRAIN),
+        ]
+
+    async def start(self, request: Request, owner: str) -> Response:
+        """A signed URL for each file, on the host that the client used, and when they expire."""
+        body = await parse_json(request, StartUpload, await read(request))
+        if body.destination_project_id is not None:
+            raise InvalidInput("destination_project_id: there are no projects here", field="destination_project_id")
+        self._base_models.check_trained(body.base_model)
+        if body.lora_config.rank < 1:
+            raise InvalidInput("lora_config.rank must be 1 or more: adapters are what is taken", field="lora_config")
+        lora = self._lora_message(body.lora_config)
+        upload_id, links = await self._uploads.start(owner, body.base_model, lora)
+        root = f"{request.url.scheme}://{request.url.netloc}{self._base_path}/api/v1/uploads"
+        urls = {link.file: f"{root}/{link.upload_id}/{quote(link.file)}?{_signed(link)}" for link in links}
+        expires = datetime.fromtimestamp(links[0].expires_at, UTC).isoformat()
+        return Json({"upload_id": upload_id, "urls": urls, "expires": expires})
+
+    async def receive(self, request: Request) -> Response:
+        """Keeps a file."""
+        parts, query = request.path_params, request.query_params
+        expires_at = _expiry(request)
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise InvalidInput("send the file as it is, without Content-Encoding")
+        link = UploadLink(parts["upload"], parts["file"], expires_at, query.get("signature", ""))
+        declared = int(request.headers.get("content-length") or 0)
+        await self._uploads.receive(link, declared, arriving(request, self._patience_s))
+        return Response(status_code=200)
+
+    async def finish(self, request: Request, owner: str) -> Response:
+        """Makes a checkpoint of what was sent."""
+        body = await parse_json(request, FinishUpload, await read(request))
+        return Json({"tinker_path": await self._uploads.finish(owner, body.upload_id)})
+
+
 def parse_range(header: str | None, size_bytes: int) -> range | None:
     """The bytes that a Range header asks for (RFC 9110, section 14): none of them if the file has not got them.
 
@@ -245,8 +322,19 @@ def parse_range(header: str | None, size_bytes: int) -> range | None:
 
 
 def _link_path(link: Link) -> str:
-    query = urlencode({"expires": link.expires_at, "signature": link.signature})
-    return f"{quote(link.run)}/{link.segment}/{quote(link.name)}/{quote(link.file)}?{query}"
+    return f"{quote(link.run)}/{link.segment}/{quote(link.name)}/{quote(link.file)}?{_signed(link)}"
+
+
+def _signed(link: Link | UploadLink) -> str:
+    return urlencode({"expires": link.expires_at, "signature": link.signature})
+
+
+def _expiry(request: Request) -> int:
+    """Of a link. Raises InvalidInput."""
+    try:
+        return int(request.query_params.get("expires", ""))
+    except ValueError:
+        raise InvalidInput("expires is missing from this link, or is no number", field="expires") from None
 
 
 def _path(request: Request) -> str:

@@ -17,7 +17,7 @@ from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarg
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.futures.future import Kind, ResultEncoder, in_order, split_messages
 from fovea_gateway.http.endpoint import Endpoints, Json
-from fovea_gateway.http.lora_config import lora_message
+from fovea_gateway.http.model_inputs import lora_message
 from fovea_gateway.http.request_body import (
     PREFIX_BYTES,
     BodyTooLarge,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from fovea import vision
 from fovea.api.v1 import model_input_pb2, sampler_pb2, sampler_pb2_grpc
-from fovea.runtime.gpu_memory import show_gpu_memory
+from fovea.runtime.machine_memory import show_gpu_memory
 from fovea.runtime.model_files import fingerprints, read_added_tokens
 from fovea.runtime.server import ServiceServer
 from fovea.vision.vision_family import VisionFamily

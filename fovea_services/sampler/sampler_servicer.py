@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import grpc
 
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
-from fovea.runtime.gpu_memory import memory_use
+from fovea.runtime.machine_memory import memory_use
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire import tensors
 from fovea.wire.errors import FoveaError, InvalidInput, Unavailable

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from fovea.runtime.gpu_memory import show_gpu_memory
+from fovea.runtime.machine_memory import show_gpu_memory
 from fovea.runtime.secret import service_secret
 from fovea.wire.errors import FoveaError
 from fovea_services.trainer import trainer_metrics

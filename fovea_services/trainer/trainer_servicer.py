@@ -13,7 +13,7 @@ import grpc
 
 import fovea
 from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
-from fovea.runtime.gpu_memory import memory_use
+from fovea.runtime.machine_memory import memory_use
 from fovea.runtime.tasks import SingleFlight
 from fovea.wire import tensors
 from fovea.wire.errors import FailedPrecondition, InvalidInput

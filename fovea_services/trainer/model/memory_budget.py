@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from fovea.runtime.host_memory import host_free_bytes
+from fovea.runtime.machine_memory import host_free_bytes
 from fovea.wire.errors import ResourceExhausted
 from fovea_services.trainer.model import linear_attention
 from fovea_services.trainer.ranks.control_group import ControlGroup

@@ -16,7 +16,7 @@ import fovea_services.renderer.renderer_metrics
 import fovea_services.sampler.sampler_metrics
 import fovea_services.trainer.trainer_metrics
 from fovea.runtime import interceptors
-from fovea.runtime.gpu_memory import GpuMemory
+from fovea.runtime.machine_memory import GpuMemory
 from fovea.wire.errors import FoveaError
 
 ROOT = Path(__file__).parents[3]

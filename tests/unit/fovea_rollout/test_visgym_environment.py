@@ -13,10 +13,10 @@ from examples.picture_games import MAZE, TILES, Maze
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.environment import Answer, Step
 from fovea_rollout.messages import Message, Picture, parse_message
+from fovea_rollout.player_cloning import ScriptedPlayer
 from fovea_rollout.policy import SamplingSettings
 from fovea_rollout.records import Record, environment_of, parse_record
 from fovea_rollout.rollout import RolloutSettings, run_rollouts
-from fovea_rollout.scripted_player import ScriptedPlayer
 from fovea_rollout.template import ChatTemplate
 from fovea_rollout.visgym_environment import (
     WORDS,

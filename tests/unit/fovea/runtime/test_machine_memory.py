@@ -8,7 +8,7 @@ import sys
 import pytest
 from prometheus_client import CollectorRegistry
 
-from fovea.runtime.gpu_memory import DeviceMemory, GpuMemory, memory_use, show_gpu_memory
+from fovea.runtime.machine_memory import DeviceMemory, GpuMemory, memory_use, show_gpu_memory
 
 
 def test_every_scrape_asks_again() -> None:

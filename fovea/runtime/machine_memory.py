@@ -1,4 +1,4 @@
-"""Memory of the GPUs that a service sees, as the driver tells it; without a GPU, of the processes of the service."""
+"""Memory of this machine, and of the GPUs that a service sees, as the driver says; without a GPU, of its processes."""
 
 import importlib
 import importlib.util
@@ -125,3 +125,15 @@ def _family() -> GaugeMetricFamily:
         "Memory of the GPUs that this service sees: used and total.",
         labels=["device", "kind"],
     )
+
+
+def host_free_bytes() -> int:
+    """What this machine, or the container that this process is in, has left."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free_bytes = int(lines["MemAvailable"].split()[0]) * 1024
+    try:
+        most, now = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        cached = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+    except OSError:  # no container, or an old one
+        return free_bytes
+    return free_bytes if most == "max" else min(free_bytes, int(most) - int(now) + int(cached["inactive_file"]))
