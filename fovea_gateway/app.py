@@ -62,7 +62,7 @@ class Upkeep:
         await parts.database.open()
         await parts.keys.load()
         await parts.owners.read()
-        parts.uploads.open(await parts.exports.open())
+        await parts.link_signer.open()
         await parts.base_models.start()
         await self._restore()
         self._ready.set()

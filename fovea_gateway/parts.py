@@ -7,7 +7,7 @@ from fovea_gateway.access.api_keys import KeyRing
 from fovea_gateway.access.owners import Owners
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.checkpoints.checkpoint_storage import Storage
-from fovea_gateway.checkpoints.exports import Exports
+from fovea_gateway.checkpoints.exports import Exports, LinkSigner
 from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
 from fovea_gateway.discovery import choose
@@ -76,8 +76,9 @@ class Parts:
         self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions)
         self.storage = Storage(settings.checkpoint_root)
         self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock)
-        self.exports = Exports(self.database, self.checkpoints)
-        self.uploads = Uploads(self.database, self.checkpoints, settings.max_upload_bytes)
+        self.link_signer = LinkSigner(self.database)
+        self.exports = Exports(self.database, self.checkpoints, self.link_signer)
+        self.uploads = Uploads(self.database, self.checkpoints, self.link_signer, settings.max_upload_bytes)
         self.models = Models(self.database, settings.max_models_per_owner, self.owners)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
         self.journal = Journal(self.database, self.models, settings.max_journal_bytes)

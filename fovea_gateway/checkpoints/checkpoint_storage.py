@@ -6,7 +6,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import fsspec
@@ -105,9 +104,7 @@ class Storage:
 
     async def make_folder(self, uri: str) -> None:
         """Makes a folder, where storage has any."""
-        place = _place(uri)
-        if not place.files.async_impl:  # object stores have no folders, and would make a bucket
-            await self.run(partial(place.files.makedirs, place.path, exist_ok=True))
+        await self.run(_make_folder, _place(uri))
 
     @asynccontextmanager
     async def receiving(self, uri: str, name: str) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
@@ -166,10 +163,14 @@ def _place(uri: str) -> _Place:
 
 
 def _probe(place: _Place) -> None:
-    if not place.files.async_impl:  # object stores have no folders, and would make a bucket
-        place.files.makedirs(place.path.rpartition("/")[0], exist_ok=True)
+    _make_folder(_Place(place.files, place.path.rpartition("/")[0]))
     place.files.pipe_file(place.path, b"")
     place.files.rm_file(place.path)
+
+
+def _make_folder(place: _Place) -> None:
+    if not place.files.async_impl:  # object stores have no folders, and would make a bucket
+        place.files.makedirs(place.path, exist_ok=True)
 
 
 def _give_up(files: Any, file: Any, path: str) -> None:

@@ -60,21 +60,31 @@ class ExportedFile(NamedTuple):
     size_bytes: int
 
 
-class Exports:
-    """External weights, and weights to sample from, which lie in the same formats. Call `open` before use."""
+class LinkSigner:
+    """Signs links, with a key that the database keeps: they stay good when the gateway restarts. Call `open` first."""
 
-    def __init__(self, database: Database, checkpoints: Checkpoints) -> None:
-        self._database, self._checkpoints = database, checkpoints
+    def __init__(self, database: Database) -> None:
+        self._database = database
         self._key = b""
+
+    async def open(self) -> None:
+        """Reads the key."""
+        self._key = await self._database.write(_take_secret)
+
+    def sign(self, *parts: str) -> str:
+        """HMAC-SHA256 over what a link leads to and when it expires, in hex."""
+        return hmac.new(self._key, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
+
+
+class Exports:
+    """External weights, and weights to sample from, which lie in the same formats."""
+
+    def __init__(self, database: Database, checkpoints: Checkpoints, signer: LinkSigner) -> None:
+        self._database, self._checkpoints, self._signer = database, checkpoints, signer
 
     @property
     def _storage(self) -> Storage:
         return self._checkpoints.storage
-
-    async def open(self) -> bytes:
-        """Reads the key that links are signed with, and returns it: they stay good when the gateway restarts."""
-        self._key = await self._database.write(_take_secret)
-        return self._key
 
     async def links(self, owner: str, path: str) -> tuple[list[Link], int]:
         """A link to each file of weights that the caller may read, and when they expire.
@@ -117,8 +127,7 @@ class Exports:
 
     def _link(self, checkpoint: Checkpoint, file: str, expires_at: int) -> Link:
         # The folder is new with every export: a link never leads to what later took the same name.
-        text = "\0".join((checkpoint.uri, file, str(expires_at)))
-        signature = hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+        signature = self._signer.sign(checkpoint.uri, file, str(expires_at))
         return Link(checkpoint.model_id, checkpoint.segment, checkpoint.name, file, expires_at, signature)
 
 

@@ -3,7 +3,7 @@
 All that is known of one that is not finished lies in its folder, whose name says when it ends.
 """
 
-import hashlib
+import asyncio
 import hmac
 import json
 import math
@@ -13,20 +13,24 @@ import time
 import uuid
 from collections.abc import AsyncIterable
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from google.protobuf import json_format
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound, PayloadTooLarge, PermissionDenied
+from fovea.wire.errors import InvalidInput, NotFound, PayloadTooLarge, PermissionDenied
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, Checkpoint, CheckpointPath
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row, named_uris, put_row
+from fovea_gateway.checkpoints.exports import LinkSigner
 from fovea_gateway.database.database import Database
 
 _FOLDER = "uploads"
 _NAME = "uploaded"
 _ABOUT = "fovea_upload.json"
 """Beside the files of an upload that is not finished: whose it is."""
+_PART = "fovea_part."
+"""Prefix of a file that is being sent; no link is ever given for what begins with fovea_."""
 _UPLOAD_ID = re.compile(r"upload-([0-9]{10})-[0-9a-f]{16}")
 _TTL_S = 3600
 _MOST_CONFIG_BYTES = 2**20
@@ -58,14 +62,10 @@ class Uploads:
         most_bytes: Of one file.
     """
 
-    def __init__(self, database: Database, checkpoints: Checkpoints, most_bytes: int) -> None:
-        self._database, self._checkpoints, self._most_bytes = database, checkpoints, most_bytes
-        self._finishing: set[str] = set()
-        self._key = b""
-
-    def open(self, key: bytes) -> None:
-        """Takes the key that links are signed with."""
-        self._key = key
+    def __init__(self, database: Database, checkpoints: Checkpoints, signer: LinkSigner, most_bytes: int) -> None:
+        self._database, self._checkpoints, self._signer = database, checkpoints, signer
+        self._most_bytes = most_bytes
+        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def start(self, owner: str, base_model: str, lora: weights_pb2.LoraConfig) -> tuple[str, list[UploadLink]]:
         """An upload, and a link for each of its files. Raises ResourceExhausted if the owner has no room."""
@@ -93,7 +93,7 @@ class Uploads:
         limit = _MOST_CONFIG_BYTES if link.file == ADAPTER_CONFIG else self._most_bytes
         if declared_bytes > limit:
             raise _too_large(link.file, limit)
-        part = f"{link.file}.{uuid.uuid4().hex[:8]}"
+        part = f"{_PART}{uuid.uuid4().hex[:8]}"
         storage, uri, size = self._checkpoints.storage, self._uri(link.upload_id), 0
         async with storage.receiving(uri, part) as write:
             async for piece in pieces:
@@ -101,9 +101,13 @@ class Uploads:
                 if size > limit:
                     raise _too_large(link.file, limit)
                 await write(piece)
-        # It may have been finished or have expired meanwhile.
-        await self._about(link.upload_id)
-        await storage.rename(uri, part, link.file)
+        async with self._lock(link.upload_id):
+            try:
+                await self._about(link.upload_id)  # it may have been finished or have expired meanwhile
+            except PermissionDenied:
+                await storage.remove_file(uri, part)
+                raise
+            await storage.rename(uri, part, link.file)
 
     async def finish(self, owner: str, upload_id: str) -> str:
         """Makes a checkpoint of what was sent, once it is sound; returns its path. May be called again.
@@ -111,6 +115,10 @@ class Uploads:
         Raises NotFound for no upload of the caller's, InvalidInput that names the first thing that is wrong with its
         files: they may be sent again then.
         """
+        async with self._lock(upload_id):
+            return await self._finish(owner, upload_id)
+
+    async def _finish(self, owner: str, upload_id: str) -> str:
         path = str(CheckpointPath(upload_id, EXTERNAL, _NAME))
         done = await self._database.read(lambda connection: get_row(connection, path))
         if done is not None and done.owner == owner:
@@ -124,17 +132,10 @@ class Uploads:
             raise missing from None
         if about["owner"] != owner:
             raise missing
-        self._finishing.add(upload_id)
-        try:
-            return await self._finish(owner, upload_id, path, about)
-        finally:
-            self._finishing.discard(upload_id)
-
-    async def _finish(self, owner: str, upload_id: str, path: str, about: dict[str, Any]) -> str:
         storage, uri = self._checkpoints.storage, self._uri(upload_id)
         sizes = await storage.sizes(uri)
-        if missing := [file for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if file not in sizes]:
-            raise InvalidInput(f"{missing[0]} was not sent yet: PUT it to its URL", field="upload_id")
+        if unsent := [file for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if file not in sizes]:
+            raise InvalidInput(f"{unsent[0]} was not sent yet: PUT it to its URL", field="upload_id")
         lora = json_format.ParseDict(about["lora"], weights_pb2.LoraConfig())
         lora.alpha = check_config(await storage.read(uri, ADAPTER_CONFIG), lora.rank)
         await self._check_weights(uri, sizes[ADAPTER_WEIGHTS], lora.rank)
@@ -143,10 +144,10 @@ class Uploads:
         checkpoint = Checkpoint(
             path, upload_id, owner, EXTERNAL, _NAME, uri, about["base_model"], lora, size_bytes=size_bytes
         )
+        # Without what says whose it is nobody can send to it any more: a row that is kept names what never changes.
+        await storage.remove_file(uri, _ABOUT)
         await storage.sync(uri)
         await self._database.write(lambda connection: put_row(connection, checkpoint))
-        for file in sizes.keys() - {ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
-            await storage.remove_file(uri, file)
         return path
 
     async def _check_weights(self, uri: str, size_bytes: int, rank: int) -> None:
@@ -175,26 +176,26 @@ class Uploads:
                 await storage.remove(uri)
 
     async def _about(self, upload_id: str) -> dict[str, Any]:
-        """Whose an upload is. Raises PermissionDenied for one that has ended, FailedPrecondition while it is ending."""
+        """Whose an upload is. Raises PermissionDenied for one that has ended."""
         match = _UPLOAD_ID.fullmatch(upload_id)
         gone = PermissionDenied("this upload is finished or has expired; begin another one")
         if not match or int(match[1]) <= time.time():
             raise gone
-        if upload_id in self._finishing:
-            raise FailedPrecondition("this upload is being finished")
         try:
             about: dict[str, Any] = json.loads(await self._checkpoints.storage.read(self._uri(upload_id), _ABOUT))
         except FileNotFoundError:
             raise gone from None
         return about
 
+    def _lock(self, upload_id: str) -> asyncio.Lock:
+        """Held where the files of an upload change their names, and while they are made a checkpoint."""
+        return self._changing.setdefault(upload_id, asyncio.Lock())
+
     def _uri(self, upload_id: str) -> str:
         return f"{self._checkpoints.storage.root}/{_FOLDER}/{upload_id}"
 
     def _link(self, upload_id: str, file: str, expires_at: int) -> UploadLink:
-        text = "\0".join(("upload", upload_id, file, str(expires_at)))
-        signature = hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
-        return UploadLink(upload_id, file, expires_at, signature)
+        return UploadLink(upload_id, file, expires_at, self._signer.sign("upload", upload_id, file, str(expires_at)))
 
 
 def check_config(content: bytes, rank: int) -> float:

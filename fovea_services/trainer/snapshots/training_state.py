@@ -201,7 +201,7 @@ class StateStore:
         """
         kind = "adapter" if isinstance(model, AdapterModel) else "full"
         saved_step = self._control.on_rank_0(lambda: _saved_step(Folder.at(uri), kind))
-        step = saved_step or 0 if optimizer else 0
+        step = (saved_step or 0) if optimizer else 0
         if isinstance(model, AdapterModel):
             self._load_adapter(model, uri, optimizer, step, is_foreign=saved_step is None)
         else:
@@ -273,7 +273,7 @@ def _parse_adapter(
         raise InvalidInput(
             f"{uri} has rank and alpha {found}, the model has {(settings.rank, settings.alpha)}", field="uri"
         )
-    flat = model.weights.initial()
+    flat = model.weights.initial() if is_foreign else model.weights.flat.new_empty(model.weights.whole_size)
     tensors = weight_files.read_tensors(files[ADAPTER_WEIGHTS], uri)
     targets = dict(model.weights.named(flat))
     if is_foreign:
