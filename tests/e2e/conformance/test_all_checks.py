@@ -10,8 +10,8 @@ import pytest
 from fovea_conformance.fresh import COOKBOOK_CHECKS, suite_command
 from tests.e2e.stack import Stack
 
-REFUSED = {"C12", "C123"}
-"""JWT mode, which the contract calls optional, and uploads of weights: docs/tinker.md says why."""
+REFUSED = {"C12"}
+"""JWT mode, which the contract calls optional: docs/tinker.md says why."""
 SEVERAL_MODELS = {"C120", "C121"}
 """Made beside a teacher, in tests/e2e/fovea_data/test_learning_otherwise.py."""
 
