@@ -1,16 +1,16 @@
-"""`fovea checkpoints list | show | delete`: what the caller has saved, through the gateway's REST API."""
+"""`fovea checkpoints list | show | upload | delete`: what the caller has saved, through the gateway's REST API."""
 
 import json
 import pathlib
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
+import httpx
 import typer
 
 from fovea.cli.local_fovea import DEFAULT_STATE_DIR, PUBLISHED_KEY, ApiKey, StateDir, complain, read_state
+from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 app = typer.Typer(help="What you have saved: states to train on from, and weights to sample.", no_args_is_help=True)
 
@@ -34,18 +34,27 @@ class Gateway:
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The answer to a request. Ends the command with the gateway's own words if it refuses."""
-        headers = {"X-API-Key": self._api_key, "Content-Type": "application/json"}
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self._root}/api/v1/{path}", data, headers, method=method)
+        answer = self._answer(method, f"{self._root}/api/v1/{path}", json=body, headers={"X-API-Key": self._api_key})
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def send(self, url: str, file: BinaryIO, size: int) -> None:
+        """Puts a file of so many bytes to a link that the gateway gave, piece by piece."""
+        self._answer("PUT", url, content=file, headers={"Content-Length": str(size)})
+
+    def _answer(self, method: str, url: str, **request: Any) -> httpx.Response:
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                found: dict[str, Any] = json.load(answer)
-                return found
-        except urllib.error.HTTPError as error:
-            raise typer.Exit(complain(_reason(error))) from None
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            raise typer.Exit(complain(f"--base-url: {self._root} does not answer ({reason})")) from None
+            answer = httpx.request(method, url, timeout=_TIMEOUT_S, **request)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise typer.Exit(complain(f"--base-url: {self._root} does not answer ({error})")) from None
+        if answer.is_error:
+            raise typer.Exit(complain(_reason(answer)))
+        return answer
+
+    def trainable_models(self) -> list[str]:
+        """Names of the base models that can be trained, the default one first."""
+        models = self.ask("GET", "get_server_capabilities")["supported_models"]
+        return [str(each["model_name"]) for each in models if each["trainable"]]
 
     def checkpoints(self) -> Iterator[dict[str, Any]]:
         """All of the caller."""
@@ -55,11 +64,11 @@ class Gateway:
             offset += len(page)
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
+def _reason(answer: httpx.Response) -> str:
     try:
-        return str(json.load(error)["detail"])
+        return str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):
-        return f"{error.code} {error.reason}"
+        return f"{answer.status_code} {answer.reason_phrase}"
 
 
 @app.command("list")
@@ -94,6 +103,50 @@ def show(
     info = gateway.ask("POST", "weights_info", {"tinker_path": path})
     listed = next((each for each in gateway.checkpoints() if each["tinker_path"] == path), {})
     typer.echo(json.dumps({**listed, **info}, indent=2))
+
+
+@app.command()
+def upload(
+    folder: Annotated[
+        pathlib.Path,
+        typer.Argument(metavar="FOLDER", help=f"A LoRA as PEFT saves it: {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}."),
+    ],
+    base_model: Annotated[
+        str, typer.Option(help="What it adapts; default: the model that its configuration names, or the only one here.")
+    ] = "",
+    base_url: BaseUrl = "",
+    api_key: ApiKey = PUBLISHED_KEY,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+) -> None:
+    """Send an adapter from elsewhere; prints the path from which a training client is created."""
+    rank, named = _read_adapter(folder)
+    gateway = Gateway(base_url, state_dir, api_key)
+    if not base_model:
+        models = gateway.trainable_models()
+        if named not in models and len(models) != 1:
+            raise typer.BadParameter(f"name one of {', '.join(models)}", param_hint="--base-model")
+        base_model = named if named in models else models[0]
+    asked = {"base_model": base_model, "lora_config": {"rank": rank}}
+    begun = gateway.ask("POST", "external_weights_upload_start", asked)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        size = (folder / name).stat().st_size
+        typer.echo(f"sending {name}, {size / 2**20:,.1f} MiB, as an adapter of {base_model}", err=True)
+        with (folder / name).open("rb") as file:
+            gateway.send(begun["urls"][name], file, size)
+    done = gateway.ask("POST", "external_weights_upload_finish", {"upload_id": begun["upload_id"]})
+    typer.echo(done["tinker_path"])
+
+
+def _read_adapter(folder: pathlib.Path) -> tuple[int, str]:
+    """Rank of a PEFT folder's adapter, and the base model that it names. Raises BadParameter."""
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            raise typer.BadParameter(f"no {name} in {folder}; PEFT's save_pretrained writes it", param_hint="FOLDER")
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_bytes())
+        return int(config["r"]), str(config.get("base_model_name_or_path"))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise typer.BadParameter(f"{ADAPTER_CONFIG} has no rank r: {error!r}", param_hint="FOLDER") from None
 
 
 @app.command()

@@ -86,8 +86,7 @@ def memory_use(root_pid: int) -> MemoryUse:
     if devices:
         used, in_all = (sum(values) for values in zip(*((d.used_bytes, d.total_bytes) for d in devices), strict=True))
         return MemoryUse(used, in_all, "gpu")
-    total = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
-    return MemoryUse(sum(map(_resident_bytes, _tree(root_pid))), total, "host")
+    return MemoryUse(sum(map(_resident_bytes, _tree(root_pid))), host_memory_bytes(), "host")
 
 
 def _tree(pid: int) -> Iterator[int]:
@@ -127,13 +126,27 @@ def _family() -> GaugeMetricFamily:
     )
 
 
+def host_memory_bytes() -> int:
+    """What this machine has, or the container that this process is in if that may have less."""
+    whole = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+    limit = _of_container("max")
+    return min(whole, int(limit)) if limit.isdigit() else whole
+
+
 def host_free_bytes() -> int:
-    """What this machine, or the container that this process is in, has left."""
+    """What of it is left."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free_bytes = int(lines["MemAvailable"].split()[0]) * 1024
-    try:
-        most, now = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        cached = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-    except OSError:  # no container, or an old one
+    limit = _of_container("max")
+    if not limit.isdigit():
         return free_bytes
-    return free_bytes if most == "max" else min(free_bytes, int(most) - int(now) + int(cached["inactive_file"]))
+    cached = dict(line.split() for line in _of_container("stat").splitlines())
+    return min(free_bytes, int(limit) - int(_of_container("current")) + int(cached["inactive_file"]))
+
+
+def _of_container(name: str) -> str:
+    """A file of this control group's memory; empty where there is no container, or an old one."""
+    try:
+        return Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip()
+    except OSError:
+        return ""

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from fovea import vision
 from fovea.runtime import model_files
 from fovea.runtime.hosts import interface_of, is_loopback
+from fovea.runtime.machine_memory import host_memory_bytes
 from fovea.vision.processor_vl import ProcessorVL
 from fovea_services.sampler.engine import engine_arguments
 from fovea_services.sampler.engine.manifest_check import Shape, checkpoint_shapes
@@ -42,7 +43,6 @@ _CPU_BLOCK_SIZE = 32  # vLLM's 128 would share no prefix shorter than 128 tokens
 _SLOT_SHARE = 1 / 16
 _HOST_SHARE = 1 / 4
 _LEAST_SLOTS = 4
-_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,6 @@ def capacity_for(
     elif adapter_bytes:
         held_bytes = min(held_bytes, settings.max_adapters * adapter_bytes)
     return AdapterCapacity(adapter_bytes, batched, held_bytes)
-
-
-def host_memory_bytes() -> int:
-    """Memory of this machine, or of the container if it has less."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _CONTAINER_LIMIT.read_text().strip() if _CONTAINER_LIMIT.is_file() else "max"
-    return min(whole, int(limit)) if limit.isdigit() else whole
 
 
 def _linear_widths(shapes: Mapping[str, Shape]) -> int:

@@ -6,11 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from fovea.cli.main import app
 from fovea.cli.status_report import read_report, summary
 from tests.contract.gateway.conftest import Stand, running
+from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest
 
 
@@ -60,6 +63,40 @@ async def test_what_is_refused_is_said_in_the_gateways_words(stand: Stand, rest:
         CliRunner().invoke, app, ["checkpoints", "list", "--base-url", "http://127.0.0.1:1"]
     )
     assert stand_down.output.startswith("--base-url: http://127.0.0.1:1 does not answer (")
+
+
+async def test_an_adapter_is_uploaded(stand: Stand, tmp_path: Path) -> None:
+    empty = await invoke(stand, "checkpoints", "upload", str(tmp_path))
+    assert (empty.exit_code, "no adapter_config.json in" in " ".join(empty.output.split())) == (2, True)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "base_model_name_or_path": "somebody/elsewhere"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    factor = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {factor.format("A"): torch.ones(4, 8), factor.format("B"): torch.ones(8, 4)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    done = await invoke(stand, "checkpoints", "upload", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    path = done.stdout.strip()
+    assert f"as an adapter of {MODEL}" in done.stderr  # the only one that is served
+    shown = json.loads((await invoke(stand, "checkpoints", "show", path)).output)
+    assert (shown["lora_rank"], shown["base_model"]) == (4, MODEL)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    refused = await invoke(stand, "checkpoints", "upload", str(tmp_path))
+    assert (refused.exit_code, "use_dora is True" in refused.stderr) == (1, True)
+    (tmp_path / "adapter_config.json").write_text("[]")
+    odd = await invoke(stand, "checkpoints", "upload", str(tmp_path))
+    assert (odd.exit_code, "has no rank r" in " ".join(odd.output.split())) == (2, True)
+
+
+async def test_an_adapter_that_is_too_large_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 16}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(50 * 2**20))
+    async with running(Stand(tmp_path), max_upload_bytes=2**20) as stand:
+        refused = await invoke(stand, "checkpoints", "upload", str(tmp_path))
+    assert refused.exit_code == 1
+    assert (
+        refused.stderr.splitlines()[-1]
+        == "adapter_model.safetensors is above 1048576 bytes, the most of an upload here"
+    )
 
 
 async def test_status_counts_sessions_and_what_waits(tmp_path: Path) -> None:

@@ -8,7 +8,14 @@ import sys
 import pytest
 from prometheus_client import CollectorRegistry
 
-from fovea.runtime.machine_memory import DeviceMemory, GpuMemory, memory_use, show_gpu_memory
+from fovea.runtime.machine_memory import (
+    DeviceMemory,
+    GpuMemory,
+    host_free_bytes,
+    host_memory_bytes,
+    memory_use,
+    show_gpu_memory,
+)
 
 
 def test_every_scrape_asks_again() -> None:
@@ -41,3 +48,7 @@ def test_without_a_gpu_a_service_takes_what_its_processes_have_resident() -> Non
     assert both.kind == "host"
     assert both.used_bytes - own.used_bytes > 190 * 2**20
     assert own.used_bytes < both.used_bytes < both.total_bytes
+
+
+def test_what_is_left_of_the_host_is_less_than_it_has() -> None:
+    assert 2**28 < host_free_bytes() < host_memory_bytes() < 2**50
