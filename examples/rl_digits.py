@@ -43,17 +43,15 @@ async def main(arguments: argparse.Namespace) -> None:
     rng = np.random.default_rng(arguments.seed)
     await experiment.measure("base", held_out)
     settings = LoopSettings(
-        steps=arguments.steps,
-        groups_per_step=arguments.groups,
-        group_size=4,
-        learning_rate=2e-3,
-        substeps=1,  # of 256 rollouts
-        adam={"eps": 1e-8},
+        arguments.steps,
+        arguments.groups,
         rollout=rollout,
+        target_kl=0.03,  # of an answer of one token, which has no form to lose
+        kl_coefficient=0.2,  # which is paid once, as the reward is
         seed=arguments.seed,
     )
     await experiment.run(train, held_out, lambda _: str(rng.integers(10)), settings, BAR)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=120, groups=64, warm_up=30)))
+    asyncio.run(main(read_arguments(__doc__, groups=32, warm_up=30)))

@@ -1,6 +1,7 @@
 """Reinforcement learning on VisGym's tickets: free reasoning, tagged answers with pairs, and pairs that nest.
 
-The warm-up clones a player that describes its picture rightly, and does what it should half of the time.
+The warm-up clones a player that describes its picture rightly, and does what it should half of the time; else something
+that can be done.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ class Game:
 
 
 def _move(maze: Maze, rng: np.random.Generator) -> tuple[str, Any]:
-    actions = list(WORDS.values())
+    way = maze.best_way()
     if rng.random() > SKILL:
-        return actions[rng.integers(len(actions))]
-    best = maze.best_way()
-    return ("stop", "stop") if best is None else ("move", best)
+        # It sees walls, and would not walk into one: a clone of who does stands there until its turns are over.
+        choices = [None, *(way for way in WAYS if maze.is_open(maze.agent, way))]
+        way = choices[rng.integers(len(choices))]
+    return ("stop", "stop") if way is None else ("move", way)
 
 
 def _seen(maze: Maze) -> str:

@@ -193,7 +193,8 @@ class LiveView:
 
     def _base_model(self, base: BaseModel, is_admin: bool) -> Section:
         def address(peer: Any) -> Section:
-            return {"address": peer.address, "up": peer.up} if is_admin else {"up": peer.up}
+            state = {"up": peer.up, "starting": not peer.has_been_up}
+            return state | {"address": peer.address} if is_admin else state
 
         trainer = base.trainer
         shown: Section = {"name": base.name, "trainer": None}

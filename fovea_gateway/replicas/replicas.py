@@ -43,13 +43,14 @@ class Peer(ABC):
         address: host:port.
         answers: Whether it answered when it was last asked or called.
         up: Whether it answers and takes requests.
+        has_been_up: Whether it did before; else it may be starting still.
     """
 
     def __init__(self, service: str, address: str, on_change: Callable[[], None]) -> None:
         self.service, self.address = service, address
         self.answers = self.up = False
         self._on_change = on_change
-        self._has_been_up = False
+        self.has_been_up = False
         self._reported_level = logging.NOTSET
 
     @property
@@ -75,13 +76,13 @@ class Peer(ABC):
             return
         except FoveaError as error:
             # Services start side by side, and the gateway is soonest there: to wait for the others is no warning.
-            is_starting = isinstance(error, Unavailable) and not self._has_been_up
+            is_starting = isinstance(error, Unavailable) and not self.has_been_up
             self.mark_down(str(error), logging.INFO if is_starting else logging.WARNING)
             return
         self.answers, self._reported_level = True, logging.NOTSET
         if not self.up and (is_first or await self.prepare()):
             logger.info("%s %s is up", self.service, self.address)
-            self.up = self._has_been_up = True
+            self.up = self.has_been_up = True
             self._on_change()
 
     def mark_down(self, reason: str, level: int = logging.WARNING) -> None:

@@ -34,8 +34,9 @@ function memory(found) {
 }
 
 function service(name, one, share, figure, facts) {
-  return make("div", { class: "row" }, make("span", { class: `dot ${one.up ? "up" : "down"}` }), make("span", {}, name),
-    share === null ? make("span") : meter(share, `${name} at work`), make("span", { class: "number" }, one.up ? figure : "does not answer"),
+  const [dot, said] = one.up ? ["up", figure] : one.starting ? ["wait", "starting"] : ["down", "does not answer"];
+  return make("div", { class: "row" }, make("span", { class: `dot ${dot}` }), make("span", {}, name),
+    share === null ? make("span") : meter(share, `${name} at work`), make("span", { class: "number" }, said),
     make("span", { class: "facts" }, facts.filter(Boolean).join(" · ")));
 }
 

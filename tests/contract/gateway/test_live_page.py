@@ -204,3 +204,22 @@ async def test_administrators_see_everybodys_and_others_their_own(stand: Stand, 
         assert "address" not in services["base_models"][0]["trainer"]
         assert (await http.get("checkpoints", params={"owner": "*"})).status_code == 403
         assert (await http.get("live/samples", params={"owner": "root"})).status_code == 403
+
+
+async def test_a_part_that_never_answered_is_starting_and_one_that_left_is_not(stand: Stand) -> None:
+    async def state(wanted: tuple[bool, bool]) -> None:
+        def is_right(told: dict[str, Any]) -> bool:
+            trainer = told["base_models"][0]["trainer"]
+            return (trainer["up"], trainer["starting"]) == wanted
+
+        async with stand.http() as http, asyncio.timeout(30):
+            await _until(http, "services", is_right)
+
+    await state((True, False))
+    await stand.trainer.stop()
+    await state((False, False))
+    await stand.stop()
+    await stand.start()
+    await state((False, True))
+    await stand.trainer.start()
+    await state((True, False))
