@@ -47,7 +47,7 @@ async def main(arguments: argparse.Namespace) -> None:
         arguments.groups,
         rollout=rollout,
         target_kl=0.03,  # of an answer of one token, which has no form to lose
-        kl_coefficient=0.2,  # which is paid once, as the reward is
+        kl_coefficient=0.1,  # which is paid once, as the reward is
         seed=arguments.seed,
     )
     await experiment.run(train, held_out, lambda _: str(rng.integers(10)), settings, BAR)

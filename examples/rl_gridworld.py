@@ -83,8 +83,8 @@ async def main(arguments: argparse.Namespace) -> None:
     settings = LoopSettings(
         steps=arguments.steps // 2,
         groups_per_step=arguments.groups,
-        learning_rate=2e-3,  # of one token, which has no form to lose
-        substeps=1,  # of 256 rollouts
+        target_kl=0.03,  # of an answer of one token, which has no form to lose
+        kl_coefficient=0.2,  # which is paid once, as the reward is
         discount=0.0,  # each step is judged by itself: the reward says at once what it was worth
         rollout=rollout,
         seed=arguments.seed,
