@@ -31,6 +31,7 @@ class Gateway:
     def __init__(self, base_url: str, state_dir: pathlib.Path, api_key: str) -> None:
         self._root = (base_url or read_state(state_dir)["base_url"]).rstrip("/")
         self._api_key = api_key
+        self._http = httpx.Client(timeout=_TIMEOUT_S)  # one: each reads all certificates of the machine
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The answer to a request. Ends the command with the gateway's own words if it refuses."""
@@ -44,7 +45,7 @@ class Gateway:
 
     def _answer(self, method: str, url: str, **request: Any) -> httpx.Response:
         try:
-            answer = httpx.request(method, url, timeout=_TIMEOUT_S, **request)
+            answer = self._http.request(method, url, **request)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise typer.Exit(complain(f"--base-url: {self._root} does not answer ({error})")) from None
         if answer.is_error:
