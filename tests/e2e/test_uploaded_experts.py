@@ -1,0 +1,65 @@
+"""Uploads where most adapters come from: experts in bfloat16, over two ranks; one is killed while it loads."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from unittest import mock
+
+import psutil
+import pytest
+import tinker
+from safetensors.torch import load
+from transformers import AutoTokenizer
+
+from fovea_conformance.adapters import ADAPTER, download
+from fovea_tinyvlm.families import ensure_family
+from tests.e2e.prompts import Prompt, PromptBuilder, picture
+from tests.e2e.stack import API_KEY, Stack, running_stack
+from tests.e2e.test_agreement import take_steps, trainer_logprobs
+from tests.e2e.test_checkpoints import upload
+
+RANK = 4
+
+
+@pytest.fixture(scope="module")
+def experts() -> Iterator[Stack]:
+    """Fovea that trains a vision model of experts in bfloat16, and samples nothing."""
+    in_bfloat16 = mock.patch.dict(os.environ, {"FOVEA_TRAINER_DTYPE": "bfloat16"})
+    with in_bfloat16, running_stack(ensure_family("qwen3_vl_moe"), "--samplers", "0", "--ranks", "2") as stack:
+        yield stack
+
+
+def test_an_upload_is_the_same_model_and_survives_a_kill_while_it_loads(experts: Stack) -> None:
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(experts.model))
+    prompts: dict[str, Prompt] = {
+        "text": builder.build("Some words about nothing in particular, to be scored."),
+        "one image": builder.build("<|vision_start|>", (picture(224, 224, 1), 64), "<|vision_end|>as it is"),
+    }
+    with experts.service_client() as service:
+        training = service.create_lora_training_client(base_model=experts.model_name, rank=RANK).result()
+        fresh = trainer_logprobs(training, prompts)
+        take_steps(training, prompts, 3, 5e-3)
+        wanted = trainer_logprobs(training, prompts)
+        assert wanted != fresh
+        exported = training.save_weights_external("experts").result().path
+        files = download(tinker.RestClient(base_url=experts.base_url, api_key=API_KEY), exported)
+        assert any(".experts." in name for name in load(files[ADAPTER]))
+        path = upload(experts, files, RANK)
+        again = service.create_training_client_from_state(path).result()
+        assert trainer_logprobs(again, prompts) == wanted
+        for victim in ("1", "0"):
+            take_steps(again, prompts, 1, 5e-3)
+            assert trainer_logprobs(again, prompts) != wanted
+            held = experts.rank(1)
+            assert held is not None
+            held.suspend()  # so that the other rank waits for it
+            loading = again.load_state(path)
+            time.sleep(1.0)
+            assert not loading.future().done(), "it loads still"
+            experts.kill(victim)
+            with suppress(psutil.NoSuchProcess):
+                held.resume()
+            loading.result(timeout=300)
+            assert trainer_logprobs(again, prompts) == wanted, victim
+            assert trainer_logprobs(training, prompts) == wanted, f"a neighbour, {victim}"
