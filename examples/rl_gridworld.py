@@ -91,7 +91,12 @@ async def main(arguments: argparse.Namespace) -> None:
     )
     # First single steps, in which a group differs in nothing but its answer; then whole walks.
     await experiment.learn(draw_sources(rng, 1000, by_steps=True, max_steps=1), settings)
-    walks = replace(settings, steps=arguments.steps - settings.steps, groups_per_step=arguments.groups * 3 // 8)
+    walks = replace(
+        settings,
+        steps=arguments.steps - settings.steps,
+        groups_per_step=arguments.groups * 3 // 8,
+        schedule="linear",  # kept to the end, one last step lost a third of the walks
+    )
     await experiment.learn(draw_sources(rng, 1000, by_steps=True), walks)
     await experiment.measure("after", held_out)
     experiment.write(BAR)

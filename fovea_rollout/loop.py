@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import tinker
@@ -32,6 +32,7 @@ from fovea_rollout.training_batch import TrainingBatch, training_batch
 from fovea_rollout.trajectory import Trajectory
 
 Mode = Literal["on_policy", "one_step_off", "inflight"]
+Schedule = Literal["constant", "linear"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class LoopSettings:
     Attributes:
         groups_per_step: Groups that a step trains on, each from one source (record or environment factory).
         group_size: Rollouts of one group.
-        learning_rate: Of every step, or a function of the step, counted from 0; None takes one by the model's width.
+        learning_rate: Of the first step; None takes one by the model's width.
+        schedule: What becomes of the rate: `constant`, or `linear`, which falls by the same amount a step and would be
+            0 after the last. Short answers need it: one step more or less can change what the model says to a picture.
         mode: When rollouts run.
             `on_policy`: before each step, with the very weights that the step trains.
             `one_step_off`: those of the next step while a step trains, with weights one step older.
@@ -70,7 +73,8 @@ class LoopSettings:
     steps: int = 120
     groups_per_step: int = 8
     group_size: int = 8
-    learning_rate: float | Callable[[int], float] | None = None
+    learning_rate: float | None = None
+    schedule: Schedule = "constant"
     mode: Mode = "on_policy"
     max_lag: int = 2
     estimator: Estimator = "dr_grpo"
@@ -97,6 +101,9 @@ class LoopSettings:
             )
         if self.discount is not None and not 0.0 <= self.discount <= 1.0:
             raise InvalidInput(f"discount is {self.discount:g}; it must be from 0 to 1", field="discount")
+        if self.schedule not in get_args(Schedule):
+            known = " or ".join(get_args(Schedule))
+            raise InvalidInput(f"schedule is {self.schedule!r}; it must be {known}", field="schedule")
         if self.target_kl is not None and not self.target_kl > 0.0:
             raise InvalidInput(f"target_kl is {self.target_kl:g}; it must be above 0, or None", field="target_kl")
         if self.substeps > 1 and self.loss == "importance_sampling":
@@ -125,9 +132,9 @@ class LoopSettings:
 
     def adam_params(self, step: int, share: float = 1.0) -> tinker.AdamParams:
         """The optimizer's parameters of one step, with a share of its learning rate: `train` has set a rate of None."""
-        rate = self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
-        assert rate is not None, "train() has set it"
-        return tinker.AdamParams(learning_rate=rate * share, **self.adam)
+        assert self.learning_rate is not None, "train() has set it"
+        left = 1.0 - step / self.steps if self.schedule == "linear" else 1.0
+        return tinker.AdamParams(learning_rate=self.learning_rate * left * share, **self.adam)
 
 
 async def train(

@@ -18,6 +18,7 @@ WARM = RolloutSettings(sampling=SamplingSettings(temperature=0.7))
         ({"steps": 0}, "steps is 0; it must be 1 or more"),
         ({"group_size": 1}, "group_size is 1; advantages compare rollouts of a group: use 2 or more"),
         ({"max_lag": 0}, "max_lag is 0"),
+        ({"schedule": "cosine"}, "schedule is 'cosine'; it must be constant or linear"),
         ({"target_kl": 0.0}, "target_kl is 0; it must be above 0, or None"),
         ({"loss": "importance_sampling"}, "substeps is 4, and importance_sampling does not clip: set it to 1"),
         ({"kl_coefficient": 0.1, "rollout": WARM}, "needs temperature 1, .* temperature is 0.7"),
@@ -29,8 +30,10 @@ def test_bad_settings_are_named(changes: dict[str, Any], said: str) -> None:
         LoopSettings(**changes)
 
 
-def test_a_learning_rate_may_depend_on_the_step() -> None:
+def test_a_learning_rate_may_fall_with_the_steps() -> None:
     fixed = LoopSettings(1, 1, 2, learning_rate=0.5, adam={"grad_clip_norm": 1.0})
     assert (fixed.adam_params(3).learning_rate, fixed.adam_params(3).grad_clip_norm) == (0.5, 1.0)
     assert fixed.adam_params(3, 0.25).learning_rate == 0.125, "a share of it"
-    assert LoopSettings(1, 1, 2, learning_rate=lambda step: 1 / (1 + step)).adam_params(3).learning_rate == 0.25
+    falling = LoopSettings(4, 1, 2, learning_rate=0.5, schedule="linear")
+    assert [falling.adam_params(step).learning_rate for step in range(4)] == [0.5, 0.375, 0.25, 0.125]
+    assert falling.adam_params(3, 0.5).learning_rate == 0.0625, "a share of what is left of it"
