@@ -56,8 +56,8 @@ def main(
     known = EXAMPLES | OF_OTHERS | LEARN_OTHERWISE
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"there is no example {unknown[0]}; there are {', '.join(known)}")
-    missed = []
-    chosen_seeds = range(first_seed, first_seed + seeds)
+    missed: list[str] = []
+    runs: list[dict[str, Any]] = []
     out.mkdir(parents=True, exist_ok=True)
     also = []
     if "distillation_digits" in names:
@@ -68,7 +68,7 @@ def main(
         for name in names:
             module, *options = known[name]
             path = {"PYTHONPATH": str(OTHERS)} if name in OF_OTHERS else {}
-            for seed in chosen_seeds:
+            for seed in range(first_seed, first_seed + seeds):
                 console.rule(f"{name}, seed {seed}")
                 command = [sys.executable, "-m", f"examples.{module}", *options, *server, "--seed", str(seed)]
                 subprocess.run(command, env=environment | path, cwd=FOLDER.parent, check=True)
@@ -76,8 +76,9 @@ def main(
                 keep(run, results)
                 if "bar" in run and not is_met(run):
                     missed.append(f"{name}, seed {seed}: {run['after']:.3f}, the bar is {run['bar']:g}")
-            if name not in LEARN_OTHERWISE:
-                draw_curves([out / f"{name}-{seed}.json" for seed in chosen_seeds], out / f"{name}.png")
+                runs.append(run)
+    if any("rewards" in run for run in runs):  # of those that learn from preferences there are none
+        draw_curves(runs, out / "curves.png")
     console.print(f"results: {results}; curves and pages: {out}")
     for line in missed:
         console.print(f"missed: {line}")

@@ -1,10 +1,11 @@
-"""Reward curves of the examples as PNG files."""
+"""Reward curves of the examples as one PNG file."""
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -13,26 +14,38 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 WINDOW = 9
+_COLUMNS, _WIDTH, _HEIGHT = 3, 3.6, 2.5  # the latter two in inches, of a panel
 
 
-def draw_curves(runs: Sequence[pathlib.Path], path: pathlib.Path) -> None:
-    """Mean reward per turn of each step's rollouts, one line per run, smoothed by a centred mean over nine steps.
+def draw_curves(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+    """A panel for each example: mean reward per turn of a step's rollouts, a line per seed, smoothed over nine steps.
 
     Args:
-        runs: Files that `Experiment.write` wrote, all of one example.
+        rows: As `Experiment.write` writes them, those of an example after one another; those without a curve are left
+            out.
         path: Of the PNG.
     """
-    found = [json.loads(run.read_text()) for run in runs]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for run in found:
-        rewards = np.array(run["rewards"], dtype=np.float64)
-        (line,) = axes.plot(rewards, alpha=0.2, linewidth=0.8)
-        share = f"held out {run['before']:.2f} → {run['after']:.2f} (cloned {run['cloned']:.2f})"
-        axes.plot(smoothed(rewards), color=line.get_color(), label=f"seed {run['seed']}: {share}")
-    axes.set(title=found[0]["example"], xlabel="step", ylabel="mean reward per turn", ylim=(None, 1.02))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
-    figure.savefig(path, dpi=150)
+    drawn = [row for row in rows if row.get("rewards")]
+    examples = [(name, list(runs)) for name, runs in groupby(drawn, key=lambda row: str(row["example"]))]
+    lines = -(-len(examples) // _COLUMNS)
+    figure, panels = plt.subplots(
+        lines, _COLUMNS, figsize=(_COLUMNS * _WIDTH, lines * _HEIGHT), layout="constrained", squeeze=False
+    )
+    for panel in panels.flat[len(examples) :]:
+        panel.axis("off")
+    for panel, (name, runs) in zip(panels.flat, examples, strict=False):
+        for run in runs:
+            rewards = np.array(run["rewards"], dtype=np.float64)
+            (line,) = panel.plot(rewards, alpha=0.2, linewidth=0.8)
+            label = f"{run['seed']}: {run['before']:.2f} → {run['after']:.2f}"
+            panel.plot(smoothed(rewards), color=line.get_color(), label=label)
+        panel.set_title(name, fontsize=10)
+        panel.tick_params(labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(title="seed: held out before → after", title_fontsize=7, fontsize=7, frameon=False, loc="best")
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("mean reward per turn", fontsize=9)
+    figure.savefig(path, dpi=90)
     plt.close(figure)
 
 

@@ -1,4 +1,4 @@
-"""`python -m examples.summary`: what the examples learnt, as docs/learning.md has it, from examples/results.json."""
+"""`python -m examples.summary`: the table and the curves of docs/learning.md, from examples/results.json."""
 
 from __future__ import annotations
 
@@ -59,4 +59,8 @@ def _line(name: str, runs: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    write(PAGE, json.loads(RESULTS.read_text()))
+    from examples.chart import draw_curves  # matplotlib takes a second to load
+
+    measured = json.loads(RESULTS.read_text())
+    write(PAGE, measured)
+    draw_curves(measured, PAGE.with_suffix(".png"))
