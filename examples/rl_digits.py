@@ -46,7 +46,6 @@ async def main(arguments: argparse.Namespace) -> None:
         arguments.steps,
         arguments.groups,
         learning_rate=2e-3,
-        schedule="linear",  # kept to the end, the last steps lose and regain a tenth
         rollout=rollout,
         target_kl=0.03,  # of an answer of one token, which has no form to lose
         kl_coefficient=0.1,  # which is paid once, as the reward is

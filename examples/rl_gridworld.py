@@ -85,6 +85,7 @@ async def main(arguments: argparse.Namespace) -> None:
         groups_per_step=arguments.groups,
         target_kl=0.03,  # of an answer of one token, which has no form to lose
         kl_coefficient=0.2,  # which is paid once, as the reward is
+        schedule="constant",  # of single steps, after which walks go on
         discount=0.0,  # each step is judged by itself: the reward says at once what it was worth
         rollout=rollout,
         seed=arguments.seed,
@@ -95,7 +96,7 @@ async def main(arguments: argparse.Namespace) -> None:
         settings,
         steps=arguments.steps - settings.steps,
         groups_per_step=arguments.groups * 3 // 8,
-        schedule="linear",  # kept to the end, one last step lost a third of the walks
+        schedule="linear",
     )
     await experiment.learn(draw_sources(rng, 1000, by_steps=True), walks)
     await experiment.measure("after", held_out)

@@ -43,8 +43,8 @@ class LoopSettings:
         groups_per_step: Groups that a step trains on, each from one source (record or environment factory).
         group_size: Rollouts of one group.
         learning_rate: Of the first step; None takes one by the model's width.
-        schedule: What becomes of the rate: `constant`, or `linear`, which falls by the same amount a step and would be
-            0 after the last. Short answers need it: one step more or less can change what the model says to a picture.
+        schedule: What becomes of the rate: `linear` falls by the same amount a step and would be 0 after the last, so
+            that no late step undoes what was learnt; `constant` keeps it.
         mode: When rollouts run.
             `on_policy`: before each step, with the very weights that the step trains.
             `one_step_off`: those of the next step while a step trains, with weights one step older.
@@ -74,7 +74,7 @@ class LoopSettings:
     groups_per_step: int = 8
     group_size: int = 8
     learning_rate: float | None = None
-    schedule: Schedule = "constant"
+    schedule: Schedule = "linear"
     mode: Mode = "on_policy"
     max_lag: int = 2
     estimator: Estimator = "dr_grpo"

@@ -31,9 +31,9 @@ def test_bad_settings_are_named(changes: dict[str, Any], said: str) -> None:
 
 
 def test_a_learning_rate_may_fall_with_the_steps() -> None:
-    fixed = LoopSettings(1, 1, 2, learning_rate=0.5, adam={"grad_clip_norm": 1.0})
+    fixed = LoopSettings(1, 1, 2, learning_rate=0.5, schedule="constant", adam={"grad_clip_norm": 1.0})
     assert (fixed.adam_params(3).learning_rate, fixed.adam_params(3).grad_clip_norm) == (0.5, 1.0)
     assert fixed.adam_params(3, 0.25).learning_rate == 0.125, "a share of it"
-    falling = LoopSettings(4, 1, 2, learning_rate=0.5, schedule="linear")
+    falling = LoopSettings(4, 1, 2, learning_rate=0.5)
     assert [falling.adam_params(step).learning_rate for step in range(4)] == [0.5, 0.375, 0.25, 0.125]
     assert falling.adam_params(3, 0.5).learning_rate == 0.0625, "a share of what is left of it"
