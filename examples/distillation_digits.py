@@ -78,6 +78,7 @@ async def main(arguments: argparse.Namespace) -> None:
         groups_per_step=arguments.groups,
         group_size=4,
         learning_rate=2e-3,
+        schedule="constant",  # the teacher scores every answer, so that no step is without a signal
         estimator="dr_grpo",
         kl_coefficient=1.0,
         substeps=1,  # of 256 rollouts

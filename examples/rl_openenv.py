@@ -105,6 +105,7 @@ async def main(arguments: argparse.Namespace) -> None:
             arguments.groups,
             learning_rate=2e-3,  # of two tokens, which have no form to lose
             substeps=1,  # at twice the rate
+            schedule="constant",  # of thirty steps, in which it learns to the last
             discount=0.0,  # the server rewards each answer at once
             rollout=rollout,
             seed=arguments.seed,
