@@ -54,12 +54,14 @@ def test_an_upload_is_the_same_model_and_survives_a_kill_while_it_loads(experts:
             held = experts.rank(1)
             assert held is not None
             held.suspend()  # so that the other rank waits for it
-            loading = again.load_state(path)
-            time.sleep(1.0)
-            assert not loading.future().done(), "it loads still"
-            experts.kill(victim)
-            with suppress(psutil.NoSuchProcess):
-                held.resume()
+            try:
+                loading = again.load_state(path)
+                time.sleep(1.0)
+                assert not loading.future().done(), "it loads still"
+                experts.kill(victim)
+            finally:
+                with suppress(psutil.NoSuchProcess):
+                    held.resume()
             loading.result(timeout=300)
             assert trainer_logprobs(again, prompts) == wanted, victim
             assert trainer_logprobs(training, prompts) == wanted, f"a neighbour, {victim}"
