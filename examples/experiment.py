@@ -168,6 +168,7 @@ class Experiment:
         )
         self.result["prefix_breaks"] = self._breaks
         self.result["largest_log_ratio"] = self._log_ratio
+        self._say(f"learnt: {self._breaks} prefix breaks, trainer - sampler {self._log_ratio:.0e} at most")
 
     async def run(
         self,

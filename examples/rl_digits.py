@@ -45,7 +45,6 @@ async def main(arguments: argparse.Namespace) -> None:
     settings = LoopSettings(
         arguments.steps,
         arguments.groups,
-        learning_rate=2e-3,
         rollout=rollout,
         target_kl=0.03,  # of an answer of one token, which has no form to lose
         kl_coefficient=0.1,  # which is paid once, as the reward is
@@ -55,4 +54,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, groups=32, warm_up=30)))
+    asyncio.run(main(read_arguments(__doc__, steps=150, groups=32, warm_up=30)))

@@ -42,7 +42,8 @@ class LoopSettings:
     Attributes:
         groups_per_step: Groups that a step trains on, each from one source (record or environment factory).
         group_size: Rollouts of one group.
-        learning_rate: Of the first step; None takes one by the model's width.
+        learning_rate: Of the first step; None takes one by the model's width, and twice that if it falls, so that both
+            schedules have the same one on average.
         schedule: What becomes of the rate: `linear` falls by the same amount a step and would be 0 after the last, so
             that no late step undoes what was learnt; `constant` keeps it.
         mode: When rollouts run.
@@ -130,6 +131,10 @@ class LoopSettings:
         implied = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
         return {**implied, **self.loss_config}
 
+    def first_rate(self, mean_rate: float) -> float:
+        """What the first step has if all of them have `mean_rate` on average."""
+        return 2.0 * mean_rate if self.schedule == "linear" else mean_rate
+
     def adam_params(self, step: int, share: float = 1.0) -> tinker.AdamParams:
         """The optimizer's parameters of one step, with a share of its learning rate: `train` has set a rate of None."""
         assert self.learning_rate is not None, "train() has set it"
@@ -175,7 +180,8 @@ async def train(
         # Not the client that samples first: in flight, its weights move on.
         base = await training_client.save_weights_and_get_sampling_client()
     if settings.learning_rate is None:
-        settings = replace(settings, learning_rate=await learning_rate_of(training_client, REINFORCING_RATE))
+        mean_rate = await learning_rate_of(training_client, REINFORCING_RATE)
+        settings = replace(settings, learning_rate=settings.first_rate(mean_rate))
     with LoopProgress(settings.steps, settings.groups_per_step * settings.group_size, progress) as shown:
         loop = _Loop(training_client, template, sources, settings, base, experts, shown)
         live = live or LiveReports.from_environment(training_client.model_id)
