@@ -51,7 +51,7 @@ class FineTuneSettings:
         seed: Of the adapter and of the order of rows.
     """
 
-    epochs: int = 8
+    epochs: int = 12
     batch_size: int = 16
     learning_rate: float | None = None
     warm_up: float = 0.1
