@@ -14,7 +14,7 @@ from tests.e2e.fovea_data.conftest import Trained
 from tests.e2e.stack import API_KEY, Stack, running_stack
 
 ROOT = pathlib.Path(__file__).parents[3]
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # each test trains: 264 s beside other work
 
 
 def run(name: str, stack: Stack, out: pathlib.Path, **sizes: int) -> dict[str, Any]:
