@@ -43,7 +43,7 @@ class LoopSettings:
         groups_per_step: Groups that a step trains on, each from one source (record or environment factory).
         group_size: Rollouts of one group.
         learning_rate: Of the first step; None takes one by the model's width, and twice that if it falls, so that both
-            schedules have the same one on average.
+            schedules have about the same one on average.
         schedule: What becomes of the rate: `linear` falls by the same amount a step and would be 0 after the last, so
             that no late step undoes what was learnt; `constant` keeps it.
         mode: When rollouts run.
@@ -132,7 +132,7 @@ class LoopSettings:
         return {**implied, **self.loss_config}
 
     def first_rate(self, mean_rate: float) -> float:
-        """What the first step has if all of them have `mean_rate` on average."""
+        """What the first step has if all of them have about `mean_rate` on average."""
         return 2.0 * mean_rate if self.schedule == "linear" else mean_rate
 
     def adam_params(self, step: int, share: float = 1.0) -> tinker.AdamParams:
