@@ -3,6 +3,8 @@
 import pathlib
 import random
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -18,12 +20,33 @@ def test_they_are_free_all_different_and_not_given_to_others_by_chance() -> None
 
 def test_a_port_in_use_or_given_before_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     before, *free = hosts.free_ports(3)
-    monkeypatch.setattr(hosts, "_found_before", {before})
+    _unclaim(free)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         drawn = iter([taken.getsockname()[1], before, free[0], free[0], free[1]])
         monkeypatch.setattr(hosts._draw, "randrange", lambda low, high: next(drawn))
         assert hosts.free_ports(2) == free
+
+
+def test_a_port_that_another_process_found_and_does_not_use_yet_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = hosts.free_ports(1)
+    finder = "from fovea.runtime.hosts import free_ports; print(*free_ports(1), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", finder], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout
+        theirs = int(other.stdout.readline())
+        _unclaim(free)
+        drawn = iter([theirs, *free])
+        monkeypatch.setattr(hosts._draw, "randrange", lambda low, high: next(drawn))
+        assert hosts.free_ports(1) == free
+        other.kill()
+    _unclaim(free)
+    drawn = iter([theirs, *free])
+    assert hosts.free_ports(1) == [theirs]  # a process that is killed leaves no claim
+
+
+def _unclaim(ports: list[int]) -> None:
+    for port in ports:
+        hosts._claims.pop(port).close()
 
 
 def test_tests_that_seed_alike_find_others() -> None:
