@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from fovea_data.fine_tuning import FineTuneSettings as FineTuneSettings
     from fovea_data.fine_tuning import fine_tune as fine_tune
     from fovea_data.hub_upload import push_to_hub as push_to_hub
-    from fovea_data.loggers import Logger as Logger
     from fovea_data.model_export import export_model as export_model
     from fovea_data.picture_tokens import PictureTokens as PictureTokens
     from fovea_data.picture_tokens import token_count as token_count
@@ -30,7 +29,6 @@ _PUBLIC = {
     "encoder": ("Encoder",),
     "fine_tuning": ("FineTuneSettings", "fine_tune"),
     "hub_upload": ("push_to_hub",),
-    "loggers": ("Logger",),
     "model_export": ("export_model",),
     "picture_tokens": ("PictureTokens", "token_count"),
     "pictures": ("read_picture",),

@@ -20,10 +20,10 @@ from fovea_data.connection import Connection, Server
 from fovea_data.conversation import Conversation
 from fovea_data.dataset import Dataset
 from fovea_data.fine_tune_progress import FineTuneProgress
-from fovea_data.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
+from fovea_data.fine_tune_state import FineTuneState
 from fovea_data.rows import Indices
-from fovea_data.run_state import RunState
 from fovea_data.tuned_model import TunedModel, answers, check_positive, exact_match
+from fovea_rollout.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def fine_tune(
             "rows": train.fingerprint,
             "held-out rows": held_out.fingerprint if held_out else None,
         }
-        state = RunState.begin_or_resume(folder / "state.json", identity)
+        state = FineTuneState.begin_or_resume(folder / "state.json", identity)
         connection = Connection.open(server, served, state.state, rank=settings.rank, seed=settings.seed)
         with ExitStack() as closing:
             lines = closing.enter_context(contextlib.closing(JsonLinesLogger(folder / "metrics.jsonl", state.step)))
@@ -162,7 +162,7 @@ class _Run:
         train: Dataset,
         held_out: Dataset | None,
         settings: FineTuneSettings,
-        state: RunState,
+        state: FineTuneState,
         state_file: pathlib.Path,
         loggers: Sequence[Logger],
         score: Score | None,
@@ -243,9 +243,7 @@ class _Run:
             dropped, state.misses = weights, state.misses + 1
         is_out_of_patience = self._settings.patience is not None and state.misses >= self._settings.patience
         state.is_finished = step == self.step_count or is_out_of_patience
-        # Two names in turn: a kill between the two lines leaves the state that the file names as it is.
-        name = "resume-even" if state.state.endswith("resume-odd") else "resume-odd"
-        state.state, state.step = training.save_state(name, overwrite=True).result().path, step
+        state.state, state.step = training.save_state(state.next_name, overwrite=True).result().path, step
         state.save(self._state_file)
         if dropped:
             self._connection.delete(dropped)

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from fovea_rollout.grpc_policy import GrpcPolicy as GrpcPolicy
     from fovea_rollout.gymnasium_environment import GymnasiumEnvironment as GymnasiumEnvironment
     from fovea_rollout.gymnasium_environment import Rules as Rules
+    from fovea_rollout.loggers import Logger as Logger
     from fovea_rollout.loop import LoopSettings as LoopSettings
     from fovea_rollout.loop import train as train
+    from fovea_rollout.loop_folder import resumed_training_client as resumed_training_client
     from fovea_rollout.messages import Message as Message
     from fovea_rollout.messages import Picture as Picture
     from fovea_rollout.openenv_environment import OpenEnvEnvironment as OpenEnvEnvironment
@@ -61,7 +63,9 @@ _PUBLIC = {
     "experts_client": ("EXPERTS_HEADERS", "expert_source"),
     "grpc_policy": ("GrpcPolicy",),
     "gymnasium_environment": ("GymnasiumEnvironment", "Rules"),
+    "loggers": ("Logger",),
     "loop": ("LoopSettings", "train"),
+    "loop_folder": ("resumed_training_client",),
     "messages": ("Message", "Picture"),
     "openenv_environment": ("OpenEnvEnvironment",),
     "player_cloning": ("ScriptedPlayer", "WarmUpSettings", "warm_up"),

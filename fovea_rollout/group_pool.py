@@ -26,12 +26,13 @@ class GroupPool:
     Args:
         play: Plays one group.
         total: How many groups there are in all.
+        begun: How many of them there were before: indices go on from there.
     """
 
-    def __init__(self, play: Play, total: int) -> None:
+    def __init__(self, play: Play, total: int, begun: int = 0) -> None:
         self._play = play
         self._total = total
-        self._count = 0
+        self._count = begun
         # In the order in which they began.
         self._tasks: dict[asyncio.Task[Sequence[Trajectory]], _Begun] = {}
 

@@ -37,8 +37,8 @@ class LiveReports:
         return cls(base_url, api_key, model_id) if base_url and api_key else None
 
     async def tell(self, report: StepReport, truths: Mapping[str, str]) -> None:
-        """Tells a step: mean reward, KL of the base model if it is known, else of sampler and trainer; of each rollout
-        its reward and right answer.
+        """Tells a step: mean reward, held out too if it was evaluated; KL of the base model if it is known, else of
+        sampler and trainer; of each rollout its reward and right answer.
 
         Args:
             truths: By conversation; those that are known.
@@ -57,6 +57,8 @@ class LiveReports:
 def _body(model_id: str, report: StepReport, truths: Mapping[str, str]) -> dict[str, Any]:
     kl = report.base_kl if report.base_kl is not None else report.agreement and report.agreement.kl
     metrics = {"reward": report.reward_mean, "kl": kl, "signal_share": report.signal_share, "lag": float(report.lag)}
+    if report.evaluation is not None:
+        metrics["held_out_reward"] = report.evaluation.reward_mean
     samples = [
         {
             "sequence_id": turn.sampled.sequence_id,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pathlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import tinker
@@ -17,9 +18,12 @@ import tinker
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.advantages import Estimator
 from fovea_rollout.default_rate import REINFORCING_RATE, learning_rate_of
+from fovea_rollout.evaluation import Evaluation, evaluate
 from fovea_rollout.experts_client import ExpertSource
 from fovea_rollout.group_pool import GroupPool
 from fovea_rollout.live_reports import LiveReports
+from fovea_rollout.loggers import Logger, LoggerName
+from fovea_rollout.loop_folder import LoopFolder
 from fovea_rollout.policy import Policy
 from fovea_rollout.progress import LoopProgress
 from fovea_rollout.records import Record, Source, environment_factory
@@ -67,6 +71,8 @@ class LoopSettings:
         kl_coefficient: Weight of the penalty for leaving the base model, in reward per nat; above 0 it needs a
             temperature of 1. It keeps what a model does and is not rewarded for yet, such as looking before it answers.
         adam: Other fields of `tinker.AdamParams`.
+        evaluate_every: Steps between evaluations of held-out sources, each of which is a point to resume from; so is
+            the last step.
         concurrency: The most rollouts that run at once.
         seed: Decides the order of sources, which are gone through again and again.
     """
@@ -88,11 +94,12 @@ class LoopSettings:
     kl_coefficient: float = 0.05
     adam: Mapping[str, float] = field(default_factory=lambda: {"eps": 1e-8, "grad_clip_norm": 1.0})
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    evaluate_every: int = 20
     concurrency: int = 256
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "groups_per_step", "max_lag", "substeps", "concurrency"):
+        for name in ("steps", "groups_per_step", "max_lag", "substeps", "evaluate_every", "concurrency"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 1 or more", field=name)
         if self.group_size < 2:
@@ -131,6 +138,15 @@ class LoopSettings:
         implied = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
         return {**implied, **self.loss_config}
 
+    @property
+    def greedy(self) -> RolloutSettings:
+        """`rollout` at temperature 0: how held-out sources are played."""
+        return replace(self.rollout, sampling=replace(self.rollout.sampling, temperature=0.0))
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether there is an evaluation, and a point to resume from, after a step."""
+        return (step + 1) % self.evaluate_every == 0 or step + 1 == self.steps
+
     def first_rate(self, mean_rate: float) -> float:
         """What the first step has if all of them have about `mean_rate` on average."""
         return 2.0 * mean_rate if self.schedule == "linear" else mean_rate
@@ -149,6 +165,9 @@ async def train(
     settings: LoopSettings,
     on_step: Callable[[StepReport], Awaitable[None] | None],
     *,
+    held_out: Sequence[Source] = (),
+    out: str | pathlib.Path | None = None,
+    loggers: Sequence[LoggerName | Logger] = (),
     base: tinker.SamplingClient | None = None,
     experts: ExpertSource | None = None,
     live: LiveReports | None = None,
@@ -157,10 +176,14 @@ async def train(
     """Trains a model by reinforcement learning.
 
     Rollouts that fail are reported and left out. Being cancelled (Ctrl-C in `asyncio.run`) cancels what runs, on the
-    server too, and closes the environments before it is raised.
+    server too, and closes the environments before it is raised. Called again with the same folder after it was
+    killed, and with what `resumed_training_client` makes of that, it goes on at the last evaluation.
 
     Args:
         on_step: Gets each step's report as soon as there is one; may be async. The next step waits for it.
+        held_out: Played once each, greedily, after every `evaluate_every` steps and the last: `evaluation` of a report.
+        out: Folder of `state.json`, `metrics.jsonl` and what loggers write; None keeps nothing.
+        loggers: Names of installed packages, and objects of your own, besides `metrics.jsonl`.
         base: The model that a KL penalty is measured from; None is the one in training as it begins, warmed up or not.
         experts: Tells which experts computed a sample, so that training follows them: an `expert_source`.
         live: Tells a Fovea's live page of rewards, KL and right answers; by default the server that the environment
@@ -171,22 +194,36 @@ async def train(
         What samples with the last weights.
 
     Raises:
-        InvalidInput: Naming the setting that is wrong.
+        InvalidInput: Naming the setting that is wrong, or with which `out` is another run's.
+        FailedPrecondition: A logger's package is not installed.
         tinker.TinkerError: What the server refuses.
     """
     if not sources:
         raise InvalidInput("sources is empty: give at least one record or factory", field="sources")
-    if settings.kl_coefficient and base is None:
-        # Not the client that samples first: in flight, its weights move on.
-        base = await training_client.save_weights_and_get_sampling_client()
-    if settings.learning_rate is None:
-        mean_rate = await learning_rate_of(training_client, REINFORCING_RATE)
-        settings = replace(settings, learning_rate=settings.first_rate(mean_rate))
-    with LoopProgress(settings.steps, settings.groups_per_step * settings.group_size, progress) as shown:
-        loop = _Loop(training_client, template, sources, settings, base, experts, shown)
+    if loggers and out is None:
+        raise InvalidInput("loggers are given without a folder: give out too", field="out")
+    with ExitStack() as exits:
+        folder = None
+        if out is not None:
+            identity = _identity(training_client, sources, settings, held_out)
+            folder = exits.enter_context(closing(LoopFolder(out, identity, loggers)))
+            folder.check(training_client)
+        if settings.kl_coefficient and base is None:
+            if folder is not None:
+                base = await folder.base(training_client)
+            else:  # not the client that samples first: in flight, its weights move on
+                base = await training_client.save_weights_and_get_sampling_client()
+        if settings.learning_rate is None:
+            mean_rate = await learning_rate_of(training_client, REINFORCING_RATE)
+            settings = replace(settings, learning_rate=settings.first_rate(mean_rate))
+        taken = folder.state.step if folder is not None else 0
+        rollouts = settings.groups_per_step * settings.group_size
+        shown = exits.enter_context(LoopProgress(settings.steps, rollouts, progress, taken))
+        loop = _Loop(training_client, template, sources, held_out, settings, base, experts, shown, folder)
         live = live or LiveReports.from_environment(training_client.model_id)
         try:
-            for step in range(settings.steps):
+            await loop.begin(taken)
+            for step in range(taken, settings.steps):
                 report = await loop.step(step)
                 shown.count_step(report)
                 if live is not None:
@@ -194,9 +231,26 @@ async def train(
                 done = on_step(report)
                 if inspect.isawaitable(done):
                     await done
+                await loop.keep(report)
         finally:
             await loop.pool.close()
         return loop.policy
+
+
+def _identity(
+    training_client: tinker.TrainingClient,
+    sources: Sequence[Source],
+    settings: LoopSettings,
+    held_out: Sequence[Source],
+) -> dict[str, Any]:
+    """What a run must have in common with the one that it goes on from. Of sources, factories are not told apart."""
+    model = training_client.get_info().model_data
+    return {
+        "model": model.model_name,
+        **asdict(settings),
+        "number of sources": len(sources),
+        "number of held-out sources": len(held_out),
+    }
 
 
 class _Loop:
@@ -209,24 +263,33 @@ class _Loop:
         training_client: tinker.TrainingClient,
         template: ChatTemplate,
         sources: Sequence[Source],
+        held_out: Sequence[Source],
         settings: LoopSettings,
         base: tinker.SamplingClient | None,
         experts: ExpertSource | None,
         shown: LoopProgress,
+        folder: LoopFolder | None,
     ) -> None:
-        self._client, self._template, self._sources = training_client, template, sources
-        self._settings, self._base, self._shown = settings, base, shown
+        self._client, self._template, self._sources, self._held_out = training_client, template, sources, held_out
+        self._settings, self._base, self._shown, self._folder = settings, base, shown, folder
         self._publisher = WeightPublisher(training_client, is_inflight=settings.mode == "inflight", experts=experts)
         self._places = asyncio.Semaphore(settings.concurrency)
         self._seconds: dict[str, float] = {}
         self._step_size = StepSize(settings.target_kl if settings.substeps > 1 else None)
-        self.pool = GroupPool(self._play, settings.steps * settings.groups_per_step)
+        taken = 0
+        if folder is not None and folder.state.state:
+            self._step_size.share, taken = folder.state.rate_share, folder.state.step
+        self.pool = GroupPool(self._play, settings.steps * settings.groups_per_step, taken * settings.groups_per_step)
+
+    async def begin(self, taken: int) -> None:
+        """Publishes the weights that have taken so many steps; before the first one, keeps them too."""
+        self.policy = await self._publisher.publish(taken)
+        if self._folder is not None and not self._folder.state.state:
+            await self._folder.save(self._client, 0, self._step_size.share)
 
     async def step(self, step: int) -> StepReport:
-        """Takes groups, trains on them, publishes the new weights."""
+        """Takes groups, trains on them, publishes the new weights, and evaluates them if it is time to."""
         settings, self._seconds = self._settings, {}
-        if step == 0:
-            self.policy = await self._publisher.publish(0)
         with self._timed("rollout"):
             ahead = 0 if settings.mode == "on_policy" else settings.groups_per_step
             self.pool.fill(self.policy, step, settings.groups_per_step + ahead)
@@ -245,9 +308,22 @@ class _Loop:
             outputs = await self._train(batch, step) if batch.data else []
         with self._timed("publish"):
             self.policy = await self._publisher.publish(step + 1)
-        report = step_report(step, groups, batch, outputs, self._seconds, self.policy, self._step_size.share)
+        evaluation = None
+        if self._held_out and settings.is_evaluated(step):
+            with self._timed("evaluate"):
+                evaluation = await self._evaluate(step + 1)
+        share = self._step_size.share
+        report = step_report(step, groups, batch, outputs, self._seconds, self.policy, share, evaluation)
         self._step_size.observe(report.moved_kl)
         return report
+
+    async def keep(self, report: StepReport) -> None:
+        """Logs a step, and keeps its weights if it is time to."""
+        if self._folder is None:
+            return
+        self._folder.log(report)
+        if self._settings.is_evaluated(report.step):
+            await self._folder.save(self._client, report.step + 1, self._step_size.share)
 
     def truths(self, report: StepReport) -> dict[str, str]:
         """What the right answer was, by conversation, of those whose record tells it."""
@@ -258,6 +334,17 @@ class _Loop:
             if isinstance(source, Record) and "ground_truth" in source.reward_spec:
                 found[trajectory.conversation] = str(source.reward_spec["ground_truth"])
         return found
+
+    async def _evaluate(self, taken: int) -> Evaluation:
+        settings = self._settings
+        return await evaluate(
+            self.policy,
+            self._template,
+            self._held_out,
+            settings.greedy,
+            concurrency=settings.concurrency,
+            name=f"held-out-{taken}",
+        )
 
     async def _train(self, batch: TrainingBatch, step: int) -> list[tuple[TrainingBatch, tinker.ForwardBackwardOutput]]:
         settings = self._settings

@@ -94,12 +94,14 @@ class LoopProgress(ProgressLines):
         steps: The number of steps in all.
         rollouts: The number of rollouts of one step.
         is_shown: Whether anything is shown; None shows it on a terminal only.
+        taken: Steps that a run that is resumed has taken.
     """
 
-    def __init__(self, steps: int, rollouts: int, is_shown: bool | None) -> None:
+    def __init__(self, steps: int, rollouts: int, is_shown: bool | None, taken: int = 0) -> None:
         super().__init__(is_shown)
         self._rollouts, self._finished, self._failed = rollouts, 0, 0
-        self._steps_task = self._bar.add_task("steps", total=steps, words="")
+        self._steps_task = self._bar.add_task("steps", total=steps, completed=taken, words="")
+        self._held_out = ""
         self._rollouts_task = self._bar.add_task("rollouts", total=rollouts, words="")
 
     def count_rollout(self, trajectory: Trajectory) -> None:
@@ -112,7 +114,10 @@ class LoopProgress(ProgressLines):
         """Counts a step; its rollouts are off the second line, those that ran ahead stay on it."""
         self._finished -= sum(len(group) for group in report.trajectories)
         agreement = "nothing to train on" if report.agreement is None else f"kl {report.agreement.kl:.1e}"
-        words = f"reward {report.reward_mean:.3f}, signal {report.signal_share:.0%}, lag {report.lag}, {agreement}"
+        if report.evaluation is not None:
+            self._held_out = f", held out {report.evaluation.reward_mean:.3f}"
+        reward = f"reward {report.reward_mean:.3f}{self._held_out}"
+        words = f"{reward}, signal {report.signal_share:.0%}, lag {report.lag}, {agreement}"
         self._bar.update(self._steps_task, advance=1, words=words)
         self._show_rollouts()
 

@@ -9,6 +9,7 @@ import numpy as np
 import tinker
 
 from fovea_rollout.advantages import groups_with_signal
+from fovea_rollout.evaluation import Evaluation
 from fovea_rollout.policy import Policy
 from fovea_rollout.training_batch import Groups, TrainingBatch, TrainingDatum, rewards_of
 from fovea_rollout.trajectory import Failure, Trajectory, failures_of, mean_metrics, reward_mean
@@ -46,11 +47,13 @@ class StepReport:
         rate_share: Of the settings' learning rate, what the step had.
         base_kl: Distance of sampler and base model in nats per token, if there is a KL penalty.
         metrics: The environments' own, averaged over rollouts; the trainer's, over substeps, as `trainer/...`.
-        seconds: By part: `rollout` (waiting for groups), `batch` (with the base's scores), `train`, `publish`.
+        seconds: By part: `rollout` (waiting for groups), `batch` (with the base's scores), `train`, `publish`, and
+            `evaluate` if there was an evaluation.
         failures: (conversation, what went wrong); those rollouts are left out.
         trajectories: All of the step, by group.
         data: What was trained on; each datum says which weights sampled it.
-        policy: Samples with the weights after the step, for an evaluation.
+        policy: Samples with the weights after the step, for an evaluation of your own.
+        evaluation: Of these weights on held-out sources; None after most steps.
     """
 
     step: int
@@ -69,6 +72,7 @@ class StepReport:
     trajectories: tuple[tuple[Trajectory, ...], ...]
     data: tuple[TrainingDatum, ...]
     policy: Policy
+    evaluation: Evaluation | None = None
 
 
 def step_report(
@@ -79,6 +83,7 @@ def step_report(
     seconds: Mapping[str, float],
     policy: Policy,
     rate_share: float,
+    evaluation: Evaluation | None = None,
 ) -> StepReport:
     """Puts a report together.
 
@@ -107,6 +112,7 @@ def step_report(
         trajectories=tuple(tuple(group) for group in groups),
         data=tuple(batch.data),
         policy=policy,
+        evaluation=evaluation,
     )
 
 

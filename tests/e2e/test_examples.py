@@ -6,8 +6,10 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from examples.rl_geometry3k import write_rows
 from tests.e2e.stack import API_KEY, Stack
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -53,6 +55,24 @@ def test_a_first_model_is_good(stack: Stack) -> None:
     assert learnt.startswith("pictures that were not trained on: loss ")
     assert after.startswith("after training: sampler and trainer are apart by at most ")
     assert judged.startswith("GOOD: it learns, it sees its pictures, and sampler and trainer agree")
+
+
+def test_records_are_learnt_from_and_a_run_that_is_over_stays_so(stack: Stack, tmp_path: pathlib.Path) -> None:
+    rng = np.random.default_rng(0)
+    files = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    for file in files:
+        write_rows(file, rng, 4)
+    small = ["--steps", "2", "--groups-per-step", "2", "--group-size", "2", "--max-tokens", "8", "--max-turns", "2"]
+    command = [sys.executable, "-m", "examples.train_on_records", files[0], "--held-out", files[1], *small]
+    environment = os.environ | {"TINKER_BASE_URL": stack.base_url, "TINKER_API_KEY": API_KEY, "TINKER_TELEMETRY": "0"}
+    for lines in (["before:", "step 1:", "step 2:", "weights: tinker://"], ["weights: tinker://"]):
+        asked = [*command, "--out", tmp_path / "run"]
+        ended = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+        assert ended.returncode == 0, ended.stderr
+        said = ended.stdout.splitlines()
+        assert [line[: len(begin)] for line, begin in zip(said, lines, strict=True)] == lines
+    rows = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], "held_out_reward" in row) for row in rows] == [(1, False), (2, True)]
 
 
 CELLS = """

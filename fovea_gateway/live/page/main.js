@@ -6,7 +6,7 @@ import { Refused, forgetKey, get, hasKey, listen, setKey } from "./stream.js";
 
 const PUBLISHED = "tml-local";  // good on this machine alone, so tried there first
 const isLoopback = /^(localhost|127\.\d+\.\d+\.\d+|\[::1\])$/.test(location.hostname);
-const TITLES = { loss_per_token: "Loss per token", loss_sum: "Loss, sum of the step", reward: "Reward", kl: "KL, nats per token", learning_rate: "Learning rate",
+const TITLES = { loss_per_token: "Loss per token", loss_sum: "Loss, sum of the step", reward: "Reward", held_out_reward: "Held-out reward", kl: "KL, nats per token", learning_rate: "Learning rate",
   grad_norm: "Gradient norm", tokens: "Tokens of the step", clipped_share: "Clipped share", ratio_max: "Greatest ratio" };
 const FIRST = [["loss_per_token", "loss_sum"], ["reward"], ["kl"], ["learning_rate"]];
 const HINTS = {

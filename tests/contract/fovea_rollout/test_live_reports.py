@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fovea_rollout.evaluation import Evaluation
 from fovea_rollout.live_reports import LiveReports
 from fovea_rollout.policy import Policy
 from fovea_rollout.step_report import Agreement, StepReport
@@ -48,11 +49,12 @@ async def test_rewards_kl_and_right_answers_arrive_beside_their_samples(stand: S
 
     live = LiveReports(stand.url, KEY, model_id)
     failed = rollout(conversation="failed", failure=Failure("reset", "OSError", ""))
-    await live.tell(report(played("a", f"{sample}:0", 1.0), failed), {"a": "seven", "failed": "nine"})
+    told = replace(report(played("a", f"{sample}:0", 1.0), failed), evaluation=Evaluation(0.75, {}, (), ()))
+    await live.tell(told, {"a": "seven", "failed": "nine"})
     curves = (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]
-    told = {name: curves[name] for name in ("reward", "kl", "signal_share", "lag")}
-    assert told == {
+    assert {name: curves[name] for name in ("reward", "held_out_reward", "kl", "signal_share", "lag")} == {
         "reward": {"step": [1], "mean": [0.5]},
+        "held_out_reward": {"step": [1], "mean": [0.75]},
         "kl": {"step": [1], "mean": [0.002]},
         "signal_share": {"step": [1], "mean": [1.0]},
         "lag": {"step": [1], "mean": [0.0]},

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-ROLLOUT = ["fovea_rollout.rollout", "fovea_rollout.template", "fovea_rollout.grpc_policy"]
-DATA = ["fovea_data.dataset", "fovea_data.loggers", "fovea_data.pictures"]
+ROLLOUT = ["fovea_rollout.rollout", "fovea_rollout.template", "fovea_rollout.grpc_policy", "fovea_rollout.loggers"]
+DATA = ["fovea_data.dataset", "fovea_data.pictures"]
 MODULES = ["fovea.cli.main", "fovea.client", "fovea.vision", "fovea.runtime.server", *ROLLOUT, *DATA]
 HEAVY = {"torch", "vllm", "transformers", "torchvision", "peft", "matplotlib", "sklearn"}
 PROGRAM = """

@@ -13,12 +13,12 @@ from tests.unit.fovea_rollout.rollouts import FourTokenPictures
 class Stage:
     """Groups that end when they are told to."""
 
-    def __init__(self, total: int, buggy: int | None = None) -> None:
+    def __init__(self, total: int, buggy: int | None = None, begun: int = 0) -> None:
         self.buggy = buggy
         self.begun: list[int] = []
         self.cancelled: list[int] = []
         self.ends: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
-        self.pool = GroupPool(self.play, total)
+        self.pool = GroupPool(self.play, total, begun)
 
     async def play(self, policy: object, index: int) -> list[Trajectory]:
         self.begun.append(index)
@@ -46,6 +46,14 @@ class Stage:
         for _ in range(10):
             await asyncio.sleep(0)
         return not taking.done()
+
+
+async def test_indices_go_on_after_those_of_before() -> None:
+    stage = Stage(4, begun=2)
+    stage.fill(1, 3)
+    stage.end(2, 3)
+    assert await stage.take(2, 0) == [2, 3], "the last two of four"
+    assert stage.begun == [2, 3]
 
 
 async def test_on_policy_waits_for_all() -> None:

@@ -18,6 +18,7 @@ WARM = RolloutSettings(sampling=SamplingSettings(temperature=0.7))
         ({"steps": 0}, "steps is 0; it must be 1 or more"),
         ({"group_size": 1}, "group_size is 1; advantages compare rollouts of a group: use 2 or more"),
         ({"max_lag": 0}, "max_lag is 0"),
+        ({"evaluate_every": 0}, "evaluate_every is 0; it must be 1 or more"),
         ({"schedule": "cosine"}, "schedule is 'cosine'; it must be constant or linear"),
         ({"target_kl": 0.0}, "target_kl is 0; it must be above 0, or None"),
         ({"loss": "importance_sampling"}, "substeps is 4, and importance_sampling does not clip: set it to 1"),
@@ -38,3 +39,9 @@ def test_a_learning_rate_may_fall_with_the_steps() -> None:
     assert [falling.adam_params(step).learning_rate for step in range(4)] == [0.5, 0.375, 0.25, 0.125]
     assert falling.adam_params(3, 0.5).learning_rate == 0.0625, "a share of what is left of it"
     assert (fixed.first_rate(0.1), falling.first_rate(0.1)) == (0.1, 0.2), "the same on average"
+
+
+def test_evaluations_are_at_an_interval_and_at_the_end() -> None:
+    settings = LoopSettings(7, evaluate_every=3, rollout=RolloutSettings(sampling=SamplingSettings(max_tokens=9)))
+    assert [step for step in range(7) if settings.is_evaluated(step)] == [2, 5, 6]
+    assert settings.greedy.sampling == SamplingSettings(max_tokens=9, temperature=0.0)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fovea_rollout.evaluation import Evaluation
 from fovea_rollout.progress import LoopProgress
 from fovea_rollout.step_report import step_report
 from fovea_rollout.training_batch import TrainingBatch
@@ -19,6 +20,17 @@ def test_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     said = capsys.readouterr().err
     assert "1/2 reward 0.500, signal 0%, lag 0, nothing to train on" in said
     assert "1 failed" in said
+
+
+def test_a_resumed_loop_and_an_evaluation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    seen, group = Evaluation(0.75, {}, (), ()), [rollout(turn([1], [2], [-1.0], 0.5))]
+    with LoopProgress(9, 2, True, taken=4) as shown:
+        for evaluation in (seen, None):
+            report = step_report(4, [group], TrainingBatch([]), [], {}, FourTokenPictures(), 1.0, evaluation)
+            shown.count_step(report)
+    said = capsys.readouterr().err
+    assert "6/9 reward 0.500, held out 0.750, signal" in " ".join(said.split()), "until there is another one"
 
 
 def test_silence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """The file that a killed run goes on from, and the figures that are kept of it."""
 
-import dataclasses
 import json
 import pathlib
 import sys
@@ -11,9 +10,8 @@ from typing import Any
 import pytest
 
 from fovea.wire.errors import FailedPrecondition, InvalidInput
-from fovea_data import FineTuneSettings
-from fovea_data.loggers import JsonLinesLogger, open_loggers
-from fovea_data.run_state import RunState
+from fovea_rollout.loggers import JsonLinesLogger, open_loggers
+from fovea_rollout.run_state import RunState
 
 IDENTITY = {"model": "tiny", "epochs": 3, "betas": (0.9, 0.95)}
 
@@ -21,9 +19,19 @@ IDENTITY = {"model": "tiny", "epochs": 3, "betas": (0.9, 0.95)}
 def test_a_state_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
     state = RunState.begin_or_resume(tmp_path / "state.json", IDENTITY)
     assert (state.step, state.state) == (0, "")
-    state.step, state.state, state.best_loss = 30, "tinker://a/weights/b", 0.1 + 0.2
+    state.step, state.state = 30, "tinker://a/weights/b"
     state.save(tmp_path / "state.json")
     assert RunState.begin_or_resume(tmp_path / "state.json", IDENTITY) == state
+    assert RunState.read(tmp_path / "state.json") == state
+
+
+def test_two_checkpoints_have_the_name_in_turn() -> None:
+    state = RunState({})
+    names = []
+    for _ in range(3):
+        names.append(state.next_name)
+        state.state = f"tinker://a/weights/{state.next_name}"
+    assert names == ["resume-odd", "resume-even", "resume-odd"]
 
 
 def test_a_run_of_other_settings_is_refused_by_name(tmp_path: pathlib.Path) -> None:
@@ -100,22 +108,6 @@ def test_a_logger_that_is_not_installed_is_refused(
 def test_an_unknown_logger_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(InvalidInput, match=r"logger 'paper' is unknown; use \['mlflow', 'tensorboard', 'wandb'\]"):
         open_loggers(["paper"], tmp_path)  # type: ignore[list-item]
-
-
-def test_the_rate_rises_and_falls() -> None:
-    settings = FineTuneSettings(warm_up=0.1)
-    rates = [settings.rate_factor(step, 100) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == pytest.approx(rates[9], abs=0.03)
-    assert sorted(rates[10:], reverse=True) == rates[10:]
-    assert rates[-1] < 0.001
-
-
-@pytest.mark.parametrize("change", [{"epochs": 0}, {"batch_size": 0}, {"broken_rows": "keep"}])
-def test_settings_that_are_wrong_are_named(change: dict[str, Any]) -> None:
-    (name,) = change
-    with pytest.raises(InvalidInput, match=f"^{name} is"):
-        dataclasses.replace(FineTuneSettings(), **change)
 
 
 def test_a_state_is_plain_json(tmp_path: pathlib.Path) -> None:

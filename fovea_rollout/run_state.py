@@ -7,34 +7,30 @@ import os
 import pathlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from fovea.wire.errors import InvalidInput
 
 
 @dataclass
 class RunState:
-    """Where a run is. Which rows a step takes follows from the seed and its number.
+    """Where a run is. What a step trains on follows from the run's seed and the step's number.
 
     Attributes:
         identity: What a run must have in common with the one that it goes on from: model, settings, data.
         step: Steps that the saved state has taken.
         state: Checkpoint of weights and optimizer, `tinker://...`; empty before the first one.
-        weights: Checkpoint to sample from, of the best evaluation until now; empty before the first one.
-        best_step: Steps that it has taken.
-        best_loss: Its held-out loss.
-        misses: Evaluations since then, none of which was better.
-        is_finished: Whether training is over.
     """
 
     identity: dict[str, Any]
     step: int = 0
     state: str = ""
-    weights: str = ""
-    best_step: int = 0
-    best_loss: float | None = None
-    misses: int = 0
-    is_finished: bool = False
+
+    @property
+    def next_name(self) -> str:
+        """The checkpoint's name that `state` has next: of two in turn, so that a kill before the file is written leaves
+        the checkpoint that it names as it is."""
+        return "resume-even" if self.state.endswith("resume-odd") else "resume-odd"
 
     def save(self, path: pathlib.Path) -> None:
         """Writes it, whole or not at all."""
@@ -43,7 +39,12 @@ class RunState:
         os.replace(fresh, path)
 
     @classmethod
-    def begin_or_resume(cls, path: pathlib.Path, identity: Mapping[str, Any]) -> RunState:
+    def read(cls, path: pathlib.Path) -> Self:
+        """What a file says."""
+        return cls(**json.loads(path.read_text()))
+
+    @classmethod
+    def begin_or_resume(cls, path: pathlib.Path, identity: Mapping[str, Any]) -> Self:
         """What a file says; a fresh state if there is none.
 
         Raises:
@@ -53,7 +54,7 @@ class RunState:
         identity = json.loads(json.dumps(identity))
         if not path.exists():
             return cls(dict(identity))
-        found = cls(**json.loads(path.read_text()))
+        found = cls.read(path)
         for name in sorted({*identity, *found.identity}):
             if identity.get(name) != found.identity.get(name):
                 raise InvalidInput(

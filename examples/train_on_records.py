@@ -1,0 +1,99 @@
+"""Reinforcement learning on records of your own: rows of JSON lines or Parquet, such as the real Geometry-3K's.
+
+    python -m examples.train_on_records train.parquet --held-out test.parquet --out geometry3k
+
+A row has `prompt` and `env_class`, a registered environment or `module:name` of your own. Rewards are printed, each
+step's figures are in OUT/metrics.jsonl. Called again after it was killed, it goes on where it was evaluated last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import pathlib
+
+import tinker
+
+from fovea_rollout import (
+    ChatTemplate,
+    LoopSettings,
+    RolloutSettings,
+    SamplingSettings,
+    StepReport,
+    TinkerPolicy,
+    evaluate,
+    load_records,
+    resumed_training_client,
+    train,
+)
+
+
+def read_arguments() -> argparse.Namespace:
+    """Of the command line; what it does not name is as in `LoopSettings`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("records", type=pathlib.Path, help="rows to learn from, .jsonl or .parquet")
+    add("--held-out", type=pathlib.Path, help="rows to evaluate on")
+    add("--out", type=pathlib.Path, required=True, help="folder that keeps the run")
+    add("--base-url", help="address of a Tinker server; default: TINKER_BASE_URL")
+    add("--api-key", help="default: TINKER_API_KEY")
+    add("--model", help="default: the first that the server trains")
+    add("--rank", type=int, default=32, help="of the LoRA (default: %(default)s)")
+    add("--seed", type=int, default=0)
+    for name in ("steps", "groups_per_step", "group_size", "evaluate_every"):
+        default = getattr(LoopSettings, name)
+        add(f"--{name.replace('_', '-')}", type=int, default=default, help="(default: %(default)s)")
+    add("--learning-rate", type=float, help="of the first step; default: by the model's width")
+    add("--max-tokens", type=int, default=1024, help="of an answer (default: %(default)s)")
+    add("--max-turns", type=int, default=RolloutSettings.max_turns, help="of an episode (default: %(default)s)")
+    add("--max-context", type=int, default=RolloutSettings.max_context, help="tokens (default: %(default)s)")
+    return parser.parse_args()
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """Trains, and prints the checkpoint to sample from."""
+    sources = load_records(arguments.records)
+    held_out = load_records(arguments.held_out) if arguments.held_out else []
+    rollout = RolloutSettings(
+        SamplingSettings(arguments.max_tokens, seed=arguments.seed), arguments.max_turns, arguments.max_context
+    )
+    settings = LoopSettings(
+        arguments.steps,
+        arguments.groups_per_step,
+        arguments.group_size,
+        arguments.learning_rate,
+        evaluate_every=arguments.evaluate_every,
+        rollout=rollout,
+        seed=arguments.seed,
+    )
+    server = {"base_url": arguments.base_url, "api_key": arguments.api_key}
+    service = tinker.ServiceClient(**server)
+    training = await resumed_training_client(service, arguments.out)
+    is_new = training is None
+    if training is None:
+        model = arguments.model or await first_model(tinker.RestClient(**server))
+        training = await service.create_lora_training_client(model, rank=arguments.rank, seed=arguments.seed)
+    template = ChatTemplate(training.get_tokenizer())
+    if is_new and held_out:
+        policy = TinkerPolicy(await training.save_weights_and_get_sampling_client())
+        seen = await evaluate(policy, template, held_out, settings.greedy, progress=None)
+        print(f"before: held out {seen.reward_mean:.3f}", flush=True)
+    await train(training, template, sources, settings, show, held_out=held_out, out=arguments.out)
+    print("weights:", (await training.save_weights_for_sampler("final")).path)
+
+
+async def first_model(server: tinker.RestClient) -> str:
+    """The first that the server trains."""
+    models = (await server.get_server_capabilities()).supported_models
+    return next(str(one.model_name) for one in models if one.trainable is not False)
+
+
+def show(report: StepReport) -> None:
+    """A line for each step."""
+    held_out = f", held out {report.evaluation.reward_mean:.3f}" if report.evaluation else ""
+    failed = f", {len(report.failures)} rollouts failed: {report.failures[0][1].error}" if report.failures else ""
+    print(f"step {report.step + 1}: reward {report.reward_mean:.3f}{held_out}{failed}", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(read_arguments()))

@@ -1,0 +1,130 @@
+"""What a loop keeps in a folder: figures of its steps, and what a run that was killed goes on from."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tinker
+
+from fovea.wire.errors import InvalidInput
+from fovea_rollout.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
+from fovea_rollout.run_state import RunState
+from fovea_rollout.step_report import StepReport
+
+_STATE_FILE = "state.json"
+
+
+@dataclass
+class LoopState(RunState):
+    """Where a loop is.
+
+    Attributes:
+        base: Checkpoint that a KL penalty is measured from; empty if there is none, or the caller gave the base.
+        rate_share: Of the learning rate, what the next step has.
+    """
+
+    base: str = ""
+    rate_share: float = 1.0
+
+
+_made_from: dict[str, str] = {}
+"""The state that a model in training was made from and still has, by the model's id."""
+
+
+async def resumed_training_client(
+    service: tinker.ServiceClient, out: str | pathlib.Path
+) -> tinker.TrainingClient | None:
+    """What goes on with the run that `train` kept in a folder; None if there is none.
+
+    Raises:
+        tinker.TinkerError: What the server refuses: it may not have the checkpoint any more.
+    """
+    file = pathlib.Path(out) / _STATE_FILE
+    if not file.exists():
+        return None
+    state = LoopState.read(file).state
+    client: tinker.TrainingClient = await service.create_training_client_from_state_with_optimizer(state)
+    _made_from[client.model_id] = state
+    return client
+
+
+class LoopFolder:
+    """The folder of a loop: `state.json`, `metrics.jsonl`, and what loggers write.
+
+    Args:
+        out: The folder.
+        identity: Of the run.
+        loggers: As `open_loggers` takes them.
+
+    Raises:
+        InvalidInput: `out` is of a run of another identity, or a logger is unknown.
+        FailedPrecondition: A logger's package is not installed.
+    """
+
+    def __init__(
+        self, out: str | pathlib.Path, identity: Mapping[str, Any], loggers: Sequence[LoggerName | Logger]
+    ) -> None:
+        folder = pathlib.Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / _STATE_FILE
+        self.state = LoopState.begin_or_resume(self._file, identity)
+        self._loggers: list[Logger] = open_loggers(loggers, folder)
+        self._loggers.append(JsonLinesLogger(folder / "metrics.jsonl", self.state.step))
+
+    def check(self, training_client: tinker.TrainingClient) -> None:
+        """Raises InvalidInput if there is a run to go on with, and the client does not have its weights."""
+        if _made_from.pop(training_client.model_id, "") != self.state.state:
+            raise InvalidInput(
+                f"{self._file} is of a run that has taken {self.state.step} steps, whose weights the training client"
+                " does not have: make it with resumed_training_client(service, out), or give another folder",
+                field="out",
+            )
+
+    async def base(self, training_client: tinker.TrainingClient) -> tinker.SamplingClient:
+        """What a KL penalty is measured from: the weights as the run began. Raises what the SDK raises."""
+        if not self.state.base:
+            self.state.base = (await training_client.save_weights_for_sampler("base")).path
+        client: tinker.SamplingClient = await training_client.create_sampling_client(self.state.base)
+        return client
+
+    async def save(self, training_client: tinker.TrainingClient, step: int, rate_share: float) -> None:
+        """Keeps what the run can go on from, after `step` steps. Raises what the SDK raises."""
+        saved = await training_client.save_state(self.state.next_name, overwrite=True)
+        self.state.state, self.state.step, self.state.rate_share = saved.path, step, rate_share
+        self.state.save(self._file)
+
+    def log(self, report: StepReport) -> None:
+        """Logs a step. Steps are counted from 1 here: they are those that the weights have taken."""
+        figures = figures_of(report)
+        for one in self._loggers:
+            one.log(report.step + 1, figures)
+
+    def close(self) -> None:
+        for one in self._loggers:
+            one.close()
+
+
+def figures_of(report: StepReport) -> dict[str, float]:
+    """What a report says in numbers; what it does not know is left out."""
+    figures: dict[str, float | None] = {
+        **report.metrics,
+        "reward": report.reward_mean,
+        "signal_share": report.signal_share,
+        "lag": report.lag,
+        "sampled_tokens": report.sampled_tokens,
+        "trained_tokens": report.trained_tokens,
+        "failed_rollouts": len(report.failures),
+        "trainer_kl": report.agreement.kl if report.agreement else None,
+        "base_kl": report.base_kl,
+        "moved_kl": report.moved_kl,
+        "rate_share": report.rate_share,
+        **{f"seconds/{part}": seconds for part, seconds in report.seconds.items()},
+    }
+    if report.evaluation is not None:
+        figures["held_out_reward"] = report.evaluation.reward_mean
+        figures |= {f"held_out/{name}": value for name, value in report.evaluation.metrics.items()}
+        figures["held_out/failed_rollouts"] = len(report.evaluation.failures)
+    return {name: value for name, value in figures.items() if value is not None and value == value}
