@@ -76,7 +76,8 @@ class LoopFolder:
 
     def check(self, training_client: tinker.TrainingClient) -> None:
         """Raises InvalidInput if there is a run to go on with, and the client does not have its weights."""
-        if _made_from.pop(training_client.model_id, "") != self.state.state:
+        made_from = _made_from.pop(training_client.model_id, "")
+        if self.state.state and made_from != self.state.state:
             raise InvalidInput(
                 f"{self._file} is of a run that has taken {self.state.step} steps, whose weights the training client"
                 " does not have: make it with resumed_training_client(service, out), or give another folder",
