@@ -110,11 +110,7 @@ class Experiment:
     async def begin(cls, name: str, arguments: argparse.Namespace, rollout: RolloutSettings) -> Experiment:
         """Connects, and makes a LoRA to be trained."""
         service = tinker.ServiceClient(base_url=arguments.base_url, api_key=arguments.api_key)
-        model = arguments.model
-        if model is None:
-            server = tinker.RestClient(base_url=arguments.base_url, api_key=arguments.api_key)
-            capabilities = await server.get_server_capabilities()
-            model = next(one.model_name for one in capabilities.supported_models if one.trainable is not False)
+        model = arguments.model or await first_model(arguments.base_url, arguments.api_key)
         training = await service.create_lora_training_client(base_model=model, rank=32, seed=arguments.seed)
         experiment = cls(name, arguments, rollout, training)
         await experiment._publish()
@@ -232,6 +228,12 @@ class Experiment:
 
     def _say(self, text: str) -> None:
         print(f"{time.monotonic() - self._start:5.0f} s  {text}", flush=True)
+
+
+async def first_model(base_url: str | None, api_key: str | None) -> str:
+    """The first that a server trains."""
+    models = (await tinker.RestClient(base_url=base_url, api_key=api_key).get_server_capabilities()).supported_models
+    return next(str(one.model_name) for one in models if one.trainable is not False)
 
 
 def _cores() -> int | None:

@@ -14,6 +14,7 @@ import pathlib
 
 import tinker
 
+from examples.experiment import first_model
 from fovea_rollout import (
     ChatTemplate,
     LoopSettings,
@@ -66,12 +67,11 @@ async def main(arguments: argparse.Namespace) -> None:
         rollout=rollout,
         seed=arguments.seed,
     )
-    server = {"base_url": arguments.base_url, "api_key": arguments.api_key}
-    service = tinker.ServiceClient(**server)
+    service = tinker.ServiceClient(base_url=arguments.base_url, api_key=arguments.api_key)
     training = await resumed_training_client(service, arguments.out)
     is_new = training is None
     if training is None:
-        model = arguments.model or await first_model(tinker.RestClient(**server))
+        model = arguments.model or await first_model(arguments.base_url, arguments.api_key)
         training = await service.create_lora_training_client(model, rank=arguments.rank, seed=arguments.seed)
     template = ChatTemplate(training.get_tokenizer())
     if is_new and held_out:
@@ -80,12 +80,6 @@ async def main(arguments: argparse.Namespace) -> None:
         print(f"before: held out {seen.reward_mean:.3f}", flush=True)
     await train(training, template, sources, settings, show, held_out=held_out, out=arguments.out)
     print("weights:", (await training.save_weights_for_sampler("final")).path)
-
-
-async def first_model(server: tinker.RestClient) -> str:
-    """The first that the server trains."""
-    models = (await server.get_server_capabilities()).supported_models
-    return next(str(one.model_name) for one in models if one.trainable is not False)
 
 
 def show(report: StepReport) -> None:

@@ -5,6 +5,7 @@ import sys
 
 import tinker
 
+from examples.experiment import first_model
 from fovea_rollout import (
     ChatTemplate,
     LoopSettings,
@@ -27,8 +28,7 @@ async def run(out: str, url: str, key: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key=key)
     training = await resumed_training_client(service, out)
     if training is None:
-        models = (await tinker.RestClient(base_url=url, api_key=key).get_server_capabilities()).supported_models
-        training = await service.create_lora_training_client(str(models[0].model_name), rank=8, seed=1)
+        training = await service.create_lora_training_client(await first_model(url, key), rank=8, seed=1)
         policy = TinkerPolicy(await training.save_weights_and_get_sampling_client())
         player = ScriptedPlayer(policy, training.get_tokenizer(), lambda prompt: "red")
         warm = WarmUpSettings(steps=2, rollout=ROLLOUT)
