@@ -8,6 +8,7 @@ With `--list`, the files and lines behind the figures are printed too.
 import argparse
 import ast
 import io
+import re
 import subprocess
 import tarfile
 from collections import Counter, defaultdict
@@ -24,6 +25,8 @@ _ROOT = Path(__file__).parents[1]
 _GENERATED = ("fovea/api/", "fovea/tinker/")
 _NAMELESS = ("__init__.py", "__main__.py")
 """Their names say nothing, so they do not count as shared."""
+
+_RELATIVE_OPENING = re.compile(r"(What|Who|Whose|Whom|Of|Where|Whether)\b")
 
 Graph = dict[str, set[str]]
 
@@ -100,6 +103,20 @@ class House:
             for path, nodes in self.nodes.items()
             for node in nodes
             if isinstance(node, described) and (text := ast.get_docstring(node)) and len(text.split()) <= 3
+        ]
+
+    def clause_docstrings(self) -> list[str]:
+        """Docstrings, those of attributes included, that open with a relative word instead of a noun or a verb."""
+        return [
+            f"{path}:{statement.lineno}: {statement.value.value.splitlines()[0]}"
+            for path, nodes in self.nodes.items()
+            for node in nodes
+            if isinstance(body := getattr(node, "body", None), list)
+            for statement in body
+            if isinstance(statement, ast.Expr)
+            and isinstance(statement.value, ast.Constant)
+            and isinstance(statement.value.value, str)
+            and _RELATIVE_OPENING.match(statement.value.value)
         ]
 
     def function_lengths(self) -> Counter[str]:
@@ -207,6 +224,7 @@ def figures(house: House) -> dict[str, Figure]:
     paths, shared = list(house.sources), house.shared_names()
     circles = [f"{folder}: {' '.join(knot)}" for folder, knot in house.circles()]
     foreign, short = foreign_attributes(house.trees), house.short_docstrings()
+    clauses = house.clause_docstrings()
     rooms = house.rooms("fovea_gateway")
     way = floors(rooms)
     lines = house.file_lengths()
@@ -224,6 +242,7 @@ def figures(house: House) -> dict[str, Figure]:
         "gateway_arrows": Figure(sum(map(len, rooms.values())), "arrows"),
         "foreign_attributes": Figure(len(foreign), "assignments", foreign),
         "short_docstrings": Figure(len(short), "docstrings", short),
+        "clause_docstrings": Figure(len(clauses), "docstrings", clauses),
         "longest_file": Figure(files[0][1], "lines", [f"{count} {name}" for name, count in files]),
         "longest_function": Figure(functions[0][1], "lines", [f"{count} {name}" for name, count in functions]),
     }
