@@ -13,6 +13,10 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+import fovea
+
+fovea.bypass_proxies()
+
 
 @dataclass(frozen=True)
 class Running:

@@ -3,4 +3,31 @@
 What every process shares: numpy and gRPC, never torch.
 """
 
+import os
+
 __version__ = "0.1.0"
+
+_LOOPBACK = ("localhost", "127.0.0.1", "127.0.0.0/8", "::1")
+
+
+def bypass_proxies() -> None:
+    """Exempts this machine's loopback addresses from the proxies that the environment names, for gRPC and HTTP alike.
+
+    Importing `fovea` does it. gRPC, httpx, urllib and requests read these variables when they connect, and child
+    processes inherit them. Without a proxy in the environment nothing changes.
+    """
+    if not any(value and name.lower().endswith("_proxy") for name, value in os.environ.items()):
+        return
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    of_grpc = os.environ.get("no_grpc_proxy") or given
+    if given.strip() != "*":  # a lone * exempts all hosts, but not for gRPC, which does not know it
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = _with_loopback(given)
+    os.environ["no_grpc_proxy"] = _with_loopback(of_grpc)
+
+
+def _with_loopback(hosts: str) -> str:
+    named = [host.strip() for host in hosts.split(",") if host.strip()]
+    return ",".join(dict.fromkeys((*named, *_LOOPBACK)))
+
+
+bypass_proxies()

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import fovea
+
 
 class NotReady(Exception):
     """`fovea up` ended or took too long; the message ends with the last lines of its log."""
@@ -26,6 +28,7 @@ def running_fovea(
     everything has stopped.
     Raises NotReady with the end of the log if the services do not come up.
     """
+    fovea.bypass_proxies()  # the clients of this Fovea are in this process, or its children
     state_dir.mkdir(parents=True, exist_ok=True)
     state_file, log_file = state_dir / "up.json", state_dir / "up.log"
     state_file.unlink(missing_ok=True)

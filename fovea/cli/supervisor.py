@@ -174,9 +174,10 @@ class Supervisor:
         key = "YOUR_KEY" if self._options.api_keys or not is_loopback(self._options.host) else "tml-local"
         names = " and ".join(served.name for served in self._options.models)
         self._console.print(f"Tinker API at {base_url(self._options)}, model {names}. Try it:\n", soft_wrap=True)
-        self._console.print(
-            f"  export TINKER_BASE_URL={base_url(self._options)} TINKER_API_KEY={key}\n", highlight=False
-        )
+        # A client that does not import `fovea` would ask the proxy of its environment for this machine.
+        direct = f" no_proxy={hosts}" if (hosts := os.environ.get("no_proxy")) else ""
+        line = f"  export TINKER_BASE_URL={base_url(self._options)} TINKER_API_KEY={key}{direct}\n"
+        self._console.print(line, soft_wrap=True, highlight=False)
 
     def _print(self, service: str, line: str) -> None:
         # Who read the log may have gone, at which rich would exit, or its disk be full: what runs goes on.

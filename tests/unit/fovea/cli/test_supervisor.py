@@ -185,6 +185,15 @@ def test_a_key_of_ones_own_is_not_shown_and_the_state_is_its_users_alone(tmp_pat
     assert stat.filemode((tmp_path / "up.json").stat().st_mode) == "-rw-------"
 
 
+def test_the_line_for_clients_names_the_hosts_without_proxy_where_there_is_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
+    shown = io.StringIO()
+    Supervisor(replace(OPTIONS, state_dir=tmp_path), Console(file=shown, width=200))._show_table(1.0)
+    assert "no_proxy=localhost,127.0.0.1\n" in shown.getvalue()
+
+
 async def test_a_second_one_in_the_same_folder_is_refused_and_takes_nothing(tmp_path: pathlib.Path) -> None:
     options = replace(OPTIONS, state_dir=tmp_path)
     first = StateFolder(tmp_path)
