@@ -19,10 +19,10 @@ def bypass_proxies() -> None:
     if not any(value and name.lower().endswith("_proxy") for name, value in os.environ.items()):
         return
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    of_grpc = os.environ.get("no_grpc_proxy") or given
+    of_grpc = os.environ.get("no_grpc_proxy") or given  # noqa: SIM112 - gRPC reads this spelling alone
     if given.strip() != "*":  # a lone * exempts all hosts, but not for gRPC, which does not know it
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = _with_loopback(given)
-    os.environ["no_grpc_proxy"] = _with_loopback(of_grpc)
+    os.environ["no_grpc_proxy"] = _with_loopback(of_grpc)  # noqa: SIM112
 
 
 def _with_loopback(hosts: str) -> str:

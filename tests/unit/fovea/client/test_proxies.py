@@ -1,4 +1,4 @@
-"""What runs on this machine is reached directly, whatever proxy the environment names; other hosts through the proxy."""
+"""A proxy of the environment is never asked for this machine, and still asked for other hosts."""
 
 import json
 import os
@@ -81,7 +81,7 @@ class CountingProxy:
 class Answers(BaseHTTPRequestHandler):
     """The two answers of a gateway that the commands here ask for."""
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         models = [{"model_name": "here", "trainable": True}]
         body = json.dumps({"checkpoints": [], "supported_models": models}).encode()
         self.send_response(200)
