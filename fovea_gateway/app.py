@@ -259,10 +259,14 @@ class Gateway:
     def _rest_config(self) -> uvicorn.Config:
         # The other half is for gRPC, services, database and storage.
         most = min(self.settings.max_connections, open_files() // 2)
-        connections = Connections(most, self.settings.request_timeout_s)
+        self.connections = Connections(most, self.settings.request_timeout_s)
         return uvicorn.Config(
             build_api(self.parts, self.settings, self._ready),
-            http=partial(Connection, connections=connections),  # type: ignore[arg-type]
+            http=partial(Connection, connections=self.connections),  # type: ignore[arg-type]
+            # uvicorn gives an upgraded transport to another protocol, so the limits above would never see it close.
+            ws="none",
+            # Each request begins without the identity of the requests before it on the same connection.
+            reset_contextvars=True,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -80,6 +80,10 @@ class Connections:
         self._count = 0
         self._clients: dict[str, Client] = {}
 
+    def __len__(self) -> int:
+        """Returns how many connections are open."""
+        return self._count
+
     def admit(self, connection: "Connection") -> bool:
         """Counts a new connection, and makes room for it; returns whether it is in the reserve."""
         own = self._clients.setdefault(connection.client_address, Client())

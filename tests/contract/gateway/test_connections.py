@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import socket
+import struct
 
 import pytest
 
@@ -34,6 +36,14 @@ async def ending(pair: Pair) -> bytes:
     return received
 
 
+async def none_open(stand: Stand) -> None:
+    """Waits until the gateway counts no connection."""
+    assert stand.gateway is not None
+    async with asyncio.timeout(20):
+        while len(stand.gateway.connections):  # noqa: ASYNC110 (a count, not an event of this process)
+            await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -49,6 +59,7 @@ async def test_who_sends_half_is_not_kept(stand: Stand, data: bytes) -> None:
     await stand.stop()
     await stand.start(request_timeout_s=0.3)
     await ending(await connect(stand, data))
+    await none_open(stand)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +173,54 @@ async def test_who_has_most_idle_connections_makes_room_first(stand: Stand) -> N
         assert await asyncio.wait_for(reader.readuntil(b"200 OK"), 20)
     for _, other in (*early, *idle):
         other.close()
+
+
+UPGRADE = (
+    b"GET /x HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+RESET = struct.pack("ii", 1, 0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEALTH + UPGRADE,
+        UPGRADE,
+        UPGRADE.replace(b"websocket", b"h2c"),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        HEALTH * 5,
+        HEALTH * 40,
+        WORKING + b"{",
+        b"CONNECT 127.0.0.1:1 HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"",
+    ],
+    ids=[
+        "upgrade after a request",
+        "upgrade",
+        "h2c",
+        "HTTP/2",
+        "pipelined",
+        "too many",
+        "half a body",
+        "CONNECT",
+        "none",
+    ],
+)
+@pytest.mark.parametrize("ended_by", ["close", "reset", "half close"])
+async def test_the_count_of_connections_returns_to_zero(stand: Stand, data: bytes, ended_by: str) -> None:
+    """No way to end a connection leaves it counted: 10,064 leaked ones had stopped the gateway for good."""
+    for _ in range(3):
+        reader, writer = await connect(stand, data)
+        await asyncio.sleep(0.05)
+        if ended_by == "reset":
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        if ended_by == "half close":
+            writer.write_eof()
+            await ending((reader, writer))
+        else:
+            writer.close()
+    await none_open(stand)
 
 
 @pytest.mark.parametrize(
