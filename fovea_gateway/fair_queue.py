@@ -10,6 +10,7 @@ saves up a share nor owes one; and somebody's first request waits for places alo
 """
 
 import asyncio
+import heapq
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -34,7 +35,8 @@ class Turn:
     """One piece of work, before, in and after its place; for one place only.
 
     Attributes:
-        cost: Tokens that it is taken to need; `settle` corrects that.
+        cost: Tokens that it is taken to need; `settle` corrects that. Of a timed turn, milliseconds.
+        is_timed: The turn is settled with its `seconds` at its end, however it ends.
         size: Places that it takes, though one that is free is enough to begin.
         is_followed: Says at its end whether the owner's next work is about to come, and waits for nothing else. Then
             its place is kept for that, if that starts before all that waits (Iyer and Druschel, "Anticipatory
@@ -48,6 +50,7 @@ class Turn:
     cost: float = 1.0
     is_followed: Callable[[], bool] = lambda: False
     size: int = 1
+    is_timed: bool = False
     seconds: float = 0.0
     used: float | None = None
     number: int = 0
@@ -75,10 +78,12 @@ class _Flow:
         """Where the next one starts; of those that start together, who came first."""
         return max(self.waiting[0].arrived, self.finish), self.waiting[0].number
 
-    def forget_gone(self) -> None:
-        """Drops those at the head who have given up."""
+    def forget_gone(self) -> bool:
+        """Drops those at the head that have given up; says whether there were any."""
+        count = len(self.waiting)
         while self.waiting and self.waiting[0].admitted.done():
             self.waiting.popleft()
+        return len(self.waiting) < count
 
 
 class FairQueue:
@@ -102,7 +107,14 @@ class FairQueue:
         self._inside = 0
         self._kept_for = ""
         self._flows: dict[str, _Flow] = {}
-        self._left_at: dict[str, float] = {}  # of owners, seconds of the loop's time
+        # Owners that wait or are inside, and those of them that do not wait.
+        self._present: set[str] = set()
+        self._only_inside: set[str] = set()
+        # Absent owners by when they left, in seconds of the loop's time, the earliest first.
+        self._left_at: dict[str, float] = {}
+        # Where flows start, and where absent ones finish. An entry that no longer holds is dropped when it comes up.
+        self._starts: list[tuple[float, int, str]] = []
+        self._finishes: list[tuple[float, str]] = []
         self._now = 0.0  # virtual
         self._numbers = itertools.count()
         # Seconds that each token inside has had by now: the integral of 1 / (tokens inside).
@@ -121,6 +133,8 @@ class FairQueue:
             self._count_time()
             self._tokens_inside -= turn.cost
             turn.seconds += turn.cost * (self._clock - begun_at)
+            if turn.is_timed:
+                turn.settle(1000 * turn.seconds)
             self._leave(turn)
 
     def describe(self, turn: Turn) -> str:
@@ -128,7 +142,7 @@ class FairQueue:
         flow = self._flows.get(turn.owner)
         if flow is None or not flow.waiting or turn.admitted.done():
             return "it is next"
-        others = sum(1 for other in self._flows.values() if other.waiting and other is not flow)
+        others = len(self._present) - len(self._only_inside) - 1
         position = max(turn.number - flow.waiting[0].number, 0) + 1
         beside = f", by turns with {others} other owner{'s' if others > 1 else ''}" if others else ""
         return f"it is number {position} at most of the {len(flow.waiting)} that this owner has waiting{beside}"
@@ -149,11 +163,12 @@ class FairQueue:
 
     def dismiss(self, error: Exception) -> None:
         """Sends away all who wait."""
-        for flow in self._flows.values():
+        for owner, flow in self._flows.items():
             flow.forget_gone()
             while flow.waiting:
                 flow.waiting.popleft().admitted.set_exception(error)
                 flow.forget_gone()
+            self._note(owner, flow)
 
     async def _wait(self, turn: Turn) -> None:
         turn.number, turn.arrived = next(self._numbers), self._now
@@ -161,49 +176,86 @@ class FairQueue:
         if not flow.waiting and not flow.inside and flow.finish - self._now <= _EVEN * self._share(turn):
             flow.finish = min(flow.finish, self._now)
         flow.waiting.append(turn)
+        self._left_at.pop(turn.owner, None)
+        self._note(turn.owner, flow)
         self._admit()
         try:
             await turn.admitted
         except asyncio.CancelledError:
+            flow.forget_gone()
+            self._note(turn.owner, flow)
             if turn.admitted.done() and not turn.admitted.cancelled() and turn.admitted.exception() is None:
                 turn.settle(0.0)  # let in and cancelled in the same moment
                 self._leave(turn)
             raise
 
+    def _note(self, owner: str, flow: _Flow) -> None:
+        """Keeps what is counted of owners, after one of them has come, gone, been let in or been settled."""
+        if flow.waiting:
+            self._present.add(owner)
+            self._only_inside.discard(owner)
+            heapq.heappush(self._starts, (*flow.start(), owner))
+        elif flow.inside:
+            self._present.add(owner)
+            self._only_inside.add(owner)
+        else:
+            self._present.discard(owner)
+            self._only_inside.discard(owner)
+            heapq.heappush(self._finishes, (flow.finish, owner))
+
+    def _next_start(self) -> tuple[float, int, str] | None:
+        """The entry of the flow that starts first, of those that wait; it stays in the heap."""
+        while self._starts:
+            start, number, owner = self._starts[0]
+            flow = self._flows.get(owner)
+            if flow is not None:
+                if flow.forget_gone():
+                    self._note(owner, flow)
+                if flow.waiting and flow.start() == (start, number):
+                    return self._starts[0]
+            heapq.heappop(self._starts)
+        return None
+
     def _admit(self) -> None:
-        """Lets in whoever starts first, while there are places."""
-        while True:
-            for flow in self._flows.values():
-                flow.forget_gone()
-            waiting = {owner: flow for owner, flow in self._flows.items() if flow.waiting}
-            if not waiting:
-                return
+        """Lets in whatever starts first, while there are places."""
+        while (entry := self._next_start()) is not None:
+            owner = entry[2]
             whole, each = self._room()
             if self._inside >= whole:
-                waiting = {o: f for o, f in waiting.items() if f.inside < each and self._inside < self._places}
-            if not waiting:
+                owner = self._first_below(each) if self._inside < self._places else ""
+            if not owner:
                 return
-            owner = min(waiting, key=lambda name: waiting[name].start())
             if self._kept_for:
-                kept = self._flows[self._kept_for]
-                if not kept.waiting:
-                    return
                 owner = self._kept_for
+                if not self._flows[owner].waiting:
+                    return
                 self._kept_for = ""
             self._let_in(owner)
+
+    def _first_below(self, most: int) -> str:
+        """The owner that starts first of those with fewer than so many places; empty if there is none."""
+        passed, found = [], ""
+        while most and not found and (entry := self._next_start()) is not None:
+            if self._flows[entry[2]].inside < most:
+                found = entry[2]
+            else:
+                passed.append(heapq.heappop(self._starts))
+        for entry in passed:
+            heapq.heappush(self._starts, entry)
+        return found
 
     def _room(self) -> tuple[int, int]:
         """How much may go on at once, and how much of each owner even above that."""
         now = asyncio.get_running_loop().time()
-        self._left_at = {owner: at for owner, at in self._left_at.items() if now - at < _RECENT_S}
-        present = {owner for owner, flow in self._flows.items() if flow.waiting or flow.inside}
-        expected = self._left_at.keys() - present
-        owners = len(present) + len(expected)
+        while self._left_at and now - next(iter(self._left_at.values())) >= _RECENT_S:
+            del self._left_at[next(iter(self._left_at))]
+        expected = len(self._left_at)
+        owners = len(self._present) + expected
         if owners == 1:
             return self._alone, 0
-        if not expected and all(self._flows[owner].waiting for owner in present):
+        if not expected and not self._only_inside:
             return self._places, 0
-        whole = self._beside - min(len(expected), self._beside // _KEPT_FREE)
+        whole = self._beside - min(expected, self._beside // _KEPT_FREE)
         return whole, max(whole // owners, 1)
 
     def _share(self, turn: Turn) -> float:
@@ -217,6 +269,7 @@ class FairQueue:
         flow.inside += turn.size
         self._inside += turn.size
         turn.admitted.set_result(None)
+        self._note(owner, flow)
 
     def _leave(self, turn: Turn) -> None:
         flow = self._flows[turn.owner]
@@ -224,10 +277,11 @@ class FairQueue:
             flow.finish += (turn.used - turn.cost) / self._weight_of(turn.owner)
         flow.inside -= turn.size
         self._inside -= turn.size
-        loop = asyncio.get_running_loop()
-        self._left_at[turn.owner] = loop.time()
+        self._note(turn.owner, flow)
         if not flow.waiting and not flow.inside:
-            loop.call_later(_RECENT_S + 0.1, self._admit)  # who waits then waits for nobody who is expected
+            loop = asyncio.get_running_loop()
+            self._left_at[turn.owner] = loop.time()
+            loop.call_later(_RECENT_S + 0.1, self._admit)  # what waits then waits for no owner that is expected
         self._keep_place(turn, flow)
         self._admit()
         self._forget_absent()
@@ -235,10 +289,10 @@ class FairQueue:
     def _keep_place(self, turn: Turn, flow: _Flow) -> None:
         """Keeps the place of whoever leaves for its next work, if that would start before all that waits, or hardly
         after."""
-        starts = [other.start()[0] for other in self._flows.values() if other.waiting]
-        if self._kept_for or flow.waiting or not starts or not turn.is_followed():
+        if self._kept_for or flow.waiting or (first := self._next_start()) is None or not turn.is_followed():
             return
-        if flow.finish <= min(starts) + _LEAD * turn.cost:
+        last = turn.cost if turn.used is None else turn.used
+        if flow.finish <= first[0] + _LEAD * last:
             loop = asyncio.get_running_loop()
             self._kept_for = turn.owner
             loop.call_later(_PATIENCE_S, self._give_up, turn.owner)
@@ -247,17 +301,20 @@ class FairQueue:
         """Lets others have a place that was kept."""
         if self._kept_for == owner:
             self._kept_for = ""
+            self._note(owner, self._flows[owner])
             self._admit()
             self._forget_absent()
 
     def _forget_absent(self) -> None:
-        """Drops owners whose past no longer matters: whoever is even with the others, or all, if nobody is there."""
-        absent = {o: f for o, f in self._flows.items() if not f.waiting and not f.inside and o != self._kept_for}
-        if len(absent) == len(self._flows):
-            self._now = max([self._now, *(flow.finish for flow in absent.values())])
+        """Drops owners whose past no longer matters: those level with the others; if none is there, all."""
+        if not self._present and not self._kept_for:
+            self._now = max([self._now, *(flow.finish for flow in self._flows.values())])
             self._tokens_inside = 0.0
-        for owner in [owner for owner, flow in absent.items() if flow.finish <= self._now]:
-            del self._flows[owner]
+        while self._finishes and self._finishes[0][0] <= self._now:
+            finish, owner = heapq.heappop(self._finishes)
+            flow = self._flows.get(owner)
+            if flow is not None and flow.finish == finish and owner not in self._present and owner != self._kept_for:
+                del self._flows[owner]
 
     def _count_time(self) -> None:
         now = asyncio.get_running_loop().time()
