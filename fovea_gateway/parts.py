@@ -40,7 +40,7 @@ from fovea_gateway.training.orphans import OrphanCollector
 from fovea_gateway.training.parking import Parking
 from fovea_gateway.training.replay import Replay
 from fovea_gateway.training.residence import Residence
-from fovea_gateway.training.step_commands import StepCommands
+from fovea_gateway.training.step_commands import StepCommands, TrainerTurns
 from fovea_gateway.training.training import Training
 from fovea_gateway.training.training_runs import TrainingRuns
 from fovea_gateway.training.weight_commands import CreationCommands, SaveCommands
@@ -85,6 +85,7 @@ class Parts:
         self.residences: dict[str, Residence] = {}
         self._batches: dict[str, Batches] = {}
         self._steps: dict[str, StepCommands] = {}
+        self._turns: dict[str, TrainerTurns] = {}
         self.base_models = BaseModels([self._build_base_model(own, settings) for own in settings.base_models])
         self.versions = Versions()
         self.health = Health(self.futures, self.sessions, self.base_models, self.versions, settings.state_dir)
@@ -136,21 +137,24 @@ class Parts:
         self, name: str, trainer: TrainerLink, renderers: Renderers, settings: GatewaySettings
     ) -> Residence:
         batches = self._batches[name] = Batches(self.futures, renderers, self.custom_losses, trainer)
-        turns = FairQueue(1, self.owners.weight, settings.trainer_concurrency)
+        queue = FairQueue(1, self.owners.weight, settings.trainer_concurrency)
+        turns = self._turns[name] = TrainerTurns(self.futures, trainer, queue)
         steps = self._steps[name] = StepCommands(self.futures, self.models, batches, trainer, turns)
-        replay = Replay(self.journal, steps, self.checkpoints, self.database, trainer, settings.command_timeout_s)
+        replay = Replay(
+            self.journal, steps, self.checkpoints, self.database, trainer, turns, settings.command_timeout_s
+        )
         patience_s = settings.retry_deadline_s
         residence = self.residences[name] = Residence(name, self.models, self.journal, replay, trainer, patience_s)
         return residence
 
     def _build_runner(self, base: BaseModel, trainer: TrainerLink, settings: GatewaySettings) -> CommandRunner:
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
-        steps = self._steps[base.name]
+        steps, turns = self._steps[base.name], self._turns[base.name]
         creating = CreationCommands(
-            self.models, self.checkpoints, self.sessions, trainer, base.samplers, timeout_s, patience_s,
+            self.models, self.checkpoints, self.sessions, trainer, turns, base.samplers, timeout_s, patience_s,
             lambda: self.parking.make_room(base.name),
         )  # fmt: skip
-        saving = SaveCommands(self.models, self.checkpoints, self.sampling, trainer, timeout_s)
+        saving = SaveCommands(self.models, self.checkpoints, self.sampling, trainer, turns, timeout_s)
         commands: dict[Kind, Command] = {
             Kind.CREATE_MODEL: creating.create_model,
             Kind.LOAD_STATE: creating.load_state,

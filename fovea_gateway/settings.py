@@ -153,7 +153,7 @@ class GatewaySettings(ServiceSettings):
     trainer_concurrency: int = Field(
         2,
         gt=0,
-        description="Losses and steps at the trainer at once while all are one owner's: one runs, the next is there"
+        description="Commands at the trainer at once while all are one owner's: one runs, the next is there"
         " when it ends. While several owners want the trainer, or did lately, they have it by turns, one at a time.",
     )
     renderer_concurrency: int = Field(

@@ -15,7 +15,7 @@ from fovea_gateway.replicas import snapshot_pushes
 from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.training.journal import Entry, Journal, digest_of
 from fovea_gateway.training.models import Model
-from fovea_gateway.training.step_commands import StepCommands
+from fovea_gateway.training.step_commands import StepCommands, TrainerTurns
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,11 @@ class Replay:
         checkpoints: Checkpoints,
         database: Database,
         trainer: TrainerLink,
+        turns: TrainerTurns,
         timeout_s: float,
     ) -> None:
         self._journal, self._steps, self._checkpoints, self._database = journal, steps, checkpoints, database
-        self._trainer, self._timeout_s = trainer, timeout_s
+        self._trainer, self._turns, self._timeout_s = trainer, turns, timeout_s
 
     async def bring_back(self, model: Model, tell: Callable[[str], None]) -> int:
         """Returns how many commands were run again. Raises ModelLost, which says why, if it cannot be brought back.
@@ -73,7 +74,8 @@ class Replay:
         """The last command that is in the model as the trainer restored it; or None, and why it has nothing of it."""
         lora = model.lora if model.lora.rank else None
         try:
-            restored = await self._trainer.client.restore_model(model.model_id, lora, self._timeout_s)
+            async with self._turns.take(_pending(model, Kind.LOAD_STATE, 0), "reading this model back"):
+                restored = await self._trainer.client.restore_model(model.model_id, lora, self._timeout_s)
         except NotFound as error:
             return None, error.message
         # Now it says what is durable of the model: 0 may be a checkpoint that it was made from, or nothing yet.
@@ -102,8 +104,16 @@ class Replay:
         return [entry for entry in entries if entry.seq_id > restored or entry.seq_id == restored == 0]
 
     async def _run(self, model: Model, entry: Entry) -> None:
-        client, model_id, seq_id = self._trainer.client, model.model_id, entry.seq_id
         request = await self._journal.request_of(entry)
+        pending = _pending(model, entry.kind, entry.seq_id, request)
+        if entry.kind is Kind.FORWARD_BACKWARD:  # it takes its turn once it is rendered
+            self._compare(entry, await self._steps.compute(pending, entry.drops_gradients))
+            return
+        async with self._turns.take(pending, "running again, or waiting for the trainer"):
+            await self._run_in_turn(model, entry, request)
+
+    async def _run_in_turn(self, model: Model, entry: Entry, request: bytes) -> None:
+        client, model_id, seq_id = self._trainer.client, model.model_id, entry.seq_id
         match entry.kind:
             case Kind.CREATE_MODEL:
                 await client.create_model(model_id, model.lora if model.lora.rank else None, self._timeout_s)
@@ -113,12 +123,6 @@ class Replay:
             case Kind.LOAD_STATE:
                 load = gateway_pb2.SubmitLoadStateRequest.FromString(request)
                 await self._load(model, load.path, load.optimizer, entry)
-            case Kind.FORWARD_BACKWARD:
-                submission = Submission(
-                    future_id(model_id, seq_id), entry.kind, entry.owner, entry.session_id, model_id, seq_id,
-                    traceparent="",
-                )  # fmt: skip
-                self._compare(entry, await self._steps.compute(Pending(submission, request), entry.drops_gradients))
             case Kind.OPTIM_STEP if entry.drops_gradients:
                 await client.clear_gradients(model_id, None, seq_id)
             case Kind.OPTIM_STEP:
@@ -163,3 +167,10 @@ class Replay:
         now = self._trainer.info.numerics if self._trainer.info is not None else {}
         unlike = [name for name, value in entry.numerics.items() if now.get(name, value) != value]
         return ", ".join(f"{name} {now[name]} instead of {entry.numerics[name]}" for name in sorted(unlike))
+
+
+def _pending(model: Model, kind: Kind, seq_id: int, request: bytes = b"") -> Pending:
+    """Work on a model that no client waits for."""
+    own_id = future_id(model.model_id, seq_id)
+    submission = Submission(own_id, kind, model.owner, model.session_id, model.model_id, seq_id, traceparent="")
+    return Pending(submission, request)

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from cachetools import LRUCache
 from google.protobuf.message import Message
 
 from fovea.api.v1 import gateway_pb2, trainer_pb2
@@ -16,21 +17,66 @@ from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.training.batches import Batch, Batches
 from fovea_gateway.training.models import Model, Models
 
-_STEP_TOKENS = 64
-"""What an optim_step costs of an owner's share: little time, but not none."""
+_FIRST_S, _FIRST_TOKEN_S = 0.05, 0.0005
+"""Estimates of the first command of a kind, and of each token of it, until one has been measured."""
+_NEWEST = 0.5
+"""The part of an estimate that the newest measurement has."""
+_KNOWN = 4096
 
 COMPUTING = (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
 
 
-class StepCommands:
-    """Runs forward, forward_backward and optim_step, in turns that owners share by tokens.
+class TrainerTurns:
+    """Lets commands to one trainer, by turns that owners share by the seconds that their commands take.
+
+    A command is let in by an estimate, and settled with what it took, also if it failed. A command that has a turn must
+    wait for nothing but the trainer.
 
     Args:
-        turns: Lets commands to the trainer, as many at once as keep it busy. Nobody who has a turn may wait for one.
+        queue: As many places as keep the trainer busy.
     """
 
+    def __init__(self, futures: Futures, trainer: TrainerLink, queue: FairQueue) -> None:
+        self._futures, self._trainer, self._queue = futures, trainer, queue
+        # Seconds by owner and kind: of a token of those that have tokens, else of a command.
+        self._paces: LRUCache[tuple[str, Kind], float] = LRUCache(_KNOWN)
+
+    @asynccontextmanager
+    async def take(self, pending: Pending, doing: str, tokens: int = 0) -> AsyncIterator[None]:
+        """Waits until the command may go to the trainer, and is one of those there until the block ends.
+
+        Args:
+            tokens: Of its batch; 0 of a command that has none.
+        """
+        submission = pending.submission
+        key, units = (submission.owner, submission.kind), max(tokens, 1)
+        pace = self._paces.get(key, _FIRST_TOKEN_S if tokens else _FIRST_S)
+        following = future_id(submission.scope, submission.seq_id + 1)
+        turn = Turn(
+            submission.owner, 1000 * pace * units, is_timed=True,
+            is_followed=lambda: self._futures.unfinished_kind(following) is not None,
+        )  # fmt: skip
+        kind = submission.kind.value
+        pending.progress.queue(lambda: f"waiting for the trainer: {self._queue.describe(turn)}", QueueState.PAUSED)
+        try:
+            async with AsyncExitStack() as held:
+                with stage("turn", kind):
+                    await held.enter_async_context(self._queue.place(turn))
+                pending.progress.wait_on(doing)
+                with stage("train", kind):
+                    yield
+        finally:
+            if turn.used is not None and turn.seconds:
+                self._paces[key] = _NEWEST * turn.seconds / units + (1 - _NEWEST) * pace
+            devices = self._trainer.info.world_size if self._trainer.info is not None else 1
+            pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
+
+
+class StepCommands:
+    """Runs forward, forward_backward and optim_step."""
+
     def __init__(
-        self, futures: Futures, models: Models, batches: Batches, trainer: TrainerLink, turns: FairQueue
+        self, futures: Futures, models: Models, batches: Batches, trainer: TrainerLink, turns: TrainerTurns
     ) -> None:
         self._futures, self._models, self._batches, self._trainer = futures, models, batches, trainer
         self._turns = turns
@@ -73,7 +119,7 @@ class StepCommands:
         batch.header.seq_id = pending.submission.seq_id
         batch.header.drop_gradients = drop_gradients
         tokens = sum(len(datum.input.tokens) // 4 for datum in batch.datums)
-        async with self._turn(pending, tokens, "computing, or waiting for the trainer"):
+        async with self._turns.take(pending, "computing, or waiting for the trainer", tokens):
             client = self._trainer.client if model is None else self._models.client_of(model, self._trainer)
             answer = await client.forward_backward(batch.header, batch.datums, timeout_s=None)
         if pending.submission.kind is Kind.FORWARD_BACKWARD:
@@ -87,8 +133,9 @@ class StepCommands:
         seq_id = pending.submission.seq_id
         if model.failed_seq_id is not None:
             failed, reason = model.failed_seq_id, model.failed_reason
-            client = self._models.client_of(model, self._trainer)
-            await client.clear_gradients(model.model_id, timeout_s=None, seq_id=seq_id)
+            async with self._turns.take(pending, "dropping partial gradients, or waiting for the trainer"):
+                client = self._models.client_of(model, self._trainer)
+                await client.clear_gradients(model.model_id, timeout_s=None, seq_id=seq_id)
             model.failed_seq_id, model.failed_reason = None, ""
             raise FailedPrecondition(
                 f"this optim_step (request {seq_id}) was not taken: forward_backward request {failed} before it "
@@ -96,29 +143,10 @@ class StepCommands:
                 "again, then optim_step"
             )
         request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
-        async with self._turn(pending, _STEP_TOKENS, "stepping, or waiting for the trainer"):
+        async with self._turns.take(pending, "stepping, or waiting for the trainer"):
             client = self._models.client_of(model, self._trainer)
             answer = await client.optim_step(model.model_id, request.adam, timeout_s=None, seq_id=seq_id)
         return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
-
-    @asynccontextmanager
-    async def _turn(self, pending: Pending, tokens: int, doing: str) -> AsyncIterator[None]:
-        """Waits until the command may go to the trainer, and is one of those there until the block ends."""
-        submission = pending.submission
-        following = future_id(submission.scope, submission.seq_id + 1)
-        turn = Turn(submission.owner, tokens, is_followed=lambda: self._futures.unfinished_kind(following) in COMPUTING)
-        kind = submission.kind.value
-        pending.progress.queue(lambda: f"waiting for the trainer: {self._turns.describe(turn)}", QueueState.PAUSED)
-        try:
-            async with AsyncExitStack() as held:
-                with stage("turn", kind):
-                    await held.enter_async_context(self._turns.place(turn))
-                pending.progress.wait_on(doing)
-                with stage("train", kind):
-                    yield
-        finally:
-            devices = self._trainer.info.world_size if self._trainer.info is not None else 1
-            pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
 
 
 def _missing(error: FeatureEvicted, count: int) -> list[int]:

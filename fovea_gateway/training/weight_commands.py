@@ -24,10 +24,12 @@ from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.training.models import Model, Models, ModelState
+from fovea_gateway.training.step_commands import TrainerTurns
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 0.5
+_SAVING = "saving, or waiting for the trainer"
 
 
 class CreationCommands:
@@ -45,13 +47,14 @@ class CreationCommands:
         checkpoints: Checkpoints,
         sessions: Sessions,
         trainer: TrainerLink,
+        turns: TrainerTurns,
         samplers: Samplers,
         timeout_s: float,
         patience_s: float,
         make_room: Callable[[], Awaitable[bool]],
     ) -> None:
         self._models, self._checkpoints, self._sessions, self._trainer = models, checkpoints, sessions, trainer
-        self._samplers = samplers
+        self._turns, self._samplers = turns, samplers
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._make_room = make_room
 
@@ -85,9 +88,8 @@ class CreationCommands:
             info = await self._trainer.require(backoff.left_s)
             self._models.check_share(model, info.instance_id)
             model.trainer_instance, model.model_files = info.instance_id, dict(info.model_files)
-            pending.progress.wait_on("creating, or waiting for the trainer")
             try:
-                return await self._create(model, request, info.max_lora_rank)
+                return await self._create(model, pending, request, info.max_lora_rank)
             except (Unavailable, NotFound) as error:
                 is_same = await self._trainer.look_again() == info.instance_id
                 # Another instance does not know the model that it was to load into.
@@ -100,11 +102,11 @@ class CreationCommands:
                     raise
 
     async def _create(
-        self, model: Model, request: gateway_pb2.SubmitCreateModelRequest, max_lora_rank: int
+        self, model: Model, pending: Pending, request: gateway_pb2.SubmitCreateModelRequest, max_lora_rank: int
     ) -> tuple[int, str]:
         if not request.from_path:
             check_lora(model.lora, max_lora_rank)
-            await self._create_servable(model)
+            await self._create_servable(model, pending)
             return 0, ""
         checkpoint = await self._checkpoints.find_training(model.owner, request.from_path, request.optimizer)
         if checkpoint.base_model != model.base_model:
@@ -113,23 +115,25 @@ class CreationCommands:
                 field="path",
             )
         model.lora = checkpoint.lora
-        await self._create_servable(model)
+        await self._create_servable(model, pending)
         try:
-            step = await self._trainer.client.load_state(
-                model.model_id, checkpoint.uri, request.optimizer, self._timeout_s
-            )
+            async with self._turns.take(pending, "loading, or waiting for the trainer"):
+                step = await self._trainer.client.load_state(
+                    model.model_id, checkpoint.uri, request.optimizer, self._timeout_s
+                )
             return step, checkpoint.uri
         except FoveaError:
             await self._trainer.client.delete_model(model.model_id, self._timeout_s)
             raise
 
-    async def _create_servable(self, model: Model) -> None:
+    async def _create_servable(self, model: Model, pending: Pending) -> None:
         """Has the trainer create a model, and raises InvalidInput for an adapter that the samplers have no place for.
 
         They are all alike: one that is up is asked. If none is, the first push tells.
         """
         client = self._trainer.client
-        adapter = await client.create_model(model.model_id, _kind(model.lora), self._timeout_s)
+        async with self._turns.take(pending, "creating, or waiting for the trainer"):
+            adapter = await client.create_model(model.model_id, _kind(model.lora), self._timeout_s)
         if adapter is None or not self._samplers.up:
             return
         try:
@@ -154,10 +158,11 @@ class CreationCommands:
                 f"{model.lora.rank}; use create_training_client_from_state, which takes the checkpoint's own",
                 field="path",
             )
-        client = self._models.client_of(model, self._trainer)
-        step = await client.load_state(
-            model.model_id, checkpoint.uri, request.optimizer, timeout_s=None, seq_id=pending.submission.seq_id
-        )
+        async with self._turns.take(pending, "loading, or waiting for the trainer"):
+            client = self._models.client_of(model, self._trainer)
+            step = await client.load_state(
+                model.model_id, checkpoint.uri, request.optimizer, timeout_s=None, seq_id=pending.submission.seq_id
+            )
         loaded = gateway_pb2.StateLoaded(step=step, path=request.path)
         return Done([gateway_pb2.WaitFutureResponse(state_loaded=loaded)], subject=checkpoint.uri)
 
@@ -170,10 +175,16 @@ class SaveCommands:
     """
 
     def __init__(
-        self, models: Models, checkpoints: Checkpoints, sampling: Sampling, trainer: TrainerLink, timeout_s: float
+        self,
+        models: Models,
+        checkpoints: Checkpoints,
+        sampling: Sampling,
+        trainer: TrainerLink,
+        turns: TrainerTurns,
+        timeout_s: float,
     ) -> None:
         self._models, self._checkpoints, self._sampling, self._trainer = models, checkpoints, sampling, trainer
-        self._timeout_s = timeout_s
+        self._turns, self._timeout_s = turns, timeout_s
 
     async def save_state(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Writes a resumable checkpoint, then registers it; only then is one of the same name given up."""
@@ -181,7 +192,7 @@ class SaveCommands:
         name = request.name or f"state-{pending.submission.seq_id:06d}"
         expires_at = check_ttl(request.ttl_s)
         checkpoint, old = await self._plan(model, TRAINING, name, request.overwrite)
-        async with self._checkpoints.writing(checkpoint.uri):
+        async with self._checkpoints.writing(checkpoint.uri), self._turns.take(pending, _SAVING):
             client = self._models.client_of(model, self._trainer)
             answer = await client.save_state(model.model_id, checkpoint.uri, self._timeout_s)
         checkpoint.step, checkpoint.size_bytes = answer.step, answer.size_bytes
@@ -203,7 +214,7 @@ class SaveCommands:
         if request.name:
             checkpoint, _ = await self._plan(model, SAMPLER, request.name)
         uri = checkpoint.uri if checkpoint else ""
-        async with self._checkpoints.writing(*filter(None, [uri])):
+        async with self._checkpoints.writing(*filter(None, [uri])), self._turns.take(pending, _SAVING):
             client = self._models.client_of(model, self._trainer)
             frozen = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s)
         kept = KeptSnapshot(frozen, uri, model.trainer_instance)
@@ -237,16 +248,17 @@ class SaveCommands:
         written = f"{checkpoint.uri}{PLAIN_SUFFIX}" if recipients else checkpoint.uri
         storage = self._checkpoints.storage
         async with self._checkpoints.writing(written, checkpoint.uri):
-            checkpoint.step = await self._write_export(model, pending.submission.seq_id, written)
+            checkpoint.step = await self._write_export(model, pending, written)
             checkpoint.size_bytes = await complete_export(storage, written, checkpoint.uri, recipients)
         checkpoint.created_at, checkpoint.expires_at = time.time(), expires_at
         return self._saved(checkpoint, old)
 
-    async def _write_export(self, model: Model, seq_id: int, uri: str) -> int:
+    async def _write_export(self, model: Model, pending: Pending, uri: str) -> int:
         """Has the trainer write the weights as they are now; returns the steps that they have taken."""
-        own_id = id_of_export(model.model_id, seq_id)
-        client = self._models.client_of(model, self._trainer)
-        snapshot = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s, is_export=True)
+        own_id = id_of_export(model.model_id, pending.submission.seq_id)
+        async with self._turns.take(pending, _SAVING):
+            client = self._models.client_of(model, self._trainer)
+            snapshot = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s, is_export=True)
         try:
             await client.forget_snapshot(own_id)
         except FoveaError as error:

@@ -1,7 +1,8 @@
 """How much memory and time an operation of a traced loss may take: known before it runs, wherever it can be.
 
 Work is counted in elements read and written. What sorts, multiplies matrices or repeats itself reads its elements
-several times, and a tensor costs OBJECT elements beside its own.
+several times, and a tensor costs OBJECT elements beside its own. An operation that the gradient flows through is counted
+with its part of the backward pass.
 """
 
 import math
@@ -17,6 +18,11 @@ MAX_ELEMENTS = 2**22
 
 MAX_WORK = 2**27
 """The most elements that all operations of a traced loss read and write for one datum."""
+
+BACKWARD = 2
+"""The work of the backward pass of an operation, as a multiple of its own: it reads what went in and what came out
+again, with the gradients of both.
+"""
 
 MAX_VALUES = 2**16
 """The most values that an operation takes or makes."""
@@ -71,8 +77,11 @@ class Meter:
 
 def spend_before(
     meter: Meter, function: Callable[..., Resolved], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Counts what a call will read, and checks what it will make. Raises RefusedError, or what the callable raises."""
+) -> int:
+    """Counts what a call will read, and checks what it will make; returns what its backward pass will read again.
+
+    Raises RefusedError, or what the callable raises.
+    """
     tensors = [leaf for leaf in leaves((*args, *kwargs.values())) if isinstance(leaf, Tensor)]
     if len(shapes := {tensor.shape for tensor in tensors if tensor.ndim}) > 1:
         _check_broadcast(shapes)
@@ -84,18 +93,28 @@ def spend_before(
     if name in _GROWING or (name == "getitem" and len(args) == 2 and _picks(args[1])):
         made = _check_growth(function, name, args, kwargs)
     read = sum(tensor.numel() for tensor in tensors)
-    meter.spend(read * _passes(name, tensors, args, kwargs) + made * _contracted(name, tensors))
+    passes, products = _passes(name, tensors, args, kwargs), made * _contracted(name, tensors)
+    meter.spend(read * passes + products)
+    return read * (1 if name in _SORTING else passes) + products  # the gradient of what is sorted is put in its place
 
 
-def spend_after(meter: Meter, value: Resolved) -> None:
-    """Counts what a call made. Raises RefusedError for a value that a traced loss may not hold."""
+def spend_after(meter: Meter, value: Resolved, again: int) -> None:
+    """Counts what a call made, and the backward pass if there is one. Raises RefusedError for a value that a traced
+    loss may not hold.
+
+    Args:
+        again: What `spend_before` returned.
+    """
     parts = value if isinstance(value, list | tuple) else (value,)
     if len(parts) > MAX_VALUES:
         raise RefusedError(f"makes {len(parts)} values; at most {MAX_VALUES} are allowed")
     for part in parts:
         if isinstance(part, Tensor):
             _check_tensor(part)
-    meter.spend(sum(OBJECT + part.numel() for part in parts if isinstance(part, Tensor)))
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    made = sum(OBJECT + tensor.numel() for tensor in tensors)
+    flows = any(tensor.requires_grad for tensor in tensors)
+    meter.spend(made + (BACKWARD * (again + made) if flows else 0))
 
 
 def leaves(value: Resolved) -> list[Any]:

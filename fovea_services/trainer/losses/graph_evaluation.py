@@ -187,10 +187,10 @@ def call(
         raise RefusedError(f"takes numbers, not tensors: use torch.{target.removeprefix('math.')}")
     if target.startswith("operator.") and target != "operator.getitem":
         _check_operands(target, args)
-    costs.spend_before(meter, function, target.rpartition(".")[2], args, kwargs)
+    again = costs.spend_before(meter, function, target.rpartition(".")[2], args, kwargs)
     result = function(*args, **kwargs)
     _check_kinds(result)
-    costs.spend_after(meter, result)
+    costs.spend_after(meter, result, again)
     return result
 
 

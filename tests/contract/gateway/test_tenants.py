@@ -1,5 +1,6 @@
 """Two owners: what one does neither shows in what the other is told nor keeps it from being served."""
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,11 +12,11 @@ import pytest
 
 from fovea.api.v1 import gateway_pb2 as pb
 from fovea.api.v1 import gateway_pb2_grpc, model_input_pb2, sampler_pb2
-from fovea.wire.errors import FoveaError, ResourceExhausted, from_rpc_error
+from fovea.wire.errors import FoveaError, InvalidInput, ResourceExhausted, from_rpc_error
 from fovea.wire.tensors import encode_tokens
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import MODEL
-from tests.contract.gateway.requests import PNG, Rest, image_datum
+from tests.contract.gateway.requests import PNG, Rest, image_datum, text_datum
 from tests.waiting import eventually
 
 ALICE, BOB = "tml-alice", "tml-bob"
@@ -74,6 +75,13 @@ def sample_request(session: str, *chunks: model_input_pb2.Chunk) -> pb.SampleTok
         sample_count=1,
         params=sampler_pb2.SamplingParams(max_tokens=2, seed=1),
     )
+
+
+def waits_for(stand: Stand, request_id: str) -> str:
+    """What an unfinished request waits for, in words."""
+    assert stand.gateway is not None
+    unfinished = stand.gateway.parts.futures.unfinished()
+    return next(each.progress.waiting_for for each in unfinished if each.submission.future_id == request_id)
 
 
 async def told(call: Any) -> FoveaError:
@@ -222,16 +230,14 @@ async def test_who_waits_for_a_sampler_is_told_why(stand: Stand, alice: Rest, bo
     stand.sampler.open.set()
 
 
-async def test_owners_share_the_trainer_by_tokens_and_are_told_why_they_wait(
-    stand: Stand, alice: Rest, bob: Rest
-) -> None:
+async def test_owners_share_the_trainer_and_are_told_why_they_wait(stand: Stand, alice: Rest, bob: Rest) -> None:
     await stand.stop()
     await stand.start(poll_hold_s=0.01, max_pending=100)
     flood = [await alice.create_model(number) for number in range(6)]
     quiet = await bob.create_model()
     stand.trainer.open.clear()
     hers = [(await alice.forward_backward(model_id, 1)).json()["request_id"] for model_id in flood]
-    await eventually(lambda: stand.trainer.waiting == 2)
+    await eventually(lambda: stand.trainer.waiting == 1)
     his = (await bob.forward_backward(quiet, 1)).json()["request_id"]
 
     async def told() -> dict[str, Any]:
@@ -248,7 +254,64 @@ async def test_owners_share_the_trainer_by_tokens_and_are_told_why_they_wait(
         for request_id in ids:
             assert "metrics" in await rest.result(request_id)
     begun = [header.model_id for header, _ in stand.trainer.of("ForwardBackward")]
-    assert begun.index(quiet) == 2, "two of hers were there; his is next, before the four that she had queued"
+    assert begun.index(quiet) == 1, "one of hers was there; his is next, before the five that she had queued"
+
+
+async def test_owners_share_the_trainer_by_seconds_also_of_work_that_fails(
+    stand: Stand, alice: Rest, bob: Rest
+) -> None:
+    await stand.stop()
+    await stand.start(max_pending=1000)
+    slow, quick = [await alice.create_model(number) for number in range(4)], await bob.create_model()
+    begun: list[str] = []
+
+    async def note(name: str, request: Any) -> None:
+        if name == "ForwardBackward":
+            begun.append(request[0].model_id)
+            if request[0].model_id in slow:
+                await asyncio.sleep(0.05)
+                raise InvalidInput("this loss takes more than its time")
+
+    stand.trainer.note = note  # type: ignore[method-assign]
+    for number in range(1, 31):
+        for model_id in slow:
+            await alice.forward_backward(model_id, number, data=[text_datum(2)])
+    for number in range(1, 6):
+        answer = await bob.forward_backward(quick, number, data=[text_datum(256)])
+        assert "metrics" in await bob.result(answer.json()["request_id"])
+    places = [place for place, model_id in enumerate(begun) if model_id == quick]
+    assert places[-1] - places[0] <= 3 * (len(places) - 1), "two or fewer of hers between two of his, however small"
+
+
+@pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler", "load_weights", "create_model"])
+async def test_every_command_takes_a_turn(stand: Stand, alice: Rest, bob: Rest, kind: str) -> None:
+    await stand.stop()
+    await stand.start(max_pending=100)
+    models, quiet = [await alice.create_model(number) for number in range(6)], await bob.create_model()
+    bodies: list[dict[str, Any]] = [{"model_id": model_id, "seq_id": 2, "path": "x"} for model_id in models]
+    saved = await alice.ok("save_weights", model_id=models[0], seq_id=1, path="old", type="save_weights")
+    path = (await alice.result(saved["request_id"]))["path"]
+    for model_id in models[1:]:
+        await alice.result((await alice.forward_backward(model_id, 1)).json()["request_id"])
+    if kind == "create_model":
+        lora = {"rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True}
+        bodies = [
+            {"session_id": alice.session_id, "model_seq_id": number, "base_model": MODEL, "lora_config": lora}
+            for number in range(10, 16)
+        ]
+    elif kind == "load_weights":
+        bodies = [body | {"path": path, "optimizer": True} for body in bodies]
+    stand.trainer.calls.clear()
+    stand.trainer.open.clear()
+    hers = [(await alice.ok(kind, **body))["request_id"] for body in bodies]
+    await eventually(lambda: stand.trainer.waiting > 0)
+    his = (await bob.forward_backward(quiet, 1)).json()["request_id"]
+    await eventually(lambda: waits_for(stand, his).startswith("waiting for the trainer"))
+    stand.trainer.open.set()
+    for rest, ids in ((alice, hers), (bob, [his])):
+        for request_id in ids:
+            assert "error" not in await rest.result(request_id)
+    assert stand.trainer.names().index("ForwardBackward") <= 2, "one of hers was there; his is next, or hardly later"
 
 
 async def test_an_owner_has_a_share_of_the_sessions(stand: Stand, alice: Rest, bob: Rest) -> None:
