@@ -9,7 +9,15 @@ from typing import Annotated, Any, BinaryIO
 import httpx
 import typer
 
-from fovea.cli.local_fovea import DEFAULT_STATE_DIR, PUBLISHED_KEY, ApiKey, StateDir, complain, read_state
+from fovea.cli.local_fovea import (
+    DEFAULT_STATE_DIR,
+    PUBLISHED_KEY,
+    ApiKey,
+    StateDir,
+    complain,
+    folder_in_use,
+    read_state,
+)
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 app = typer.Typer(help="What you have saved: states to train on from, and weights to sample.", no_args_is_help=True)
@@ -29,7 +37,7 @@ class Gateway:
     """A gateway's REST API, asked with one key."""
 
     def __init__(self, base_url: str, state_dir: pathlib.Path, api_key: str) -> None:
-        self._root = (base_url or read_state(state_dir)["base_url"]).rstrip("/")
+        self._root = (base_url or read_state(folder_in_use(state_dir))["base_url"]).rstrip("/")
         self._api_key = api_key
         self._http = httpx.Client(timeout=_TIMEOUT_S)  # one: each reads all certificates of the machine
 

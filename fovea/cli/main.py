@@ -30,13 +30,17 @@ from fovea.cli.local_fovea import (
     ApiKey,
     StateDir,
     complain,
+    folder_in_use,
+    make_first_key,
+    may_have_keys,
+    name_database,
+    others_run,
     read_state,
 )
 from fovea.cli.service_specs import ServedModel, UpOptions, service_specs
 from fovea.cli.start_checks import StartRefused
 from fovea.cli.supervisor import StateFolder, Supervisor
 from fovea.client import GatewayClient
-from fovea.client.channel import ServiceClient
 from fovea.runtime import tls
 from fovea.runtime.hosts import free_ports, is_loopback
 from fovea.wire.errors import FoveaError
@@ -182,7 +186,7 @@ def up(
         further += [_further_model(text, True) for text in also_train or ()]
         parameter_count = start_checks.check_model(model, "--model") if model else 0
         start_checks.check_state_dir(state_dir)
-        _check_alone(state_dir)
+        start_checks.check_alone(state_dir)
         start_checks.check_ports(host, {"--port": port, "--grpc-port": grpc_port})
         layout = gpu_layout.choose(
             gpus,
@@ -242,8 +246,8 @@ def status(
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
     """Show what runs here: sessions, models, queue, memory; the exit code is 1 unless all parts serve."""
-    state = read_state(state_dir)
-    healthy = _all_healthy(state)
+    state = read_state(folder_in_use(state_dir))
+    healthy = status_report.all_healthy(state)
     report = status_report.read_report(state, healthy)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
@@ -255,7 +259,7 @@ def status(
         memory = f"{item['memory_bytes'] / 2**30:.1f} GiB"
         memory += f" + GPU {item['gpu_memory_bytes'] / 2**30:.1f}" if item["gpu_memory_bytes"] else ""
         counts = (str(item["pid"] or "-"), memory, up_for, str(item["restarts"]))
-        table.add_row(name, item["address"], *counts, _health_words(item, healthy[name]))
+        table.add_row(name, item["address"], *counts, status_report.health_words(item, healthy[name]))
     Console().print(table)
     for name, item in report["services"].items():
         if item["last_end"]:
@@ -273,9 +277,11 @@ def logs(
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
     """Show what the services have printed, also after they have ended; the newest 32 MiB are kept."""
+    state_dir = folder_in_use(state_dir)
     folder = kept_log.log_folder(state_dir)
     if not (folder / "fovea.log").exists():
-        raise typer.Exit(complain(f"--state-dir: {state_dir} has no log; has a Fovea ever been up there?", MISUSED))
+        words = f"--state-dir: {state_dir.resolve()} has no log: no Fovea has been up there{others_run(state_dir)}"
+        raise typer.Exit(complain(words, MISUSED))
     shown = kept_log.newest_lines(folder, service, lines)
     if service and not shown and lines and not follow:
         there = ", ".join(kept_log.services_in(folder))
@@ -299,7 +305,7 @@ def down(
     folder = StateFolder(state_dir)
     pid = folder.holder()
     if pid is None:
-        raise typer.Exit(complain(f"no Fovea is up in {state_dir}"))
+        raise typer.Exit(complain(f"--state-dir: no Fovea is up in {state_dir.resolve()}{others_run(state_dir)}"))
     os.kill(pid, signal.SIGTERM)
     begun = time.monotonic()
     while folder.holder() == pid:
@@ -324,13 +330,16 @@ def restart(
     pid = state["services"][service]["pid"]
     os.kill(pid, signal.SIGKILL)
     begun = time.monotonic()
-    while (state := read_state(state_dir))["services"][service]["pid"] in (pid, None) or not _all_healthy(state)[
-        service
-    ]:
+    while not _is_back(read_state(state_dir), service, pid):
         if time.monotonic() - begun > timeout_s:
             raise typer.Exit(complain(f"{service} is not back after {timeout_s:.0f} s"))
         time.sleep(0.1)
     typer.echo(f"{service} serves again after {time.monotonic() - begun:.1f} s")
+
+
+def _is_back(state: dict[str, Any], service: str, old_pid: int) -> bool:
+    pid = state["services"][service]["pid"]
+    return pid not in (old_pid, None) and status_report.all_healthy(state)[service]
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
@@ -384,7 +393,8 @@ def _ask(
     """What a gateway answers: that of an address, or the one that `fovea up` runs here."""
 
     async def call() -> T:
-        async with GatewayClient(address or read_state(state_dir)["services"]["gateway"]["address"], api_key) as client:
+        place = address or read_state(folder_in_use(state_dir))["services"]["gateway"]["address"]
+        async with GatewayClient(place, api_key) as client:
             return await ask(client)
 
     try:
@@ -441,6 +451,8 @@ def _pass_on(command: str, *arguments: str) -> NoReturn:
     if importlib.util.find_spec(needed) is None:
         words = f"{command}: {needed} is not installed; the extra [{extra}] of fovea-vlm has it"
         raise typer.Exit(complain(words, MISUSED))
+    if module.startswith("fovea_gateway.") and not any(word.startswith("--state-dir") for word in arguments):
+        name_database()
     raise typer.Exit(subprocess.run([sys.executable, "-m", module, *first, *arguments], check=False).returncode)
 
 
@@ -461,56 +473,6 @@ def _further_model(text: str, is_trained: bool) -> ServedModel:
     return served
 
 
-def _check_alone(state_dir: pathlib.Path) -> None:
-    try:
-        folder = StateFolder(state_dir)
-        if (pid := folder.holder()) is not None:
-            raise StartRefused(
-                "--state-dir",
-                f"another `fovea up` runs in {state_dir} (process {pid}); end it (fovea down), or give this one a "
-                "folder and ports of its own (--port, --grpc-port)",
-            )
-    except OSError as error:
-        raise StartRefused("--state-dir", f"{state_dir} cannot be used: {error}") from None
-
-
-def make_first_key(state_dir: pathlib.Path) -> None:
-    """Makes a key that allows everything, and shows it: other machines reach the gateway, and nobody has one."""
-    options = ("--owner", "admin", "--scope", "admin", "--name", "of the first fovea up", "--state-dir", str(state_dir))
-    made = subprocess.run([sys.executable, "-m", "fovea_gateway.access.keys_command", "create", *options], check=False)
-    if made.returncode:
-        raise typer.Exit(complain("no API key could be made, and other machines reach this host: give one"))
-
-
-def may_have_keys(state_dir: pathlib.Path) -> bool:
-    """Whether the gateway may find keys of its own; if it does not, it ends as it starts."""
-    given = ("FOVEA_GATEWAY_API_KEY", "FOVEA_GATEWAY_API_KEY_FILE", "FOVEA_GATEWAY_DATABASE_URL")
-    return (state_dir / "gateway.db").exists() or any(name in os.environ for name in given)
-
-
-def _health_words(item: dict[str, Any], is_healthy: bool) -> str:
-    """Whether a part serves, and if not, what it waits for."""
-    if is_healthy:
-        return "serving"
-    if item["pid"]:
-        return "not serving: it loads, or waits for another part"
-    return f"down, starts again in {max(item['starts_again_at'] - time.time(), 0.0):.0f} s"
-
-
-def _all_healthy(state: dict[str, Any]) -> dict[str, bool]:
-    if state["tls_dir"]:
-        os.environ[tls.VARIABLE] = state["tls_dir"]
-    return asyncio.run(_health({name: item["address"] for name, item in state["services"].items()}))
-
-
-async def _health(addresses: dict[str, str]) -> dict[str, bool]:
-    async def ask(name: str, address: str) -> bool:
-        async with ServiceClient(address, internal=name != "gateway") as client:
-            return await client.is_serving()
-
-    return dict(zip(addresses, await asyncio.gather(*map(ask, addresses, addresses.values())), strict=True))
-
-
 def _tiny_model(console: Console) -> str:
     console.print("No --model given: using the tiny Qwen3-VL (built once, about a minute).")
     built = subprocess.run([sys.executable, "-m", "fovea_tinyvlm"], stdout=subprocess.PIPE, text=True, check=True)
@@ -527,7 +489,7 @@ def main() -> NoReturn:
         if isinstance(error, typer.Exit):
             code = error.exit_code
         elif not str(message := getattr(error, "format_message", error.__str__)()):
-            raise
+            code = MISUSED  # a group without a command, which has printed its help
         else:
             context = getattr(error, "ctx", None)
             code = complain(f"{context.command_path if context else 'fovea'}: {' '.join(message.split())}", MISUSED)

@@ -16,6 +16,7 @@ from typing import Any
 
 from fovea.cli.service import ServiceSpec
 from fovea.cli.service_specs import Setting
+from fovea.cli.supervisor import StateFolder
 from fovea.runtime import tls
 from fovea.runtime.hosts import listening
 from fovea.runtime.machine_memory import host_free_bytes
@@ -189,6 +190,20 @@ def check_state_dir(path: pathlib.Path) -> None:
         raise StartRefused(
             "--state-dir", f"nothing can be written in {path} ({error.strerror}); name a folder of yours with room"
         ) from None
+
+
+def check_alone(state_dir: pathlib.Path) -> None:
+    """Raises StartRefused if another `fovea up` runs in the folder."""
+    try:
+        folder = StateFolder(state_dir)
+        if (pid := folder.holder()) is not None:
+            raise StartRefused(
+                "--state-dir",
+                f"another `fovea up` runs in {state_dir} (process {pid}); end it (fovea down), or give this one a "
+                "folder and ports of its own (--port, --grpc-port)",
+            )
+    except OSError as error:
+        raise StartRefused("--state-dir", f"{state_dir} cannot be used: {error}") from None
 
 
 def check_ports(host: str, ports: dict[str, int]) -> None:

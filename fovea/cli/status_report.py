@@ -1,5 +1,6 @@
 """What `fovea status` tells of a running Fovea: its parts, what they hold, and what waits for them."""
 
+import asyncio
 import os
 import pathlib
 import time
@@ -8,6 +9,9 @@ from collections import defaultdict
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from fovea.client.channel import ServiceClient
+from fovea.runtime import tls
 
 _TIMEOUT_S = 5.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -115,3 +119,27 @@ def _resident_bytes(pid: int | None, children: dict[int, list[int]]) -> int:
     except OSError:
         own = 0
     return own + sum(_resident_bytes(child, children) for child in children.get(pid, []))
+
+
+def health_words(item: dict[str, Any], is_healthy: bool) -> str:
+    """Whether a part serves, and if not, what it waits for."""
+    if is_healthy:
+        return "serving"
+    if item["pid"]:
+        return "not serving: it loads, or waits for another part"
+    return f"down, starts again in {max(item['starts_again_at'] - time.time(), 0.0):.0f} s"
+
+
+def all_healthy(state: dict[str, Any]) -> dict[str, bool]:
+    """By service of `up.json`, whether it serves."""
+    if state["tls_dir"]:
+        os.environ[tls.VARIABLE] = state["tls_dir"]
+    return asyncio.run(_health({name: item["address"] for name, item in state["services"].items()}))
+
+
+async def _health(addresses: dict[str, str]) -> dict[str, bool]:
+    async def ask(name: str, address: str) -> bool:
+        async with ServiceClient(address, internal=name != "gateway") as client:
+            return await client.is_serving()
+
+    return dict(zip(addresses, await asyncio.gather(*map(ask, addresses, addresses.values())), strict=True))

@@ -199,6 +199,8 @@ class StateFolder:
     Whoever holds it writes `up.json`, and is alone to remove it.
     """
 
+    LOCK = "up.lock"
+
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
         self._file = path / "up.json"
@@ -206,7 +208,7 @@ class StateFolder:
 
     def hold(self, base_url: str) -> None:
         """Takes the folder until this process ends. Raises FolderTaken naming who has it."""
-        lock = os.open(self._path / "up.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(self._path / self.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -223,7 +225,7 @@ class StateFolder:
     def holder(self) -> int | None:
         """The process that holds the folder; None if nobody does, whatever a killed one has left there."""
         try:
-            lock = os.open(self._path / "up.lock", os.O_RDWR)
+            lock = os.open(self._path / self.LOCK, os.O_RDWR)
         except FileNotFoundError:
             return None
         with open(lock) as file:

@@ -4,11 +4,9 @@ It writes the database itself: the gateway may run or not, and follows within se
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import sqlalchemy as sa
 
@@ -16,12 +14,11 @@ from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
 from fovea_gateway.access.api_keys import Key, all_keys, change_key, check_owner, insert_key, random_key
 from fovea_gateway.database.migrations import find_revision
 from fovea_gateway.database.schema import REVISION, checkpoints, keys, owners, usage
-from fovea_gateway.database.sql_engine import describe, make_engine, parse_url
+from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, make_engine
 from fovea_gateway.database.writer import Job, Result
 from fovea_gateway.scopes import Scope
 
 _DAY_S = 24 * 3600
-_URL = "FOVEA_GATEWAY_DATABASE_URL"
 
 
 def main() -> None:
@@ -71,9 +68,8 @@ def _change(arguments: argparse.Namespace, **values: float | None) -> Key:
 
 
 def run(arguments: argparse.Namespace, job: Job[Result]) -> Result:
-    """The job's result, committed. Raises FailedPrecondition for a database of another version."""
-    default = f"sqlite:///{(arguments.state_dir / 'gateway.db').absolute()}"
-    engine = make_engine(parse_url(os.environ.get(_URL) or default), 1)
+    """The job's result, committed. Raises FailedPrecondition for a database of another version, NotFound for none."""
+    engine = make_engine(command_url(arguments.state_dir), 1)
     print(f"{describe(engine.url)}:", file=sys.stderr)
     with engine.begin() as connection:
         found = find_revision(connection)
@@ -90,12 +86,6 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
-
-
-def add_state_dir(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that says where the database is."""
-    folder = os.environ.get("FOVEA_GATEWAY_STATE_DIR", ".fovea")
-    parser.add_argument("--state-dir", type=Path, default=Path(folder), help=f"of the gateway; default: {folder}")
 
 
 def _parse() -> argparse.Namespace:

@@ -1,25 +1,21 @@
 """`fovea downgrade --to SCHEMA`: gives a gateway's database back the tables of an earlier version, data included."""
 
 import argparse
-import os
-from pathlib import Path
 
 import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError
 from fovea_gateway.database import migrations
-from fovea_gateway.database.sql_engine import describe, make_engine, parse_url
+from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, make_engine, parse_url
 from fovea_gateway.database.writer import make_ownership
-
-_URL = "FOVEA_GATEWAY_DATABASE_URL"
 
 
 def main() -> None:
     """Does what the command line says."""
     arguments = _parse()
-    default = f"sqlite:///{(arguments.state_dir / 'gateway.db').absolute()}"
     try:
-        downgrade(os.environ.get(_URL) or default, arguments.to)
+        url = command_url(arguments.state_dir, may_create=False)
+        downgrade(url.render_as_string(hide_password=False), arguments.to)
     except (FoveaError, sa.exc.DBAPIError) as error:
         raise SystemExit(f"fovea downgrade: {error}") from None
 
@@ -50,10 +46,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "fovea downgrade",
         description="Gives the database of a gateway that is stopped the tables of an earlier version: the one of "
-        f"{_URL}, or of a state folder.",
+        "FOVEA_GATEWAY_DATABASE_URL, or of a state folder.",
     )
-    folder = os.environ.get("FOVEA_GATEWAY_STATE_DIR", ".fovea")
-    parser.add_argument("--state-dir", type=Path, default=Path(folder), help=f"of the gateway; default: {folder}")
+    add_state_dir(parser)
     wanted = "the schema that the earlier version needs: it says so when it refuses the database"
     parser.add_argument("--to", type=int, required=True, metavar="SCHEMA", help=wanted)
     return parser.parse_args()

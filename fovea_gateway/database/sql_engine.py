@@ -1,5 +1,6 @@
 """What SQLite in a file and PostgreSQL through psycopg 3 do differently: engines, errors and inserts."""
 
+import argparse
 import logging
 import os
 from contextlib import suppress
@@ -10,13 +11,15 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.runtime.durable import sync_name
-from fovea.wire.errors import InvalidInput, Unavailable
+from fovea.wire.errors import InvalidInput, NotFound, Unavailable
 
 logger = logging.getLogger(__name__)
 
 _SCHEMES = {"postgres": "postgresql+psycopg", "postgresql": "postgresql+psycopg"}
 _FORM = "it must be postgresql://USER:PASSWORD@HOST:PORT/DATABASE or sqlite:////PATH"
 _CONNECT_TIMEOUT_S = 5
+_URL_VARIABLE, _FOLDER_VARIABLE = "FOVEA_GATEWAY_DATABASE_URL", "FOVEA_GATEWAY_STATE_DIR"
+_DEFAULT_FOLDER = Path(".fovea")
 _POSTGRESQL_SESSION = {
     # A gateway whose machine is gone must not own the state for the two hours that TCP takes by default.
     "tcp_keepalives_idle": "10",
@@ -79,6 +82,33 @@ def make_engine(url: sa.URL, connections: int) -> sa.Engine:
         raise InvalidInput(f"database_url has an unknown option: {_FORM}", field="database_url") from None
     sa.event.listen(engine, "connect", _configure_sqlite if is_sqlite else _configure_postgresql)
     return engine
+
+
+def add_state_dir(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that names a state folder to a command that works on a gateway's database."""
+    words = f"of the gateway; default: that of {_FOLDER_VARIABLE}, {_DEFAULT_FOLDER} here, or the running Fovea's"
+    parser.add_argument("--state-dir", type=Path, help=words)
+
+
+def command_url(state_dir: Path | None, *, may_create: bool = True) -> sa.URL:
+    """The URL of the database that a command works on.
+
+    Args:
+        state_dir: As the command line names it; None if it does not.
+        may_create: Whether a new database may be made in a folder that the command line or the environment names.
+
+    Raises:
+        NotFound: The folder has no database, and none may be made there: the gateway would not know its keys.
+        InvalidInput: The URL of the environment cannot be read.
+    """
+    if url := os.environ.get(_URL_VARIABLE):
+        return parse_url(url)
+    named = state_dir or (Path(os.environ[_FOLDER_VARIABLE]) if os.environ.get(_FOLDER_VARIABLE) else None)
+    file = ((named or _DEFAULT_FOLDER) / "gateway.db").absolute()
+    if not file.exists() and not (named and may_create):
+        hint = "name the gateway's folder with --state-dir" if named is None else "name another folder"
+        raise NotFound(f"{file.parent} has no gateway's database: {hint}", field="--state-dir")
+    return parse_url(f"sqlite:///{file}")
 
 
 def is_lost(error: BaseException) -> bool:

@@ -4,10 +4,10 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 
 import grpc
 
+import fovea
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
 from fovea.runtime.machine_memory import memory_use
 from fovea.vision.vision_family import VisionFamily
@@ -85,7 +85,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             transfer_backend=facts.transfer_backend,
             transfer_worker_count=facts.transfer_worker_count,
             dtype=facts.dtype,
-            version=_version(),
+            version=fovea.__version__,
             max_batched_adapters=facts.max_batched_adapters,
             adapter_memory_bytes=facts.adapter_memory_bytes,
             max_sequences=facts.max_sequences,
@@ -211,10 +211,3 @@ def _encode_phase(phase: Ready | Loaded) -> sampler_pb2.ReceiveSnapshotResponse:
     return sampler_pb2.ReceiveSnapshotResponse(
         loaded=sampler_pb2.SnapshotLoaded(digest=phase.digest, pause_s=phase.pause_s)
     )
-
-
-def _version() -> str:
-    try:
-        return version("fovea")
-    except PackageNotFoundError:
-        return "unknown"

@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
+import fovea
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc, sampler_pb2, sampler_pb2_grpc, weights_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.runtime import tracing
@@ -169,6 +170,7 @@ async def test_prompt_options(served: Served) -> None:
 
 async def test_info(served: Served) -> None:
     info = await served.client.info()
+    assert info.version == fovea.__version__
     assert (info.model, info.instance_id, info.max_context_length) == ("model", "instance", 50)
     assert info.transfer_backend == "gloo"
     assert (info.max_batched_adapters, info.adapter_memory_bytes) == (8, 9 << 20)

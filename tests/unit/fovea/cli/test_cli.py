@@ -1,17 +1,30 @@
 """What the `fovea` command says to a person who made a mistake."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import fovea
 from fovea.cli import reference_page
-from fovea.cli.main import app, make_first_key, may_have_keys
+from fovea.cli.local_fovea import (
+    DEFAULT_STATE_DIR,
+    folder_in_use,
+    make_first_key,
+    may_have_keys,
+    name_database,
+    others_run,
+    running_folders,
+)
+from fovea.cli.main import app
+from fovea.cli.supervisor import StateFolder
 from tests.copies import run_copies
 
 
@@ -66,6 +79,15 @@ def test_its_version_and_wrong_uses_are_one_line() -> None:
         assert words in line
 
 
+def test_a_group_without_a_command_prints_its_help_alone() -> None:
+    groups = [[], *([name] for name, command in get_command(app).commands.items() if hasattr(command, "commands"))]
+    assert ["checkpoints"] in groups
+    ended = run_copies("fovea.cli.main", *(["fovea.cli.main", *arguments] for arguments in groups))
+    for done in ended:
+        assert (done.returncode, done.stderr) == (2, "")
+        assert "Usage: " in done.stdout
+
+
 def test_the_reference_page_is_what_the_commands_say() -> None:
     assert reference_page.PAGE.read_text() == reference_page.page(), "run python -m fovea.cli.reference_page"
 
@@ -93,6 +115,51 @@ def test_down_ends_who_holds_the_folder_and_waits(tmp_path: pathlib.Path) -> Non
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 1
     assert "no Fovea is up" in again.output
+
+
+def test_commands_in_another_folder_find_the_running_fovea(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere, there = tmp_path / "elsewhere", tmp_path / "there"
+    elsewhere.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(elsewhere)
+    for name in ("FOVEA_GATEWAY_STATE_DIR", "FOVEA_GATEWAY_DATABASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    folder = StateFolder(there)
+    folder.hold("http://127.0.0.1:1")
+    try:
+        assert there in running_folders()
+        assert folder_in_use(DEFAULT_STATE_DIR, lambda: [there]) == there
+        assert str(there) in capsys.readouterr().err.replace("\n", "")
+        assert str(there) in others_run(DEFAULT_STATE_DIR)
+        name_database(lambda: [there])
+        assert os.environ.pop("FOVEA_GATEWAY_STATE_DIR") == str(there)
+        with pytest.raises(typer.Exit):
+            name_database(lambda: [there, elsewhere])
+        DEFAULT_STATE_DIR.mkdir()
+        assert folder_in_use(DEFAULT_STATE_DIR, lambda: [there]) == DEFAULT_STATE_DIR
+    finally:
+        folder.release()
+    assert there not in running_folders()
+
+
+def test_a_database_is_made_only_in_a_folder_that_is_named(tmp_path: pathlib.Path) -> None:
+    programs: dict[str, list[str]] = {
+        "fovea_gateway.access.keys_command": ["create", "--owner", "alice"],
+        "fovea_gateway.access.owners_command": ["usage"],
+        "fovea_gateway.database.downgrade_command": ["--to", "4"],
+    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FOVEA_GATEWAY_")}
+    for module, arguments in programs.items():
+        command = [sys.executable, "-m", module, *arguments]
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 1
+        assert f"{tmp_path / '.fovea'} has no gateway's database: name the gateway's folder" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+    named = [sys.executable, "-m", "fovea_gateway.access.keys_command", "list", "--state-dir", "named"]
+    subprocess.run(named, cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "named" / "gateway.db").exists()
 
 
 def test_where_nobody_has_a_key_the_first_one_is_made_and_shown_once(
