@@ -19,11 +19,12 @@ from google.protobuf import json_format
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from fovea.wire.errors import InvalidInput, NotFound, PayloadTooLarge, PermissionDenied
+from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, PermissionDenied
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, Checkpoint, CheckpointPath
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row, named_uris, put_row
 from fovea_gateway.checkpoints.exports import LinkSigner
 from fovea_gateway.database.database import Database
+from fovea_gateway.http.request_body import parse_loosely
 
 _FOLDER = "uploads"
 _NAME = "uploaded"
@@ -34,7 +35,9 @@ _PART = "fovea_part."
 _UPLOAD_ID = re.compile(r"upload-([0-9]{10})-[0-9a-f]{16}")
 _TTL_S = 3600
 _MOST_CONFIG_BYTES = 2**20
-_MOST_HEADER_BYTES = 16 * 2**20
+_MOST_HEADER_BYTES = 2**20
+"""Of a safetensors header, which takes about 100 bytes a tensor: room for ten thousand tensors."""
+_MOST_ELEMENTS = 2**17
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 _ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _UNSUPPORTED = ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern")
@@ -137,7 +140,7 @@ class Uploads:
         if unsent := [file for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if file not in sizes]:
             raise InvalidInput(f"{unsent[0]} was not sent yet: PUT it to its URL", field="upload_id")
         lora = json_format.ParseDict(about["lora"], weights_pb2.LoraConfig())
-        lora.alpha = check_config(await storage.read(uri, ADAPTER_CONFIG), lora.rank)
+        lora.alpha = await storage.run(check_config, await storage.read(uri, ADAPTER_CONFIG), lora.rank)
         await self._check_weights(uri, sizes[ADAPTER_WEIGHTS], lora.rank)
         await self._checkpoints.check_room(owner)
         size_bytes = sizes[ADAPTER_CONFIG] + sizes[ADAPTER_WEIGHTS]
@@ -155,8 +158,10 @@ class Uploads:
         storage = self._checkpoints.storage
         head = await self._read(uri, 0, min(8, size_bytes))
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
-        if not 0 < length <= min(size_bytes - 8, _MOST_HEADER_BYTES):
+        if not 0 < length <= size_bytes - 8:
             raise InvalidInput(f"{ADAPTER_WEIGHTS} is no safetensors file", field="upload_id")
+        if length > _MOST_HEADER_BYTES:
+            raise _too_large(f"the header of {ADAPTER_WEIGHTS}", _MOST_HEADER_BYTES)
         header = await self._read(uri, 8, length)
         await storage.run(check_header, header, size_bytes - 8 - length, rank)
 
@@ -203,12 +208,7 @@ def check_config(content: bytes, rank: int) -> float:
 
     Raises InvalidInput that names the first field which it has otherwise.
     """
-    try:
-        config = json.loads(content)
-    except ValueError as error:
-        raise InvalidInput(f"{ADAPTER_CONFIG} is not JSON: {error}", field="upload_id") from None
-    if not isinstance(config, dict):
-        raise InvalidInput(f"{ADAPTER_CONFIG} holds no object", field="upload_id")
+    config = _json_object(content, ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise _wrong_config("peft_type", config, "LORA is what is taken")
     if config.get("r") != rank:
@@ -224,6 +224,14 @@ def check_config(content: bytes, rank: int) -> float:
     return float(alpha)
 
 
+def _json_object(content: bytes, name: str) -> dict[str, Any]:
+    try:
+        return parse_loosely(content, _MOST_ELEMENTS, name)
+    except FoveaError as error:
+        error.field = "upload_id"
+        raise
+
+
 def _wrong_config(name: str, config: dict[str, Any], words: str) -> InvalidInput:
     return InvalidInput(f"{ADAPTER_CONFIG}: {name} is {config.get(name)!r:.80}; {words}", field="upload_id")
 
@@ -233,10 +241,10 @@ def check_header(header: bytes, data_bytes: int, rank: int) -> None:
 
     Raises InvalidInput that names the first tensor which is wrong (https://github.com/huggingface/safetensors, Format).
     """
+    found = _json_object(header, f"the header of {ADAPTER_WEIGHTS}")
     try:
-        found = json.loads(header)
         tensors = {name: _Tensor.of(entry) for name, entry in found.items() if name != "__metadata__"}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidInput(f"{ADAPTER_WEIGHTS} has a damaged header: {error}", field="upload_id") from None
     if not tensors:
         raise InvalidInput(f"{ADAPTER_WEIGHTS} has no tensors", field="upload_id")
@@ -279,4 +287,4 @@ def _wrong_tensor(name: str, words: str) -> InvalidInput:
 
 
 def _too_large(file: str, limit: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"{file} is above {limit} bytes, the most of an upload here")
+    return PayloadTooLarge(f"{file} is above {limit} bytes, the limit for uploads here", field="upload_id")

@@ -137,16 +137,20 @@ def describe(error: ValidationError) -> str:
     return "; ".join(parts)
 
 
-def parse_loosely(body: bytes, most_elements: int = SMALL_ELEMENTS) -> dict[str, Any]:
-    """The object of a JSON body whatever is in it. Raises InvalidInput if it is none, PayloadTooLarge."""
-    check_json_elements(body, most_elements)
+def parse_loosely(body: bytes, most_elements: int = SMALL_ELEMENTS, name: str = "the body") -> dict[str, Any]:
+    """Parses any JSON object that a client sent. Raises InvalidInput, or PayloadTooLarge for too many elements.
+
+    Args:
+        name: The text's name in errors.
+    """
+    check_json_elements(body, most_elements, name)
     try:
         # Not Python's json, which fails on deep nesting and takes lone surrogates, which nothing behind us can encode.
         value = from_json(body)
     except ValueError as error:
-        raise InvalidInput(f"the body is not JSON: {error}") from None
+        raise InvalidInput(f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InvalidInput("the body is not a JSON object")
+        raise InvalidInput(f"{name} is not a JSON object")
     return value
 
 
@@ -226,11 +230,11 @@ async def _off_loop(function: Any, body: bytes, *rest: Any) -> Any:
     return await asyncio.to_thread(function, body, *rest)
 
 
-def check_json_elements(body: bytes, most: int) -> int:
+def check_json_elements(body: bytes, most: int, name: str = "the body") -> int:
     """Counts the elements of JSON. Raises PayloadTooLarge above `most`. Commas within strings count too."""
     count = body.count(b",") + body.count(b"[") + body.count(b"{")
     if count > most:
-        raise PayloadTooLarge(f"the body has {count} elements; at most {most} are taken here")
+        raise PayloadTooLarge(f"{name} has {count} elements; at most {most} are taken here")
     return count
 
 
