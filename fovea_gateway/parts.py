@@ -105,7 +105,7 @@ class Parts:
         )  # fmt: skip
         self.parking = Parking(
             self.futures, self.sessions, self.models, self.training, self.residences, self.base_models,
-            settings.parked_ttl_s, settings.parked_bytes, clock,
+            settings.parked_ttl_s, settings.parked_bytes, self.owners.weight, clock,
         )  # fmt: skip
         self.training_runs = TrainingRuns(self.database, self.checkpoints)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)

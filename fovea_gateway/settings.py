@@ -114,7 +114,10 @@ class GatewaySettings(ServiceSettings):
     )
     parked_ttl_s: float = Field(7 * 86400.0, gt=0, description="Seconds after which a parked session ends.")
     parked_bytes: int = Field(
-        64 * 2**30, gt=0, description="What parked sessions may take of the trainer's storage; the oldest end above it."
+        64 * 2**30,
+        gt=0,
+        description="What parked sessions may take of the trainer's storage. Above it, the oldest end of the owner that"
+        " has most by its weight.",
     )
     inline_limit_bytes: int = Field(
         2**20, gt=0, description="Results above this are announced by size before a client is sent them."

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 
 from fovea.runtime.cautious_clock import CautiousClock
 from fovea.wire.errors import FoveaError
@@ -27,7 +28,8 @@ class Parking:
 
     Args:
         ttl_s: Seconds after which a parked session ends.
-        most_bytes: Of all that is parked; above, those that have waited longest end.
+        most_bytes: Of all that is parked. Above, the oldest end of the owner that has most by its weight.
+        weight_of: An owner's weight, above 0.
     """
 
     def __init__(
@@ -40,11 +42,14 @@ class Parking:
         base_models: BaseModels,
         ttl_s: float,
         most_bytes: int,
+        weight_of: Callable[[str], float],
         clock: CautiousClock,
     ) -> None:
         self._futures, self._sessions, self._models, self._training = futures, sessions, models, training
         self._residences, self._base_models = residences, base_models
-        self._ttl_s, self._most_bytes, self._clock = ttl_s, most_bytes, clock
+        self._ttl_s, self._most_bytes, self._weight_of, self._clock = ttl_s, most_bytes, weight_of, clock
+        self._making_room: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._made_room: Counter[str] = Counter()
 
     async def sweep(self) -> None:
         """Parks or ends what is silent, then ends what was parked too long or takes too much."""
@@ -61,15 +66,24 @@ class Parking:
     async def make_room(self, base_model: str) -> bool:
         """Parks models of clients that seem to be gone, before their time, since a new model wants their room.
 
-        Waits for clients whose last heartbeat is late. Returns whether the trainer has become emptier.
+        Waits for clients whose last heartbeat is late. Of creations that come at once, one makes room for all. Returns
+        whether the trainer has become emptier since the call.
         """
+        before = self._made_room[base_model]
+        async with self._making_room[base_model]:
+            if self._made_room[base_model] == before:
+                self._made_room[base_model] += await self._park_quiet(base_model)
+            return self._made_room[base_model] > before
+
+    async def _park_quiet(self, base_model: str) -> int:
+        """Parks the sessions of clients that seem to be gone, once there are any; returns how many."""
         while True:
             holders = [session for session in self._holders(base_model) if self._sessions.is_silent(session, _LATE_S)]
             quiet = [session for session in holders if self._sessions.is_silent(session, _QUIET_S)]
             for session in quiet:
                 await self._park(session, _QUIET_S)
             if quiet or not holders:
-                return any(session.parked_at is not None for session in quiet)
+                return sum(1 for session in quiet if session.parked_at is not None)
             await asyncio.sleep(_LOOK_S)
 
     def _holders(self, base_model: str) -> list[Session]:
@@ -104,15 +118,22 @@ class Parking:
 
     async def _bound(self) -> None:
         parked, now = await self._sessions.parked(), self._clock.now()
-        total = sum(session.parked_bytes for session in parked)
-        metrics.PARKED.set(len(parked))
-        metrics.PARKED_BYTES.set(total)
+        held: Counter[str] = Counter()
         for session in parked:
-            assert session.parked_at is not None
-            if now - session.parked_at > self._ttl_s:
-                await self._sessions.expire(session, f"parked for more than parked_ttl_s, {self._ttl_s:.0f} s")
-            elif total > self._most_bytes:
-                await self._sessions.expire(session, f"all parked sessions took {total} bytes: the oldest ended")
-            else:
-                continue
-            total -= session.parked_bytes
+            held[session.owner] += session.parked_bytes
+        metrics.PARKED.set(len(parked))
+        metrics.PARKED_BYTES.set(held.total())
+        for session in [each for each in parked if now - (each.parked_at or now) > self._ttl_s]:
+            await self._sessions.expire(session, f"parked for more than parked_ttl_s, {self._ttl_s:.0f} s")
+            held[session.owner] -= session.parked_bytes
+            parked.remove(session)
+        while held.total() > self._most_bytes:
+            owner = max(held, key=lambda name: held[name] / self._weight_of(name))
+            oldest = next(session for session in parked if session.owner == owner and session.parked_bytes)
+            await self._sessions.expire(
+                oldest,
+                f"all parked sessions took {held.total()} bytes of parked_bytes, {self._most_bytes}, and this owner's "
+                "most of it: its oldest ended",
+            )
+            held[owner] -= oldest.parked_bytes
+            parked.remove(oldest)

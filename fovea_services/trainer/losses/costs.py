@@ -1,7 +1,7 @@
 """How much memory and time an operation of a traced loss may take: known before it runs, wherever it can be.
 
 Work is counted in elements read and written. What sorts, multiplies matrices or repeats itself reads its elements
-several times, and a tensor costs OBJECT elements beside its own. An operation that the gradient flows through is counted
+several times, and a tensor costs OBJECT elements beside its own. An operation that the gradient flows through counts
 with its part of the backward pass.
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fovea.client import GatewayClient
-from fovea.wire.errors import DiskFull, NotFound, PermissionDenied
+from fovea.wire.errors import DiskFull, NotFound, PermissionDenied, ResourceExhausted
 from fovea_gateway.futures.future import Kind, Pending
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.scopes import Scope
@@ -433,6 +433,44 @@ async def test_parked_sessions_end_above_their_bytes_and_by_hand(stand: Recoveri
     await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
     await eventually(lambda: second not in stand.trainer.points)
     assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
+
+
+async def test_many_parked_sessions_of_one_owner_end_none_of_another(stand: RecoveringStand, tmp_path: Path) -> None:
+    await stand.stop()
+    await stand.start(session_ttl_s=0.5, api_key=["alice=tml-alice", "bob=tml-bob"], parked_bytes=3500)
+    async with stand.http("tml-alice") as alices, stand.http("tml-bob") as bobs:
+        alice, models = Rest(alices), []
+        for rest in (alice, *(Rest(bobs) for _ in range(5))):
+            models.append(await rest.create_model())
+            await answers(rest, await submit(rest, models[-1], 1, 1))
+            await eventually(lambda: models[-1] not in stand.trainer.models)
+        await eventually(lambda: len(stand.trainer.of("DeleteModel")) == 3)
+        assert [request.model_id for request in stand.trainer.of("DeleteModel")] == models[1:4], "bob's oldest"
+        assert [each["session_id"] for each in await parked_sessions(alice)] == [alice.session_id]
+
+
+async def test_creations_that_come_at_once_find_the_room_that_one_of_them_makes(
+    stand: RecoveringStand, rest: Rest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = stand.trainer.note
+
+    async def note_if_there_is_room(name: str, request: Any) -> None:
+        await note(name, request)
+        await asyncio.sleep(0.05)
+        if name == "CreateModel" and len(stand.trainer.models) >= 2:
+            raise ResourceExhausted("2 models exist, which is the most")
+
+    for number in range(2):
+        await rest.create_model(number)
+    monkeypatch.setattr(stand.trainer, "note", note_if_there_is_room)
+    monkeypatch.setattr(parking, "_QUIET_S", 0.0)
+    monkeypatch.setattr(parking, "_LATE_S", 0.0)
+    async with stand.http() as http:
+        others = [Rest(http) for _ in range(20)]
+        for other in others:
+            await other.open_session()
+        made = await asyncio.gather(*(other.create_model() for other in others), return_exceptions=True)
+    assert sum(isinstance(each, str) for each in made) >= 2
 
 
 async def test_parked_models_wait_for_their_owners_share(stand: RecoveringStand, rest: Rest) -> None:
