@@ -8,6 +8,7 @@
         AlreadyExists            ALREADY_EXISTS       400  user     a name is taken (409 would stall the SDK)
         FailedPrecondition       FAILED_PRECONDITION  400  user     right request, wrong time
             SnapshotNotLoaded    FAILED_PRECONDITION  503  server   the sampler needs a push first
+            NotFinite            FAILED_PRECONDITION  400  user     the weights' numbers overflow; they are not sampled
             SessionEnded         FAILED_PRECONDITION  410  user     the session is over
         Expired                  FAILED_PRECONDITION  410  user     a result was kept long enough
         ResourceExhausted        RESOURCE_EXHAUSTED   429  user     a quota or a queue is full
@@ -118,6 +119,12 @@ class SnapshotNotLoaded(FailedPrecondition):
 
     reason, http_status = "SNAPSHOT_NOT_LOADED", 503
     category: ClassVar[Category] = "server"
+
+
+class NotFinite(FailedPrecondition):
+    """Log-probabilities are NaN or infinite: the weights are too large for the model's arithmetic."""
+
+    reason = "NOT_FINITE"
 
 
 class SessionEnded(FailedPrecondition):

@@ -153,7 +153,8 @@ class SampleEngine(Protocol):
     def sample(self, spec: SampleSpec, index: int, prompt: Any, adapter: AdapterName | None) -> AsyncGenerator[Event]:
         """Events of sequence `index`: PromptResult first, then Deltas. Closing it aborts the request.
 
-        Only sequence 0 scores the prompt, if the request asks for that. Raises Unavailable if the engine is dead.
+        Only sequence 0 scores the prompt, if the request asks for that. Raises Unavailable if the engine is dead,
+        NotFinite for log-probabilities that are not.
         """
         ...
 

@@ -1,17 +1,20 @@
 """How one sample request runs: weights held, images fetched, its sequences drawn side by side."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fovea.runtime import tracing
 from fovea.runtime.tasks import run_to_end
-from fovea.wire.errors import ResourceExhausted
+from fovea.wire.errors import NotFinite, ResourceExhausted
 from fovea_services.sampler import sampler_metrics
 from fovea_services.sampler.engine_api import AdapterName, Delta, Event, PromptResult, SampleEngine, SampleSpec
 from fovea_services.sampler.image_fetching import ImageFetcher
 from fovea_services.sampler.weight_store import WeightStore
+
+logger = logging.getLogger(__name__)
 
 _DONE = None
 
@@ -36,7 +39,8 @@ class Generation:
     async def run(self, spec: SampleSpec) -> AsyncGenerator[Event]:
         """PromptResult, then Deltas of all sequences as they come. Closing it aborts all of them.
 
-        Raises SnapshotNotLoaded, FeatureEvicted, InvalidInput, ResourceExhausted, Unavailable.
+        Raises SnapshotNotLoaded, FeatureEvicted, InvalidInput, ResourceExhausted, Unavailable; NotFinite if the
+        snapshot's log-probabilities are not finite, now or in an earlier request.
         """
         if self._in_flight >= self._max_requests:
             raise ResourceExhausted(f"{self._max_requests} requests are in flight; try again later")
@@ -50,9 +54,13 @@ class Generation:
                 self._weights.use(spec.request.snapshot_id) as adapter,
                 aclosing(self._draw_all(spec, self._engine.prompt(spec, images), adapter)) as events,
             ):
-                async for event in events:
-                    _count(spec, event)
-                    yield event
+                try:
+                    async for event in events:
+                        _count(spec, event)
+                        yield event
+                except NotFinite as error:
+                    logger.warning("snapshot %r is refused from now on: %s", spec.request.snapshot_id, error)
+                    raise self._weights.quarantine(spec.request.snapshot_id, error.message) from error
         finally:
             self._in_flight -= 1
             sampler_metrics.IN_FLIGHT.dec()

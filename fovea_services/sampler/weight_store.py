@@ -10,13 +10,16 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
+from cachetools import LRUCache
+
 from fovea.runtime.tasks import BackgroundTasks, SharedLock, run_to_end
-from fovea.wire.errors import AlreadyExists, ResourceExhausted, SnapshotNotLoaded
+from fovea.wire.errors import AlreadyExists, NotFinite, ResourceExhausted, SnapshotNotLoaded
 from fovea_services.sampler import sampler_metrics
 from fovea_services.sampler.engine_api import AdapterName, WeightEngine
 
 BASE = ""
 """Snapshot id of the base model."""
+_MOST_QUARANTINED = 10_000
 
 
 @dataclass(eq=False)
@@ -135,6 +138,7 @@ class WeightStore:
         self._lock = SharedLock()
         self._resident: str | None = BASE
         self._dropping = BackgroundTasks()
+        self._quarantined: LRUCache[str, str] = LRUCache(_MOST_QUARANTINED)
 
     @property
     def resident_snapshot_id(self) -> str | None:
@@ -158,7 +162,12 @@ class WeightStore:
             raise AlreadyExists(f"snapshot {snapshot_id} is held with digest {held.digest}; snapshots never change")
 
     def require(self, snapshot_id: str) -> HeldAdapter | None:
-        """The adapter of a loaded snapshot, None for full weights. Raises SnapshotNotLoaded for any other."""
+        """The adapter of a loaded snapshot, None for full weights.
+
+        Raises NotFinite for a quarantined snapshot, SnapshotNotLoaded for any that is not loaded.
+        """
+        if (reason := self._quarantined.get(snapshot_id)) is not None:
+            raise NotFinite(reason, snapshot_id=snapshot_id)
         if snapshot_id == self._resident:
             return None
         held = self._adapters.find(snapshot_id) if self._resident == BASE and snapshot_id != BASE else None
@@ -168,9 +177,28 @@ class WeightStore:
             )
         return held
 
+    def quarantine(self, snapshot_id: str, found: str) -> NotFinite:
+        """Refuses a snapshot from now on; returns the error that says so. Snapshots never change, so for good.
+
+        The base model is not refused: a request that it cannot compute must not end its use by all others.
+
+        Args:
+            snapshot_id: The snapshot that was sampled from.
+            found: What is wrong with its answers.
+        """
+        if snapshot_id == BASE:
+            return NotFinite(f"{found}. The base model cannot compute this request: change its prompt or images")
+        reason = (
+            f"snapshot {snapshot_id!r} cannot be sampled: {found}, so its weights are too large for the model's "
+            "arithmetic. This sampler refuses it from now on. Sample an earlier snapshot; or load an earlier "
+            "checkpoint, train on with a lower learning rate or with grad_clip_norm, and save again"
+        )
+        self._quarantined[snapshot_id] = reason
+        return NotFinite(reason, snapshot_id=snapshot_id)
+
     @asynccontextmanager
     async def use(self, snapshot_id: str) -> AsyncIterator[AdapterName | None]:
-        """Holds a snapshot in place while a request samples from it. Raises SnapshotNotLoaded."""
+        """Holds a snapshot in place while a request samples from it. Raises as `require` does."""
         async with self._lock.shared():
             held = self.require(snapshot_id)
             if held is None:

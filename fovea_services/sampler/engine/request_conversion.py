@@ -17,7 +17,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from fovea.wire.conventions import MESSAGE_BYTES
-from fovea.wire.errors import Internal, InvalidInput, Unavailable
+from fovea.wire.errors import Internal, InvalidInput, NotFinite, Unavailable
 from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
 from fovea_services.sampler.engine_api import FILLER_LOGPROB, Delta, Finish, PromptResult, SampleSpec, TopRows
@@ -159,7 +159,8 @@ def _is_at_once(spec: SampleSpec) -> bool:
 def prompt_result(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | None) -> PromptResult:
     """What the first result says of the prompt.
 
-    Raises Unavailable if the engine gave the request up, Internal if the scores are missing or of another shape.
+    Raises Unavailable if the engine gave the request up, Internal if the scores are missing or of another shape,
+    NotFinite if they are not finite.
     """
     _finish(result.outputs[0].finish_reason)
     cached_token_count = result.num_cached_tokens or 0
@@ -171,6 +172,7 @@ def prompt_result(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | Non
         scores = Scores.unpack(plan, result.prompt_token_id_logprobs)
     except ValueError as error:
         raise Internal(f"the engine sent other scores of the prompt than were asked for: {error}") from error
+    _check_finite("the prompt", scores.actual, scores.top.logprobs, scores.targets, scores.alt.logprobs)
     return PromptResult(
         logprobs=_from(plan, scores.actual, np.nan) if spec.request.prompt_logprobs else None,
         top=_top_from(plan, scores.top) if spec.request.top_prompt_logprobs else None,
@@ -181,7 +183,11 @@ def prompt_result(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | Non
 
 
 def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delta]:
-    """The new tokens of a result of a request of one sequence. Raises Unavailable if the engine gave the request up."""
+    """The new tokens of a result of a request of one sequence.
+
+    Raises Unavailable if the engine gave the request up, NotFinite if log-probabilities of tokens are not finite. A
+    row of logits with a NaN or +inf makes all its log-probabilities NaN, so the tokens' own tell of every such row.
+    """
     (output,) = result.outputs
     finish = _finish(output.finish_reason)
     tokens = np.asarray(output.token_ids, dtype=np.int32)
@@ -189,10 +195,17 @@ def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delt
         return
     flat = output.logprobs if isinstance(output.logprobs, FlatLogprobs) else FlatLogprobs()
     logprobs, top = _split(flat, len(tokens), spec.request.top_sample_logprobs)
+    _check_finite("the sampled tokens", logprobs)
     experts = output.routed_experts if spec.request.routed_experts else None
     if spec.request.routed_experts and finish is not None and (experts is None or len(experts) < len(spec.tokens)):
         raise Internal("the engine sent no experts of the sequence's tokens")
     yield Delta(index, tokens, logprobs, top, finish, experts)
+
+
+def _check_finite(of_what: str, *logprobs: npt.NDArray[np.float32]) -> None:
+    """Raises NotFinite if any value of the arrays is NaN or infinite."""
+    if not all(np.isfinite(values).all() for values in logprobs):
+        raise NotFinite(f"log-probabilities of {of_what} are NaN or infinite")
 
 
 def _from(plan: ScorePlan, rows: npt.NDArray, filler: float) -> npt.NDArray:

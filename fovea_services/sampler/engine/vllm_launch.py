@@ -192,6 +192,7 @@ def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "Vllm
         raise ValueError(f"vLLM refuses its configuration: {engine_arguments.in_one_line(error)}") from None
     if runs_on_cpu(settings):
         vllm_patches.image_attention_cpu.configure(config)
+    vllm_patches.fresh_blocks.configure(config)
     vllm_patches.routed_experts.configure(config)
     return config
 

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from fovea.random_weights import random_slices
 from fovea_services.sampler.engine.snapshot_receiver import Arrival
-from fovea_services.sampler.vllm_patches import tied_head
+from fovea_services.sampler.vllm_patches import kernels_cpu
 
 BACKEND = "fovea"
 RANDOM_FORMAT = "fovea_random"
@@ -85,7 +85,7 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
         if not self._in_place:
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            tied_head.apply(self.model)
+            kernels_cpu.pack_embeddings(self.model)
 
     def shutdown(self) -> None:
         """Has nothing to release."""

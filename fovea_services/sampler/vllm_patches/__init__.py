@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from fovea_services.sampler.vllm_patches import (
     adapted_modules,
     experts_cpu,
+    fresh_blocks,
     image_attention_cpu,
     kernels_cpu,
     lora_slots,
@@ -29,7 +30,6 @@ from fovea_services.sampler.vllm_patches import (
     routed_experts,
     seeded_generators,
     temperature_logprobs,
-    tied_head,
 )
 
 PATCHES = (
@@ -39,13 +39,13 @@ PATCHES = (
     punica_cpu,  # before_model, on CPU
     experts_cpu,  # before_model, on CPU
     punica_gpu,  # before_model, on GPU
-    kernels_cpu,  # before_model, on CPU
+    kernels_cpu,  # before_model, on CPU; by ArrivalWeightTransferEngine whenever full weights have been loaded
+    fresh_blocks,  # before_model; its scheduler by vllm_launch
     routed_experts,  # before_model; its scheduler by vllm_launch
     seeded_generators,  # after_model, on CPU
     temperature_logprobs,  # after_model
     prompt_scorer,  # after_model
     lora_slots,  # by AdapterBank, from which vLLM gets its adapters then
-    tied_head,  # by ArrivalWeightTransferEngine on CPU, whenever full weights have been loaded
 )
 
 
@@ -54,6 +54,7 @@ def before_model() -> None:
     adapted_modules.apply()
     parameter_names.apply()
     routed_experts.apply()
+    fresh_blocks.apply()
     if current_platform.is_cpu():
         punica_cpu.apply()
         experts_cpu.apply()

@@ -1,15 +1,21 @@
-"""Kernels on CPU: RMS norms in one pass instead of seven, rotary embeddings that know tokens from heads, delta nets.
+"""Kernels on CPU: RMS norms in one pass instead of seven, rotary embeddings that know tokens from heads, delta nets,
+and tied unembeddings that follow new weights.
 
 Replaces: `vllm.platforms.cpu.CpuPlatform.get_default_ir_op_priority`, `RotaryEmbedding.forward_cpu` and, but for
     bfloat16, `vllm.model_executor.layers.mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core`; adds an implementation
-    to `vllm.ir.ops.rms_norm` and `vllm.ir.ops.fused_add_rms_norm`.
+    to `vllm.ir.ops.rms_norm` and `vllm.ir.ops.fused_add_rms_norm`. Completes
+    `vllm.model_executor.model_loader.reload.finalize_layerwise_reload`.
 Why: vLLM's CPU build contains the fused norms but registers them for GPUs only, and takes the native formula.
     Its rotary kernel takes the last but one dimension for tokens: of queries [T, heads, D], as LFM2 has them, it turns
     the heads of the first ones by the angles of later tokens (0.4 nat). [T, heads * D] is right.
     Of gated delta nets (Qwen3.5) it has kernels for bfloat16 and some sizes of heads; anything else ends the engine.
-Upstream: none filed; vllm-project/vllm pull request 33825 made these operations.
+    An unembedding that shares the embedding's weight multiplies by a packed copy of it (`cpu_linear`). vLLM packs again
+    what it has loaded, and the embedding alone loads the shared weight: `lm_head` kept the old one, 1.3 nat off.
+Upstream: none filed; vllm-project/vllm pull request 33825 made these operations; RFC 48312, on weight reloading for
+    RL, has tensors derived from weights as its second point.
 Delete when: another implementation than "native" takes norms on CPU and the CPU platform prefers it, the rotary
-    kernel makes the same of both shapes, and `chunk_gated_delta_rule_cpu` takes float32.
+    kernel makes the same of both shapes, `chunk_gated_delta_rule_cpu` takes float32, and a reload of a tied embedding
+    leaves a `cpu_linear` of the new weight.
 
 Shapes: N sequences, L new tokens of each, K taps of a convolution, D channels, H heads.
 """
@@ -29,6 +35,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
@@ -48,6 +56,13 @@ def apply() -> None:
     current_platform.import_kernels()
     ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_takes)(_rms_norm)
     ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_takes_sum, inplace=True)(_fused_add_rms_norm)
+
+
+def pack_embeddings(model: torch.nn.Module) -> None:
+    """Packs all embeddings and unembeddings of a CPU model again, after its weights have changed."""
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
 def _flatten_heads() -> None:

@@ -24,8 +24,8 @@ from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.platforms import current_platform
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
+
+from fovea_services.sampler.vllm_patches.fresh_blocks import AsyncZeroingScheduler, ZeroingScheduler
 
 ASKED_KEY = "fovea_routed_experts"
 """Is true in vLLM's `extra_args` of a request that asks."""
@@ -185,7 +185,7 @@ class _Passing:
         """Nothing is kept here."""
 
 
-class PassingScheduler(Scheduler):  # type: ignore[misc]
+class PassingScheduler(ZeroingScheduler):
     """vLLM's, and passes rows on."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -193,7 +193,7 @@ class PassingScheduler(Scheduler):  # type: ignore[misc]
         self.aux_output_connector = _Passing()
 
 
-class AsyncPassingScheduler(AsyncScheduler):  # type: ignore[misc]
+class AsyncPassingScheduler(AsyncZeroingScheduler):
     """vLLM's, and passes rows on."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

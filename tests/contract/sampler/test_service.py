@@ -15,7 +15,14 @@ from fovea.client.sampler import SamplerClient
 from fovea.runtime import tracing
 from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.wire import tensors
-from fovea.wire.errors import FeatureEvicted, InvalidInput, ResourceExhausted, SnapshotNotLoaded, Unavailable
+from fovea.wire.errors import (
+    FeatureEvicted,
+    InvalidInput,
+    NotFinite,
+    ResourceExhausted,
+    SnapshotNotLoaded,
+    Unavailable,
+)
 from fovea.wire.features import iter_pieces, size_bytes, tensors_sha256
 from fovea_services.sampler.engine_api import Limits
 from fovea_services.sampler.generation import Generation
@@ -236,18 +243,23 @@ async def test_a_known_image_with_other_tensors(served: Served) -> None:
         await events(served, image_request(feature))
 
 
-async def test_a_push_over_the_wire(served: Served) -> None:
+async def push(served: Served, snapshot_id: str, digest: str) -> list[sampler_pb2.ReceiveSnapshotResponse]:
+    """Joins the group "g" and pushes an adapter of one tensor."""
     join = sampler_pb2.JoinTransferGroupRequest(
         group_id="g", master_address="h", master_port=5, rank_offset=1, world_size=2, timeout_s=5
     )
     assert await served.client.join_transfer_group(join) == "instance"
     manifest = weights_pb2.SnapshotManifest(bucket_bytes=9)
     manifest.snapshot.CopyFrom(
-        weights_pb2.Snapshot(snapshot_id="m@1", digest="d", kind=weights_pb2.SNAPSHOT_KIND_ADAPTER)
+        weights_pb2.Snapshot(snapshot_id=snapshot_id, digest=digest, kind=weights_pb2.SNAPSHOT_KIND_ADAPTER)
     )
     manifest.tensors.add(name="t", dtype="float32", shape=[2])
-    push = sampler_pb2.ReceiveSnapshotRequest(group_id="g", manifest=manifest, timeout_s=5)
-    phases = [phase async for phase in served.client.receive_snapshot(push)]
+    asked = sampler_pb2.ReceiveSnapshotRequest(group_id="g", manifest=manifest, timeout_s=5)
+    return [phase async for phase in served.client.receive_snapshot(asked)]
+
+
+async def test_a_push_over_the_wire(served: Served) -> None:
+    phases = await push(served, "m@1", "d")
     assert [phase.WhichOneof("phase") for phase in phases] == ["ready", "loaded"]
     assert phases[1].loaded.digest == "d"
     _, *deltas = await events(served, request(snapshot_id="m@1"))
@@ -279,3 +291,15 @@ async def test_an_answer_in_openais_words_is_a_plan_and_then_text(served: Served
     for wrong in ([], steps[1:]):
         with pytest.raises(InvalidInput, match="must begin with a request"):
             _ = [step async for step in served.client.answer_openai(say(wrong))]
+
+
+async def test_a_snapshot_whose_numbers_overflow_fails_by_name_and_the_base_model_goes_on(served: Served) -> None:
+    await push(served, "m@1", "large")
+    served.engine.overflowing.add("large")
+    for sample_count in (2, 1):
+        with pytest.raises(NotFinite, match="snapshot 'm@1' cannot be sampled") as raised:
+            await events(served, request(snapshot_id="m@1", sample_count=sample_count))
+        assert raised.value.metadata["snapshot_id"] == "m@1"
+    assert len(served.engine.used_names) == 2, "the second request reaches the engine no more"
+    assert not served.engine.running
+    assert len(await events(served, request())) == 4

@@ -11,7 +11,7 @@ import torch
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.wire.errors import AlreadyExists, FailedPrecondition, InvalidInput, SnapshotNotLoaded
-from tests.e2e.sampler.asking import ask, request_for
+from tests.e2e.sampler.asking import Answer, ask, request_for
 from tests.e2e.sampler.conftest import PromptMaker, picture
 from tests.e2e.sampler.reference import Reference, random_adapter
 from tests.e2e.sampler.sender import Sender, manifest_of
@@ -78,6 +78,44 @@ async def test_adapters_of_other_shapes_take_over_each_others_slots(
             answer = await ask(client, request_for(prompt.wire, held, max_tokens=1, prompt_logprobs=True))
             assert answer.prompt_logprobs is not None
             assert np.abs(answer.prompt_logprobs[1:] - expected[held]).max() < 1e-3
+    for name in (await client.info()).adapter_snapshot_ids:
+        await client.drop_snapshot(name)
+
+
+async def test_an_adapter_whose_numbers_overflow_fails_alone_and_leaves_no_trace(
+    client: SamplerClient, prompts: PromptMaker, reference: Reference
+) -> None:
+    """Its requests fill blocks with NaN; then the base model's get those blocks, and a right adapter its slot."""
+
+    async def neighbours() -> list[list[int]]:
+        """Greedy tokens of the base model, of prompts that end in the middle of a block."""
+        asked = [request_for(prompts.make("Neighbour " * n).wire, max_tokens=40, temperature=0.0) for n in range(1, 25)]
+        return [answer.sequences[0].tokens for answer in await asyncio.gather(*(ask(client, one) for one in asked))]
+
+    async def offend(number: int, **scores: bool) -> Answer:
+        wire = prompts.make(f"Offender {number} " * 20, picture(number)).wire
+        through = sampler_pb2.StopCondition(ignore_eos=True)
+        return await ask(client, request_for(wire, "large@1", 2, max_tokens=60, stop=through, **scores))
+
+    before = await neighbours()
+    sender = await Sender(client).join()
+    large = {name: torch.full_like(tensor, 1e30) for name, tensor in attention_adapter(reference, 1).items()}
+    await sender.push("large@1", large, RANK)
+    offenders = [offend(number, prompt_logprobs=number % 2 == 0) for number in range(30)]
+    beside, *outcomes = await asyncio.gather(neighbours(), *offenders, return_exceptions=True)
+    assert await neighbours() == before
+    assert beside == before
+    await sender.push("right@1", attention_adapter(reference, 1), RANK)
+    request = request_for(prompts.make("After ", picture(1)).wire, "right@1", max_tokens=1, prompt_logprobs=True)
+    right = await ask(client, request)
+    assert right.prompt_logprobs is not None
+    assert np.isfinite(right.prompt_logprobs[1:]).all()
+    for outcome in outcomes:
+        assert isinstance(outcome, FailedPrecondition), outcome
+        assert "snapshot 'large@1' cannot be sampled" in outcome.message
+        assert outcome.metadata["snapshot_id"] == "large@1"
+    with pytest.raises(FailedPrecondition, match="refuses it from now on"):
+        await offend(30)
     for name in (await client.info()).adapter_snapshot_ids:
         await client.drop_snapshot(name)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.wire.errors import InvalidInput, Unavailable
+from fovea.wire.errors import InvalidInput, NotFinite, Unavailable
 from fovea.wire.features import FeatureTensors
 from fovea_services.sampler.engine_api import AdapterName, AltRows, Delta, Event, PromptResult, SampleSpec
 
@@ -46,6 +46,8 @@ class MemoryEngine:
         self.full = "base"
         self.running = 0
         self.fail_loading = False
+        self.overflowing: set[str] = set()
+        """Digests of adapters whose log-probabilities are NaN after the first token."""
         self.step = asyncio.Event()
         self.step.set()
         self.arrived = asyncio.Event()
@@ -69,6 +71,8 @@ class MemoryEngine:
             for number in range(spec.params.max_tokens):
                 await self.step.wait()
                 await asyncio.sleep(0)
+                if number and adapter is not None and self.adapters[adapter.name] in self.overflowing:
+                    raise NotFinite("log-probabilities of the sampled tokens are NaN or infinite")
                 token = np.asarray([spec.tokens[number % len(spec.tokens)] + index], dtype=np.int32)
                 last = number + 1 == spec.params.max_tokens
                 yield Delta(index, token, np.asarray([-1.0], np.float32), None, "length" if last else None)

@@ -7,6 +7,7 @@ against is compared instead.
 import ast
 import hashlib
 import importlib.util
+import math
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -46,11 +47,21 @@ from vllm.model_executor.models.module_mapping import MultiModelKeys
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from fovea.runtime.hosts import interface_of
 from fovea_services.sampler import vllm_patches
-from fovea_services.sampler.vllm_patches import adapted_modules, kernels_cpu, parameter_names, tied_head
+from fovea_services.sampler.vllm_patches import (
+    adapted_modules,
+    fresh_blocks,
+    kernels_cpu,
+    parameter_names,
+    routed_experts,
+)
 
 WRITTEN_AGAINST = {
     "vllm.lora.layers.fused_moe:FusedMoEWithLoRA.set_lora": "414a3ed95b69dbc3",
@@ -63,6 +74,8 @@ WRITTEN_AGAINST = {
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": "fa48015699b08b1c",
     "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "8aac6e6c6c9fc452",
     "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_logits": "09ad711cba536905",
+    "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing": "4aa83c9727b0b901",
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids": "ac43ccfaa22654cd",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build": "38db4d83ca9a5cd4",
     "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": "d78ca68bb42e6278",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": "141d17cea9b15596",
@@ -343,7 +356,7 @@ def one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vllm
         parallel_state.destroy_distributed_environment()
 
 
-def test_vllm_still_needs_tied_head(one_worker: VllmConfig) -> None:
+def test_vllm_still_needs_a_tied_head_packed_again(one_worker: VllmConfig) -> None:
     torch.manual_seed(0)
     model = TiedModel()
     record_metadata_for_reloading(model)
@@ -356,5 +369,101 @@ def test_vllm_still_needs_tied_head(one_worker: VllmConfig) -> None:
         model.load(new)
         finalize_layerwise_reload(model, one_worker.model_config)
     assert model.error(hidden, old) < 1e-4, "vLLM packs a tied unembedding again by itself"
-    tied_head.apply(model)
+    kernels_cpu.pack_embeddings(model)
     assert model.error(hidden, new) < 1e-4
+
+
+BLOCK, HEADS, SIZE = 32, 2, 32
+
+
+def attention_after(stale: float, dtype: torch.dtype, new_tokens: int, length: int = 40) -> torch.Tensor:
+    """Of the last tokens of a sequence [new_tokens, heads, size], in a cache that was filled with a number before."""
+    torch.manual_seed(0)
+    cache = torch.full((4, HEADS, 2 * BLOCK, SIZE), stale, dtype=dtype)
+    keys, values = cache.chunk(2, dim=2)
+    isa, scales = _get_attn_isa(dtype, BLOCK, SIZE, "auto"), {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
+    key, value, query = torch.randn(3, length, HEADS, SIZE).to(dtype)
+    slots = BLOCK + torch.arange(length)  # the first block is nobody's
+    ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa, **scales)
+    starts, lengths = torch.tensor([0, new_tokens], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+    causal: dict[str, Any] = {"query_start_loc": starts, "seq_lens": lengths, "causal": True}
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=1,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim=SIZE,
+        dtype=dtype,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=True,
+        kv_cache_dtype="auto",
+        **causal,
+    )
+    output = torch.zeros(new_tokens, HEADS, SIZE, dtype=dtype)
+    ops.cpu_attention_with_kv_cache(
+        query=query[-new_tokens:].contiguous(),
+        key_cache=keys,
+        value_cache=values,
+        output=output,
+        scale=SIZE**-0.5,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=torch.tensor([[1, 2]], dtype=torch.int32),
+        softcap=0,
+        scheduler_metadata=plan,
+        s_aux=None,
+        **causal,
+        **scales,
+    )
+    return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("new_tokens", [1, 40])
+def test_vllm_still_needs_fresh_blocks(dtype: torch.dtype, new_tokens: int) -> None:
+    unchanged("vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing")
+    unchanged("vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids")
+    spoiled = attention_after(math.nan, dtype, new_tokens)
+    assert spoiled[-1].isnan().all(), "the kernel no longer reads what lies behind a sequence"
+    clean = attention_after(0.0, dtype, new_tokens)
+    assert clean.isfinite().all()
+    assert torch.equal(clean, attention_after(1e30, dtype, new_tokens)), "what is finite is masked"
+
+
+def test_new_blocks_of_all_layers_with_attention_are_zeroed_and_no_others() -> None:
+    """Layers with windows too, of which vLLM leaves the blocks as they were; and blocks that the kernel sees as two."""
+    shared, alone = torch.full((4, 2, 64, 8), math.nan), torch.full((8, 2, 32, 8), math.nan).bfloat16()
+    states = torch.full((4, 8), math.nan)
+    layers = {
+        "full": SimpleNamespace(kv_cache=shared),
+        "window": SimpleNamespace(kv_cache=shared.view(4, 2, 64, 8)),
+        "small": SimpleNamespace(kv_cache=alone),
+        "delta": SimpleNamespace(kv_cache=(states,)),
+    }
+    names = (["full"], ["window", "small"], ["delta"], ["elsewhere"])
+    groups = [SimpleNamespace(layer_names=some, kv_cache_spec=None) for some in names]
+    fresh_blocks.apply()
+    CPUModelRunner._zero_block_ids(
+        SimpleNamespace(
+            kv_cache_config=SimpleNamespace(num_blocks=4, kv_cache_groups=groups),
+            compilation_config=SimpleNamespace(static_forward_context=layers),
+        ),
+        [1, 3],
+    )
+    for cache, zeroed, others in ((shared, [1, 3], [0, 2]), (alone, [2, 3, 6, 7], [0, 1, 4, 5])):
+        assert not cache[zeroed].any()
+        assert cache[others].isnan().all()
+    assert states.isnan().all()
+
+
+def test_the_scheduler_names_new_blocks_of_every_model() -> None:
+    fresh_blocks.apply()
+    assert KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]).needs_kv_cache_zeroing
+    scheduler: dict[str, Any] = {}
+    for is_async in (False, True):
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async, scheduler_cls=None))
+        fresh_blocks.configure(config)
+        scheduler[str(is_async)] = config.scheduler_config.scheduler_cls
+        assert issubclass(config.scheduler_config.scheduler_cls, AsyncScheduler) is is_async
+    assert issubclass(routed_experts.PassingScheduler, scheduler["False"])
+    assert issubclass(routed_experts.AsyncPassingScheduler, scheduler["True"])

@@ -14,6 +14,7 @@ from fovea.wire.errors import (
     FoveaError,
     Internal,
     InvalidInput,
+    NotFinite,
     ResourceExhausted,
     SnapshotNotLoaded,
     Unavailable,
@@ -388,3 +389,24 @@ async def test_the_gate_survives_cancelled_readers_and_writers() -> None:
             pass
         async with asyncio.timeout(5), gate.shared():
             pass
+
+
+async def test_a_quarantined_snapshot_is_refused_by_name_and_no_other() -> None:
+    sampler = Sampler()
+    await sampler.push("a@1")
+    await sampler.push("a@2")
+    error = sampler.weights.quarantine("a@1", "log-probabilities of the sampled tokens are NaN or infinite")
+    assert isinstance(error, NotFinite)
+    for _ in range(2):
+        with pytest.raises(NotFinite, match=r"'a@1' cannot be sampled.*lower learning rate"):
+            sampler.weights.require("a@1")
+        await sampler.weights.drop("a@1")
+        await sampler.push("a@1")  # its weights are the same: a snapshot never changes
+    assert sampler.weights.require("a@2") is not None
+    assert sampler.weights.require("") is None
+
+
+async def test_the_base_model_is_never_quarantined() -> None:
+    sampler = Sampler()
+    assert "change its prompt" in sampler.weights.quarantine("", "log-probabilities are NaN").message
+    assert sampler.weights.require("") is None
