@@ -22,9 +22,12 @@ from fovea_services.trainer.model.expert_parallel import DATA, EXPERTS, parts_of
 from fovea_services.trainer.model.experts import ExpertAdapter, ExpertMasters, Factor
 from fovea_services.trainer.model.lora_linear import LoraPair, Trained, shared_products
 from fovea_services.trainer.model.model_family import LoraTarget, Role
+from fovea_services.trainer.model.optimizer import LARGEST_WEIGHT
 
 PEFT_PREFIX = "base_model.model."
 DEFAULT_ALPHA = 32.0
+_LARGEST_SCALE = 1024.0
+"""The largest alpha / rank. With it factors may still be as large as 64."""
 UNEMBEDDING = "lm_head"
 
 
@@ -55,6 +58,11 @@ class LoraSettings:
         """alpha / rank, the factor of B (A x)."""
         return self.alpha / self.rank
 
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a factor: as of any weight, also after B was multiplied by the scale."""
+        return LARGEST_WEIGHT / max(1.0, self.scale)
+
     def check(self, max_rank: int, adapts_vision: bool) -> None:
         """Raises InvalidInput for settings that cannot be honoured; a `max_rank` of 0 is a model's without adapters."""
         if not max_rank:
@@ -65,6 +73,11 @@ class LoraSettings:
             raise InvalidInput(f"lora.rank {self.rank} is not in 1 .. {max_rank}", field="lora.rank")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise InvalidInput(f"lora.alpha {self.alpha} must be positive and finite", field="lora.alpha")
+        if self.scale > _LARGEST_SCALE:
+            raise InvalidInput(
+                f"lora.alpha {self.alpha:g} is {self.scale:g} times the rank; up to {_LARGEST_SCALE:g} times are taken",
+                field="lora.alpha",
+            )
         if not (self.train_attention or self.train_mlp or self.train_unembedding):
             raise InvalidInput(
                 "lora trains nothing: set train_attention, train_mlp or train_unembedding", field="lora.train_attention"

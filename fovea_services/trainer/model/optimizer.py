@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,19 @@ from fovea.wire.errors import InvalidInput
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+LARGEST_WEIGHT = 65504.0
+"""The largest float16. A weight beyond it is infinite in a sampler or an export of that type, and the product of a few
+such weights, as of an adapter's gate, up and down projections, passes the largest float32, 3.4e38, in any type. Weights
+of trained models are below 1,000.
+"""
 _FAR = 1e38
-"""Below the largest float32, 3.4e38: what is bounded by this does not overflow, whatever the order of its sums."""
-_SMALLEST_EPS = 1e-37
-"""Less may be 0 as a float32, and 0 / 0 is no number."""
+"""Below the largest float32: what is bounded by this does not overflow, whatever the order of its sums."""
+_FAR_NORM = 1e18
+"""The square of a gradient of this norm is far below the largest float32."""
+_SMALLEST_EPS = 1e-16
+"""The smallest that the bound on an update holds for: far above the root of the smallest float32, 1e-19, so that a
+square which is rounded to 0 does not matter beside it.
+"""
 _TRIAL_ELEMENTS = 2**24
 
 
@@ -54,10 +64,14 @@ class AdamW:
 
     Args:
         parameters: float tensors, updated in place. Their `grad` must be set when stepping.
+        largest: The largest magnitude that `stays_in_bounds` lets a parameter have.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], largest: float = LARGEST_WEIGHT) -> None:
         self._parameters = list(parameters)
+        self.largest = largest
+        self._ratio: Tensor | None = None
+        """See `_next_ratio`; None until it is measured."""
         # One kernel that holds no temporary copies of the weights; on a CPU its sums would differ in the last bit.
         on_gpu = self._parameters[0].is_cuda
         self._torch = torch.optim.AdamW(self._parameters, lr=0.0, fused=on_gpu or None)
@@ -70,24 +84,52 @@ class AdamW:
                 lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
             )
         self._torch.step()
+        if self._ratio is not None:
+            self._ratio = self._next_ratio(adam, self._ratio)
 
-    def cannot_overflow(self, adam: Adam, norm: float) -> Tensor:
-        """Whether magnitudes alone show that a step on gradients of that norm stays finite; bool scalar, on the device.
+    def is_surely_in_bounds(self, adam: Adam, norm: float) -> Tensor:
+        """True if sizes alone show that a step on gradients of that norm leaves all parameters in bounds; bool scalar,
+        on the device.
 
-        The numerator of an update is at most the largest of the first moments and the norm, its denominator at least
-        eps. Of what is not finite already it says no.
+        An update is at most the rate times the ratio of a first moment to the root of its second one. Where anything is
+        not finite already, the answer is false.
         """
-        if adam.eps < _SMALLEST_EPS:
+        if adam.eps < _SMALLEST_EPS or norm > _FAR_NORM:
             return torch.tensor(False, device=self._parameters[0].device)
         weight = torch.stack(torch._foreach_norm(self._parameters, math.inf)).amax()
-        moment = torch.stack(torch._foreach_norm([values[MOMENTS[0]] for values in self.moments()], math.inf)).amax()
         kept = max(1.0, abs(1.0 - adam.learning_rate * adam.weight_decay))
-        rate = adam.learning_rate / (1.0 - adam.beta1) / min(adam.eps, 1.0)
-        return weight * kept + moment.clamp(min=max(norm, 1.0)) * rate < _FAR
+        # The first moment's correction divides by at least this; the second one's only makes the update smaller.
+        rate = adam.learning_rate / (1.0 - adam.beta1)
+        if self._ratio is None:
+            self._ratio = self._measured_ratio()
+        return weight * kept + self._next_ratio(adam, self._ratio) * rate <= self.largest
 
-    def stays_finite(self, adam: Adam) -> Tensor:
-        """Whether all parameters are finite after a step, which is tried on copies, a part at a time; bool scalar."""
+    @staticmethod
+    def _next_ratio(adam: Adam, ratio: Tensor) -> Tensor:
+        """A bound on |m| / (sqrt(v) + eps) of all moments m, v after a step, from that before it; float32 scalar.
+
+        Of the new m both terms are bounded, each by its own term of the new v: the old moments' ratio grows by
+        beta1 / sqrt(beta2), and a gradient's own ratio is (1 - beta1) / sqrt(1 - beta2). A hundredth is for rounding.
+        """
+        grown = adam.beta1 / math.sqrt(adam.beta2) if adam.beta2 else math.inf if adam.beta1 else 0.0
+        return 1.01 * (ratio * grown + (1.0 - adam.beta1) / math.sqrt(1.0 - adam.beta2))
+
+    def _measured_ratio(self) -> Tensor:
+        """The largest |m| / (sqrt(v) + eps) of all moments m, v as they are, with the smallest eps; float32 scalar."""
+        largest = torch.zeros((), device=self._parameters[0].device)
+        for moments in self.moments():
+            flat: list[Any] = [moments[name].flatten() for name in MOMENTS]
+            for first, second in zip(*(one.split(_TRIAL_ELEMENTS) for one in flat), strict=True):
+                largest = torch.maximum(largest, (first.abs() / (second.sqrt() + _SMALLEST_EPS)).amax())
+        return largest
+
+    def stays_in_bounds(self, adam: Adam) -> Tensor:
+        """True if all parameters are in bounds, and all moments finite, after a step; bool scalar, on the device.
+
+        The step is tried on copies, a part at a time.
+        """
         finite = torch.tensor(True, device=self._parameters[0].device)
+        self._ratio = None  # the bound was of no use: it is measured anew before the next step
         for parameter in self._parameters:
             state = self._torch.state[parameter]
             rate = adam.learning_rate / (1.0 - adam.beta1 ** (int(state["step"]) + 1))
@@ -101,7 +143,9 @@ class AdamW:
                 trial = AdamW([copy])
                 trial.load([{name: m.clone() for name, m in zip(MOMENTS, moments, strict=True)}], int(state["step"]))
                 trial.step(adam)
-                finite &= copy.isfinite().all()
+                finite &= copy.abs().amax() <= self.largest
+                for values in trial.moments():
+                    finite &= torch.stack([values[name].isfinite().all() for name in MOMENTS]).all()
         return finite
 
     def rehearse(self) -> None:
@@ -119,6 +163,7 @@ class AdamW:
         for parameter, values in zip(self._parameters, moments, strict=True):
             count = torch.tensor(float(step), device=parameter.device)
             self._torch.state[parameter] = {"step": count, **values}
+        self._ratio = None
 
 
 def clip_factor(norm: float, bound: float) -> float:

@@ -96,7 +96,7 @@ class TrainedModel(ABC):
         """Steps and clears the gradients; returns metrics. Collective.
 
         Raises on all ranks, with the gradients dropped and weights and moments as they were: FailedPrecondition if the
-        gradients or what would become of the weights are not finite, ResourceExhausted if memory runs out.
+        gradients are not finite, or the weights would be too large or not finite, ResourceExhausted if memory runs out.
         """
         try:
             norm = math.sqrt(self.reduce_gradients().item())
@@ -121,8 +121,11 @@ class TrainedModel(ABC):
             raise self._refusal(f"the accumulated gradient has norm {norm}; check the inputs")
         if factor != 1.0:
             torch._foreach_mul_(self.gradients(), factor)
-        if not (self.optimizer.cannot_overflow(adam, norm * factor) or self.optimizer.stays_finite(adam)):
-            raise self._refusal(f"weights would not be finite after it; check the optimizer's parameters, {adam}")
+        if not (self.optimizer.is_surely_in_bounds(adam, norm * factor) or self.optimizer.stays_in_bounds(adam)):
+            raise self._refusal(
+                f"a weight would be above {self.optimizer.largest:g} or not finite after it. The norm of the gradient "
+                f"is {norm:.3g}, and {adam}; lower the learning rate, or set grad_clip_norm"
+            )
         self.optimizer.rehearse()
 
     def _refusal(self, reason: str) -> FailedPrecondition:
@@ -152,7 +155,7 @@ class AdapterModel(TrainedModel):
         super().__init__(model_id)
         self.settings = settings
         self.weights = LoraWeights(settings, targets, device, dtype, experts)
-        self.optimizer = AdamW([self.weights.flat])
+        self.optimizer = AdamW([self.weights.flat], settings.largest)
         self.trains_vision = settings.train_vision
         self.unembedding = self.weights.pairs.get(UNEMBEDDING)
         self.trainable_parameter_count = self.weights.whole_size

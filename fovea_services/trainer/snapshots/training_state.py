@@ -9,10 +9,11 @@ read too, as one that has taken no step.
 import io
 import json
 import logging
+import math
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -250,8 +251,10 @@ class StateStore:
             load_checkpoint(state, storage_reader=reader, planner=TensorPlanner(), process_group=self._control.group)
         except CheckpointException as error:
             raise _checkpoint_failure(error, uri) from None
+        weights = {name: local_of(state["weights"][name]) for name in model.masters}
+        self._control.agree(lambda: _check_sizes(weights, model.optimizer.largest, uri))
         for name, master in model.masters.items():
-            master.copy_(local_of(state["weights"][name]))
+            master.copy_(weights[name])
         moments: list[dict[str, Tensor]] = [
             {key: local_of(state[key][name]) if optimizer else torch.zeros_like(master) for key in MOMENTS}
             for name, master in model.masters.items()
@@ -265,7 +268,7 @@ def _parse_adapter(
     """Weights and moments in new whole buffers; moments are zero if no optimizer file is given.
 
     Args:
-        is_foreign: Others wrote it: modules that it leaves alone are as in a new model, and its numbers are looked at.
+        is_foreign: Others wrote it: modules that it leaves alone are as in a new model.
     """
     settings = model.settings
     config = _parse_json(files[ADAPTER_CONFIG], f"{uri}/{ADAPTER_CONFIG}")
@@ -280,8 +283,7 @@ def _parse_adapter(
         tensors = weight_files.of_experts(tensors, targets)
         adapted = {name.rpartition(".lora_")[0] for name in tensors}
         targets = {name: part for name, part in targets.items() if name.rpartition(".lora_")[0] in adapted}
-        if wrong := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
-            raise InvalidInput(f"{uri} has numbers in {wrong} that are not finite", field="uri")
+    _check_sizes(tensors, settings.largest, uri)
     weight_files.copy_into(targets.items(), tensors, uri)
     moments = {key: torch.zeros_like(flat) for key in MOMENTS}
     if OPTIMIZER in files:
@@ -291,6 +293,15 @@ def _parse_adapter(
         ]
         weight_files.copy_into(parts, saved, uri)
     return flat, moments
+
+
+def _check_sizes(tensors: Mapping[str, Tensor], largest: float, uri: str) -> None:
+    """Raises InvalidInput that names the first tensor with a number that is not finite or above `largest`."""
+    for name, tensor in tensors.items():
+        found = torch.linalg.vector_norm(tensor, math.inf).item() if tensor.numel() else 0.0
+        if not found <= largest:  # of NaN too
+            said = f"{found:.3g}, above {largest:.6g}" if math.isfinite(found) else "numbers that are not finite"
+            raise InvalidInput(f"{uri} has {said} in {name}: samples of it would be garbage", field="uri")
 
 
 def _full_tensors(model: FullModel, copied: Copying) -> dict[str, dict[str, Tensor]]:

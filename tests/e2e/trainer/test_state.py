@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from fsspec.core import url_to_fs
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import Internal, InvalidInput, NotFound, ResourceExhausted
+from fovea_services.trainer.snapshots.training_state import Writer
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import datums_of, header
 from tests.small_disk import fill
@@ -147,6 +152,39 @@ async def test_state_that_does_not_fit_is_refused(qwen3: Bench) -> None:
     with pytest.raises(InvalidInput, match="holds adapter parameters"):
         await qwen3.client.load_state(full, str(folder), optimizer=False)
     await _train(qwen3, full, 1)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+async def test_a_state_with_weights_out_of_bounds_is_refused(qwen3: Bench, kind: str) -> None:
+    """Above the largest float16, a finite number is refused as one that is not is; the model stays as it was."""
+    model_id = await (qwen3.adapter(rank=32) if kind == "adapter" else qwen3.create(None))
+    folder = qwen3.scratch / f"large-{kind}"
+    await qwen3.client.save_state(model_id, str(folder))
+    before = await qwen3.weights(model_id)
+    for value, said in ((1e30, r"1e\+30, above 65504"), (float("nan"), "not finite")):
+        name = _spoil(folder, kind, value)
+        with pytest.raises(InvalidInput, match=rf"large-{kind} has .*{said}.* in {re.escape(name)}"):
+            await qwen3.client.load_state(model_id, str(folder), optimizer=True)
+    for key, tensor in (await qwen3.weights(model_id)).items():
+        assert torch.equal(before[key], tensor)
+    await _train(qwen3, model_id, 1)
+
+
+def _spoil(folder: Path, kind: str, value: float) -> str:
+    """Sets one number of the weights that were saved; returns the name of its tensor."""
+    if kind == "adapter":
+        weights = load_file(folder / "adapter_model.safetensors")
+        name = sorted(weights)[-1]
+        weights[name][0, 0] = value
+        save_file(weights, folder / "adapter_model.safetensors")
+        return name
+    dcp_to_torch_save(folder / "dcp", folder / "whole.pt")
+    state = torch.load(folder / "whole.pt")
+    name = sorted(state["weights"])[-1]
+    state["weights"][name].view(-1)[-1] = value
+    shutil.rmtree(folder / "dcp")
+    save_checkpoint(state, storage_writer=Writer(f"file://{folder}/dcp", str(folder), False), no_dist=True)
+    return name
 
 
 async def test_full_state_of_another_model_is_refused(qwen3: Bench, qwen3_vl: Bench) -> None:
