@@ -64,7 +64,7 @@ class Parts:
         max_pending = Quota("max_pending", settings.max_pending, "unfinished requests")
         max_sessions = Quota("max_sessions", settings.max_sessions, "open sessions")
         self.database = Database(settings.store_url, on_superseded)
-        self.keys = KeyRing(self.database, settings.given_keys, settings.host)
+        self.keys = KeyRing(self.database, settings.given_keys, settings.host, settings.allowed_host)
         self.owners = Owners(self.database)
         self._clock = clock = CautiousClock()
         result_room = ResultRoom(self.database, settings.max_result_bytes)

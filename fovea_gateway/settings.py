@@ -73,6 +73,11 @@ class GatewaySettings(ServiceSettings):
         " can read arguments in `ps`: use the environment or api_key_file. Without any, tml-local is good on loopback.",
     )
     api_key_file: Path | None = Field(None, description="A file of further such keys, one per line.")
+    allowed_host: list[str] = Field(
+        [],
+        description="Names beside loopback ones, such as gpu7.lan, under which clients may use the published key"
+        " tml-local. Other keys work under any name.",
+    )
 
     max_body_bytes: int = Field(
         128 * 2**20, gt=0, description="The largest body of samples and losses, before and after zstd."

@@ -8,6 +8,7 @@ import struct
 import sys
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 WILDCARDS = ("0.0.0.0", "::")
 """Those that stand for all addresses of a machine: nothing can be reached under them."""
@@ -21,11 +22,19 @@ _claims: dict[int, socket.socket] = {}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine can reach what listens there."""
+    """Returns whether a name or an address leads to this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def host_of(authority: str) -> str:
+    """Returns the host of `host:port` or `scheme://host:port`, in lower case; an empty text if there is none."""
+    try:
+        return urlsplit(authority if "://" in authority else f"//{authority}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def listening(host: str, port: int = 0) -> socket.socket:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from fovea.runtime.hosts import is_loopback
-from fovea.wire.errors import InvalidInput, NotFound, Unauthenticated
+from fovea.runtime.hosts import host_of, is_loopback
+from fovea.wire.errors import InvalidInput, NotFound, PermissionDenied, Unauthenticated
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import keys
 from fovea_gateway.database.sql_engine import insert_new
@@ -161,10 +161,14 @@ class KeyRing:
     Args:
         given: The keys of the settings. Without any, the published one is let in if `host` is a loopback.
         host: Where the gateway listens.
+        allowed_hosts: Names beside loopback ones under which the published key may be used.
     """
 
-    def __init__(self, database: Database, given: Iterable[GivenKey], host: str) -> None:
+    def __init__(
+        self, database: Database, given: Iterable[GivenKey], host: str, allowed_hosts: Iterable[str] = ()
+    ) -> None:
         self._database, self._host = database, host
+        self._allowed_hosts = {name.lower() for name in allowed_hosts}
         self._given = list(given) or ([GivenKey("", PUBLISHED)] if is_loopback(host) else [])
         self._keys: dict[str, Key] = {}
 
@@ -196,8 +200,17 @@ class KeyRing:
             except Exception:
                 logger.exception("the API keys could not be read; those of before stay")
 
-    def identify(self, key: str | None) -> Caller:
-        """Who has this key: the caller of this task from now on. Raises Unauthenticated."""
+    def identify(self, key: str | None, addresses: Iterable[str] = ()) -> Caller:
+        """Returns the caller with this key, and makes it the caller of this task.
+
+        Args:
+            addresses: The Host and Origin headers of an HTTP request.
+
+        Raises:
+            Unauthenticated: The key is missing, unknown or no longer valid.
+            PermissionDenied: The published key came with an address that other sites can have. A page of any site can
+                send it by DNS rebinding: the browser takes the gateway for that site's own server.
+        """
         if not key:
             raise Unauthenticated(
                 "no API key: send it as X-API-Key (the SDK reads TINKER_API_KEY), or as Authorization: Bearer"
@@ -207,8 +220,19 @@ class KeyRing:
             raise Unauthenticated("this API key is not known here")
         if problem := known.problem(time.time()):
             raise Unauthenticated(f"this API key {problem}")
+        if key == PUBLISHED:
+            self._check_local(addresses)
         CALLER.set(known.caller)
         return known.caller
+
+    def _check_local(self, addresses: Iterable[str]) -> None:
+        for address in addresses:
+            if address and not is_loopback(host := host_of(address)) and host not in self._allowed_hosts:
+                raise PermissionDenied(
+                    f"the key {PUBLISHED} is published, so it works under loopback names alone, such as 127.0.0.1; the "
+                    f"request has the host or origin {address[:80]!r}. Use a loopback name, make a key with `fovea keys"
+                    " create`, or add the name to gateway.allowed_host"
+                )
 
     def identify_call(self, metadata: Any) -> Caller:
         """Who sent a gRPC call with this metadata, pairs of name and value. Raises Unauthenticated."""

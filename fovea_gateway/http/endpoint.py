@@ -87,6 +87,10 @@ def key_of(request: Request) -> str | None:
     return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
 
 
+def _addresses(request: Request) -> list[str]:
+    return [value for name in ("host", "origin") for value in request.headers.getlist(name)]
+
+
 class ReadyMiddleware:
     """Refuses requests with what clients repeat until the gateway is ready. Health checks pass."""
 
@@ -164,7 +168,7 @@ class Endpoints:
     """Makes routes out of handlers.
 
     Args:
-        identify: Who shows an API key. Raises Unauthenticated.
+        identify: Finds the caller by its API key, the Host and the Origin. Raises Unauthenticated, PermissionDenied.
         check_rate: Counts a request of an owner. Raises ResourceExhausted.
         prefix: In front of every path.
         memory: Bytes for what bodies bring, while their requests are answered.
@@ -174,7 +178,7 @@ class Endpoints:
 
     def __init__(
         self,
-        identify: Callable[[str | None], Caller],
+        identify: Callable[[str | None, list[str]], Caller],
         check_rate: Callable[[str], None],
         prefix: str,
         memory: Quota,
@@ -189,7 +193,7 @@ class Endpoints:
 
         async def handle(request: Request) -> Response:
             # Before the first byte of the body is read.
-            caller = self._identify(key_of(request))
+            caller = self._identify(key_of(request), _addresses(request))
             caller.require(scope, f"{method} {path}")
             if path not in _UNCOUNTED:
                 self._check_rate(caller.owner)

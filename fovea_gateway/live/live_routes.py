@@ -5,13 +5,14 @@ The page holds nothing of anybody: whoever opens it gives a key, which it sends 
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -20,6 +21,7 @@ from fovea.wire.errors import FoveaError, InvalidInput, NotFound
 from fovea_gateway.http.endpoint import Endpoints, Json, check_query, compress, count_of
 from fovea_gateway.http.request_body import Body, Number, parse_json, read
 from fovea_gateway.live.live_view import LiveView, to_text
+from fovea_gateway.live.step_curves import LARGEST
 from fovea_gateway.quotas import Quota
 from fovea_gateway.scopes import CALLER, Caller, Scope
 from fovea_gateway.training.models import Models
@@ -46,11 +48,21 @@ Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.
 Text = Annotated[str, Field(max_length=4096)]
 
 
+def _drawable(value: float) -> float:
+    """Raises ValueError for a finite number whose sums would overflow. NaN and infinity are shown, but not drawn."""
+    if LARGEST < abs(value) < math.inf:
+        raise ValueError(f"must be at most {LARGEST:g} in magnitude")
+    return value
+
+
+Value = Annotated[float, AfterValidator(_drawable)]
+
+
 class Judgement(Body):
     """What a client says of a sampled sequence."""
 
     sequence_id: str
-    reward: float | None = Field(None, allow_inf_nan=False)
+    reward: Value | None = Field(None, allow_inf_nan=False)
     truth: Text = ""
 
 
@@ -59,7 +71,7 @@ class Report(Body):
 
     model_id: str
     step: Number | None = None
-    metrics: Annotated[dict[Name, float], Field(max_length=16)] = Field({})
+    metrics: Annotated[dict[Name, Value], Field(max_length=16)] = Field({})
     samples: Annotated[list[Judgement], Field(max_length=1024)] = Field([])
 
 

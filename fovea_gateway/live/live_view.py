@@ -299,5 +299,17 @@ def _row(row: Any) -> Section:
 
 
 def to_text(section: Any) -> str:
-    """JSON as browsers read it: no value of it is NaN."""
-    return json.dumps(section, separators=(",", ":"), allow_nan=False)
+    """Writes JSON that browsers read. A number that is not finite becomes null, so that it never ends a stream."""
+    try:
+        return json.dumps(section, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_without_nan(section), separators=(",", ":"), allow_nan=False)
+
+
+def _without_nan(section: Any) -> Any:
+    """Returns a copy of JSON values with None in the place of numbers that are not finite."""
+    if isinstance(section, dict):
+        return {name: _without_nan(value) for name, value in section.items()}
+    if isinstance(section, list | tuple):
+        return [_without_nan(value) for value in section]
+    return None if isinstance(section, float) and not math.isfinite(section) else section

@@ -17,6 +17,8 @@ MOST_METRICS = 32
 _COLUMNS = ("count", "total", "low", "high")
 _EMPTY = {"count": 0.0, "total": 0.0, "low": math.inf, "high": -math.inf}
 _HEAD_BYTES = 4
+LARGEST = 1e200
+"""The largest magnitude that a curve draws: sums of as many as a gateway ever notes stay finite."""
 
 Array = npt.NDArray[np.float64]
 
@@ -54,7 +56,7 @@ class StepCurves:
             if row is None:
                 continue
             self.last[name] = value
-            if not math.isfinite(value):
+            if not abs(value) <= LARGEST:  # NaN is not either
                 continue
             columns = self._columns
             columns["count"][row, place] += 1

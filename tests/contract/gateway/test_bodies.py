@@ -165,7 +165,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(stand: Stand) -> None
     await stand.stop()
     await stand.start(request_timeout_s=0.3)
     reader, writer = await asyncio.open_connection("127.0.0.1", stand.port)
-    head = f"POST /api/v1/create_session HTTP/1.1\r\nHost: a\r\nX-API-Key: {KEY}\r\nContent-Length: 9\r\n\r\n"
+    head = f"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {KEY}\r\nContent-Length: 9\r\n\r\n"
     writer.write(head.encode())
     assert b" 408 " in await reader.readline()
     writer.close()

@@ -12,7 +12,7 @@ from fovea_gateway.http.connections import MAX_HEAD_BYTES, MAX_HEADERS, Seldom
 from tests.contract.gateway.conftest import Stand
 
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-CAPABILITIES = b"GET /api/v1/get_server_capabilities HTTP/1.1\r\nHost: a\r\nX-Api-Key: tml-local\r\n\r\n"
+CAPABILITIES = b"GET /api/v1/get_server_capabilities HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: tml-local\r\n\r\n"
 HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
@@ -132,7 +132,9 @@ async def test_health_is_answered_while_idle_connections_take_all_places(stand: 
         other.close()
 
 
-WORKING = b"POST /api/v1/create_session HTTP/1.1\r\nHost: a\r\nX-Api-Key: tml-local\r\nContent-Length: 900\r\n\r\n"
+WORKING = (
+    b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: tml-local\r\nContent-Length: 900\r\n\r\n"
+)
 """A request in progress: the rest of its body is to come."""
 
 
@@ -221,6 +223,16 @@ async def test_the_count_of_connections_returns_to_zero(stand: Stand, data: byte
         else:
             writer.close()
     await none_open(stand)
+
+
+@pytest.mark.parametrize("header", [b"Host: evil.example", b"Host: localhost\r\nOrigin: http://evil.example"])
+@pytest.mark.parametrize("path", [b"/api/v1/sessions", b"/api/v1/live/events", b"/v1/models"])
+async def test_a_site_that_rebinds_its_name_to_this_machine_is_refused(
+    stand: Stand, header: bytes, path: bytes
+) -> None:
+    reader, writer = await connect(stand, b"GET %s HTTP/1.1\r\n%s\r\nX-Api-Key: tml-local\r\n\r\n" % (path, header))
+    assert b"403 " in await asyncio.wait_for(reader.readline(), 20)
+    writer.close()
 
 
 @pytest.mark.parametrize(

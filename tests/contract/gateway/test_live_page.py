@@ -132,6 +132,8 @@ async def test_what_a_client_tells_is_shown_beside_what_it_is_of(stand: Stand, r
         ({"metrics": {"<b>": 1.0}}, "metrics"),
         ({"metrics": {f"m{number}": 1.0 for number in range(17)}}, "metrics"),
         ({"samples": [{"sequence_id": "a", "reward": "high"}]}, "samples"),
+        ({"metrics": {"reward": 1e308}}, "metrics"),
+        ({"samples": [{"sequence_id": "a", "reward": -1e300}]}, "samples"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )

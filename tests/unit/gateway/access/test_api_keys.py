@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from fovea.wire.errors import InvalidInput
+from fovea.wire.errors import InvalidInput, PermissionDenied
 from fovea_gateway.access.api_keys import GivenKey, KeyRing, parse_given
 from fovea_gateway.database.database import Database
 from fovea_gateway.settings import GatewaySettings
@@ -62,4 +62,39 @@ async def test_the_published_key_is_for_this_machine_alone(database_url: str) ->
         await ring.load()
         assert ring.identify("tml-local").owner.startswith("key-")
     await KeyRing(database, settings(host="0.0.0.0", api_key=["tml-own"]).given_keys, "0.0.0.0").load()
+    await database.close()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "is_taken"),
+    [
+        ([], True),
+        (["127.0.0.1:8000"], True),
+        (["[::1]:8000"], True),
+        (["LOCALHOST:8000", "http://localhost:3000"], True),
+        (["gpu7.lan:8000", "http://GPU7.lan:8000"], True),
+        (["evil.example:8000"], False),
+        (["127.0.0.1:8000", "http://evil.example"], False),
+        (["127.0.0.1:8000", "evil.example"], False),
+        (["127.0.0.1:8000", "null"], False),
+        (["localhost.evil.example"], False),
+        (["127.0.0.1.evil.example"], False),
+        (["192.0.2.7"], False),
+        (["[oops"], False),
+    ],
+)
+async def test_the_published_key_works_under_loopback_names_alone(
+    database_url: str, addresses: list[str], is_taken: bool
+) -> None:
+    """A page of any site can send it by DNS rebinding; it cannot send a key that it does not know."""
+    database = Database(database_url)
+    await database.open()
+    ring = KeyRing(database, [GivenKey("", "tml-local"), GivenKey("bob", "tml-own")], "127.0.0.1", ["gpu7.lan"])
+    await ring.load()
+    assert ring.identify("tml-own", addresses).owner == "bob"
+    if is_taken:
+        assert ring.identify("tml-local", addresses).owner.startswith("key-")
+    else:
+        with pytest.raises(PermissionDenied, match="allowed_host"):
+            ring.identify("tml-local", addresses)
     await database.close()

@@ -80,3 +80,10 @@ def test_a_loss_is_told_for_each_token_where_calls_say_of_how_many_it_is() -> No
         "loss_sum": 7.0,
         "ratio_max": 1.5,
     }
+
+
+def test_numbers_whose_sum_would_overflow_are_not_drawn() -> None:
+    curves = StepCurves()
+    for value in (1e308, 1e308, -1e308, 1e200, 2.0):
+        curves.add(0, {"reward": value})
+    assert curves.points("reward", 10) == {"step": [0.0], "mean": [5e199]}
