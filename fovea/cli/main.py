@@ -198,8 +198,6 @@ def up(
             taken=[name for served in further for name in served.sampler_gpus],
         )
         on_gpus = tuple(filter(None, layout.trainer))
-        if not on_gpus:
-            start_checks.check_memory(parameter_count, layout.sampler_count, "--model")
         options = UpOptions(
             model=model or TINY,
             model_name=model_name or model or TINY,
@@ -215,15 +213,17 @@ def up(
             trainer_gpus=layout.trainer,
             sampler_gpus=layout.samplers,
             sampler_count=layout.sampler_count,
+            parameter_count=parameter_count,
             further_models=tuple(further),
             settings=settings,
             suggestions=layout.suggestions,
             log_level=log_level,
         )
-        if len({served.label for served in options.models}) < len(options.models):
-            raise StartRefused("--also-sample, --also-train", "two base models have the same name; write NAME=MODEL")
+        start_checks.check_names(options.models)
         os.environ.pop(KEYS_VARIABLE, None)  # the gateway alone is given the keys
         start_checks.check_specs(service_specs(options), settings)
+        start_checks.check_memory(options.models)
+        gpu_layout.check_free(options, trainer_gpus, sampler_gpus)
     except StartRefused as error:
         raise typer.Exit(complain(f"fovea up: {error}", MISUSED)) from None
     console.print(f"Fovea {fovea.__version__}: {layout.words}", soft_wrap=True, highlight=False)
@@ -233,11 +233,10 @@ def up(
     if not (is_loopback(host) or api_key or api_key_file or may_have_keys(state_dir)):
         make_first_key(state_dir)
     if own_tls and not tls_dir:
-        tls_dir = state_dir / "tls"
-        make_certificates(tls_dir)
+        tls_dir = make_certificates(state_dir / "tls")
     if tls_dir:
         os.environ[tls.VARIABLE] = str(tls_dir.resolve())
-    raise typer.Exit(asyncio.run(_run(options, console)))
+    raise typer.Exit(asyncio.run(Supervisor(options, console).run()))
 
 
 @app.command()
@@ -456,18 +455,16 @@ def _pass_on(command: str, *arguments: str) -> NoReturn:
     raise typer.Exit(subprocess.run([sys.executable, "-m", module, *first, *arguments], check=False).returncode)
 
 
-async def _run(options: UpOptions, console: Console) -> int:
-    return await Supervisor(options, console).run()
-
-
 def _further_model(text: str, is_trained: bool) -> ServedModel:
     """Reads [NAME=]MODEL[@GPUS]. Raises StartRefused."""
     flag = "--also-train" if is_trained else "--also-sample"
     name, equals, rest = text.partition("=")
     model, _, gpus = (rest if equals else text).partition("@")
-    start_checks.check_model(model, flag)
+    parameter_count = start_checks.check_model(model, flag)
     devices = gpu_layout.read_devices(gpus, flag, list(gpu_layout.visible_gpus())) if gpus else ()
-    served = ServedModel(name if equals else model, model, is_trained, devices, devices)
+    served = ServedModel(
+        name if equals else model, model, is_trained, devices, devices, parameter_count=parameter_count
+    )
     if not served.label:
         raise StartRefused(flag, f"{text!r} has no name; write NAME=MODEL")
     return served

@@ -46,6 +46,7 @@ class ServedModel:
         sampler_gpus: The same for the samplers, in equal parts; the model of each is split over its part. A single one
             is shared by all.
         sampler_count: Samplers; 0 for one that is only trained.
+        parameter_count: Of its weights; 0 if that is not known before they are here.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ServedModel:
     trainer_gpus: tuple[str, ...] = ()
     sampler_gpus: tuple[str, ...] = ()
     sampler_count: int = 1
+    parameter_count: int = 0
 
     @property
     def label(self) -> str:
@@ -106,6 +108,7 @@ class UpOptions:
         sampler_gpus: Devices of its samplers, in equal parts.
         further_models: Beside the model, behind the same gateway.
         sampler_count: Samplers of the model; 0 serves it for training only.
+        parameter_count: Of the model's weights; 0 if that is not known.
         settings: Of services, above all that the environment says.
         suggestions: Of the services of the model, unless the environment or `settings` have one of them.
     """
@@ -126,14 +129,29 @@ class UpOptions:
     sampler_gpus: tuple[str, ...] = ()
     further_models: tuple[ServedModel, ...] = ()
     sampler_count: int = 1
+    parameter_count: int = 0
     settings: tuple[Setting, ...] = ()
     suggestions: tuple[Setting, ...] = ()
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
         """All that are served, the default one first."""
-        own = ServedModel(self.model_name, self.model, True, self.trainer_gpus, self.sampler_gpus, self.sampler_count)
+        own = ServedModel(
+            self.model_name,
+            self.model,
+            True,
+            self.trainer_gpus,
+            self.sampler_gpus,
+            self.sampler_count,
+            self.parameter_count,
+        )
         return own, *self.further_models
+
+    def told(self, kind: str, name: str, *, further: bool = False) -> str:
+        """A setting as the services of the model, or of further models, will read it; empty where its default holds."""
+        variable = Setting(kind, name, "").variable
+        given = os.environ | {each.variable: each.value for each in self.settings}
+        return given.get(variable) or ("" if further else _suggested(self).get(variable, ""))
 
 
 def base_url(options: UpOptions) -> str:

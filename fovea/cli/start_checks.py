@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fovea.cli.service import ServiceSpec
-from fovea.cli.service_specs import Setting
+from fovea.cli.service_specs import ServedModel, Setting
 from fovea.cli.supervisor import StateFolder
 from fovea.runtime import tls
 from fovea.runtime.hosts import listening
@@ -52,6 +52,9 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _HUB_S = 1.5
 _GIB = 2**30
 _SIZES = {"float32": 4, "float64": 8}
+_TRAINER_BYTES, _SAMPLER_BYTES = int(0.7 * _GIB), int(1.3 * _GIB)
+"""Least resident memory of a trainer and of a sampler on the CPU beside the weights. With a model of 5 MB, one rank of
+the trainer had 0.8 GiB and vLLM's engine 1.5 GiB, libraries included."""
 
 
 class StartRefused(Exception):
@@ -169,14 +172,29 @@ def _parameter_count(directory: pathlib.Path) -> int:
     return sum(file.stat().st_size for file in files) // _SIZES.get(dtype, 2)
 
 
-def check_memory(parameter_count: int, sampler_count: int, flag: str) -> None:
-    """Raises StartRefused for a model whose weights alone, in float32, this machine's memory has no room for."""
-    need_bytes = 4 * parameter_count * (1 + sampler_count)
+def check_names(models: Sequence[ServedModel]) -> None:
+    """Raises StartRefused for two models of one name."""
+    if len({served.label for served in models}) < len(models):
+        raise StartRefused("--also-sample, --also-train", "two base models have the same name; write NAME=MODEL")
+
+
+def check_memory(models: Sequence[ServedModel]) -> None:
+    """Raises StartRefused if this machine has too little free memory for the services that compute on the CPU.
+
+    Counts the weights in float32, and what the processes take beside them at least.
+    """
+    trainers = [each for each in models if each.is_trained and not any(each.trainer_gpus)]
+    samplers = [each for each in models for part in each.parts if not any(part)]
+    weight_bytes = 4 * sum(each.parameter_count for each in (*trainers, *samplers))
+    if not (trainers or samplers):
+        return
+    need_bytes = weight_bytes + _TRAINER_BYTES * len(trainers) + _SAMPLER_BYTES * len(samplers)
     if need_bytes > (free_bytes := host_free_bytes()):
         raise StartRefused(
-            flag,
-            f"on the CPU its weights take {need_bytes / _GIB:,.0f} GiB (float32; the trainer's and those of "
-            f"{sampler_count} sampler(s)), and {free_bytes / _GIB:,.1f} GiB are free; take a smaller model, or a GPU",
+            "--model",
+            f"on the CPU its weights take {weight_bytes / _GIB:,.1f} GiB (float32; {len(trainers)} trainer(s) and "
+            f"{len(samplers)} sampler(s)), the processes {(need_bytes - weight_bytes) / _GIB:,.1f} GiB beside them at "
+            f"least, and {free_bytes / _GIB:,.1f} GiB are free; end other programs, take a smaller model, or a GPU",
         )
 
 

@@ -2,12 +2,13 @@
 
 import os
 import pathlib
+from typing import Any
 
 import pytest
 
 from fovea.cli import gpu_layout
-from fovea.cli.gpu_layout import GIB, Gpu, GpuLayout, choose, read_devices, split, visible_gpus
-from fovea.cli.service_specs import NO_GPU
+from fovea.cli.gpu_layout import GIB, Gpu, GpuLayout, check_free, choose, read_devices, split, visible_gpus
+from fovea.cli.service_specs import NO_GPU, ServedModel, Setting, UpOptions
 from fovea.cli.start_checks import StartRefused
 
 
@@ -70,20 +71,79 @@ def test_what_cannot_fit_is_refused(
     assert str(refused.value).startswith(words)
 
 
+@pytest.mark.parametrize(("free_gib", "samplers"), [(0, 1), (1, 1), (2, 1), (3, 2), (0, 0)])
+def test_a_card_that_another_process_fills_is_refused(free_gib: int, samplers: int) -> None:
+    """A model of 5 MB would fit by its weights; each process takes more than that. No free byte is not an unknown."""
+    with pytest.raises(StartRefused, match=rf"^--model: .*{free_gib or 0}\.0 GiB"):
+        split(cards(1, free_gib), 5 << 20, samplers, None)
+
+
+def options(trainer: str, samplers: str = "", **more: Any) -> UpOptions:
+    devices = {"trainer_gpus": tuple(trainer.split(",")), "sampler_gpus": tuple(filter(None, samplers.split(",")))}
+    return UpOptions("m", "m", "127.0.0.1", 1, 2, 1, pathlib.Path(), **devices, **more)
+
+
+TEACHER = ServedModel("t", "t", False, ("1",), ("1",))
+
+
+def fraction(value: str) -> tuple[Setting]:
+    return (Setting("sampler", "gpu_memory_fraction", value),)
+
+
+@pytest.mark.parametrize(
+    ("free", "chosen", "words"),
+    [
+        (
+            (79_000, 40_000),
+            options("0", "1"),
+            "GPU 1 has 39.1 GiB free of 79.6 GiB, but there a sampler takes 71.7 GiB",
+        ),
+        ((500, 79_000), options("0", "1"), "GPU 0 has 0.5 GiB free of 79.6 GiB, but there the trainer takes 1.0 GiB"),
+        ((0, 79_000), options("0", "1"), "GPU 0 has 0.0 GiB free"),
+        ((79_000, 40_000), options("0", "1", settings=fraction("0.4")), ""),
+        ((79_000, 66_000), options("0", "1", parameter_count=8 * 10**9), ""),
+        (
+            (79_000, 79_000),
+            options("0", "1", further_models=(TEACHER,)),
+            "GPU 1 has",
+        ),
+        ((79_000, 79_000), options("0,1", sampler_count=0), ""),
+        ((79_000, 79_000), options("0", "0", suggestions=fraction("0.3")), ""),
+    ],
+)
+def test_what_is_free_is_compared_before_the_start(
+    free: tuple[int, ...], chosen: UpOptions, words: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(tmp_path, monkeypatch, *free)
+    if not words:
+        check_free(chosen, "", "")
+        return
+    with pytest.raises(StartRefused) as refused:
+        check_free(chosen, "", "1")
+    assert str(refused.value).startswith(f"--sampler-gpus: {words}")
+
+
+def tell(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, *free_mib: int) -> None:
+    """Puts a program on the path that tells of cards of 80 GB, as the driver's does."""
+    lines = [f"echo '{index}, GPU-{index}{index}, 81559, {free}'" for index, free in enumerate(free_mib)]
+    program = folder / "nvidia-smi"
+    program.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("FOVEA_SAMPLER_GPU_MEMORY_FRACTION", raising=False)
+
+
 @pytest.fixture
 def driver(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that tells of two cards, as the driver's does."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '0, GPU-aa, 81559, 80000'\necho '1, GPU-bb, 81559, 500'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    """Two cards, of which the driver tells."""
+    tell(tmp_path, monkeypatch, 80_000, 79_000)
 
 
 @pytest.mark.usefixtures("driver")
 def test_cards_are_those_that_cuda_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert visible_gpus() == {"0": Gpu("0", 81559 << 20, 80000 << 20), "1": Gpu("1", 81559 << 20, 500 << 20)}
-    for listed, names in (("1", ["1"]), ("GPU-bb,0", ["GPU-bb", "0"]), ("", []), ("7", []), ("MIG-1", ["MIG-1"])):
+    assert visible_gpus() == {"0": Gpu("0", 81559 << 20, 80000 << 20), "1": Gpu("1", 81559 << 20, 79000 << 20)}
+    for listed, names in (("1", ["1"]), ("GPU-11,0", ["GPU-11", "0"]), ("", []), ("7", []), ("MIG-1", ["MIG-1"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
         assert list(visible_gpus()) == names
 

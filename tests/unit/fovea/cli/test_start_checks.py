@@ -91,6 +91,11 @@ def over_memory(place: Place) -> list[str]:
     return ["--model", place.model(weight_bytes=90 << 30), "--samplers", "0"]
 
 
+def filled_card(place: Place) -> list[str]:
+    place.gpus(80_000, 30_000)
+    return ["--model", place.model(), "--trainer-gpus", "0", "--sampler-gpus", "1"]
+
+
 def too_many_ranks(place: Place) -> list[str]:
     place.gpus(80_000, 80_000)
     return ["--model", place.model(), "--trainer-gpus", "0", "--sampler-gpus", "1", "--ranks", "2"]
@@ -110,9 +115,10 @@ WAYS: dict[str, tuple[Arguments, str, str]] = {
     "more weights than memory": (
         lambda place: ["--model", place.model(weight_bytes=4 << 40)],
         "--model",
-        "GiB are free; take a smaller model",
+        "GiB are free; end other programs, take a smaller model",
     ),
     "more weights than a card": (over_memory, "--model", "its weights take 90.0 GiB, and the trainer's 1 GPU"),
+    "a card that another program fills": (filled_card, "--sampler-gpus", "GPU 1 has 29.3 GiB free of 80.0 GiB"),
     "REST port": (lambda place: ["--port", place.port()], "--port", "is taken by another program"),
     "gRPC port": (lambda place: ["--port", "0", "--grpc-port", place.port()], "--grpc-port", "is taken by another"),
     "one port twice": (lambda place: ["--port", "9000", "--grpc-port", "9000"], "--grpc-port", "are both 9000"),
