@@ -26,7 +26,10 @@ class SamplerSettings(ServiceSettings):
     max_sequences: int = Field(64, ge=1, description="The most sequences in one batch.")
     max_batched_tokens: int = Field(2048, ge=32, description="The most tokens that one engine step computes.")
     kv_cache_mib: int | None = Field(
-        None, ge=16, description="KV cache in MiB; none is 512 on CPU, what is free on GPU."
+        None,
+        ge=16,
+        description="KV cache in MiB; none is what is free on GPU, and on CPU 512, or as much as larger weights take, "
+        "within a sixteenth of the memory that is free.",
     )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e5m2"] = Field(
         "auto",
@@ -60,7 +63,8 @@ class SamplerSettings(ServiceSettings):
         None,
         ge=1,
         description="The most adapters in one batch; requests of further ones wait. Each has a slot of the largest "
-        "rank on the device; none is as many as a sixteenth of its memory holds.",
+        "rank on the device; none is as many as a sixteenth of a GPU's memory holds. On CPU they take as much as the "
+        "weights, or 256 MiB if that is more, within a sixteenth of the memory that is free, and are four at least.",
     )
     max_cpu_loras: int | None = Field(None, ge=1, description="Adapters that vLLM keeps built; none is 4 * max-loras.")
     max_adapters: int = Field(

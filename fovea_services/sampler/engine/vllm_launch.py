@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from fovea import vision
 from fovea.runtime import model_files
 from fovea.runtime.hosts import interface_of, is_loopback
-from fovea.runtime.machine_memory import host_memory_bytes
+from fovea.runtime.machine_memory import host_free_bytes, host_memory_bytes
 from fovea.vision.processor_vl import ProcessorVL
 from fovea_services.sampler.engine import engine_arguments
 from fovea_services.sampler.engine.manifest_check import Shape, checkpoint_shapes
@@ -37,11 +37,15 @@ _SAME_AS = {"lfm2": {"block_dim": "hidden_size", "conv_dim": "hidden_size"}}
 
 _MISCOUNTED_TOWERS = ("gemma4",)
 """Whose towers take no adapters, though vLLM has them: it makes room for one image, and dies of two in a step."""
-_CPU_KV_CACHE_MIB = 512
 _CPU_BLOCK_SIZE = 32  # vLLM's 128 would share no prefix shorter than 128 tokens
 # Of the device's memory for slots, which the KV cache goes without; of the host's for held adapters.
 _SLOT_SHARE = 1 / 16
 _HOST_SHARE = 1 / 4
+# On a CPU other services share the memory: slots and KV cache each take as much as the weights, within a sixteenth of
+# what is free, and this much at least.
+_CPU_SHARE = 1 / 16
+_CPU_SLOTS_BYTES = 256 << 20
+_CPU_KV_CACHE_BYTES = 512 << 20
 _LEAST_SLOTS = 4
 
 
@@ -115,33 +119,59 @@ def measure_adapter_capacity(settings: SamplerSettings) -> AdapterCapacity:
     family = vision.choose(read_config(settings.model))
     if family is not None and not family.takes_adapters:
         return AdapterCapacity(0, 0, 0)
-    try:
-        shapes = checkpoint_shapes(checkpoint_directory(settings.model))
-    except OSError:  # a hub name whose weights are still to be downloaded
-        shapes = {}
+    shapes = _shapes(settings)
     host_bytes = host_memory_bytes() // settings.tensor_parallel  # each worker holds every adapter whole
     if runs_on_cpu(settings):
-        return capacity_for(settings, shapes, 4, host_bytes, host_bytes)
-    device_bytes = int(_device_bytes() * settings.gpu_memory_fraction)
-    item_bytes = 4 if settings.dtype == "float32" else 2
-    return capacity_for(settings, shapes, item_bytes, device_bytes, host_bytes)
+        slot_bytes = cpu_room(_CPU_SLOTS_BYTES, _weights_bytes(settings), host_free_bytes())
+    else:
+        slot_bytes = int(_device_bytes() * settings.gpu_memory_fraction * _SLOT_SHARE)
+    return capacity_for(settings, shapes, _item_bytes(settings), slot_bytes, host_bytes)
+
+
+def cpu_room(least_bytes: int, weights_bytes: int, free_bytes: int) -> int:
+    """Bytes that adapter slots, or the KV cache, take on a CPU unless a setting says.
+
+    Args:
+        least_bytes: What they take whatever is free.
+        weights_bytes: What the model's weights take.
+        free_bytes: What is left of the machine's memory.
+    """
+    return max(least_bytes, min(weights_bytes, int(free_bytes * _CPU_SHARE)))
+
+
+def _shapes(settings: SamplerSettings) -> Mapping[str, Shape]:
+    """The checkpoint's tensors; none under a hub name whose weights are still to be downloaded."""
+    try:
+        return checkpoint_shapes(checkpoint_directory(settings.model))
+    except OSError:
+        return {}
+
+
+def _item_bytes(settings: SamplerSettings) -> int:
+    """Bytes of an element of weights and adapters."""
+    return 4 if settings.dtype == "float32" or (settings.dtype == "auto" and runs_on_cpu(settings)) else 2
+
+
+def _weights_bytes(settings: SamplerSettings) -> int:
+    """Bytes of the checkpoint's tensors in the engine's type; 0 if they are not at hand."""
+    return _item_bytes(settings) * sum(map(math.prod, _shapes(settings).values()))
 
 
 def capacity_for(
-    settings: SamplerSettings, shapes: Mapping[str, Shape], item_bytes: int, device_bytes: int, host_bytes: int
+    settings: SamplerSettings, shapes: Mapping[str, Shape], item_bytes: int, slot_bytes: int, host_bytes: int
 ) -> AdapterCapacity:
     """What the settings say, and where they say nothing, what memory allows.
 
     Args:
         shapes: Of the checkpoint's tensors; none if they are not at hand.
         item_bytes: Of an element of an adapter.
-        device_bytes: Memory of the device that the engine may take; a sixteenth of it may become slots.
+        slot_bytes: Memory that may become slots, but for the fewest that there are.
         host_bytes: Memory of the machine; a quarter of it may hold adapters.
     """
     adapter_bytes = item_bytes * settings.max_lora_rank * _linear_widths(shapes)
     batched, held_mib = settings.max_loras, settings.max_adapter_mib
     if batched is None:
-        affordable = int(device_bytes * _SLOT_SHARE / adapter_bytes) if adapter_bytes else _LEAST_SLOTS
+        affordable = slot_bytes // adapter_bytes if adapter_bytes else _LEAST_SLOTS
         batched = min(max(affordable, _LEAST_SLOTS), settings.max_adapters, settings.max_sequences)
     held_bytes = int(host_bytes * _HOST_SHARE)
     if held_mib is not None:
@@ -269,11 +299,12 @@ def context(settings: SamplerSettings) -> int | None:
 def _cpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+    cache_bytes = cpu_room(_CPU_KV_CACHE_BYTES, _weights_bytes(settings), host_free_bytes())
     return {
         "dtype": "float32" if settings.dtype == "auto" else settings.dtype,
         "enforce_eager": True,
         "block_size": settings.block_size or _CPU_BLOCK_SIZE,
-        "kv_cache_memory_bytes": (settings.kv_cache_mib or _CPU_KV_CACHE_MIB) << 20,
+        "kv_cache_memory_bytes": settings.kv_cache_mib << 20 if settings.kv_cache_mib else cache_bytes,
         "skip_mm_profiling": True,
         # The class, not its name: vLLM swaps the name "uni" for one more process.
         "distributed_executor_backend": UniProcExecutor if settings.tensor_parallel == 1 else "mp",

@@ -6,7 +6,7 @@ import pytest
 
 import fovea_tinyvlm
 from fovea_services.sampler.engine.manifest_check import checkpoint_shapes
-from fovea_services.sampler.engine.vllm_launch import capacity_for
+from fovea_services.sampler.engine.vllm_launch import capacity_for, cpu_room, measure_adapter_capacity
 from fovea_services.sampler.settings import SamplerSettings
 from tests.e2e.sampler.reference import Reference, random_adapter
 
@@ -24,16 +24,16 @@ RANK = 64
 ADAPTER_BYTES = 2 * RANK * 15
 
 
-def room(shapes: dict[str, Any] = SHAPES, device_bytes: int = GIB, host_bytes: int = GIB, **settings: Any) -> Any:
+def room(shapes: dict[str, Any] = SHAPES, slot_bytes: int = GIB, host_bytes: int = GIB, **settings: Any) -> Any:
     """Of bfloat16."""
-    return capacity_for(SamplerSettings(model="m", **settings), shapes, 2, device_bytes, host_bytes)
+    return capacity_for(SamplerSettings(model="m", **settings), shapes, 2, slot_bytes, host_bytes)
 
 
 def test_memory_decides() -> None:
     assert room().adapter_bytes == ADAPTER_BYTES
-    assert room(device_bytes=16 * 10 * ADAPTER_BYTES).batched == 10
+    assert room(slot_bytes=10 * ADAPTER_BYTES).batched == 10
     assert room(host_bytes=4 * 10 * ADAPTER_BYTES).held_bytes == 10 * ADAPTER_BYTES
-    said = str(room(device_bytes=16 * 10 * ADAPTER_BYTES, host_bytes=4 * 20 * ADAPTER_BYTES))
+    said = str(room(slot_bytes=10 * ADAPTER_BYTES, host_bytes=4 * 20 * ADAPTER_BYTES))
     assert "10 in one batch" in said
     assert "20 of the largest rank" in said
     assert str(room({})) == "adapters: 4 in one batch, 256 MiB of them held"
@@ -44,11 +44,11 @@ def test_never_more_than_can_be_held_or_run_at_once_nor_fewer_than_a_few() -> No
     assert room().held_bytes == 64 * ADAPTER_BYTES
     assert room(max_sequences=7).batched == 7
     assert room(max_adapters=3).batched == 3
-    assert room(device_bytes=1).batched == 4
+    assert room(slot_bytes=1).batched == 4
 
 
 def test_settings_go_first() -> None:
-    said = room(max_loras=2, max_adapter_mib=5, device_bytes=1)
+    said = room(max_loras=2, max_adapter_mib=5, slot_bytes=1)
     assert (said.batched, said.held_bytes) == (2, 5 << 20)
 
 
@@ -79,3 +79,18 @@ def test_the_largest_adapter_of_a_model_is_what_it_takes(kind: str) -> None:
     whole = random_adapter(Reference(model), RANK, seed=0)
     found = capacity_for(SamplerSettings(model="m"), checkpoint_shapes(model), 4, GIB, GIB)
     assert found.adapter_bytes == sum(tensor.numel() * 4 for tensor in whole.values())
+
+
+def test_on_a_cpu_slots_take_no_more_than_the_weights() -> None:
+    """SmolLM2 135M on a machine with 17 GiB free: a slot takes 87 MiB, and 17 of them took 1.5 GiB of the 24 GiB."""
+    weights, slot, least = 513 << 20, 87 << 20, 256 << 20
+    assert cpu_room(least, weights, 17 * GIB) == weights
+    assert room(slot_bytes=weights // slot * ADAPTER_BYTES).batched == 5
+    assert cpu_room(least, weights, 6 * GIB) == 384 << 20, "a sixteenth of what is free"
+    assert cpu_room(least, 4 << 20, 17 * GIB) == cpu_room(least, 0, 0) == least
+
+
+def test_the_slots_of_a_model_on_a_cpu() -> None:
+    found = measure_adapter_capacity(SamplerSettings(model=str(fovea_tinyvlm.ensure()), device="cpu"))
+    assert found.batched * found.adapter_bytes <= 256 << 20
+    assert found.batched == 64, "small ones have room for a whole batch"
