@@ -31,7 +31,7 @@ $(VENV)/ready: requirements/cpu.txt pyproject.toml
 demo: setup ## A tiny VLM learns real digits; writes demo/report.html and demo/result.json
 	$(BIN)/python -m fovea_demo
 
-rl: setup ## Reinforcement learning: all examples that learn, each with its bar; writes examples/results.json, curves and pages
+rl: setup ## Reinforcement learning: all examples, each with its bar, three hours on two cores; writes examples/results.json, curves and pages
 	$(BIN)/python -m examples
 
 up: setup ## Start Fovea on this machine with the tiny model (fovea up --help for more)
