@@ -300,8 +300,10 @@ def _check_sizes(tensors: Mapping[str, Tensor], largest: float, uri: str) -> Non
     for name, tensor in tensors.items():
         found = torch.linalg.vector_norm(tensor, math.inf).item() if tensor.numel() else 0.0
         if not found <= largest:  # of NaN too
-            said = f"{found:.3g}, above {largest:.6g}" if math.isfinite(found) else "numbers that are not finite"
-            raise InvalidInput(f"{uri} has {said} in {name}: samples of it would be garbage", field="uri")
+            if not math.isfinite(found):
+                raise InvalidInput(f"{uri} has numbers in {name} that are not finite", field="uri")
+            said = f"{found:.3g} in {name}; weights up to {largest:.6g} are taken, as larger ones overflow when sampled"
+            raise InvalidInput(f"{uri} has {said}", field="uri")
 
 
 def _full_tensors(model: FullModel, copied: Copying) -> dict[str, dict[str, Tensor]]:

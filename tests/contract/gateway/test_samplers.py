@@ -9,7 +9,7 @@ import pytest
 import tinker
 from tinker import types
 
-from fovea.wire.errors import FeatureEvicted, Unavailable
+from fovea.wire.errors import FeatureEvicted, NotFinite, Unavailable
 from fovea_gateway.sampling import sample_runner
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL, FakeSampler
@@ -100,6 +100,16 @@ async def test_snapshot_is_pushed_once_for_all_who_need_it_and_again_after_evict
     assert "sequences" in await rest.result(again.json()["request_id"])
     assert "NotLoaded" in stand.sampler.names()
     assert len(stand.trainer.of("PushSnapshot")) == 2
+
+
+async def test_a_snapshot_that_overflows_is_told_to_its_caller_at_once(stand: Stand, rest: Rest) -> None:
+    sampling_id, base = await rest.snapshot(await rest.create_model(), 1), await base_session(rest, 7)
+    stand.sampler.failures["Sample"].append(NotFinite("snapshot 'm@1' cannot be sampled: train with a lower rate"))
+    answer = await rest.result((await rest.sample(sampling_id, 0)).json()["request_id"])
+    assert answer["error"] == "snapshot 'm@1' cannot be sampled: train with a lower rate"
+    assert answer["category"] == "user"
+    assert len(stand.sampler.of("Sample")) == 1, "the next try would fail alike"
+    assert "sequences" in await rest.result((await rest.sample(base, 0)).json()["request_id"])
 
 
 async def test_an_adapter_that_no_sampler_takes_is_refused_when_it_is_created(stand: Stand, rest: Rest) -> None:

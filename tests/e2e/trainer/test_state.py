@@ -161,9 +161,9 @@ async def test_a_state_with_weights_out_of_bounds_is_refused(qwen3: Bench, kind:
     folder = qwen3.scratch / f"large-{kind}"
     await qwen3.client.save_state(model_id, str(folder))
     before = await qwen3.weights(model_id)
-    for value, said in ((1e30, r"1e\+30, above 65504"), (float("nan"), "not finite")):
+    for value, said in ((1e30, "weights up to 65504 are taken"), (float("nan"), "not finite")):
         name = _spoil(folder, kind, value)
-        with pytest.raises(InvalidInput, match=rf"large-{kind} has .*{said}.* in {re.escape(name)}"):
+        with pytest.raises(InvalidInput, match=rf"large-{kind} has .* in {re.escape(name)}.*{said}"):
             await qwen3.client.load_state(model_id, str(folder), optimizer=True)
     for key, tensor in (await qwen3.weights(model_id)).items():
         assert torch.equal(before[key], tensor)
