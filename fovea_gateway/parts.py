@@ -76,7 +76,7 @@ class Parts:
         self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions)
         self.storage = Storage(settings.checkpoint_root)
         self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock)
-        self.link_signer = LinkSigner(self.database)
+        self.link_signer = LinkSigner(self.database, self.keys.is_valid)
         self.exports = Exports(self.database, self.checkpoints, self.link_signer)
         self.uploads = Uploads(self.database, self.checkpoints, self.link_signer, settings.max_upload_bytes)
         self.models = Models(self.database, settings.max_models_per_owner, self.owners)

@@ -42,6 +42,20 @@ def importing(*without: str) -> Iterator[None]:
             del sys.modules[name]
 
 
+_HARMLESS = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ", "HOME", "TMPDIR", "XDG_CACHE_HOME", "HF_HOME")
+
+
+def bare_environment(*prefixes: str, **more: str) -> dict[str, str]:
+    """Returns an environment without secrets, for a process that handles what tenants send.
+
+    Args:
+        prefixes: Beginnings of further variables to keep.
+        more: Variables to add, or to set otherwise.
+    """
+    kept = {name: value for name, value in os.environ.items() if name in _HARMLESS or name.startswith(prefixes)}
+    return kept | more
+
+
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Asks the kernel to kill this process once the thread that started it ends. Linux only; elsewhere no effect.
 

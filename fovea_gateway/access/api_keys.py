@@ -251,6 +251,11 @@ class KeyRing:
         await self._read()
         return text, key
 
+    def is_valid(self, key_id: str) -> bool:
+        """Returns whether a key with this id exists and has neither ended nor been revoked."""
+        now = time.time()
+        return any(key.key_id == key_id and not key.problem(now) for key in self._keys.values())
+
     def listed(self) -> list[Key]:
         """All keys, valid or not, oldest first."""
         return list(self._keys.values())

@@ -78,7 +78,7 @@ class Owners:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._owners: dict[str, Owner] = {}
-        self._buckets: dict[str, _Bucket] = {}
+        self._buckets: dict[tuple[str, str], _Bucket] = {}
 
     async def read(self) -> None:
         """Reads the records; call it again to follow what commands write."""
@@ -103,10 +103,14 @@ class Owners:
         await self._database.write(lambda connection: put_owner(connection, owner))
         await self.read()
 
-    def check_rate(self, owner: str) -> None:
-        """Counts a request. Raises ResourceExhausted above the owner's rate, after which clients send it again."""
+    def check_rate(self, owner: str, use: str = "") -> None:
+        """Counts a request. Raises ResourceExhausted above the owner's rate, after which clients send it again.
+
+        Args:
+            use: Names a bucket of its own, so that the live page takes nothing from training.
+        """
         rate = self.of(owner).max_requests_per_s
-        if rate and not self._buckets.setdefault(owner, _Bucket()).take(rate, time.monotonic()):
+        if rate and not self._buckets.setdefault((owner, use), _Bucket()).take(rate, time.monotonic()):
             raise exceeded("max_requests_per_s", rate, "it sent more requests")
 
 

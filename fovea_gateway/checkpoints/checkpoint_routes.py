@@ -224,7 +224,7 @@ class ExportRoutes:
         parts, query = request.path_params, request.query_params
         expires_at = _expiry(request)
         places = (parts["run"], parts["segment"], parts["name"], parts["file"])
-        link = Link(*places, expires_at, query.get("signature", ""))
+        link = Link(*places, expires_at, query.get("key", ""), query.get("signature", ""))
         file = await self._exports.follow(link)
         # The folder of an export is never written twice, so its name says which content this is.
         tag = f'"{file.uri.rpartition(".")[2]}-{file.size_bytes}"'
@@ -294,7 +294,7 @@ class UploadRoutes:
         expires_at = _expiry(request)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise InvalidInput("send the file as it is, without Content-Encoding")
-        link = UploadLink(parts["upload"], parts["file"], expires_at, query.get("signature", ""))
+        link = UploadLink(parts["upload"], parts["file"], expires_at, query.get("key", ""), query.get("signature", ""))
         declared = int(request.headers.get("content-length") or 0)
         await self._uploads.receive(link, declared, arriving(request, self._patience_s))
         return Response(status_code=200)
@@ -326,7 +326,7 @@ def _link_path(link: Link) -> str:
 
 
 def _signed(link: Link | UploadLink) -> str:
-    return urlencode({"expires": link.expires_at, "signature": link.signature})
+    return urlencode({"expires": link.expires_at, "key": link.key_id, "signature": link.signature})
 
 
 def _expiry(request: Request) -> int:

@@ -8,7 +8,7 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, NamedTuple
 
 import pyrage
@@ -21,6 +21,7 @@ from fovea_gateway.checkpoints.checkpoint_storage import Storage
 from fovea_gateway.database import schema
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.sql_engine import insert_new
+from fovea_gateway.scopes import CALLER
 
 _AGE_SUFFIX = ".age"
 _RECIPIENTS = "age_encryption_recipients"
@@ -41,7 +42,8 @@ class Link(NamedTuple):
 
     Attributes:
         expires_at: Seconds since the epoch, whole.
-        signature: HMAC-SHA256 over folder, file and expiry, in hex.
+        key_id: The API key that asked for the link, which is good no longer than the key.
+        signature: HMAC-SHA256 over folder, file, expiry and key id, in hex.
     """
 
     run: str
@@ -49,6 +51,7 @@ class Link(NamedTuple):
     name: str
     file: str
     expires_at: int
+    key_id: str
     signature: str
 
 
@@ -61,10 +64,14 @@ class ExportedFile(NamedTuple):
 
 
 class LinkSigner:
-    """Signs links, with a key that the database keeps: they stay good when the gateway restarts. Call `open` first."""
+    """Signs links with a secret of the database, so that they stay good when the gateway restarts. Call `open` first.
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    Args:
+        is_valid: Tells whether the API key with an id is valid now.
+    """
+
+    def __init__(self, database: Database, is_valid: Callable[[str], bool]) -> None:
+        self._database, self._is_valid = database, is_valid
         self._key = b""
 
     async def open(self) -> None:
@@ -72,8 +79,13 @@ class LinkSigner:
         self._key = await self._database.write(_take_secret)
 
     def sign(self, *parts: str) -> str:
-        """HMAC-SHA256 over what a link leads to and when it expires, in hex."""
+        """Returns HMAC-SHA256 over what a link leads to, when it expires and which key asked for it, in hex."""
         return hmac.new(self._key, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
+
+    def check(self, shown: str, key_id: str, *parts: str) -> bool:
+        """Returns whether a link shows the right signature and its key is still valid."""
+        expected = self.sign(*parts, key_id)
+        return hmac.compare_digest(expected.encode(), shown.encode()) and self._is_valid(key_id)
 
 
 class Exports:
@@ -108,10 +120,10 @@ class Exports:
         checkpoint = await self._database.read(lambda connection: get_row(connection, path))
         # One answer for a wrong link and for one to nothing: it must not tell strangers which exports exist.
         wrong = PermissionDenied(
-            "this link is not valid, or its export was deleted; ask for external_weights_urls again"
+            "this link is not valid, or its key or export is gone; ask for external_weights_urls again"
         )
-        if checkpoint is None or not hmac.compare_digest(
-            self._link(checkpoint, link.file, link.expires_at).signature.encode(), link.signature.encode()
+        if checkpoint is None or not self._signer.check(
+            link.signature, link.key_id, checkpoint.uri, link.file, str(link.expires_at)
         ):
             raise wrong
         if min(link.expires_at, checkpoint.expires_at or link.expires_at) <= time.time():
@@ -127,8 +139,9 @@ class Exports:
 
     def _link(self, checkpoint: Checkpoint, file: str, expires_at: int) -> Link:
         # The folder is new with every export: a link never leads to what later took the same name.
-        signature = self._signer.sign(checkpoint.uri, file, str(expires_at))
-        return Link(checkpoint.model_id, checkpoint.segment, checkpoint.name, file, expires_at, signature)
+        key_id = CALLER.get().key_id
+        signature = self._signer.sign(checkpoint.uri, file, str(expires_at), key_id)
+        return Link(checkpoint.model_id, checkpoint.segment, checkpoint.name, file, expires_at, key_id, signature)
 
 
 async def complete_export(storage: Storage, written: str, target: str, recipients: list[Recipient]) -> int:

@@ -4,7 +4,6 @@ All that is known of one that is not finished lies in its folder, whose name say
 """
 
 import asyncio
-import hmac
 import json
 import math
 import re
@@ -25,6 +24,7 @@ from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row, 
 from fovea_gateway.checkpoints.exports import LinkSigner
 from fovea_gateway.database.database import Database
 from fovea_gateway.http.request_body import parse_loosely
+from fovea_gateway.scopes import CALLER
 
 _FOLDER = "uploads"
 _NAME = "uploaded"
@@ -49,12 +49,14 @@ class UploadLink(NamedTuple):
 
     Attributes:
         expires_at: Seconds since the epoch, whole.
-        signature: HMAC-SHA256 over upload, file and expiry, in hex.
+        key_id: The API key that asked for the link, which is good no longer than the key.
+        signature: HMAC-SHA256 over upload, file, expiry and key id, in hex.
     """
 
     upload_id: str
     file: str
     expires_at: int
+    key_id: str
     signature: str
 
 
@@ -87,9 +89,9 @@ class Uploads:
         Raises PermissionDenied for a link that is wrong or old, PayloadTooLarge as soon as that is known,
         ResourceExhausted if the owner has no room, DiskFull.
         """
-        expected = self._link(link.upload_id, link.file, link.expires_at).signature
         # Before anything is looked up: a stranger learns nothing of which uploads there are.
-        if not hmac.compare_digest(expected.encode(), link.signature.encode()):
+        parts = ("upload", link.upload_id, link.file, str(link.expires_at))
+        if not self._signer.check(link.signature, link.key_id, *parts):
             raise PermissionDenied("this link is not valid; ask for external_weights_upload_start again")
         about = await self._about(link.upload_id)
         await self._checkpoints.check_room(about["owner"])
@@ -200,7 +202,9 @@ class Uploads:
         return f"{self._checkpoints.storage.root}/{_FOLDER}/{upload_id}"
 
     def _link(self, upload_id: str, file: str, expires_at: int) -> UploadLink:
-        return UploadLink(upload_id, file, expires_at, self._signer.sign("upload", upload_id, file, str(expires_at)))
+        key_id = CALLER.get().key_id
+        signature = self._signer.sign("upload", upload_id, file, str(expires_at), key_id)
+        return UploadLink(upload_id, file, expires_at, key_id, signature)
 
 
 def check_config(content: bytes, rank: int) -> float:

@@ -35,7 +35,7 @@ Handler = Callable[[Request, str], Awaitable[Response]]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 _UNTIMED = ("retrieve_future", "retrieve_futures")
 _PAGE = ("live/events", "live/curves/{run}", "live/samples", "live/pictures/{digest}")
-_UNCOUNTED = (*_UNTIMED, *_PAGE, "session_heartbeat", "telemetry", "client/dynamic_config")
+_UNCOUNTED = (*_UNTIMED, "session_heartbeat", "telemetry", "client/dynamic_config")
 """What clients repeat by themselves, and never give up: it counts for no limit of requests."""
 _PROCESS = os.urandom(3).hex()
 _NUMBERS = itertools.count(1)
@@ -169,7 +169,7 @@ class Endpoints:
 
     Args:
         identify: Finds the caller by its API key, the Host and the Origin. Raises Unauthenticated, PermissionDenied.
-        check_rate: Counts a request of an owner. Raises ResourceExhausted.
+        check_rate: Counts a request of an owner for a use. Raises ResourceExhausted.
         prefix: In front of every path.
         memory: Bytes for what bodies bring, while their requests are answered.
         patience_s: Seconds that a body may take to begin.
@@ -179,7 +179,7 @@ class Endpoints:
     def __init__(
         self,
         identify: Callable[[str | None, list[str]], Caller],
-        check_rate: Callable[[str], None],
+        check_rate: Callable[[str, str], None],
         prefix: str,
         memory: Quota,
         patience_s: float,
@@ -196,7 +196,7 @@ class Endpoints:
             caller = self._identify(key_of(request), _addresses(request))
             caller.require(scope, f"{method} {path}")
             if path not in _UNCOUNTED:
-                self._check_rate(caller.owner)
+                self._check_rate(caller.owner, "page" if path in _PAGE else "")
             with self._memory.holding(caller.owner) as memory:
                 request.state.incoming = Incoming(memory, self._patience_s)
                 return await handler(request, caller.owner)

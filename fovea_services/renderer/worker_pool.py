@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from fovea.runtime import tracing
+from fovea.runtime.children import bare_environment
 from fovea.wire.errors import DeadlineExceeded, FoveaError, Internal, ResourceExhausted, Unavailable
 from fovea.wire.features import FeatureTensors
 from fovea_services.renderer import renderer_metrics
@@ -71,7 +72,7 @@ class WorkerProcess:
             command += ["--tensors", str(memory.descriptor), "--model", str(self._settings.model_directory)]
             command += ["--memory-bytes", str(self._settings.memory_bytes)]
             path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            environment = bare_environment("OMP_", PYTHONPATH=path, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
             self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno(), memory.descriptor],

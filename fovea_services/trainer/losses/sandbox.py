@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from fovea.runtime.children import bare_environment
 from fovea.wire.errors import Internal
 from fovea_services.trainer.losses.frames import (
     HELLO,
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 START_S = 60.0
 """How long torch may take to load."""
 
-_VARIABLES = ("PATH", "LANG", "LD_LIBRARY_PATH", "TZ")
 _PREFIXES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_")
 """What says how torch computes: it must be the same there as here."""
 
@@ -176,7 +176,6 @@ def _pid_of(link: socket.socket) -> int:
 
 def _environment() -> dict[str, str]:
     """Neither GPUs nor secrets; one thread."""
-    kept = {name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     path = os.pathsep.join(place for place in sys.path if place)
-    return {**kept, **threads, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    return bare_environment(*_PREFIXES, **threads, PYTHONPATH=path, CUDA_VISIBLE_DEVICES="")

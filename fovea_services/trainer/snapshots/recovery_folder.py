@@ -74,11 +74,12 @@ class RecoveryFolder:
     """Files of recovery. Methods block; several threads may call them, one at a time for each model.
 
     Args:
-        uri: Folder or fsspec URL, made when it is first written to. Raises InvalidInput for an unknown protocol.
+        uri: Folder or fsspec URL. Raises InvalidInput for an unknown protocol.
     """
 
     def __init__(self, uri: str) -> None:
         self._root = Folder.at(uri, "recovery")
+        self._root.make_private()  # every tenant's weights and moments lie in it
 
     def point_url(self, model_id: str, seq_id: int) -> str:
         """Where a point is written."""

@@ -37,7 +37,9 @@ async def keeping(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Asy
         root += f"/kept-{uuid.uuid4().hex}"
     stand = Stand(tmp_path)
     stand.trainer = KeepingTrainer(lambda: stand.samplers)
-    async with running(stand, checkpoint_dir=root, base_path="/base", api_key=[KEY, OTHER_KEY]):
+    async with running(
+        stand, checkpoint_dir=root, base_path="/base", api_key=[KEY, OTHER_KEY], allowed_host=["fovea.example"]
+    ):
         yield stand
 
 

@@ -90,6 +90,9 @@ async def test_requests_above_an_owners_rate_are_refused_by_name(keys: Keys, ali
     assert answers[-1].json()["detail"].startswith("this owner's max_requests_per_s is 5")
     for _ in range(20):  # what the SDK sends by itself
         assert (await alice.post("session_heartbeat", session_id=alice.session_id)).status_code == 200
+    pages = [await alice.http.get("live/samples") for _ in range(8)]
+    assert [page.status_code for page in pages[:5]] == [200] * 5, "the page takes nothing from training"
+    assert pages[-1].status_code == 429, "but it has the same limit"
 
 
 async def test_tokens_in_flight_are_limited_by_name(stand: Stand, keys: Keys, alice: Rest) -> None:

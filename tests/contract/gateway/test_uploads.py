@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from fovea_gateway.scopes import Scope
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.keeping import KeepingTrainer
@@ -277,3 +278,25 @@ async def test_uploads_that_were_not_finished_in_time_are_removed(
     assert [name.split("/")[-2:] for name in stored(stand)] == [[folder, CONFIG], [folder, WEIGHTS]]
     monkeypatch.undo()
     assert (await client.http.get("checkpoints")).json()["checkpoints"][0]["tinker_path"] == path
+
+
+async def test_a_link_ends_with_the_key_that_asked_for_it(stand: Stand) -> None:
+    assert stand.gateway is not None
+    keys = stand.gateway.parts.keys
+    text, key = await keys.create("carol", "", Scope.TRAIN, None)
+    reading, reader = await keys.create("carol", "", Scope.READ, None)
+    async with stand.http(text) as http, stand.http(reading) as read_only:
+        client = Rest(http)
+        begun = await start(client)
+        await send(begun)
+        path = (await finish(client, begun["upload_id"])).json()["tinker_path"]
+        again = await start(client)
+        links_at = f"training_runs/{path.split('/')[2]}/checkpoints/external_weights/uploaded/external_weights_urls"
+        own = (await http.get(links_at)).json()["urls"][WEIGHTS]
+        others = (await read_only.get(links_at)).json()["urls"][WEIGHTS]
+        assert [(await http.get(url)).status_code for url in (own, others)] == [200, 200]
+        await keys.revoke(key.key_id)
+        assert (await put(again["urls"][WEIGHTS], save(TENSORS))).status_code == 403
+        assert [(await http.get(url)).status_code for url in (own, others)] == [403, 200]
+        renamed = own.replace(key.key_id, reader.key_id)
+        assert (await http.get(renamed)).status_code == 403, "the key is part of what is signed"

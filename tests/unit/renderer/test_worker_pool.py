@@ -53,6 +53,19 @@ async def test_a_job_whose_worker_dies_is_tried_on_another(pool: WorkerPool) -> 
     assert processed.tensors["pixel_values"].tobytes() == b"unlucky"
 
 
+async def test_a_worker_has_no_secret_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decodes files that tenants send: a fault in a decoder must not give the services' secret away."""
+    for name in ("FOVEA_SERVICE_SECRET", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "a secret of this machine")
+    pool = WorkerPool(settings(tmp_path), worker_count=1, max_pending=3)
+    await pool.start()
+    processed = await pool.process(header(odd_worker.TELLS), b"")
+    await pool.close()
+    names = processed.tensors["pixel_values"].tobytes().decode().split()
+    assert "PATH" in names
+    assert not {"FOVEA_SERVICE_SECRET", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"} & set(names)
+
+
 async def test_large_tensors_cross(pool: WorkerPool) -> None:
     data = bytes(range(256)) * (20 * 4096)
     processed = await pool.process(header(odd_worker.GOOD), data)

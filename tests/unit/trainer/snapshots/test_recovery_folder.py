@@ -85,3 +85,11 @@ def test_a_start_removes_what_was_being_written_and_nothing_by_its_age(place: st
     for name, point in points.items():
         assert folder.newest(name) == (folder.point_url(name, 4), point)
     assert not staging.exists("part")
+
+
+def test_a_folder_on_a_disk_is_for_this_user_alone(tmp_path: Path) -> None:
+    made, found = tmp_path / "made", tmp_path / "found"
+    found.mkdir(mode=0o755)
+    for folder in (made, found):
+        RecoveryFolder(str(folder))
+        assert folder.stat().st_mode & 0o777 == 0o700
