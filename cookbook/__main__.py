@@ -117,7 +117,7 @@ def _table(results: list[Result]) -> Table:
             str(result.steps),
             *figures,
             f"{result.seconds:.1f}",
-            "ok" if result.ok else "failed",
+            " with ".join(["ok" if result.ok else "failed", *result.replaced]),
         )
     return table
 

@@ -62,6 +62,30 @@ class MissingCheckpoint(Exception):
     """The recipe that should have run before has not."""
 
 
+SIZES = frozenset(
+    "batch_size group_size groups_per_batch learning_rate max_steps max_tokens num_epochs save_every eval_every n_eval "
+    "examples_per_class subset_seed".split()
+)
+"""Options that scale a recipe to a tiny model and few minutes."""
+LOCAL = frozenset("env dataset file_path behavior_if_log_dir_exists".split())
+"""Options that name data which lies here, or the folder of the logs."""
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """Another value in the place of a recipe's own setting, one that decides what is computed: no size, no data.
+
+    Attributes:
+        value: Of the run.
+        own: The recipe's default, by version of the cookbook; a version that is left out has no such option.
+        why: Why the default does not run.
+    """
+
+    value: str | int | bool
+    own: dict[str, str | int | bool]
+    why: str
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One run.
@@ -70,7 +94,7 @@ class Recipe:
         name: Of this run.
         checks: The contract's checks that it stands for.
         module: The module of tinker_cookbook that runs, or None if only our program does.
-        options: Of the module, as its command line takes them.
+        options: Of the module, as its command line takes them: sizes and local data alone.
         criteria: What its metrics must show; the first gives the figures of the table.
         after: The recipe whose last checkpoint it starts from.
         start_option: The module's option for that checkpoint. None: the loop finds it in its log folder and resumes.
@@ -79,7 +103,8 @@ class Recipe:
         in_catalogue: Whether it looks its renderer up by the model's name, so that the name must be one of
             the cookbook's.
         program: A module of `programs` that runs instead of the recipe's, or after it to measure what it logs not.
-        only_in: Options that only some versions have, by version.
+        replaces: Other settings of the module that are not its own, by name. A run with one does not count as the
+            recipe.
     """
 
     name: str
@@ -93,7 +118,19 @@ class Recipe:
     renderer_option: str | None = None
     in_catalogue: bool = False
     program: str | None = None
-    only_in: dict[str, dict[str, Any]] = field(default_factory=dict)
+    replaces: dict[str, Replaced] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if hidden := self.options.keys() - SIZES - LOCAL:
+            raise ValueError(f"{self.name} replaces {sorted(hidden)} without saying so: list them in `replaces`")
+
+    def replaced_in(self, version: str) -> dict[str, Replaced]:
+        """The settings that differ from the recipe's own in a version of the cookbook."""
+        return {
+            name: setting
+            for name, setting in self.replaces.items()
+            if version in setting.own and setting.own[version] != setting.value
+        }
 
     def commands(self, here: Situation) -> list[Command]:
         """What to run, one after the other. Raises MissingCheckpoint."""
@@ -102,7 +139,7 @@ class Recipe:
         commands = []
         if self.module:
             given = {"base_url": here.base_url, "model_name": here.model_name, self.log_option: log}
-            given |= self.options | self.only_in.get(here.version, {})
+            given |= self.options | {name: each.value for name, each in self.replaced_in(here.version).items()}
             if self.renderer_option:
                 given[self.renderer_option] = here.renderer_name
             if self.start_option:

@@ -1,7 +1,7 @@
 """The runs, in order: some start from the checkpoint of an earlier one."""
 
 from cookbook.criterion import Falls, Reaches, Rises, Stays
-from cookbook.recipe import Recipe
+from cookbook.recipe import Recipe, Replaced
 from cookbook.workplace import PROMPT_DISTILLATION_FILE
 
 _HOME = "tinker_cookbook.recipes"
@@ -10,6 +10,10 @@ _DELETE = {"behavior_if_log_dir_exists": "delete"}
 _AGREEMENT = 1e-6
 
 _CLASSIFIER_SEEDS = range(3)
+_SL_LOOP = {"batch_size": 32, "learning_rate": 3e-3, "max_steps": 12, "save_every": 6}
+_VERSIONS = ("0.5.8", "0.6.1")
+_LOSSES: dict[str, str | int | bool] = {"0.5.8": "importance_sampling", "0.6.1": "stable_reinforce"}
+_NO_STABLE_REINFORCE = "Fovea does not serve stable_reinforce yet, and refuses it by name"
 
 
 def _vlm_classifier(seed: int) -> Recipe:
@@ -40,12 +44,21 @@ RECIPES = (
         name="sl_loop",
         checks=("C117",),
         module=f"{_HOME}.sl_loop",
-        options={
-            "batch_size": 32,
-            "learning_rate": 3e-3,
-            "train_on_what": "last_assistant_message",
-            "max_steps": 12,
-            "save_every": 6,
+        options=_SL_LOOP,
+        criteria=(Falls("train_mean_nll", to=0.3),),
+        in_catalogue=True,
+    ),
+    Recipe(
+        name="sl_loop_start",
+        checks=(),
+        module=f"{_HOME}.sl_loop",
+        options=_SL_LOOP,
+        replaces={
+            "train_on_what": Replaced(
+                "last_assistant_message",
+                dict.fromkeys(_VERSIONS, "all_assistant_messages"),
+                "the runs that learn by rewards start here: after 12 steps on all messages nothing is rewarded",
+            )
         },
         criteria=(Falls("train_mean_nll", to=0.2),),
         in_catalogue=True,
@@ -62,9 +75,11 @@ RECIPES = (
             "max_tokens": 16,
             "save_every": 0,
         },
-        only_in={"0.6.1": {"loss_fn": "importance_sampling"}},
+        replaces={
+            "loss_fn": Replaced("importance_sampling", {"0.6.1": _LOSSES["0.6.1"]}, _NO_STABLE_REINFORCE),
+        },
         criteria=(Rises("reward/total", by=0.15),),
-        after="sl_loop",
+        after="sl_loop_start",
         in_catalogue=True,
     ),
     Recipe(
@@ -73,7 +88,6 @@ RECIPES = (
         module=f"{_HOME}.math_rl.train",
         options={
             "env": "gsm8k",
-            "loss_fn": "importance_sampling",
             "groups_per_batch": 8,
             "group_size": 8,
             "max_tokens": 16,
@@ -83,8 +97,9 @@ RECIPES = (
             "save_every": 0,
             **_DELETE,
         },
+        replaces={"loss_fn": Replaced("importance_sampling", _LOSSES, _NO_STABLE_REINFORCE)},
         criteria=(Stays("optim/kl_sample_train_v2", below=_AGREEMENT), Rises("env/all/correct", by=0.05)),
-        after="sl_loop",
+        after="sl_loop_start",
         start_option="load_checkpoint_path",
         renderer_option="renderer_name",
     ),
@@ -94,8 +109,6 @@ RECIPES = (
         module=f"{_HOME}.math_rl.train",
         options={
             "env": "gsm8k",
-            "loss_fn": "ppo",
-            "num_substeps": 2,
             "groups_per_batch": 8,
             "group_size": 8,
             "max_tokens": 16,
@@ -105,8 +118,12 @@ RECIPES = (
             "save_every": 0,
             **_DELETE,
         },
+        replaces={
+            "num_substeps": Replaced(2, dict.fromkeys(_VERSIONS, 1), "C118 is about substeps"),
+            "loss_fn": Replaced("ppo", _LOSSES, "a second substep leaves the policy that sampled, which ppo clips"),
+        },
         criteria=(Rises("env/all/correct", by=0.1),),
-        after="sl_loop",
+        after="sl_loop_start",
         start_option="load_checkpoint_path",
         renderer_option="renderer_name",
     ),
@@ -149,7 +166,6 @@ RECIPES = (
             "dataset": "toolalpaca",
             "groups_per_batch": 8,
             "max_tokens": 24,
-            "topk": 8,
             "learning_rate": 5e-4,
             "max_steps": 4,
             "eval_every": 0,
@@ -168,17 +184,16 @@ RECIPES = (
         module=f"{_HOME}.sdft.train",
         options={
             "dataset": "toolalpaca",
-            "reverse": True,
             "groups_per_batch": 9,
             "group_size": 4,
             "max_tokens": 24,
-            "topk": 8,
             "learning_rate": 1e-3,
             "max_steps": 5,
             "eval_every": 0,
             "save_every": 0,
             **_DELETE,
         },
+        replaces={"reverse": Replaced(True, dict.fromkeys(_VERSIONS, False), "the recipe's other loss, run beside it")},
         criteria=(Falls("sdft/reverse_kl_mean", to=0.95),),
         after="prompt_distillation",
         start_option="load_checkpoint_path",
@@ -202,3 +217,14 @@ RECIPES = (
         criteria=(Stays("mse", below=_AGREEMENT, least_steps=1), Falls("loss", to=0.98)),
     ),
 )
+
+
+def replaced_table() -> str:
+    """Markdown: every setting that a run replaces, in which version, and why; a line for each."""
+    lines = ["| run | cookbook | setting | runs with | the recipe's own | why |", "|---|---|---|---|---|---|"]
+    for recipe in RECIPES:
+        for version in _VERSIONS:
+            for name, each in recipe.replaced_in(version).items():
+                own = each.own[version]
+                lines.append(f"| {recipe.name} | {version} | `{name}` | {each.value} | {own} | {each.why} |")
+    return "\n".join(lines) + "\n"

@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class Result:
         seconds: Of the run.
         ok: Whether the program ended well and every criterion holds.
         detail: The criteria in words, or the end of the output.
+        replaced: The recipe's own settings that others took the place of, in words; a run with one does not count as
+            the recipe.
     """
 
     recipe: str
@@ -45,6 +47,7 @@ class Result:
     seconds: float
     ok: bool
     detail: str
+    replaced: list[str] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
         """As JSON."""
@@ -98,6 +101,10 @@ class Run:
             seconds=round(time.monotonic() - start, 1),
             ok=all(verdict.ok for verdict in verdicts),
             detail="; ".join(verdict.detail for verdict in verdicts),
+            replaced=[
+                f"{name}={each.value} in the place of {each.own[self.here.version]} ({each.why})"
+                for name, each in self.recipe.replaced_in(self.here.version).items()
+            ],
         )
 
     def _execute(self, command: Command, deadline: float, progress: Callable[[int], None]) -> None:

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from fovea_conformance.check import Failed, NotApplicable, check, expect
+from fovea_conformance.check import Failed, NotApplicable, Refused, check, expect
 from fovea_conformance.target import Options, Target
 
 _ROOT = Path(__file__).parents[2]
@@ -65,13 +65,30 @@ def _figures(row: Row) -> str:
     "C117", "sl_loop, rl_loop, train_dpo, sdft top-k, vlm_classifier run 3 steps with the real cookbook", timeout_s=2500
 )
 def c117_recipes(target: Target) -> str:
-    """Each recipe unchanged, in each version of the cookbook, judged by the metrics that it logs itself."""
+    """Each recipe with its own settings, in each version of the cookbook, judged by the metrics that it logs itself.
+
+    A run that replaces a setting which decides what is computed, as its loss does, is shown but does not count.
+    """
     rows = rows_for(target, "C117")
     missing = _WANTED - {row["recipe"] for row in rows}
     expect(not missing, f"no run of {sorted(missing)}")
     short = [f"{row['recipe']}: {row['steps']}" for row in rows if row["steps"] < _LEAST_STEPS]
     expect(not short, f"fewer than {_LEAST_STEPS} steps: {short}")
+    if uncounted := without_own_settings(rows):
+        raise Refused(
+            f"{'; '.join(uncounted)}. With their own settings: {_told([r for r in rows if not r['replaced']])}"
+        )
     return _told(rows)
+
+
+def without_own_settings(rows: list[Row]) -> list[str]:
+    """The recipes and versions that no run passed with the recipe's own settings, and what was replaced."""
+    own = {(row["recipe"], row["version"]) for row in rows if not row["replaced"]}
+    return [
+        f"{row['recipe']} {row['version']} passed only with {', '.join(row['replaced'])}"
+        for row in rows
+        if row["recipe"] in _WANTED and (row["recipe"], row["version"]) not in own
+    ]
 
 
 @check("C118", "rl train with pipelined substeps gives the same weights as sequential", timeout_s=2500)

@@ -13,10 +13,11 @@ from cookbook import recipe as recipes
 from cookbook.criterion import Falls
 from cookbook.environments import Environment
 from cookbook.recipe import Recipe, Situation
-from cookbook.recipes import RECIPES
+from cookbook.recipes import RECIPES, replaced_table
 from cookbook.running import Result, Run
 from cookbook.suite import UnknownRecipe, select
 from cookbook.workplace import lay_out
+from fovea_conformance.checks.cookbook import without_own_settings
 
 WRITES = """
 import json, pathlib, sys
@@ -91,8 +92,8 @@ def test_a_program_sees_the_key_and_no_hub(tmp_path: Path, monkeypatch: pytest.M
 def test_loops_that_only_resume_find_the_checkpoint_of_the_recipe_before(here: Situation) -> None:
     loop = next(one for one in RECIPES if one.name == "rl_loop")
     result = execute(loop, here)
-    assert result.detail == "sl_loop left no checkpoint to start from"
-    left = here.log_folder("sl_loop")
+    assert result.detail == "sl_loop_start left no checkpoint to start from"
+    left = here.log_folder("sl_loop_start")
     left.mkdir(parents=True)
     saved = [{"name": "6", "state_path": "tinker://a"}, {"name": "final", "batch": 20, "state_path": "tinker://b"}]
     (left / "checkpoints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in saved))
@@ -107,10 +108,36 @@ def test_loops_that_only_resume_find_the_checkpoint_of_the_recipe_before(here: S
     assert "loss_fn=importance_sampling" in newer.arguments
 
 
+def test_a_setting_that_is_replaced_is_told_with_the_run(here: Situation) -> None:
+    loop = next(one for one in RECIPES if one.name == "rl_loop")
+    assert execute(loop, here).replaced == []
+    (told,) = execute(loop, dataclasses.replace(here, version="0.6.1")).replaced
+    assert told.startswith("loss_fn=importance_sampling in the place of stable_reinforce (Fovea does not serve")
+
+
+def test_no_recipe_replaces_a_setting_without_saying_so() -> None:
+    with pytest.raises(ValueError, match=r"mine replaces \['loss_fn'\] without saying so"):
+        Recipe("mine", ("C1",), "a.module", {"batch_size": 1, "loss_fn": "ppo"}, ())
+    page = (Path(__file__).parents[3] / "docs/tinker.md").read_text()
+    assert replaced_table() in page, "write cookbook.recipes.replaced_table() into docs/tinker.md"
+
+
+def test_c117_counts_runs_with_the_recipes_own_settings_alone() -> None:
+    other = ["loss_fn=ppo in the place of own (why)"]
+    rows: list[dict[str, Any]] = [
+        {"recipe": "sl_loop", "version": "1", "replaced": []},
+        {"recipe": "rl_loop", "version": "1", "replaced": []},
+        {"recipe": "rl_loop", "version": "2", "replaced": other},
+        {"recipe": "variant", "version": "2", "replaced": other},
+    ]
+    assert without_own_settings(rows) == ["rl_loop 2 passed only with loss_fn=ppo in the place of own (why)"]
+    assert without_own_settings(rows[:2]) == []
+
+
 def test_a_recipe_brings_the_one_it_starts_from() -> None:
-    assert [one.name for one in select(["dpo", "rl_loop"])] == ["sl_loop", "rl_loop", "dpo"]
+    assert [one.name for one in select(["dpo", "rl_loop"])] == ["sl_loop_start", "rl_loop", "dpo"]
     assert select([]) == list(RECIPES)
-    with pytest.raises(UnknownRecipe, match="no recipe sl_lop; there are sl_loop, rl_loop"):
+    with pytest.raises(UnknownRecipe, match="no recipe sl_lop; there are sl_loop, sl_loop_start, rl_loop"):
         select(["sl_lop"])
 
 
