@@ -43,6 +43,8 @@ _LEAST_RATE = 16 * 2**10
 
 _LENGTH_DELIMITED = 2
 _FIXED = {1: 8, 5: 4}
+_VARINT_BYTES = 10
+_UINT64_MAX = 2**64 - 1
 
 
 class Body(BaseModel):
@@ -190,9 +192,9 @@ def peek_address(prefix: bytes) -> tuple[str, int] | None:
                 seq_id, position = read_varint(prefix, position)
             else:
                 return None
-    except (IndexError, UnicodeDecodeError):
+    except (IndexError, UnicodeDecodeError, InvalidInput):
         return None
-    return (model_id, seq_id) if model_id and seq_id else None
+    return (model_id, seq_id) if model_id and 0 < seq_id <= INT64_MAX else None
 
 
 async def _unzstd(body: bytes, limit: int, memory: QuotaUse) -> bytes:
@@ -259,14 +261,18 @@ def check_protobuf_elements(body: bytes, kind: Any, most: int) -> int:
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """A variable-length number, and where it ends. Raises IndexError if it does not end."""
-    value = shift = 0
-    while True:
-        byte = data[position]
-        value |= (byte & 0x7F) << shift
-        position, shift = position + 1, shift + 7
+    """Returns a variable-length number of at most 64 bits, and the position behind it.
+
+    Raises IndexError if it does not end, InvalidInput if it is longer than protobuf allows. Without that bound, a
+    number of 200 kB takes seconds, and the time grows with the square of its length.
+    """
+    value = 0
+    for place in range(_VARINT_BYTES):
+        byte = data[position + place]
+        value |= (byte & 0x7F) << 7 * place
         if not byte & 0x80:
-            return value, position
+            return value & _UINT64_MAX, position + place + 1
+    raise InvalidInput(f"the body has a number of more than {_VARINT_BYTES} bytes; protobuf has none")
 
 
 class _Counter:

@@ -91,6 +91,24 @@ async def test_a_loss_is_counted_before_it_is_built(rest: Rest, made: Bodies, fi
     assert failed["reason"] == "PAYLOAD_TOO_LARGE", "the number is used up: later commands do not wait for it"
 
 
+@pytest.mark.parametrize("tag", [b"", b"\x0a", b"\x10"], ids=["a key", "a length", "a number"])
+async def test_a_number_of_any_length_costs_ten_bytes(rest: Rest, made: Bodies, tag: bytes) -> None:
+    """Each further byte had cost more than the one before: 200 kB took four seconds, and a body may have 128 MiB."""
+    head = tinker_pb2.ForwardBackwardRequest(model_id=made.model_id, seq_id=1).SerializeToString()
+    response = await rest.send(head + tag + b"\xff" * 4096 + b"\x01")
+    assert response.status_code == 400
+    assert "more than 10 bytes" in response.json()["detail"]
+    failed = await rest.result(f"{made.model_id}:1")
+    assert failed["reason"] == "INVALID_INPUT", "the number is used up: later commands do not wait for it"
+
+
+@pytest.mark.parametrize("seq_id", [b"\xff" * 9 + b"\x01", b"\xff" * 12 + b"\x01"])
+async def test_a_loss_whose_seq_id_is_beyond_64_bits_is_refused(rest: Rest, made: Bodies, seq_id: bytes) -> None:
+    head = tinker_pb2.ForwardBackwardRequest(model_id=made.model_id).SerializeToString()
+    response = await rest.send(head + b"\x10" + seq_id + b"\x1a\xff")
+    assert (response.status_code, response.json()["reason"]) == (400, "INVALID_INPUT")
+
+
 @pytest.mark.parametrize(
     ("route", "filling"),
     [
