@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-UV_VERSION := 0.13.9
 # Two processes, as tests/lanes.py divides: each runs a Fovea of its own, of some 4 GB.
 LANES := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 # Bytecode is compiled at install; without it every process of the platform starts three times slower.
@@ -13,17 +12,17 @@ export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl up test long fuzz lint check chaos simulate conformance cookbook models clients k8s images environments format e2e gpu bench protos chart lock wheel clean
+.PHONY: help setup demo rl up test long fuzz lint check chaos simulate conformance cookbook models clients k8s images environments format e2e gpu bench protos chart lock audit sbom wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 setup: $(VENV)/ready ## Install everything into .venv, pinned and hash-checked
 
-$(VENV)/ready: requirements/cpu.txt pyproject.toml
+$(VENV)/ready: requirements/cpu.txt requirements/uv.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Fovea needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try: make setup PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements/uv.txt
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --require-hashes --compile-bytecode requirements/cpu.txt
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --editable .
 	touch $@
@@ -119,6 +118,15 @@ lock: setup ## Pin anew after a change of pyproject.toml
 	for extra in cpu gpu; do $(BIN)/uv pip compile pyproject.toml --extra $$extra --group dev --python-version 3.11 \
 		--python-platform x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-annotate --quiet \
 		--output-file requirements/$$extra.txt || exit 1; done
+	for tool in uv audit; do $(BIN)/uv pip compile requirements/$$tool.in --python-version 3.11 --python-platform \
+		x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet \
+		--output-file requirements/$$tool.txt || exit 1; done
+
+audit: setup ## Look up the pinned packages among the published vulnerabilities; 3 where the advisories cannot be reached
+	$(BIN)/python -m deploy.audit check
+
+sbom: setup ## The pinned packages as CycloneDX files, into dist/
+	$(BIN)/python -m deploy.audit sbom dist
 
 wheel: setup ## The package, into dist/: a client by itself, with the extras cpu or gpu the services too
 	$(BIN)/uv build --quiet --wheel --out-dir dist

@@ -1,16 +1,19 @@
 # The gateway: no torch, no GPU libraries. Build from the repository's root:
 #   docker build -f deploy/docker/gateway.Dockerfile -t fovea/gateway:0.1.0 .
-FROM python:3.11.14-slim-bookworm AS build
+# A release names the base by its digest: --build-arg BASE=python:3.11.14-slim-bookworm@sha256:...
+ARG BASE=python:3.11.14-slim-bookworm
+FROM ${BASE} AS build
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea
 WORKDIR /build
-RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/fovea
+COPY requirements/uv.txt ./
+RUN pip install --no-cache-dir --require-hashes --requirement uv.txt && uv venv /opt/fovea
 COPY requirements/cpu.txt deploy/docker/gateway.in ./
 # The fsspec driver of the bucket that holds checkpoints; it must fit the pins.
 ARG STORAGE=""
 # uv checks the hashes of a constraints file too.
 RUN uv pip install --constraint cpu.txt --requirement gateway.in ${STORAGE:+"${STORAGE}"}
 
-FROM python:3.11.14-slim-bookworm
+FROM ${BASE}
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
     && install --directory --owner fovea --group fovea /checkpoints /var/lib/fovea
 COPY --from=build /opt/fovea /opt/fovea

@@ -1,15 +1,18 @@
 # The sampler: vLLM on GPUs; EXTRA=cpu takes vLLM's CPU build instead. Build from the repository's root:
 #   docker build -f deploy/docker/sampler.Dockerfile --build-arg EXTRA=gpu -t fovea/sampler:0.1.0 .
-FROM python:3.11.14-slim-bookworm AS build
+# A release names the base by its digest: --build-arg BASE=python:3.11.14-slim-bookworm@sha256:...
+ARG BASE=python:3.11.14-slim-bookworm
+FROM ${BASE} AS build
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea
 WORKDIR /build
-RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/fovea
+COPY requirements/uv.txt ./
+RUN pip install --no-cache-dir --require-hashes --requirement uv.txt && uv venv /opt/fovea
 ARG EXTRA=gpu
 COPY pyproject.toml requirements/${EXTRA}.txt ./
 # uv checks the hashes of a constraints file too, and reads this pyproject.toml's overrides.
 RUN uv pip install --constraint "${EXTRA}.txt" --requirement pyproject.toml --extra "${EXTRA}"
 
-FROM python:3.11.14-slim-bookworm
+FROM ${BASE}
 # Kernels are compiled when they are first used; vLLM's CPU build links libnuma. Debian drops old versions: no pins.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc g++ libc6-dev libnuma1 \

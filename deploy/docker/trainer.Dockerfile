@@ -1,9 +1,12 @@
 # The trainer: FSDP2, a process a rank, on GPUs or CPUs. Build from the repository's root:
 #   docker build -f deploy/docker/trainer.Dockerfile -t fovea/trainer:0.1.0 .
-FROM python:3.11.14-slim-bookworm AS build
+# A release names the base by its digest: --build-arg BASE=python:3.11.14-slim-bookworm@sha256:...
+ARG BASE=python:3.11.14-slim-bookworm
+FROM ${BASE} AS build
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea
 WORKDIR /build
-RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/fovea
+COPY requirements/uv.txt ./
+RUN pip install --no-cache-dir --require-hashes --requirement uv.txt && uv venv /opt/fovea
 COPY pyproject.toml requirements/cpu.txt ./
 # uv checks the hashes of a constraints file too. torch is the same one for CPU and GPU; the files differ in vLLM alone.
 RUN uv pip install --constraint cpu.txt --requirement pyproject.toml --extra serve
@@ -11,7 +14,7 @@ RUN uv pip install --constraint cpu.txt --requirement pyproject.toml --extra ser
 ARG STORAGE=""
 RUN test -z "${STORAGE}" || uv pip install --constraint cpu.txt "${STORAGE}"
 
-FROM python:3.11.14-slim-bookworm
+FROM ${BASE}
 # First, and made as the other of renderer and trainer makes it: the two share this layer.
 COPY --from=build /opt/fovea /opt/fovea
 # Triton compiles its kernels' launchers when they are first used. Debian drops old versions: pins would not build.

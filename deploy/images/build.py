@@ -62,7 +62,7 @@ def _machine() -> list[str]:
 
 def _ensure_base(dockerfile: str, report: Callable[[str], None]) -> None:
     """Makes a stand-in for the image that a Dockerfile stands on, unless it is there: `podman pull` gets it."""
-    (base,) = set(re.findall(r"(?m)^FROM (\S+)", Path(dockerfile).read_text()))
+    (base,) = re.findall(r"(?m)^ARG BASE=(\S+)", Path(dockerfile).read_text())
     if exists(base):
         return
     report(f"no {base} here: making a stand-in from Debian's packages")

@@ -104,9 +104,14 @@ def test_every_module_of_ours_that_is_imported_is_in_the_image(service: str) -> 
 def test_images_run_as_nobody_in_particular(service: str) -> None:
     users = [rest for name, rest in instructions(service) if name == "USER"]
     assert users == ["10001:10001"]
-    bases = [rest.split()[0] for name, rest in instructions(service) if name == "FROM"]
-    assert len(bases) == 2
-    assert all(re.fullmatch(r"[a-z]+:\d+\.\d+\.\d+-slim-\w+", base) for base in bases)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_the_base_is_an_argument_that_a_release_gives_by_digest(service: str) -> None:
+    """`.ci/release` refuses a base without a digest; its default is for images that nobody else gets."""
+    assert [rest.split()[0] for name, rest in instructions(service) if name == "FROM"] == ["${BASE}", "${BASE}"]
+    (base,) = [rest for name, rest in instructions(service) if name == "ARG" and rest.startswith("BASE=")]
+    assert re.fullmatch(r"BASE=[a-z]+:\d+\.\d+\.\d+-slim-\w+", base)
 
 
 def test_renderer_and_trainer_share_their_largest_layer() -> None:

@@ -1,0 +1,101 @@
+"""What is released can be traced: pinned by hash and digest, looked up, listed, signed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.audit import LOCKS, UNREACHABLE, VULNERABLE, lock, look_up
+
+ROOT = Path(__file__).parents[3]
+DIGEST = f"sha256:{'0a' * 32}"
+PACKAGES = {
+    "clean": ({"name": "a", "version": "1", "vulns": []}, 0, []),
+    "vulnerable": (
+        {"name": "a", "version": "1", "vulns": [{"id": "CVE-1", "fix_versions": ["2"]}]},
+        VULNERABLE,
+        ["a 1: CVE-1, fixed in 2"],
+    ),
+    "left out": ({"name": "a", "skip_reason": "not found"}, UNREACHABLE, ["not looked up: a"]),
+}
+
+
+def test_every_pinned_package_has_a_hash() -> None:
+    files = [lock(name) for name in (*LOCKS, "audit", "environments")]
+    for file in files:
+        pins = re.findall(r"(?m)^[a-z0-9._-]+==.*$", file.read_text())
+        assert pins, file
+        assert not [pin for pin in pins if not pin.endswith("\\")], f"{file} has a package without hashes"
+
+
+def test_pip_installs_by_hash_alone() -> None:
+    places = [ROOT / "Makefile", *(ROOT / "deploy/docker").glob("*.Dockerfile")]
+    installs = [
+        line for place in places for line in place.read_text().splitlines() if re.search(r"\bpip install", line)
+    ]
+    by_pip = [line for line in installs if "uv pip" not in line and "/uv pip" not in line]
+    assert len(by_pip) == 5
+    assert all("--require-hashes" in line for line in by_pip)
+
+
+@pytest.mark.parametrize("case", PACKAGES)
+def test_a_package_that_was_not_looked_up_does_not_pass(case: str) -> None:
+    """pip-audit ends with 0 where it could look up nothing."""
+    package, code, lines = PACKAGES[case]
+    program = f"print({json.dumps(json.dumps({'dependencies': [package]}))})"
+    assert look_up([sys.executable, "-c", program]) == (code, lines)
+
+
+def test_advisories_that_cannot_be_reached_are_no_verdict() -> None:
+    assert look_up([sys.executable, "-c", "raise ConnectionError('no route')"])[0] == UNREACHABLE
+    assert look_up([sys.executable, "-c", "raise KeyError('a fault of the tool')"])[0] == VULNERABLE
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> dict[str, str]:
+    """Programs in the place of make, docker and cosign that write down how they are called."""
+    note = f'echo "$(basename "$0") $*" >> {tmp_path}/calls\n'
+    metadata = (
+        f'while [ "$1" != --metadata-file ]; do shift; done\necho \'{{"containerimage.digest": "{DIGEST}"}}\' > "$2"\n'
+    )
+    for name, does in (("make", "mkdir -p dist\n"), ("docker", metadata), ("cosign", "")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{note}{does}")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "copy/.ci").mkdir(parents=True)
+    (tmp_path / "copy/fovea").mkdir()
+    for file in (".ci/release", "fovea/__init__.py"):
+        (tmp_path / "copy" / file).write_bytes((ROOT / file).read_bytes())
+    return os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REGISTRY": "registry.example/fovea"}
+
+
+def release(folder: Path, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    command = ["bash", str(folder / "copy/.ci/release")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("base", ["", "python:3.11.14-slim-bookworm", "python@sha256:short"])
+def test_a_release_without_the_digest_of_its_base_is_refused(base: str, tools: dict[str, str], tmp_path: Path) -> None:
+    done = release(tmp_path, tools | {"BASE": base})
+    assert done.returncode == 2
+    assert done.stderr.startswith("BASE: name the base image by its digest")
+    assert not (tmp_path / "calls").exists()
+
+
+def test_what_is_released_is_looked_up_listed_and_signed_by_digest(tools: dict[str, str], tmp_path: Path) -> None:
+    base = f"python:3.11.14-slim-bookworm@{DIGEST}"
+    done = release(tmp_path, tools | {"BASE": base})
+    assert done.returncode == 0, done.stderr
+    first, *calls = (tmp_path / "calls").read_text().splitlines()
+    assert first == "make audit sbom"
+    for service in ("gateway", "renderer", "sampler", "trainer"):
+        build, sign, attest = calls[:3]
+        del calls[:3]
+        assert f"--build-arg BASE={base}" in build
+        assert f"deploy/docker/{service}.Dockerfile" in build
+        assert sign == f"cosign sign --yes registry.example/fovea/{service}@{DIGEST}"
+        assert attest.endswith(f"fovea-{'gpu' if service == 'sampler' else 'cpu'}.cdx.json {sign.split()[-1]}")
+    assert calls == []
