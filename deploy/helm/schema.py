@@ -177,7 +177,12 @@ def values() -> Schema:
         renderer=component("renderer", start=10, replicas=at_least(1), workers=at_least(1, 256), autoscaling=scaling),
         sampler=component("sampler", start=60, replicas=at_least(0), **shared),
         trainer=component("trainer", start=60, nodes=at_least(1), podGroup=closed(enabled=BOOLEAN), **shared),
-        networkPolicy=closed(enabled=BOOLEAN, clients=reference("peers"), monitoring=reference("peers")),
+        networkPolicy=closed(
+            enabled=BOOLEAN,
+            clients=reference("peers"),
+            monitoring=reference("peers"),
+            egress=closed(enabled=BOOLEAN, rules={"type": "array", "items": {"type": "object"}}),
+        ),
         monitoring=closed(
             podMonitor=closed(enabled=BOOLEAN, interval=STRING, labels=MAP),
             dashboard=closed(enabled=BOOLEAN, labels=MAP),

@@ -139,6 +139,36 @@ def test_only_the_gateway_is_open_to_the_outside(manifests: list[Manifest]) -> N
     assert peers == ["sampler", "trainer"]
 
 
+def test_pods_connect_to_each_other_and_to_named_ports_alone(manifests: list[Manifest], chart: Chart) -> None:
+    expected = {
+        "fovea-gateway": {("renderer", 50051), ("sampler", 50052), ("trainer", 50053)},
+        "fovea-renderer": set(),
+        "fovea-sampler": {("renderer", 50051), ("sampler", 0), ("trainer", 0)},
+        "fovea-trainer": {("renderer", 50051), ("sampler", 0), ("trainer", 0)},
+    }
+    for name, policy in of_kind(manifests, "NetworkPolicy").items():
+        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+        dns, *rules = policy["spec"]["egress"]
+        assert {(port["port"], port["protocol"]) for port in dns["ports"]} == {(53, "UDP"), (53, "TCP")}
+        inner = {
+            (peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"], port["port"])
+            for rule in rules
+            for peer in rule.get("to", ())
+            for port in rule.get("ports", [{"port": 0}])
+        }
+        assert inner == expected[name]
+        (outer,) = [rule for rule in rules if "to" not in rule]
+        assert {port["port"] for port in outer["ports"]} == {443, 6443, 5432, 4317}
+    values = chart.values_file("one-gpu")
+    without = chart.manifests("--values", values, "--set", "networkPolicy.egress.enabled=false")
+    assert all("egress" not in policy["spec"] for policy in of_kind(without, "NetworkPolicy").values())
+    narrowed = chart.manifests(
+        "--values", values, "--set-json", 'networkPolicy.egress.rules=[{"ports": [{"port": 9000}]}]'
+    )
+    for policy in of_kind(narrowed, "NetworkPolicy").values():
+        assert policy["spec"]["egress"][-1] == {"ports": [{"port": 9000}]}
+
+
 def test_selectors_find_pods_and_names_are_short(manifests: list[Manifest]) -> None:
     labels = [pod["metadata"]["labels"] for pod in pods(manifests).values()]
     for service in of_kind(manifests, "Service").values():
