@@ -19,7 +19,13 @@ from fovea.runtime.server import open_files
 from fovea.wire.conventions import GATEWAY_SERVICE, MESSAGE_BYTES
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
 from fovea_gateway.http.connections import client_of
-from fovea_gateway.http.request_body import ELEMENT_BYTES, SMALL_BYTES, SMALL_ELEMENTS, check_protobuf_elements
+from fovea_gateway.http.request_body import (
+    ELEMENT_BYTES,
+    SMALL_BYTES,
+    SMALL_ELEMENTS,
+    check_protobuf_elements,
+    off_loop,
+)
 from fovea_gateway.quotas import QuotaUse
 from fovea_gateway.settings import GatewaySettings
 
@@ -145,7 +151,7 @@ class BoundedMessages(grpc.aio.ServerInterceptor):
             bounded = _decoding_stream(handler.stream_unary, decode)
             return grpc.stream_unary_rpc_method_handler(bounded, None, handler.response_serializer)
         if handler.response_streaming:
-            streaming = _decoding(handler.unary_stream, decode)
+            streaming = _streaming(handler.unary_stream, decode)
             return grpc.unary_stream_rpc_method_handler(streaming, None, handler.response_serializer)
         return grpc.unary_unary_rpc_method_handler(
             _decoding(handler.unary_unary, decode), None, handler.response_serializer
@@ -170,10 +176,11 @@ class CallBudget:
             raise PayloadTooLarge(f"the request, its images included, is above {self._limit} bytes in all")
         self._memory.take(size_bytes)
 
-    def add_message(self, message: Message) -> None:
+    async def add_message(self, message: Message) -> None:
         """Counts a message as it lies in memory. Raises as `add`."""
         encoded = message.SerializeToString()
-        self.add(len(encoded) + ELEMENT_BYTES * check_protobuf_elements(encoded, message.DESCRIPTOR, _BULK_ELEMENTS))
+        count = await off_loop(check_protobuf_elements, encoded, message.DESCRIPTOR, _BULK_ELEMENTS)
+        self.add(len(encoded) + ELEMENT_BYTES * count)
 
 
 def _decoder(name: str) -> Callable[[bytes], Any]:
@@ -192,9 +199,23 @@ def _decoder(name: str) -> Callable[[bytes], Any]:
     return decode
 
 
-def _decoding(inner: Callable[[Any, Any], Any], decode: Callable[[bytes], Any]) -> Callable[[bytes, Any], Any]:
-    """A behavior that takes bytes; what it returns is as `inner`'s: to be awaited, or iterated over."""
-    return lambda body, context: inner(decode(body), context)
+def _decoding(
+    inner: Callable[[Any, Any], Awaitable[Any]], decode: Callable[[bytes], Any]
+) -> Callable[[bytes, Any], Awaitable[Any]]:
+    async def behavior(body: bytes, context: Any) -> Any:
+        return await inner(await off_loop(decode, body), context)
+
+    return behavior
+
+
+def _streaming(
+    inner: Callable[[Any, Any], AsyncIterator[Any]], decode: Callable[[bytes], Any]
+) -> Callable[[bytes, Any], AsyncIterator[Any]]:
+    async def behavior(body: bytes, context: Any) -> AsyncIterator[Any]:
+        async for response in inner(await off_loop(decode, body), context):
+            yield response
+
+    return behavior
 
 
 def _decoding_stream(
@@ -202,6 +223,6 @@ def _decoding_stream(
 ) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
     async def decoded(bodies: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for body in bodies:
-            yield decode(body)
+            yield await off_loop(decode, body)
 
     return lambda bodies, context: inner(decoded(bodies), context)

@@ -85,7 +85,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         with self._parts.request_memory.holding(owner) as memory:
             weight = CallBudget(self._settings.max_body_bytes, memory)
             async for record in request_iterator:
-                weight.add_message(record)
+                await weight.add_message(record)
                 if (record.WhichOneof("record") == "header") != (header is None):
                     raise InvalidInput("send one header, first, then the datums", field="record")
                 if header is None:
@@ -149,7 +149,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         owner = self._owner(context)
         with self._parts.request_memory.holding(owner) as memory:
             weight = CallBudget(self._settings.max_body_bytes, memory)
-            weight.add_message(request)
+            await weight.add_message(request)
             self._inline(owner, request.prompt, "prompt", weight)
         async for event in self._parts.sampling.stream(owner, request):
             yield event

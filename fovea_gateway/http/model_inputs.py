@@ -10,9 +10,11 @@ from pydantic import Field
 from fovea.api.v1 import model_input_pb2, weights_pb2
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire import tensors
+from fovea.wire.conventions import MAX_IMAGE_BYTES
 from fovea.wire.errors import InvalidInput, Unimplemented
-from fovea_gateway.http.request_body import Body
+from fovea_gateway.http.request_body import Body, LongList
 
+_MOST_IMAGE_TEXT = 4 * (MAX_IMAGE_BYTES + 2) // 3
 _FORMATS = {"png": model_input_pb2.IMAGE_FORMAT_PNG, "jpeg": model_input_pb2.IMAGE_FORMAT_JPEG}
 
 
@@ -20,7 +22,7 @@ class EncodedTextChunk(Body):
     """Token ids."""
 
     type: Literal["encoded_text"]
-    tokens: list[int]
+    tokens: LongList[int]
 
 
 class ImageChunk(Body):
@@ -54,7 +56,7 @@ Chunk = Annotated[EncodedTextChunk | ImageChunk | ImageAssetPointerChunk | DmelC
 class ModelInput(Body):
     """A prompt."""
 
-    chunks: list[Chunk]
+    chunks: LongList[Chunk]
 
 
 def image_format(name: str, field: str) -> "model_input_pb2.ImageFormat":
@@ -77,10 +79,7 @@ def _json_chunk(chunk: Chunk, message: model_input_pb2.Chunk, field: str) -> Non
         case EncodedTextChunk():
             message.tokens.tokens = _token_bytes(chunk.tokens, field)
         case ImageChunk():
-            try:
-                message.image.data = base64.b64decode(chunk.data, validate=True)
-            except ValueError as error:
-                raise InvalidInput(f"{field}.data is not base64: {error}", field=f"{field}.data") from None
+            message.image.data = decode_image(chunk.data, f"{field}.data")
             message.image.format = image_format(chunk.format, f"{field}.format")
             if chunk.expected_tokens is not None:
                 message.image.expected_token_count = _count(chunk.expected_tokens, field)
@@ -91,6 +90,16 @@ def _json_chunk(chunk: Chunk, message: model_input_pb2.Chunk, field: str) -> Non
                 message.image_reference.expected_token_count = _count(chunk.expected_tokens, field)
         case DmelChunk():
             raise _no_dmel(field)
+
+
+def decode_image(text: str, field: str) -> bytes:
+    """Decodes an image out of base64. Raises InvalidInput if the text is none, or the image has too many bytes."""
+    if len(text) > _MOST_IMAGE_TEXT:  # before it is decoded: 100 MiB would keep all threads waiting for a second
+        raise InvalidInput(f"{field} has {len(text)} letters; an image may have {MAX_IMAGE_BYTES} bytes", field=field)
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise InvalidInput(f"{field} is not base64: {error}", field=field) from None
 
 
 def _token_bytes(ids: list[int], field: str) -> bytes:

@@ -5,7 +5,7 @@ per two. So elements are counted in the bytes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import zstandard
@@ -20,20 +20,26 @@ from fovea.wire.errors import InvalidInput, PayloadTooLarge, RequestTimeout
 from fovea_gateway.quotas import QuotaUse
 
 B = TypeVar("B", bound=BaseModel)
+R = TypeVar("R")
+T = TypeVar("T")
 
 INT64_MAX = 2**63 - 1
 Number = Annotated[int, Field(ge=0, le=INT64_MAX)]
 """What a client counts up: it must fit into a column of the database and a field of our wire."""
 ModelNumber = Annotated[int, Field(ge=0, lt=2**31)]
 """The same, where it counts the models of a session."""
+LongList = Annotated[list[T], Field(fail_fast=True)]
+"""A list that may be long: its first wrong item ends the check. Each error costs some kilobytes and microseconds."""
 
 PREFIX_BYTES = 4096
 SMALL_BYTES = 256 * 2**10
 """The limit of bodies without prompts, datums or graphs."""
 SMALL_ELEMENTS = 2**14
+MOST_TEXTS = 2 * SMALL_ELEMENTS
+"""Of a JSON body: names and texts, which a small one cannot have more of."""
 ELEMENT_BYTES = 64
 _FORWARD_BACKWARD_ELEMENTS = 2**18
-_OFF_LOOP_BYTES = 2**18
+_OFF_LOOP_BYTES = 2**15
 _PIECE_BYTES = 2**20
 _WINDOW_BYTES = 2**23
 """What RFC 8878 asks a decoder to support; a frame may name terabytes."""
@@ -117,18 +123,35 @@ async def arriving(request: Request, patience_s: float) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def parse_json(request: Request, kind: type[B], body: bytes, most_elements: int = SMALL_ELEMENTS) -> B:
+async def parse_json(
+    request: Request,
+    kind: type[B],
+    body: bytes,
+    most_elements: int = SMALL_ELEMENTS,
+    most_texts: int = MOST_TEXTS,
+) -> B:
     """Decodes a JSON body.
 
     Raises InvalidInput that names the first wrong fields, PayloadTooLarge for too many elements, ResourceExhausted.
     """
-    count = check_json_elements(body, most_elements)
-    # Text with a wide character has four bytes for each of its characters.
-    width = 4 if b"\\u" in body or not body.isascii() else 1
+    count, width = await off_loop(_look_over, body, most_elements, most_texts)
     request.state.incoming.memory.take(len(body) * width + count * ELEMENT_BYTES)
+    return await off_loop(_validated, body, kind)
+
+
+def _look_over(body: bytes, most_elements: int, most_texts: int) -> tuple[int, int]:
+    """Returns the elements of a JSON body, and the bytes of memory per byte of it. Raises PayloadTooLarge."""
+    count = check_json_elements(body, most_elements)
+    texts = _count(body, b'"') // 2
+    if texts > most_texts:
+        raise PayloadTooLarge(f"the body has {texts} names and texts; at most {most_texts} are taken here")
+    # Text with a wide character has four bytes for each of its characters.
+    return count, 4 if b"\\u" in body or not body.isascii() else 1
+
+
+def _validated(body: bytes, kind: type[B]) -> B:
     try:
-        decoded: B = await _off_loop(kind.model_validate_json, body)
-        return decoded
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise InvalidInput(describe(error)) from None
 
@@ -169,11 +192,10 @@ def parse_start(prefix: bytes) -> dict[str, Any]:
 async def parse_forward_backward(request: Request, body: bytes) -> tinker_pb2.ForwardBackwardRequest:
     """Decodes a protobuf body. Raises InvalidInput, PayloadTooLarge, ResourceExhausted."""
     kind = tinker_pb2.ForwardBackwardRequest
-    count = await _off_loop(check_protobuf_elements, body, kind.DESCRIPTOR, _FORWARD_BACKWARD_ELEMENTS)
+    count = await off_loop(check_protobuf_elements, body, kind.DESCRIPTOR, _FORWARD_BACKWARD_ELEMENTS)
     request.state.incoming.memory.take(len(body) + count * ELEMENT_BYTES)
     try:
-        decoded: tinker_pb2.ForwardBackwardRequest = await _off_loop(kind.FromString, body)
-        return decoded
+        return await off_loop(kind.FromString, body)
     except DecodeError as error:
         raise InvalidInput(f"the body is not a ForwardBackwardRequest: {error}") from None
 
@@ -225,19 +247,29 @@ def _plain_prefix(start: bytes, encoding: str) -> bytes:
     return plain
 
 
-async def _off_loop(function: Any, body: bytes, *rest: Any) -> Any:
-    """Decodes a large body in a thread, so that others are answered meanwhile."""
-    if len(body) < _OFF_LOOP_BYTES:
-        return function(body, *rest)
-    return await asyncio.to_thread(function, body, *rest)
+async def off_loop(function: Callable[..., R], body: bytes, *rest: Any) -> R:
+    """Calls a function with what a client sent: in a thread if that is large, so that others are answered meanwhile."""
+    return await off_loop_by_size(len(body), function, body, *rest)
+
+
+async def off_loop_by_size(size_bytes: int, function: Callable[..., R], *arguments: Any) -> R:
+    """The same for arguments that came out of a body of this size."""
+    if size_bytes < _OFF_LOOP_BYTES:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
 
 
 def check_json_elements(body: bytes, most: int, name: str = "the body") -> int:
     """Counts the elements of JSON. Raises PayloadTooLarge above `most`. Commas within strings count too."""
-    count = body.count(b",") + body.count(b"[") + body.count(b"{")
+    count = _count(body, b",") + _count(body, b"[") + _count(body, b"{")
     if count > most:
         raise PayloadTooLarge(f"{name} has {count} elements; at most {most} are taken here")
     return count
+
+
+def _count(body: bytes, letter: bytes) -> int:
+    """Counts a letter piece by piece: one count of 128 MiB would keep all other threads waiting."""
+    return sum(body.count(letter, start, start + _PIECE_BYTES) for start in range(0, len(body), _PIECE_BYTES))
 
 
 def check_protobuf_elements(body: bytes, kind: Any, most: int) -> int:

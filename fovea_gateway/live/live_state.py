@@ -23,6 +23,7 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import live_curves
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.futures.future import Kind, split_messages
+from fovea_gateway.http.request_body import off_loop_by_size
 from fovea_gateway.live.happenings import Ending, Failure, Happenings
 from fovea_gateway.live.sample_gallery import Group, SampleGallery, read_drawn, read_prompt
 from fovea_gateway.live.step_curves import StepCurves
@@ -190,7 +191,7 @@ class LiveState:
                 step = (await base.snapshots.get(snapshot)).identity.step
             except NotFound:  # freed by now
                 step = (await self.curves(version[0])).last_step
-        digest, pieces = read_prompt(request)
+        digest, pieces = await off_loop_by_size(len(ending.pending.request), read_prompt, request)
         source = version[0] if version is not None else base.name
         self.gallery.add(Group(submission.owner, source, step, digest, base.name, pieces), drawn)
 

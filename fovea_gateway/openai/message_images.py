@@ -1,12 +1,11 @@
 """Images of OpenAI's messages: taken out of them, for the renderer alone reads images."""
 
-import base64
-import binascii
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from fovea.api.v1 import model_input_pb2
 from fovea.wire.errors import InvalidInput, Unimplemented
+from fovea_gateway.http.model_inputs import decode_image
 
 _SIGNATURES = {
     b"\x89PNG\r\n\x1a\n": model_input_pb2.IMAGE_FORMAT_PNG,
@@ -67,10 +66,7 @@ def _read_data(rest: str, field: str) -> model_input_pb2.Chunk:
     kind, _, text = rest.partition(",")
     if not kind.endswith(";base64"):
         raise InvalidInput(f"{field} is not base64; send data:image/png;base64,...", field=field)
-    try:
-        data = base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise InvalidInput(f"{field} is not base64: {error}", field=field) from None
+    data = decode_image(text, field)
     found = next((image_format for start, image_format in _SIGNATURES.items() if data.startswith(start)), None)
     if found is None:
         raise InvalidInput(f"{field} ({kind.removesuffix(';base64')}) is neither PNG nor JPEG; convert it", field=field)

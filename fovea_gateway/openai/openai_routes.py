@@ -15,7 +15,14 @@ from fovea.wire.errors import ContextOverflow, FoveaError, NotFound, Unauthentic
 from fovea_gateway.checkpoints.checkpoint import SAMPLER, SCHEME, Checkpoint
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.http.endpoint import REQUEST_ID, Api, Endpoints, Json
-from fovea_gateway.http.request_body import ELEMENT_BYTES, check_json_elements, parse_loosely, read
+from fovea_gateway.http.request_body import (
+    ELEMENT_BYTES,
+    check_json_elements,
+    off_loop,
+    off_loop_by_size,
+    parse_loosely,
+    read,
+)
 from fovea_gateway.openai.openai_answers import Asked, OpenAIAnswers
 from fovea_gateway.scopes import Scope
 
@@ -96,10 +103,11 @@ class OpenAIRoutes:
     async def _answer(self, request: Request, owner: str, route: "sampler_pb2.OpenAIRoute") -> Response:
         blob = await read(request, self._max_body_bytes)
         # Its text, its objects, and its images as bytes.
-        request.state.incoming.memory.take(2 * len(blob) + check_json_elements(blob, _ELEMENTS) * ELEMENT_BYTES)
-        body = await asyncio.to_thread(parse_loosely, blob, _ELEMENTS)
+        count = await off_loop(check_json_elements, blob, _ELEMENTS)
+        request.state.incoming.memory.take(2 * len(blob) + count * ELEMENT_BYTES)
+        body = await off_loop(parse_loosely, blob, _ELEMENTS)
         is_stream = bool(body.get("stream"))
-        asked = await asyncio.to_thread(Asked.of, route, body)
+        asked = await off_loop_by_size(len(blob), Asked.of, route, body)
         pieces = self._answers.answer(owner, asked)
         headers = {"x-request-id": REQUEST_ID.get()}
         if not is_stream:

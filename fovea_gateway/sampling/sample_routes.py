@@ -18,7 +18,17 @@ from fovea_gateway.futures.future_routes import hold_s
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.http.endpoint import Endpoints, Json
 from fovea_gateway.http.model_inputs import ModelInput, input_from_json
-from fovea_gateway.http.request_body import INT64_MAX, Body, Number, parse_json, parse_loosely, read
+from fovea_gateway.http.request_body import (
+    INT64_MAX,
+    Body,
+    LongList,
+    Number,
+    off_loop,
+    off_loop_by_size,
+    parse_json,
+    parse_loosely,
+    read,
+)
 from fovea_gateway.sampling.sample_wire import TensorData, experts_of_sequence, table_from_json
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.scopes import Scope
@@ -29,8 +39,8 @@ _ELEMENTS_PER_POSITION = 4
 _LEAST_POSITIONS = 2**18
 _MOST_SAMPLES = 2**16
 """Far above what samplers take, who are asked later: the sequences are named at once."""
-_ACKNOWLEDGED, _ACKNOWLEDGED_BYTES = 2**16, 4 * 2**20
-"""Results that one poll says it has: as many as a client may have had unfinished."""
+_ACKNOWLEDGED, _ACKNOWLEDGED_BYTES = (2**16, 2**16), 4 * 2**20
+"""Results that one poll says it has, as elements and as texts: as many as a client may have had unfinished."""
 _MOST_WAIT_S = 40.0
 """Clients give up at 45."""
 _EXPERTS_HEADER = "X-Fovea-Routed-Experts"
@@ -64,7 +74,7 @@ class SamplingParams(Body):
 
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | LongList[str] | LongList[int] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -108,7 +118,7 @@ class RetrieveFutures(Body):
     target: FuturesTarget
     prev_cursor: Number = 0
     timeout: float | None = Field(None, ge=0, allow_inf_nan=False)
-    retrieved_request_ids: list[str] = Field(default_factory=list)
+    retrieved_request_ids: LongList[str] = Field(default_factory=list)
 
 
 class SamplingRoutes:
@@ -161,10 +171,10 @@ class SamplingRoutes:
         try:
             body = await parse_json(request, Sample, blob, most_elements)
             session_id, seq_id = body.sampling_session_id, body.seq_id
-            _fill(body, message)
+            await off_loop_by_size(len(blob), _fill, body, message)
             message.routed_experts = asks_for_experts(request)
         except (InvalidInput, Unimplemented) as error:
-            session_id, seq_id = _address(parse_loosely(blob, most_elements), error)
+            session_id, seq_id = _address(await off_loop(parse_loosely, blob, most_elements), error)
             rejection = error
         future_id, sequence_ids = await self._sampling.submit(owner, session_id, seq_id, message, rejection)
         return Json({"request_id": future_id, "sample_sequence_ids": sequence_ids})
@@ -194,7 +204,7 @@ class SamplingRoutes:
 
     async def retrieve_many(self, request: Request, owner: str) -> Response:
         """What one client of a sampling session has finished since its cursor; held while there is nothing."""
-        body = await parse_json(request, RetrieveFutures, await read(request, _ACKNOWLEDGED_BYTES), _ACKNOWLEDGED)
+        body = await parse_json(request, RetrieveFutures, await read(request, _ACKNOWLEDGED_BYTES), *_ACKNOWLEDGED)
         target = Target(body.target.sampling_session_id, body.target.cloned_sampler_id)
         await self._sampling.get(owner, target.sampling_session_id)
         await self._futures.acknowledge(target, body.retrieved_request_ids)

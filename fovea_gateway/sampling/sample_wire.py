@@ -17,7 +17,7 @@ from fovea.wire import tensors
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import Internal, InvalidInput
 from fovea_gateway.futures.future import Kind, ResultEncoder, split_messages
-from fovea_gateway.http.request_body import Body
+from fovea_gateway.http.request_body import Body, LongList
 
 FIELD = "target_prompt_logprobs"
 NOTHING = -1
@@ -33,11 +33,11 @@ _STOP_REASONS = {
 class TensorData(Body):
     """Numbers, dense or, with indices, sparse (CSR)."""
 
-    data: list[int] | list[float]
+    data: LongList[int] | LongList[float]
     dtype: Literal["int64", "float32"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    shape: LongList[int] | None = None
+    sparse_crow_indices: LongList[int] | None = None
+    sparse_col_indices: LongList[int] | None = None
 
 
 class Cells(NamedTuple):

@@ -25,6 +25,7 @@ from fovea_gateway.futures.future import (
     run_to_outcome,
 )
 from fovea_gateway.futures.futures import Futures
+from fovea_gateway.http.request_body import off_loop_by_size
 from fovea_gateway.sessions.sessions import Sessions
 
 CUSTOM = "custom"
@@ -87,7 +88,7 @@ class CustomLosses:
         Raises as `submit`, and InvalidInput for what is wrong with the loss.
         """
         await self._require(owner, request)
-        kept = _checked(request)
+        kept = await _checked(request)
         await self._database.write(lambda connection: _insert(connection, kept))
         return kept.custom_loss_id
 
@@ -135,14 +136,14 @@ class CustomLosses:
         await self._futures.finish(pending, outcome, done.effects)
 
     async def _keep(self, pending: Pending) -> Done:
-        kept = _checked(gateway_pb2.CreateCustomLossRequest.FromString(await self._futures.request_of(pending)))
+        kept = await _checked(gateway_pb2.CreateCustomLossRequest.FromString(await self._futures.request_of(pending)))
         created = gateway_pb2.CreateCustomLossResponse(custom_loss_id=kept.custom_loss_id)
         return Done([gateway_pb2.WaitFutureResponse(custom_loss_created=created)], [partial(_insert, row=kept)])
 
 
-def _checked(request: gateway_pb2.CreateCustomLossRequest) -> CustomLossRow:
+async def _checked(request: gateway_pb2.CreateCustomLossRequest) -> CustomLossRow:
     """Raises InvalidInput for a loss that the trainer would not run."""
-    custom_loss.parse(request.loss)
+    await off_loop_by_size(len(request.loss.graph), custom_loss.parse, request.loss)
     custom_loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
     return CustomLossRow(custom_loss_id, request.session_id, request.loss.SerializeToString())
 

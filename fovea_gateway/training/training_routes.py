@@ -21,6 +21,7 @@ from fovea_gateway.http.model_inputs import lora_message
 from fovea_gateway.http.request_body import (
     PREFIX_BYTES,
     BodyTooLarge,
+    off_loop_by_size,
     parse_forward_backward,
     parse_json,
     parse_loosely,
@@ -129,7 +130,7 @@ class TrainingRoutes:
         data: list[gateway_pb2.InputDatum] = []
         rejection: FoveaError | None = None
         try:
-            data = self._content(body, header)
+            data = await off_loop_by_size(len(blob), self._content, body, header)
         except FoveaError as error:
             rejection = error
         future_id = await self._training.submit_forward_backward(owner, header, data, rejection)

@@ -145,6 +145,43 @@ def test_only_what_is_whole_is_read_of_a_start(prefix: bytes, fields: dict[str, 
     assert parse_start(prefix) == fields
 
 
+PROMPT = b'{"sampling_session_id":"%b","seq_id":1,"sampling_params":{},"prompt":{"chunks":[%b]}}'
+TOKENS = b'{"type":"encoded_text","tokens":[%b]}'
+
+
+@pytest.mark.parametrize("wrong", [b"1.5", b"null", b"[]"])
+async def test_of_many_wrong_tokens_one_is_told(rest: Rest, made: Bodies, wrong: bytes) -> None:
+    """Each error of a body costs time on the event loop: a million of them took eight seconds."""
+    many = TOKENS % b",".join([wrong] * 2**18)
+    response = await rest.http.post("asample", content=PROMPT % (made.sampling_id.encode(), many))
+    failed = await rest.result(response.json()["request_id"])
+    assert failed["reason"] == "INVALID_INPUT"
+    assert failed["error"].startswith("prompt.chunks.0.encoded_text.tokens.0: ")
+    assert "tokens.1: " not in failed["error"]
+
+
+@pytest.mark.parametrize("chunk", [TOKENS % b"", b'"a"', b'{"a":1}'], ids=["empty chunks", "texts", "objects"])
+async def test_names_and_texts_are_counted(rest: Rest, made: Bodies, chunk: bytes) -> None:
+    many = b",".join([chunk] * 2**16)
+    response = await rest.http.post("asample", content=PROMPT % (made.sampling_id.encode(), many))
+    assert response.status_code == 413
+    assert "names and texts; at most" in response.json()["detail"]
+
+
+async def test_an_image_is_measured_before_it_is_decoded(rest: Rest, made: Bodies) -> None:
+    image = b'{"type":"image","format":"png","data":"%b"}' % (b"A" * (4 * 33 * _MIB // 3))
+    response = await rest.http.post("asample", content=PROMPT % (made.sampling_id.encode(), image))
+    failed = await rest.result(response.json()["request_id"])
+    assert failed["error"].startswith("prompt.chunks[0].data has 46137344 letters; an image may have 33554432 bytes")
+
+
+async def test_a_long_query_is_not_read(stand: Stand) -> None:
+    async with stand.http(None) as stranger:
+        response = await stranger.get("exports/a/external_weights/b/c?" + "a=b&" * 10_000)
+    assert (response.status_code, response.json()["reason"]) == (400, "INVALID_INPUT")
+    assert "the query has 40000 bytes" in response.json()["detail"]
+
+
 async def test_sparse_tensors_are_counted_as_they_will_be(rest: Rest, made: Bodies) -> None:
     request = tinker_pb2.ForwardBackwardRequest(model_id=made.model_id, seq_id=1, loss_fn="cross_entropy")
     for _ in range(64):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from fovea.wire.errors import (
     Unauthenticated,
     from_rpc_error,
 )
+from fovea_gateway.grpc_front import call_bounds
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.test_connections import Pair, ending
@@ -207,6 +209,25 @@ async def test_elements_of_messages_are_counted_before_they_are_built(stand: Sta
             assert process.memory_info().rss - before < 64 * _MIB
 
 
+async def test_a_message_is_counted_and_read_off_the_loop(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of 64,000 empty fields had kept the event loop for a tenth of a second."""
+    threads: list[threading.Thread] = []
+    count = call_bounds.check_protobuf_elements
+
+    def noting(*arguments: Any) -> int:
+        threads.append(threading.current_thread())
+        return count(*arguments)
+
+    monkeypatch.setattr(call_bounds, "check_protobuf_elements", noting)
+    body = bytes([pb.CreateSessionRequest.TAGS_FIELD_NUMBER << 3 | 2, 0]) * 2**15
+    assert stand.gateway is not None
+    async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:
+        call = channel.unary_unary("/fovea.api.v1.GatewayService/CreateSession")
+        assert isinstance(await raised(call(body, timeout=20, metadata=KEYED)), PayloadTooLarge)
+    assert threads
+    assert threading.main_thread() not in threads
+
+
 async def test_what_many_small_messages_take_in_memory_is_counted(stand: Stand) -> None:
     async with limited(stand, max_body_bytes=8 * _MIB) as stub:
         _, model_id = await create(stub)
@@ -226,6 +247,6 @@ async def test_what_many_small_messages_take_in_memory_is_counted(stand: Stand) 
 async def test_a_message_that_is_none_is_refused_by_name(stand: Stand) -> None:
     assert stand.gateway is not None
     async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:
-        for body in b"\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xff":
+        for body in b"\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xff", b"\xff" * 11 + b"\x01":
             call = channel.unary_unary("/fovea.api.v1.GatewayService/CreateSession")
             assert isinstance(await raised(call(body, timeout=20, metadata=KEYED)), InvalidInput)
