@@ -65,7 +65,7 @@ class Parts:
         max_sessions = Quota("max_sessions", settings.max_sessions, "open sessions")
         self.database = Database(settings.store_url, on_superseded)
         self.keys = KeyRing(self.database, settings.given_keys, settings.host, settings.allowed_host)
-        self.owners = Owners(self.database)
+        self.owners = Owners(self.database, settings.owner_limits)
         self._clock = clock = CautiousClock()
         result_room = ResultRoom(self.database, settings.max_result_bytes)
         self.happenings = Happenings()

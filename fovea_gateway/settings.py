@@ -9,8 +9,12 @@ from pydantic_settings import SettingsConfigDict
 
 from fovea.runtime.hosts import is_loopback
 from fovea.runtime.settings import ServiceSettings
+from fovea.wire.errors import FoveaError
 from fovea_gateway.access.api_keys import PUBLISHED, GivenKey, parse_given
+from fovea_gateway.access.owners import LIMITS, Owner
 from fovea_gateway.discovery import Kind
+
+_LIMITS_BEYOND_LOOPBACK = {"max_requests_per_s": 500.0, "max_tokens_in_flight": 16e6, "max_stored_bytes": 500e9}
 
 
 class BaseModelSettings(BaseModel):
@@ -176,6 +180,12 @@ class GatewaySettings(ServiceSettings):
     max_models_per_owner: int = Field(
         0, ge=0, description="Models that one owner may have in the trainer at once; 0 is no limit but the trainer's."
     )
+    default_limits: dict[str, float] | None = Field(
+        None,
+        description='Limits of owners whose record names none, as JSON such as {"max_requests_per_s": 50}; {} is none.'
+        " Unless set, none where only loopback reaches the gateway, and beyond it 500 requests a second, 16 million"
+        " tokens in flight and 500 GB stored.",
+    )
     max_journal_bytes: int = Field(
         2 * 2**30,
         gt=0,
@@ -200,6 +210,17 @@ class GatewaySettings(ServiceSettings):
     def _has_a_use(cls, value: str, info: ValidationInfo) -> str:
         if not value and info.data.get("sampler") == []:
             raise ValueError("the model has neither --trainer nor --sampler; name one of them")
+        return value
+
+    @field_validator("default_limits")
+    @classmethod
+    def _has_known_limits(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if unknown := sorted(set(value or ()) - set(LIMITS)):
+            raise ValueError(f"there is no limit {unknown[0]!r}; there are {', '.join(LIMITS)}")
+        try:
+            Owner("any", **(value or {})).checked()  # type: ignore[arg-type]  # floats in the place of whole numbers
+        except FoveaError as error:
+            raise ValueError(error.message) from None
         return value
 
     @field_validator("checkpoint_dir")
@@ -238,6 +259,13 @@ class GatewaySettings(ServiceSettings):
         """All that are served, the default one first."""
         own = {name: getattr(self, name) for name in BaseModelSettings.model_fields}
         return [BaseModelSettings(**own), *self.further_models]
+
+    @property
+    def owner_limits(self) -> dict[str, float]:
+        """The limits of owners whose record names none."""
+        if self.default_limits is None:
+            return {} if is_loopback(self.host) else _LIMITS_BEYOND_LOOPBACK
+        return self.default_limits
 
     @property
     def store_url(self) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,9 @@ _MOST_WEIGHT = 1000.0
 
 @dataclass(frozen=True)
 class Owner:
-    """One owner's record; without one, an owner has these defaults. A limit of 0 is none of its own.
+    """One owner's record; without one, an owner has these defaults.
+
+    A limit of 0 is none of its own: that of the setting `default_limits` holds, if it names one.
 
     Attributes:
         weight: Its share of trainer, samplers and renderers, against the weights of all who want them at the time.
@@ -73,10 +76,15 @@ class _Bucket:
 
 
 class Owners:
-    """The records of all owners, and how many requests each sends."""
+    """The records of all owners, and how many requests each sends.
 
-    def __init__(self, database: Database) -> None:
+    Args:
+        limits: Of owners whose record names none, by the names of `LIMITS`.
+    """
+
+    def __init__(self, database: Database, limits: Mapping[str, float] | None = None) -> None:
         self._database = database
+        self._limits: dict[str, Any] = dict(limits or {})
         self._owners: dict[str, Owner] = {}
         self._buckets: dict[tuple[str, str], _Bucket] = {}
 
@@ -85,8 +93,10 @@ class Owners:
         self._owners = {owner.owner: owner for owner in await self._database.read(all_owners)}
 
     def of(self, owner: str) -> Owner:
-        """An owner's record, or the defaults."""
-        return self._owners.get(owner) or Owner(owner)
+        """An owner's record, with the default limits where it names none."""
+        found = self._owners.get(owner) or Owner(owner)
+        missing = {name: value for name, value in self._limits.items() if not getattr(found, name)}
+        return dataclasses.replace(found, **missing) if missing else found
 
     def weight(self, owner: str) -> float:
         """An owner's share."""

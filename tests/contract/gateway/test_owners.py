@@ -95,6 +95,20 @@ async def test_requests_above_an_owners_rate_are_refused_by_name(keys: Keys, ali
     assert pages[-1].status_code == 429, "but it has the same limit"
 
 
+async def test_default_limits_hold_where_a_record_names_none(stand: Stand, keys: Keys, alice: Rest) -> None:
+    await stand.stop()
+    await stand.start(default_limits={"max_requests_per_s": 5, "max_models": 2})
+    assert stand.gateway is not None
+    owners = stand.gateway.parts.owners
+    assert (owners.of("alice").max_requests_per_s, owners.of("alice").max_models) == (5, 2)
+    answers = [await alice.http.get("sessions") for _ in range(8)]
+    assert answers[-1].status_code == 429
+    assert answers[-1].json()["detail"].startswith("this owner's max_requests_per_s is 5")
+    await owners.put(Owner("alice", max_requests_per_s=1000))
+    assert (owners.of("alice").max_requests_per_s, owners.of("alice").max_models) == (1000, 2)
+    assert owners.listed() == [Owner("alice", max_requests_per_s=1000)]
+
+
 async def test_tokens_in_flight_are_limited_by_name(stand: Stand, keys: Keys, alice: Rest) -> None:
     session = await base_session(alice)
     await keys.owners.put(Owner("alice", max_tokens_in_flight=20))

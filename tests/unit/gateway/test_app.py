@@ -24,6 +24,20 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings.checkpoint_root.endswith("fovea-state/checkpoints")
 
 
+def test_limits_are_on_where_other_machines_reach_the_gateway() -> None:
+    own = {"model_name": "n", "model": "/m", "renderer": ["r:1"], "sampler": ["s:1"], "trainer": "t:1"}
+    assert GatewaySettings(**own).owner_limits == {}
+    for host in ("0.0.0.0", "::", "10.1.2.3"):
+        limits = GatewaySettings(**own, host=host, api_key=["tml-key"]).owner_limits
+        assert {"max_requests_per_s", "max_tokens_in_flight", "max_stored_bytes"} == set(limits)
+        assert all(value > 0 for value in limits.values())
+        assert GatewaySettings(**own, host=host, api_key=["tml-key"], default_limits={}).owner_limits == {}
+    assert GatewaySettings(**own, default_limits={"max_models": 3}).owner_limits == {"max_models": 3}
+    for wrong, words in (({"max_model": 3}, "there is no limit 'max_model'"), ({"max_models": -1}, "max_models is -1")):
+        with pytest.raises(ValidationError, match=words):
+            GatewaySettings(**own, default_limits=wrong)
+
+
 @pytest.mark.parametrize("url", ["nosuch://bucket", "gs://bucket"])
 def test_storage_without_a_driver_is_refused_by_name(url: str) -> None:
     with pytest.raises(ValidationError, match=r"checkpoint_dir\n.*cannot be opened: .*(Protocol not known|gcsfs)"):
