@@ -11,16 +11,22 @@ from fovea.runtime.model_files import language_entries, read_json
 from fovea.wire.errors import FailedPrecondition, NotFound
 from fovea_data.encoder import Encoder
 from fovea_data.picture_tokens import PictureTokens, ask_server, checkpoint_directory, checkpoint_formula
+from fovea_data.served_limits import ServedLimits, ask_limits
 from fovea_rollout.default_rate import FINE_TUNING_RATE, rate_at
 
 SupportedModel = tinker.types.SupportedModel
 
 
 class Server:
-    """A server that speaks the Tinker API, through the SDK; without arguments that of the environment variables."""
+    """A server that speaks the Tinker API, through the SDK; without arguments that of the environment variables.
+
+    Raises:
+        FailedPrecondition: No server answers.
+    """
 
     def __init__(self, base_url: str | None, api_key: str | None) -> None:
         self.base_url, self.api_key = base_url, api_key
+        self._limits = ask_limits(base_url, api_key)
         self.service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
         self.rest = tinker.RestClient(base_url=base_url, api_key=api_key)
 
@@ -41,6 +47,10 @@ class Server:
             if one.model_name == name:
                 return one
         raise NotFound(f"the server has no model {name!r}, only {[one.model_name for one in models]}", field="model")
+
+    def limits(self, model: SupportedModel) -> ServedLimits:
+        """What it takes of a model."""
+        return self._limits.get(str(model.model_name), ServedLimits())
 
 
 @dataclass(frozen=True)

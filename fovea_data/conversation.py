@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pathlib
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from fovea.wire.errors import InvalidInput
+from fovea.wire.errors import FoveaError, InvalidInput, Unavailable
 from fovea_data.pictures import read_picture
 from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN, read_answer
 from fovea_rollout.messages import Message, Part, Picture, Role
@@ -72,7 +74,8 @@ class RowReader:
             messages = self.messages(row["messages"], f"{where}: messages", row)
             weights: list[Any] = [one.get("weight") if isinstance(one, Mapping) else None for one in row["messages"]]
         elif row.get("prompt") is not None and row.get("completion") is not None:
-            prompt, completion = as_messages(row["prompt"], "user"), as_messages(row["completion"], "assistant")
+            prompt = as_messages(row["prompt"], "user", f"{where}: prompt")
+            completion = as_messages(row["completion"], "assistant", f"{where}: completion")
             messages = self.messages([*prompt, *completion], f"{where}: prompt and completion", row)
             weights = [0] * len(prompt) + [1] * len(completion)
         else:
@@ -94,7 +97,7 @@ class RowReader:
             read[first] = Message("user", (*left, *read[first].parts))
         if left := pictures.rest():
             raise InvalidInput(f"{where} leaves {len(left)} pictures of the row without a place", field=where)
-        return tuple(read)
+        return tuple(_normalised(one) for one in read)
 
     def _column(self, row: Mapping[str, Any], where: str) -> list[Picture]:
         found = row.get("images") if row.get("images") is not None else row.get("image")
@@ -171,9 +174,49 @@ class _Column:
         return left
 
 
-def as_messages(said: Any, role: Role) -> list[Any]:
-    """Messages as they are; a text as one of `role`."""
-    return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
+def as_messages(said: Any, role: Role, where: str) -> list[Any]:
+    """Messages as they are; a text as one of `role`. Raises InvalidInput naming `where` for anything else."""
+    if isinstance(said, str):
+        return [{"role": role, "content": said}]
+    if not isinstance(said, Sequence) or isinstance(said, (bytes, bytearray)):
+        raise InvalidInput(
+            f"{where} is {said!r:.60}, of type {type(said).__name__}: give a text or a list of messages (write a"
+            " number in quotes, or name a class by its text)",
+            field=where,
+        )
+    return list(said)
+
+
+@contextmanager
+def naming_row(where: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[str]:
+    """Names a row in whatever its reading or encoding raises, as InvalidInput; yields the name.
+
+    Args:
+        passing: Errors that are no fault of the row, and pass as they are.
+    """
+    try:
+        yield where
+    except Exception as error:  # converters, decoders, templates and tokenizers raise errors of every kind
+        if isinstance(error, (Unavailable, MemoryError, *passing)):
+            raise
+        if isinstance(error, FoveaError):
+            message = error.message if error.message.startswith(where) else f"{where}: {error.message}"
+            kind = type(error) if isinstance(error, InvalidInput) else InvalidInput
+            raise kind(message, field=error.field or where) from error
+        raise InvalidInput(f"{where}: {type(error).__name__}: {error}", field=where) from error
+
+
+def check_positive(**values: float) -> None:
+    """Raises InvalidInput naming the first value that is not above 0."""
+    for name, value in values.items():
+        if not value > 0:
+            raise InvalidInput(f"{name} is {value}; it must be above 0", field=name)
+
+
+def normalised(text: str) -> str:
+    """A text in Unicode's composed form (NFC), which tokenizers decode to: file systems and keyboards may give it
+    decomposed, and then it equals no answer."""
+    return unicodedata.normalize("NFC", text)
 
 
 def learnt(messages: Sequence[Message], weights: Sequence[Any], where: str) -> Conversation:
@@ -191,6 +234,11 @@ def learnt(messages: Sequence[Message], weights: Sequence[Any], where: str) -> C
     if not any(is_learnt):
         raise InvalidInput(f"{where}: every answer has weight 0: there is nothing to learn", field=where)
     return Conversation(tuple(messages), is_learnt, where)
+
+
+def _normalised(message: Message) -> Message:
+    parts = tuple(normalised(part) if isinstance(part, str) else part for part in message.parts)
+    return message if parts == message.parts else replace(message, parts=parts)
 
 
 def _answer_text(parts: Sequence[Part], reasoning: Any, where: str) -> str:

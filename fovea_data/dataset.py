@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from fovea.wire.errors import InvalidInput
-from fovea_data.conversation import Conversation, RowReader
+from fovea_data.conversation import Conversation, RowReader, check_positive, naming_row
 from fovea_data.rows import BLOCKS_IN_MEMORY, ImageFolder, Indices, Joined, JsonLines, Listed, Parquet, Rows
 
 QUESTION = "What is in this picture?"
+MAX_SIDE = 512
+"""Pixels that the longer side of a dataset's pictures may have unless told: enough for most photographs, and at most
+400 tokens in most families. Documents and screens need more."""
 Convert = Callable[[Any], Mapping[str, Any]]
 
 
@@ -22,6 +24,7 @@ class Dataset:
 
     Attributes:
         indices: Rows of the source that belong to it, int64 [N], ascending.
+        max_side: Pixels that the longer side of a picture may have; larger ones are shrunk. None keeps every size.
     """
 
     def __init__(
@@ -32,7 +35,9 @@ class Dataset:
         convert: Convert | None = None,
         max_side: int | None = None,
     ) -> None:
-        self._rows, self._convert, self._max_side = rows, convert, max_side
+        if max_side is not None:
+            check_positive(max_side=max_side)
+        self._rows, self._convert, self.max_side = rows, convert, max_side
         self.indices = np.arange(len(rows), dtype=np.int64) if indices is None else indices
         if not len(self.indices):
             raise InvalidInput("the dataset has no rows", field="rows")
@@ -43,9 +48,10 @@ class Dataset:
     def __getitem__(self, index: int) -> Conversation:
         """Raises InvalidInput naming the row if it is broken, IndexError if there is none."""
         place = int(self.indices[index])
-        row = self._rows.row(place)
-        reader = RowReader(self._rows.folder(place), self._max_side)
-        return reader.conversation(self._convert(row) if self._convert else row, self._rows.where(place))
+        with naming_row(self._rows.where(place)) as where:
+            row = self._rows.row(place)
+            reader = RowReader(self._rows.folder(place), self.max_side)
+            return reader.conversation(self._convert(row) if self._convert else row, where)
 
     def __iter__(self) -> Iterator[Conversation]:
         return (self[index] for index in range(len(self)))
@@ -63,7 +69,7 @@ class Dataset:
             )
         drawn = np.random.default_rng(seed).permutation(self.indices)
         train, rest = np.sort(drawn[count:]), np.sort(drawn[:count])
-        return self._part(train), self._part(rest)
+        return self.part(train), self.part(rest)
 
     def order(self, seed: int, epoch: int) -> Indices:
         """In which order an epoch takes the rows, int64 [N].
@@ -76,28 +82,36 @@ class Dataset:
         order: Indices = np.lexsort((rng.random(len(self)), windows)).astype(np.int64)
         return order
 
-    def problems(self, limit: int = 20) -> list[str]:
-        """What is wrong with its rows, one line per broken row, up to a limit: reads all rows."""
+    def where(self, index: int) -> str:
+        """What a row is called, as in `chats.jsonl:17`."""
+        return self._rows.where(int(self.indices[index]))
+
+    def problems(self, limit: int = 20, *, check: Callable[[Conversation], object] | None = None) -> list[str]:
+        """What is wrong with its rows, one line per broken row, up to a limit: reads all rows.
+
+        Args:
+            limit: The most lines.
+            check: Raises InvalidInput for a row that is read, but cannot be learnt: an encoder's `datums`.
+        """
         found: list[str] = []
         for index in range(len(self)):
             try:
-                self[index]
+                row = self[index]
+                if check is not None:
+                    with naming_row(row.where):
+                        check(row)
             except InvalidInput as error:
                 found.append(error.message)
                 if len(found) == limit:
                     break
         return found
 
-    def _part(self, indices: Indices) -> Dataset:
-        return Dataset(self._rows, indices, convert=self._convert, max_side=self._max_side)
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with the number of rows, and which of them belong to it."""
-        return f"{len(self)} of {len(self._rows)} rows, {hashlib.sha256(self.indices.tobytes()).hexdigest()[:16]}"
+    def part(self, indices: Indices) -> Dataset:
+        """Some of its rows, by their places in the source: int64 [N], ascending."""
+        return Dataset(self._rows, indices, convert=self._convert, max_side=self.max_side)
 
 
-def image_folder(path: str | pathlib.Path, question: str = QUESTION, *, max_side: int | None = 512) -> Dataset:
+def image_folder(path: str | pathlib.Path, question: str = QUESTION, *, max_side: int | None = MAX_SIDE) -> Dataset:
     """Pictures in a folder per class, `path/CLASS/any.png`: each is shown with a question; the class is the answer.
 
     Args:
@@ -115,7 +129,7 @@ def image_folder(path: str | pathlib.Path, question: str = QUESTION, *, max_side
 def load_chats(
     *sources: str | pathlib.Path | Sequence[Mapping[str, Any]],
     convert: Convert | None = None,
-    max_side: int | None = None,
+    max_side: int | None = MAX_SIDE,
 ) -> Dataset:
     """Conversations of `.jsonl` and `.parquet` files, lists and Hugging Face datasets; `RowReader` has their shapes.
 

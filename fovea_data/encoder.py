@@ -126,6 +126,15 @@ class Encoder:
         """What the model reads before it answers. Raises InvalidInput naming the message that the template refuses."""
         return tinker.ModelInput(chunks=[_chunk(chunk) for chunk in self._template.render(self._history(question))])
 
+    def room(self, question: Sequence[Message]) -> int | None:
+        """The most tokens that an answer to a question may have, its end included; None without `max_tokens`."""
+        if self._max_tokens is None:
+            return None
+        chunks = self._template.render(self._history(question))
+        return self._max_tokens - sum(
+            self.picture_tokens.of(chunk) if isinstance(chunk, Picture) else len(chunk.ids) for chunk in chunks
+        )
+
     def answer_length(self, conversation: Conversation) -> int:
         """Tokens of the last answer, its end included."""
         return len(self._sampled(conversation.messages[-1]).ids)

@@ -24,10 +24,11 @@ import tinker
 import typer
 
 from fovea.wire.errors import FoveaError
-from fovea_data.conversation import Conversation
-from fovea_data.dataset import QUESTION, Dataset, image_folder, load_chats
+from fovea_data.conversation import Conversation, check_positive
+from fovea_data.dataset import MAX_SIDE, QUESTION, Dataset, image_folder, load_chats
 from fovea_data.rows import JsonLines, Parquet
-from fovea_data.tuned_model import check_positive, exact_match
+from fovea_data.served_limits import ask_limits, picture_side
+from fovea_data.tuned_model import exact_match
 from fovea_rollout import (
     Answer,
     ChatTemplate,
@@ -100,12 +101,15 @@ class RowEnvironment:
         """Holds nothing."""
 
 
-def read_sources(path: pathlib.Path, question: str = QUESTION, limit: int | None = None) -> tuple[Kind, list[Source]]:
+def read_sources(
+    path: pathlib.Path, question: str = QUESTION, limit: int | None = None, max_side: int | None = MAX_SIDE
+) -> tuple[Kind, list[Source]]:
     """What is played of a picture folder, or of a `.jsonl` or `.parquet` file of records or of chats.
 
     Args:
         question: Asked about each picture of a folder.
         limit: The most rows, evenly spread over the data; None for all.
+        max_side: Pixels that the longer side of a picture may have, records' left alone; None keeps every size.
 
     Raises:
         NotFound: There is no such file or folder.
@@ -118,7 +122,7 @@ def read_sources(path: pathlib.Path, question: str = QUESTION, limit: int | None
         sources = list(load_records(path))
     else:
         kind = "accuracy"
-        dataset = load_chats(path) if is_file else image_folder(path, question)
+        dataset = load_chats(path, max_side=max_side) if is_file else image_folder(path, question, max_side=max_side)
         makes: list[Callable[[], Environment]] = [partial(RowEnvironment, dataset, at) for at in range(len(dataset))]
         sources = list(makes)
     if limit is not None and limit < len(sources):
@@ -162,6 +166,14 @@ def main(
     ] = "tml-local",
     question: Annotated[str, typer.Option(help="Asked about each picture of a folder.")] = QUESTION,
     limit: Annotated[int | None, typer.Option(min=1, help="The most rows, evenly spread; default: all.")] = None,
+    max_side: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Pixels of a picture's longer side; larger ones are shrunk, 0 keeps every size. Default: what the"
+            f" checkpoint was fine-tuned at, else {MAX_SIDE}. Records are left alone.",
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 256,
     max_turns: Annotated[int, typer.Option(min=1, help="Of an episode.")] = 8,
     max_context: Annotated[int, typer.Option(min=1, help="Tokens of a whole episode.")] = 4096,
@@ -175,7 +187,9 @@ def main(
         SamplingSettings(max_tokens, temperature, seed=seed), max_turns=max_turns, max_context=max_context
     )
     try:
-        kind, sources = read_sources(data, question, limit)
+        ask_limits(base_url, api_key)  # raises at once if no server answers
+        side = _picture_side(model, max_side, base_url, api_key)
+        kind, sources = read_sources(data, question, limit, side)
         with tinker.ServiceClient(base_url=base_url, api_key=api_key) as service:
             if model.startswith("tinker://"):
                 sampling = service.create_sampling_client(model_path=model).result()
@@ -198,6 +212,14 @@ def main(
         raise typer.Exit(2) from None
     print(json.dumps(asdict(report)) if as_json else report)
     raise typer.Exit(0 if not report.failed else 1 if report.rows else 2)
+
+
+def _picture_side(model: str, given: int | None, base_url: str, api_key: str) -> int | None:
+    if given is not None:
+        return given if given > 0 else None
+    if not model.startswith("tinker://"):
+        return MAX_SIDE
+    return picture_side(tinker.RestClient(base_url=base_url, api_key=api_key), model, MAX_SIDE)
 
 
 def _has_records(path: pathlib.Path) -> bool:

@@ -7,6 +7,23 @@ from collections.abc import Mapping
 from fovea_rollout.progress import ProgressLines
 
 
+class CheckProgress(ProgressLines):
+    """Rows that are checked before the first step. A context manager.
+
+    Args:
+        rows: The number of rows in all.
+        is_shown: Whether anything is shown; None shows it on a terminal only.
+    """
+
+    def __init__(self, rows: int, is_shown: bool | None) -> None:
+        super().__init__(is_shown)
+        self._task = self._bar.add_task("check", total=rows, words="rows")
+
+    def count_row(self) -> None:
+        """Shows one more row."""
+        self._bar.advance(self._task)
+
+
 class FineTuneProgress(ProgressLines):
     """Steps, the loss, and the figures of the last evaluation. A context manager.
 

@@ -27,6 +27,7 @@ from fovea.wire.errors import AlreadyExists, FailedPrecondition, FoveaError, Inv
 from fovea_data.base_model import base_directory, check_room, copy_small_files
 from fovea_data.checkpoint_download import download_checkpoint
 from fovea_data.hub_upload import push_to_hub
+from fovea_data.served_limits import MAX_PICTURE_SIDE, ask_limits, picture_side
 
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -61,13 +62,15 @@ def export_model(
             model is.
         NotFound: There is no such checkpoint, or no such base model.
         ResourceExhausted: The disk is too small.
-        FailedPrecondition: torch or transformers, which merge, are not installed.
+        FailedPrecondition: torch or transformers, which merge, are not installed; or no server answers.
         Exception: What the SDK raises.
     """
     folder = pathlib.Path(directory)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AlreadyExists(f"{folder} has files already: name a new folder", field="directory")
     folder.parent.mkdir(parents=True, exist_ok=True)
+    ask_limits(base_url, api_key)  # raises at once if no server answers
+    side = picture_side(tinker.RestClient(base_url=base_url, api_key=api_key), path, None)
     with _filled(folder) as staging, _Bars(progress) as bars:
         fetched, made = staging / "fetched", staging / "made"
         fetched.mkdir()
@@ -82,7 +85,7 @@ def export_model(
             raise InvalidInput(
                 f"{path} has full parameters, and no adapter: export it with merged=True (--merged)", field="merged"
             )
-        _describe(made, path, name)
+        _describe(made, path, name, side)
     return folder
 
 
@@ -123,13 +126,21 @@ def _filled(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         (staging / "made").rename(folder)
 
 
-def _describe(folder: pathlib.Path, path: str, base: str) -> None:
-    """Writes what the hub shows of a model."""
+def _describe(folder: pathlib.Path, path: str, base: str, side: int | None) -> None:
+    """Writes what the hub shows of a model, and at which size its pictures are to be asked."""
     is_adapter = (folder / _ADAPTER_CONFIG).is_file()
     lines = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}"]
     if base.count("/") == 1 and not base.startswith((".", "/", "~")):
         lines.append(f"base_model: {base}")
+    if side is not None:
+        lines.append(f"{MAX_PICTURE_SIDE}: {side}")
     lines += ["tags:", "- fovea", "---", "", f"Exported from `{path}`.", ""]
+    if side is not None:
+        lines += [
+            f"Trained on pictures of at most {side} pixels on the longer side. Shrink larger ones before you ask, with"
+            f" Pillow: `image.thumbnail(({side}, {side}), Image.Resampling.BICUBIC)`.",
+            "",
+        ]
     (folder / "README.md").write_text("\n".join(lines))
 
 

@@ -19,6 +19,10 @@ from fovea_rollout.messages import Picture
 _FORMS = "a path, file: or data: URL, bytes, {'bytes': ...}, {'path': ...}, {'url': ...}, a PIL image or uint8 pixels"
 
 
+_HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+"""Kinds of HEIC and HEIF files, as bytes 8 to 12 of the file name them."""
+
+
 def read_picture(
     value: Any, where: str = "picture", *, folder: pathlib.Path | None = None, max_side: int | None = None
 ) -> Picture:
@@ -54,6 +58,12 @@ def read_picture(
                 return value if isinstance(value, Picture) else Picture.of_bytes(data, where)
             return _encoded(image, where, max_side)
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        if data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS:
+            raise InvalidInput(
+                f"{where} is a HEIC file, which Pillow does not read: convert it to JPEG, or install pillow-heif and"
+                " call pillow_heif.register_heif_opener() first",
+                field=where,
+            ) from None
         raise InvalidInput(f"{where} cannot be read as a picture: {error}", field=where) from error
 
 

@@ -19,7 +19,10 @@ Indices = npt.NDArray[np.int64]
 BLOCKS_IN_MEMORY = 8
 """Blocks of rows that are shuffled with one another, and kept."""
 
-_PICTURE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+_PICTURE_SUFFIXES = {
+    ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".heif"
+}  # fmt: skip
+"""Files that are read as pictures; the reader refuses by name those that Pillow cannot decode."""
 
 
 class Rows(ABC):
@@ -140,23 +143,36 @@ class Listed(Rows):
 class ImageFolder(Rows):
     """Pictures in a folder per class: a row is `{"prompt": question and picture, "completion": the folder's name}`.
 
-    Underscores in a folder's name are read as blanks. Files of other kinds are refused, hidden ones left out.
+    Underscores in a folder's name are read as blanks. Files of other kinds, folders in the folder of a class and
+    pictures beside the folders are refused; hidden files are left out.
     """
 
     def __init__(self, folder: pathlib.Path, question: str) -> None:
         if not folder.is_dir():
             raise NotFound(f"there is no folder {folder}", field="path")
         self._question = question
-        classes = sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+        seen = sorted(one for one in folder.iterdir() if not one.name.startswith("."))
+        classes = [one for one in seen if one.is_dir()]
         self._files = [file for one in classes for file in sorted(one.iterdir()) if not file.name.startswith(".")]
         if not self._files:
             raise InvalidInput(
                 f"{folder} has no pictures in folders: put those of each class into a folder with its name",
                 field="path",
             )
-        odd = [file for file in self._files if file.suffix.lower() not in _PICTURE_SUFFIXES]
-        if odd:
+        if deep := [file for file in self._files if file.is_dir()]:
+            raise InvalidInput(
+                f"{deep[0]} is a folder in the folder of a class, and folders of folders are not read: give"
+                f" {deep[0].parent} itself if its folders are the classes, else move the pictures up",
+                field=str(deep[0]),
+            )
+        if odd := [file for file in self._files if not _is_picture(file)]:
             raise InvalidInput(f"{odd[0]} is no picture: take it out of the folder", field=str(odd[0]))
+        if beside := [file for file in seen if file.is_file() and _is_picture(file)]:
+            raise InvalidInput(
+                f"{len(beside)} pictures lie beside the folders of the classes, where they have no class; the first is"
+                f" {beside[0]}: move each into the folder of its class, or out of {folder}",
+                field=str(beside[0]),
+            )
 
     def __len__(self) -> int:
         return len(self._files)
@@ -205,6 +221,10 @@ class Joined(Rows):
     def _place(self, index: int) -> tuple[int, int]:
         part = int(np.searchsorted(self._ends, index, side="right"))
         return part, index - (int(self._ends[part - 1]) if part else 0)
+
+
+def _is_picture(file: pathlib.Path) -> bool:
+    return file.suffix.lower() in _PICTURE_SUFFIXES
 
 
 def _existing(path: pathlib.Path) -> pathlib.Path:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import tinker
 
-from fovea.wire.errors import FailedPrecondition, InvalidInput
+from fovea.wire.errors import FailedPrecondition
 from fovea_data.connection import Connection
-from fovea_data.conversation import Conversation
+from fovea_data.conversation import Conversation, normalised
 from fovea_data.encoder import Encoder
 from fovea_data.model_export import export_model
 from fovea_data.pictures import read_picture
@@ -28,6 +28,8 @@ class TunedModel:
         state: Checkpoint of the last step with the optimizer's state: to train on from.
         sampling: Samples from `weights`; None if the run was without a sampler.
         history: What `metrics.jsonl` has: one mapping per step or evaluation.
+        max_side: Pixels that the longer side of a picture had at most in training; larger pictures are shrunk to it
+            before they are asked. None keeps every size.
     """
 
     connection: Connection
@@ -35,6 +37,7 @@ class TunedModel:
     state: str
     sampling: tinker.SamplingClient | None
     history: Sequence[dict[str, float]]
+    max_side: int | None = None
 
     def close(self) -> None:
         """Ends the session: the server forgets what is not saved."""
@@ -68,40 +71,50 @@ class TunedModel:
         """What the model answers to a message, greedily.
 
         Args:
-            parts: Texts, pictures, and paths of pictures, in order.
+            parts: Texts, pictures, and paths of pictures, in order. Pictures are shrunk to `max_side`, as in training.
             max_tokens: The most tokens of the answer.
         """
         read: list[Part] = [read_picture(part) if isinstance(part, pathlib.Path) else part for part in parts]
         return self.answers([(Message("user", tuple(read)),)], max_tokens)[0]
 
     def answers(self, questions: Sequence[Sequence[Message]], max_tokens: int = 256) -> list[str]:
-        """What the model answers to each question, greedily.
+        """What the model answers to each question, greedily. Pictures are shrunk to `max_side`, as in training.
 
         Raises:
             FailedPrecondition: The run was without a sampler.
         """
         if self.sampling is None:
             raise FailedPrecondition("this run was without a sampler: create a sampling client from `weights`")
-        return answers(self.sampling, self.connection.encoder, questions, max_tokens)
+        shrunk = [[self._shrunk(message) for message in one] for one in questions]
+        return answers(self.sampling, self.connection.encoder, shrunk, max_tokens)
+
+    def _shrunk(self, message: Message) -> Message:
+        return replace(
+            message,
+            parts=tuple(
+                read_picture(part, max_side=self.max_side) if isinstance(part, Picture) else part
+                for part in message.parts
+            ),
+        )
 
 
 def answers(
     sampling: tinker.SamplingClient, encoder: Encoder, questions: Sequence[Sequence[Message]], max_tokens: int
 ) -> list[str]:
-    """Greedy answers, all asked at once. Raises what the SDK raises."""
-    params = tinker.SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=list(encoder.stop_ids))
-    pending = [sampling.sample(encoder.prompt(one), num_samples=1, sampling_params=params) for one in questions]
+    """Greedy answers, all asked at once, each of at most `max_tokens` tokens and as many as the context has room for.
+
+    Raises what the SDK raises.
+    """
+    pending = []
+    for one in questions:
+        room = encoder.room(one)
+        most = max_tokens if room is None else max(min(max_tokens, room), 1)
+        params = tinker.SamplingParams(max_tokens=most, temperature=0.0, stop=list(encoder.stop_ids))
+        pending.append(sampling.sample(encoder.prompt(one), num_samples=1, sampling_params=params))
     sequences = [future.result().sequences[0] for future in pending]
     return [encoder.read(one.tokens, is_cut=one.stop_reason == "length") for one in sequences]
 
 
 def exact_match(answer: str, conversation: Conversation) -> float:
-    """1 if an answer is the row's, apart from blanks around it."""
-    return float(answer.strip() == conversation.answer.strip())
-
-
-def check_positive(**values: float) -> None:
-    """Raises InvalidInput naming the first value that is not above 0."""
-    for name, value in values.items():
-        if value <= 0:
-            raise InvalidInput(f"{name} is {value}; it must be above 0", field=name)
+    """1 if an answer is the row's, apart from blanks around it and from how Unicode composes its letters."""
+    return float(normalised(answer).strip() == normalised(conversation.answer).strip())

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from fovea.wire.errors import NotFound
 from fovea_gateway.admin_routes import AdminRoutes
 from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes, UploadRoutes
@@ -154,6 +155,11 @@ class ServerRoutes:
                 "max_context_length": served.max_context_length,
                 "trainable": served.is_trained,
                 "sampleable": served.is_sampled,
+                # Fovea's own, by which fovea_data checks rows before the first step.
+                "max_lora_rank": served.max_lora_rank,
+                "max_image_bytes": MAX_IMAGE_BYTES,
+                "max_image_pixels": MAX_IMAGE_PIXELS,
+                "max_image_aspect_ratio": MAX_IMAGE_ASPECT_RATIO,
             }
             for served in await self._health.served_models()
         ]

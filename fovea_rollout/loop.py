@@ -26,7 +26,7 @@ from fovea_rollout.loggers import Logger, LoggerName
 from fovea_rollout.loop_folder import LoopFolder
 from fovea_rollout.policy import Policy
 from fovea_rollout.progress import LoopProgress
-from fovea_rollout.records import Record, Source, environment_factory
+from fovea_rollout.records import Record, Source, environment_factory, fingerprint
 from fovea_rollout.rollout import RolloutSettings, run_rollout
 from fovea_rollout.step_report import StepReport, step_report
 from fovea_rollout.step_size import StepSize
@@ -248,8 +248,8 @@ def _identity(
     return {
         "model": model.model_name,
         **asdict(settings),
-        "number of sources": len(sources),
-        "number of held-out sources": len(held_out),
+        "sources": fingerprint(sources),
+        "held-out sources": fingerprint(held_out),
     }
 
 

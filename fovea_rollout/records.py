@@ -14,6 +14,7 @@ parquet gives all rows of a column the same fields.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ import numpy as np
 
 from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
 from fovea_rollout.environment import Environment, make
-from fovea_rollout.messages import Message, parse_messages
+from fovea_rollout.messages import Message, Picture, parse_messages
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,30 @@ def environment_factory(source: Source) -> Callable[[], Environment]:
 def shuffled(records: Sequence[Record], seed: int) -> list[Record]:
     """The same records in an order that the seed decides."""
     return [records[index] for index in np.random.default_rng(seed).permutation(len(records))]
+
+
+def fingerprint(sources: Sequence[Source]) -> str:
+    """Changes with the number of sources and with the content of records; factories are not told apart."""
+    digest = hashlib.sha256()
+    for source in sources:
+        content = source.columns if isinstance(source, Record) else None
+        digest.update(json.dumps(content, sort_keys=True, default=_digestible).encode())
+    return f"{len(sources)} sources, {digest.hexdigest()[:16]}"
+
+
+def _digestible(value: Any) -> Any:
+    """What stands for a value that JSON does not have. Raises no error: of an unknown kind it is the type's name."""
+    if isinstance(value, Picture):
+        return value.digest
+    if isinstance(value, Message):
+        return [value.role, value.name, value.tool_call_id, list(value.parts)]
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (bytes, bytearray)):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    return type(value).__name__
 
 
 def _read_json_lines(path: pathlib.Path) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,6 @@
 """Datasets of every source: lengths, order, splits, and rows that are named when they are broken."""
 
+import io
 import json
 import pathlib
 import tracemalloc
@@ -10,11 +11,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
 from fovea.wire.errors import InvalidInput, NotFound
 from fovea_data import Dataset, image_folder, load_chats
 from fovea_data.rows import BLOCKS_IN_MEMORY
-from tests.unit.fovea_data.pictures import encoded, write
+from fovea_data.tuned_model import exact_match
+from tests.unit.fovea_data.pictures import encoded, encoder, write
 
 
 def chat(number: int, **columns: Any) -> dict[str, Any]:
@@ -73,7 +76,6 @@ def test_a_split_shares_the_rows_out(dataset: Dataset) -> None:
     assert (len(train), len(held_out)) == (15, 5)
     assert sorted(answers(train) + answers(held_out)) == sorted(answers(dataset))
     assert answers(dataset.split(0.25, seed=1)[1]) == answers(held_out) != answers(dataset.split(0.25, seed=2)[1])
-    assert train.fingerprint != held_out.fingerprint
     assert sorted(held_out.order(0, 0)) == list(range(5))
 
 
@@ -162,6 +164,67 @@ def test_sources_that_cannot_be_read_are_refused_by_name(tmp_path: pathlib.Path)
     notes = write(tmp_path / "owl" / "notes.txt", b"hoo")
     with pytest.raises(InvalidInput, match=f"{notes} is no picture"):
         image_folder(tmp_path)
+
+
+def test_pictures_without_a_class_and_folders_of_folders_are_refused(tmp_path: pathlib.Path) -> None:
+    write(tmp_path / "a" / "owl" / "1.png", encoded("PNG"))
+    beside = write(tmp_path / "a" / "2.jpg", encoded("JPEG"))
+    with pytest.raises(InvalidInput, match=f"1 pictures lie beside the folders of the classes.* {beside}: move each"):
+        image_folder(tmp_path / "a")
+    deep = write(tmp_path / "b" / "train" / "owl" / "1.png", encoded("PNG")).parent
+    with pytest.raises(InvalidInput, match=f"{deep} is a folder in the folder of a class.*: give {deep.parent} itself"):
+        image_folder(tmp_path / "b")
+
+
+def test_a_class_in_decomposed_letters_is_the_answer_that_a_tokenizer_decodes(tmp_path: pathlib.Path) -> None:
+    write(tmp_path / "cafe\u0301" / "1.png", encoded("PNG"))
+    (row,) = image_folder(tmp_path, "ou\u0300?")
+    assert (row.question[0].text, row.answer) == ("o\u00f9?", "caf\u00e9")
+    assert exact_match("cafe\u0301 ", row) == exact_match("caf\u00e9", row) == 1.0
+
+
+def test_a_picture_that_an_object_loads_later_is_named_by_row() -> None:
+    whole = Image.open(io.BytesIO(encoded("PNG")))
+    cut = Image.open(io.BytesIO(encoded("JPEG", size=(300, 300))[:900]))
+    rows = [{"prompt": "?", "completion": "a", "image": image} for image in (whole, cut)]
+    (problem,) = load_chats(rows).problems()
+    assert problem.startswith("rows[1]: ")
+    assert "truncated" in problem
+
+
+class Undecodable:
+    """A list whose rows raise when they are read, as a column of Hugging Face `datasets` does."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        raise OSError("cannot identify image file")
+
+
+def test_whatever_reading_a_row_raises_names_it() -> None:
+    assert load_chats(Undecodable()).problems() == ["rows[0]: OSError: cannot identify image file"]  # type: ignore[arg-type]
+    (converted,) = load_chats([chat(0)], convert=lambda row: row["missing"]).problems()
+    assert converted == "rows[0]: KeyError: 'missing'"
+    (number,) = load_chats([{"prompt": "q", "completion": 7}]).problems()
+    assert number.startswith("rows[0]: completion is 7, of type int: give a text")
+
+
+def test_problems_are_those_of_encoding_too() -> None:
+    rows = load_chats([chat(0), {"prompt": "long " * 100, "completion": "a"}, {"prompt": "\ud800", "completion": "a"}])
+    assert rows.problems() == []
+    found = rows.problems(check=encoder(max_tokens=64).datums)
+    assert [one.split(": ")[0] for one in found] == ["rows[1]", "rows[2]"]
+
+
+def test_files_and_folders_have_pictures_of_one_size(tmp_path: pathlib.Path) -> None:
+    large = encoded("PNG", size=(1024, 512))
+    write(tmp_path / "owl" / "1.png", large)
+    listed = load_chats([{"prompt": "?", "completion": "owl", "image": large}])
+    sizes = {rows[0].question[0].pictures[0].size for rows in (listed, image_folder(tmp_path))}
+    assert sizes == {(512, 256)}
+    with pytest.raises(InvalidInput, match="max_side is 0; it must be above 0"):
+        load_chats([chat(0)], max_side=0)
 
 
 def test_rows_that_come_in_one_order_only_are_refused() -> None:

@@ -27,7 +27,13 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates[-1] < 0.001
 
 
-@pytest.mark.parametrize("change", [{"epochs": 0}, {"batch_size": 0}, {"broken_rows": "keep"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epochs": 0}, {"batch_size": 0}, {"broken_rows": "keep"}, {"evaluate_every": 0}, {"patience": 0}, {"rank": -1},
+        {"learning_rate": -1e-4}, {"learning_rate": float("nan")}, {"warm_up": 2.0}, {"grad_clip_norm": float("inf")},
+    ],
+)  # fmt: skip
 def test_settings_that_are_wrong_are_named(change: dict[str, Any]) -> None:
     (name,) = change
     with pytest.raises(InvalidInput, match=f"^{name} is"):

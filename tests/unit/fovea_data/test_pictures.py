@@ -84,6 +84,7 @@ def film() -> bytes:
     [
         (PNG[:40], "rows:3 cannot be read as a picture"),
         (b"not a picture", "rows:3 cannot be read as a picture"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "rows:3 is a HEIC file, which Pillow does not read: convert it to JPEG"),
         (film(), "rows:3 is animated: give one of its 2 frames"),
         ("missing.png", "rows:3: .*No such file"),
         ("https://example.org/a.png", "rows:3 is an address, https://example.org/a.png: download"),

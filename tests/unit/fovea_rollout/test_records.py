@@ -13,7 +13,7 @@ from pyarrow import parquet
 from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
 from fovea_rollout import environment
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.records import Record, environment_of, load_records, parse_record, shuffled
+from fovea_rollout.records import Record, environment_of, fingerprint, load_records, parse_record, shuffled
 
 PICTURE = Picture.of_pixels(np.zeros((4, 4, 3), np.uint8))
 WIDE = Picture.of_pixels(np.zeros((4, 8, 3), np.uint8))
@@ -210,6 +210,18 @@ def test_an_environment_gets_all_columns() -> None:
 def test_an_unknown_environment_is_named() -> None:
     with pytest.raises(InvalidInput, match="env_class 'nothing' is not registered"):
         environment_of(parse_record(row(env_class="nothing")))
+
+
+def test_the_fingerprint_of_records_is_of_their_content() -> None:
+    asked = row(prompt=[{"role": "user", "content": [image_url(Picture.of_pixels(np.zeros((4, 4, 3), np.uint8)))]}])
+    other = row(prompt=[{"role": "user", "content": [image_url(Picture.of_pixels(np.ones((4, 4, 3), np.uint8)))]}])
+    records = [
+        [parse_record(one) for one in rows] for rows in ([row(), asked], [row(), other], [asked, row()], [row()])
+    ]
+    found = {fingerprint(one) for one in records}
+    assert len(found) == 4
+    assert fingerprint([parse_record(row()), parse_record(asked)]) == fingerprint(records[0])
+    assert fingerprint([object, object]) == fingerprint([dict, dict])  # type: ignore[list-item]
 
 
 def test_shuffling_follows_the_seed() -> None:

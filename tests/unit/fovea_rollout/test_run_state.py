@@ -40,6 +40,26 @@ def test_a_run_of_other_settings_is_refused_by_name(tmp_path: pathlib.Path) -> N
         RunState.begin_or_resume(tmp_path / "state.json", {**IDENTITY, "epochs": 4})
 
 
+@pytest.mark.parametrize("text", ["", "\n", "{", "[]", '{"step": 3}', '{"identity": {}, "step": "3"}', '{"other": 1}'])
+def test_a_file_that_no_run_wrote_is_refused_by_name(text: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text(text)
+    said = "cannot be read" if text.strip() else "is empty"
+    with pytest.raises(InvalidInput, match=f"^{path} {said}.*: restore the file to resume the run, or give another"):
+        RunState.begin_or_resume(path, IDENTITY)
+
+
+def test_what_is_known_later_is_confirmed(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "state.json"
+    state = RunState.begin_or_resume(path, IDENTITY, later=("rows",))
+    state.confirm(path, {"rows": "3 rows, a"})
+    state.save(path)
+    resumed = RunState.begin_or_resume(path, IDENTITY, later=("rows",))
+    resumed.confirm(path, {"rows": "3 rows, a"})
+    with pytest.raises(InvalidInput, match="of a run whose rows is '3 rows, a', not '3 rows, b'"):
+        resumed.confirm(path, {"rows": "3 rows, b"})
+
+
 def test_figures_of_steps_that_are_taken_again_are_dropped(tmp_path: pathlib.Path) -> None:
     first = JsonLinesLogger(tmp_path / "metrics.jsonl", 0)
     for step in (1, 2, 3):

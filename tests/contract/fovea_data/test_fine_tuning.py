@@ -1,0 +1,211 @@
+"""Fine-tuning through the real SDK and gateway: rows are checked before the first step, pictures keep their size."""
+
+import asyncio
+import io
+import json
+import pathlib
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from PIL import Image
+
+from fovea.wire.errors import FailedPrecondition, InvalidInput
+from fovea_data import Dataset, FineTuneSettings, TunedModel, fine_tune, image_folder, load_chats
+from fovea_data.evaluate import read_sources
+from fovea_data.fine_tuning import Stopped
+from fovea_data.served_limits import picture_side
+from tests.contract.gateway.conftest import KEY, Stand
+
+Rows = list[dict[str, Any]]
+TEXT = {"prompt": "Is it?", "completion": "yes"}
+QUICK = FineTuneSettings(epochs=1, batch_size=4, rank=4)
+
+
+def picture(size: tuple[int, int] = (640, 480), red: int = 9) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((size[1], size[0], 3), (red, 0, 0), np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+SEEN = {**TEXT, "image": picture()}
+BROKEN = {**TEXT, "image": picture()[:100]}
+
+
+async def tuned(
+    stand: Stand,
+    out: pathlib.Path,
+    rows: Rows | Dataset,
+    held_out: Rows | None = None,
+    settings: FineTuneSettings = QUICK,
+    use: Callable[[TunedModel], Any] = lambda model: model.weights,
+    **options: Any,
+) -> Any:
+    """What `use` finds in the model; by default the path of its weights."""
+
+    def run() -> Any:
+        train = load_chats(rows) if isinstance(rows, list) else rows
+        held = None if held_out is None else load_chats(held_out)
+        with fine_tune(
+            train, held, settings, out=out, base_url=stand.url, api_key=KEY, progress=False, **options
+        ) as model:
+            return use(model)
+
+    return await asyncio.to_thread(run)
+
+
+def datum_count(stand: Stand) -> int:
+    return sum(len(datums) for header, datums in stand.trainer.of("ForwardBackward") if header.backward)
+
+
+async def test_other_rows_in_the_same_folder_are_refused_by_name(stand: Stand, tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "run"
+    weights = await tuned(stand, out, [TEXT] * 8, [TEXT])
+    assert await tuned(stand, out, [TEXT] * 8, [TEXT]) == weights
+    other = {**TEXT, "completion": "no"}
+    with pytest.raises(InvalidInput, match=r"of a run whose rows is .*: give another folder, or the same"):
+        await tuned(stand, out, [TEXT] * 7 + [other], [TEXT])
+    with pytest.raises(InvalidInput, match="of a run whose held-out rows is"):
+        await tuned(stand, out, [TEXT] * 8, [other])
+    with pytest.raises(InvalidInput, match="of a run whose epochs is 1, not 2"):
+        await tuned(stand, out, [TEXT] * 8, [TEXT], FineTuneSettings(epochs=2, batch_size=4, rank=4))
+
+
+async def test_another_picture_is_another_row(stand: Stand, tmp_path: pathlib.Path) -> None:
+    await tuned(stand, tmp_path / "run", [SEEN] * 4)
+    with pytest.raises(InvalidInput, match="of a run whose rows is"):
+        await tuned(stand, tmp_path / "run", [SEEN] * 3 + [{**SEEN, "image": picture(red=10)}])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        BROKEN,
+        {"prompt": "q", "completion": 7},
+        {"prompt": 3, "completion": "a"},
+        {"prompt": "q " * 3000, "completion": "a"},
+        {"prompt": "\ud800", "completion": "a"},
+        {"messages": [[1]]},
+        {"messages": "hello"},
+        {"prompt": "q", "completion": "a", "image": picture((3000, 8))},
+    ],
+    ids=["picture", "number", "prompt", "long", "surrogate", "list", "text", "thin picture"],
+)
+async def test_any_broken_row_is_named_before_the_first_step_or_left_out(
+    stand: Stand, tmp_path: pathlib.Path, row: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for rows, held_out in (([TEXT, row], None), ([TEXT], [TEXT, row])):
+        with pytest.raises(InvalidInput, match=r"^rows\[1\]"):
+            await tuned(stand, tmp_path / "refused", rows, held_out)
+    assert datum_count(stand) == 0
+    skipping = FineTuneSettings(epochs=1, batch_size=4, rank=4, broken_rows="skip")
+    await tuned(stand, tmp_path / "skipped", [TEXT, row, TEXT], [row, TEXT], skipping)
+    assert datum_count(stand) == 2
+    assert "1 of 3 rows of train are broken and left out" in caplog.text
+    assert "1 of 2 rows of held_out are broken and left out" in caplog.text
+
+
+async def test_rows_of_which_all_are_broken_are_an_error(stand: Stand, tmp_path: pathlib.Path) -> None:
+    skipping = FineTuneSettings(rank=4, broken_rows="skip")
+    with pytest.raises(InvalidInput, match=r"all 2 rows of train are broken; the first: rows\[0\]"):
+        await tuned(stand, tmp_path / "run", [BROKEN] * 2, None, skipping)
+    with pytest.raises(InvalidInput, match="all 1 rows of held_out are broken"):
+        await tuned(stand, tmp_path / "run", [TEXT], [BROKEN], skipping)
+
+
+async def test_a_right_answer_beside_a_longer_one_has_room_in_the_context(stand: Stand, tmp_path: pathlib.Path) -> None:
+    long, talkative = {"prompt": "q " * 950, "completion": "a"}, {"prompt": "q", "completion": "a " * 300}
+    await tuned(stand, tmp_path / "run", [TEXT], [long, talkative])
+
+
+async def test_pictures_are_asked_at_the_size_that_they_were_trained_at(stand: Stand, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "birds" / "robin").mkdir(parents=True)
+    large = tmp_path / "birds" / "robin" / "0.png"
+    large.write_bytes(picture((1600, 1200)))
+    rows = image_folder(tmp_path / "birds", "Which?")
+
+    def use(model: TunedModel) -> tuple[str, str]:
+        model.ask(large, "Which?")
+        return model.weights, model.state
+
+    weights, state = await tuned(stand, tmp_path / "run", rows, use=use)
+    chunks = [chunk for request in stand.renderer.of("Render") for chunk in request.input.chunks]
+    images = {chunk.image.data for chunk in chunks if chunk.WhichOneof("kind") == "image"}
+    assert {Image.open(io.BytesIO(data)).size for data in images} == {(512, 384)}
+    rest = tinker.RestClient(base_url=stand.url, api_key=KEY)
+    for path in (weights, state):
+        assert await asyncio.to_thread(picture_side, rest, path, None) == 512
+    whole = load_chats([{**TEXT, "image": picture((512, 384))}], max_side=None)
+    weights = await tuned(stand, tmp_path / "whole", whole)
+    assert await asyncio.to_thread(picture_side, rest, weights, 7) is None
+
+
+async def test_held_out_pictures_of_another_size_are_refused(stand: Stand, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(InvalidInput, match="held_out has max_side 512, and train has 256"):
+        await tuned(stand, tmp_path / "run", load_chats([SEEN], max_side=256), [SEEN])
+
+
+async def test_a_rank_above_the_servers_is_refused_before_anything(stand: Stand, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(InvalidInput, match="rank is 65, and this server takes 64 at most"):
+        await tuned(stand, tmp_path / "run", [TEXT], None, FineTuneSettings(rank=65))
+    assert stand.trainer.calls == []
+
+
+async def test_a_rate_of_zero_is_zero(stand: Stand, tmp_path: pathlib.Path) -> None:
+    await tuned(stand, tmp_path / "run", [TEXT], None, FineTuneSettings(epochs=1, rank=4, learning_rate=0.0))
+    assert [step.adam.learning_rate for step in stand.trainer.of("OptimStep")] == [0.0]
+
+
+async def test_a_model_that_diverged_is_told_with_step_and_rate(stand: Stand, tmp_path: pathlib.Path) -> None:
+    said = InvalidInput("datum[0]: its cross_entropy loss is nan; check its loss_inputs", field="datum[0]")
+    stand.trainer.failures["ForwardBackward"] = [said] * 9
+    with pytest.raises(FailedPrecondition, match=r"the model diverged at step 1, at a learning rate of .*: lower"):
+        await tuned(stand, tmp_path / "run", [TEXT])
+
+
+class Interrupted:
+    """A logger at whose third step somebody presses Ctrl-C."""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    def close(self) -> None: ...
+
+
+async def test_ctrl_c_says_where_the_run_goes_on(stand: Stand, tmp_path: pathlib.Path) -> None:
+    settings = FineTuneSettings(epochs=4, batch_size=1, rank=4, evaluate_every=2)
+
+    def run() -> str:
+        try:
+            asyncio.run(tuned(stand, tmp_path / "run", [TEXT], None, settings, loggers=[Interrupted()]))
+        except Stopped as stopped:
+            return str(stopped.code)
+        raise AssertionError("it was not stopped")
+
+    said = await asyncio.to_thread(run)
+    assert said.startswith("stopped: called again with the same settings and rows and out=")
+    assert said.endswith("fine_tune goes on after step 2")
+    await tuned(stand, tmp_path / "run", [TEXT], None, settings)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_without_a_server_it_is_told_at_once(tmp_path: pathlib.Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(FailedPrecondition, match=f"no server answers at {url} .*: start one with `fovea up`"):
+            fine_tune(load_chats([TEXT]), out=tmp_path, base_url=url, api_key=KEY)
+
+
+def test_what_is_evaluated_is_shrunk_too(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "robin").mkdir()
+    (tmp_path / "robin" / "0.png").write_bytes(picture((1600, 1200)))
+    for side, size in ((512, (512, 384)), (None, (1600, 1200))):
+        _, (source,) = read_sources(tmp_path, max_side=side)
+        (message,) = source().reset()  # type: ignore[operator]
+        assert message.pictures[0].size == size
