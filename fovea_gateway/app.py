@@ -65,6 +65,7 @@ class Upkeep:
         await parts.link_signer.open()
         await parts.base_models.start()
         await self._restore()
+        await parts.kept_rows.sweep()
         self._ready.set()
         rounds = itertools.count()
         background.start(self._free_ended(), "free what ended sessions owned")
@@ -165,6 +166,7 @@ class Upkeep:
         await self._parts.futures.sweep()
         await self._parts.checkpoints.sweep()
         await self._parts.sampling.sweep()
+        await self._parts.kept_rows.sweep()
 
 
 class Gateway:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from fovea.runtime.cautious_clock import CautiousClock
 from fovea_gateway.access.api_keys import KeyRing
 from fovea_gateway.access.owners import Owners
+from fovea_gateway.access.usage import KeptRows
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.checkpoints.checkpoint_storage import Storage
 from fovea_gateway.checkpoints.exports import Exports, LinkSigner
@@ -73,9 +74,13 @@ class Parts:
             self.database, settings.result_ttl_s, max_pending, self.owners, clock, result_room,
             self.happenings.note_end,
         )  # fmt: skip
-        self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions)
+        self.kept_rows = KeptRows(
+            self.database, settings.row_room_bytes, settings.ended_ttl_s, clock,
+            lambda model_id: self.checkpoints.forget_model(model_id),
+        )  # fmt: skip
+        self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions, self.kept_rows)
         self.storage = Storage(settings.checkpoint_root)
-        self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock)
+        self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock, self.kept_rows)
         self.link_signer = LinkSigner(self.database, self.keys.is_valid)
         self.exports = Exports(self.database, self.checkpoints, self.link_signer)
         self.uploads = Uploads(self.database, self.checkpoints, self.link_signer, settings.max_upload_bytes)
@@ -92,7 +97,13 @@ class Parts:
 
         sample_runner = SampleRunner(self.versions, settings.retry_deadline_s, settings.sample_timeout_s)
         self.sampling = Sampling(
-            self.database, self.futures, self.sessions, self.checkpoints, self.base_models, sample_runner
+            self.database,
+            self.futures,
+            self.sessions,
+            self.checkpoints,
+            self.base_models,
+            sample_runner,
+            self.kept_rows,
         )
         runners = {
             base.name: self._build_runner(base, base.trainer, settings)
@@ -101,7 +112,7 @@ class Parts:
         }
         self.training = Training(
             self.futures, self.sessions, self.models, self.base_models, runners, self.residences, self.journal,
-            settings.gap_timeout_s,
+            self.kept_rows, settings.gap_timeout_s,
         )  # fmt: skip
         self.parking = Parking(
             self.futures, self.sessions, self.models, self.training, self.residences, self.base_models,

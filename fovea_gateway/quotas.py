@@ -1,6 +1,7 @@
 """What all owners draw on, and how much of it each may have."""
 
 from collections import Counter
+from collections.abc import Mapping
 from types import TracebackType
 
 from fovea.wire.errors import ResourceExhausted
@@ -44,6 +45,15 @@ class Quota:
         self._total -= count
         if not self._held[owner]:
             del self._held[owner]
+
+    def reset(self, held: Mapping[str, int]) -> None:
+        """Puts a new count in the place of what was noted."""
+        self._held = Counter(held)
+        self._total = sum(held.values())
+
+    def surplus(self, owner: str) -> int:
+        """How much an owner would have to give back to have no more than is free then; 0 or less if it has not."""
+        return (self._held[owner] + self._total - self._capacity + 1) // 2
 
     def holding(self, owner: str) -> "QuotaUse":
         """A context that gives back at its end what was taken within it."""

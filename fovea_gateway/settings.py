@@ -1,5 +1,6 @@
 """Settings of the gateway: command line over `FOVEA_GATEWAY_*` over defaults."""
 
+import shutil
 from pathlib import Path
 from typing import ClassVar
 
@@ -114,6 +115,19 @@ class GatewaySettings(ServiceSettings):
         gt=0,
         description="Results that the database keeps. One owner may have as much as is free, so half if it is alone;"
         " above that its oldest ones expire early.",
+    )
+    ended_ttl_s: float = Field(
+        30 * 86400.0,
+        gt=0,
+        description="Seconds after which a session that is over is forgotten with its models, unless one of them has a"
+        " checkpoint, and so is a model that could not be created.",
+    )
+    max_row_bytes: int = Field(
+        2**30,
+        gt=0,
+        description="What the database keeps of sessions, models, sampling sessions and checkpoints, texts included; at"
+        " most a quarter of the disk of state_dir. One owner may have as much as is free: above that, what is over is"
+        " forgotten before its time, then nothing new is accepted.",
     )
     session_ttl_s: float = Field(
         600.0,
@@ -266,6 +280,15 @@ class GatewaySettings(ServiceSettings):
         if self.default_limits is None:
             return {} if is_loopback(self.host) else _LIMITS_BEYOND_LOOPBACK
         return self.default_limits
+
+    @property
+    def row_room_bytes(self) -> int:
+        """`max_row_bytes`, or less on a small disk."""
+        if self.database_url:
+            return self.max_row_bytes
+        folder = self.state_dir.absolute()
+        place = next(each for each in (folder, *folder.parents) if each.exists())
+        return min(self.max_row_bytes, shutil.disk_usage(place).total // 4)
 
     @property
     def store_url(self) -> str:

@@ -1,23 +1,55 @@
-"""What owners have used, by key and day: added in the transactions that keep outcomes, so that nothing counts twice or
-is forgotten.
+"""Usage of owners, by key and day: added in the transactions that keep outcomes, so that nothing counts twice or
+is forgotten. And the rows that the database keeps for them, which are forgotten after a time.
 """
 
 import dataclasses
+import json
+import logging
 import time
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from fovea.runtime.cautious_clock import CautiousClock
+from fovea.wire.errors import InvalidInput
 from fovea_gateway.database.database import Database
-from fovea_gateway.database.schema import checkpoints, usage
+from fovea_gateway.database.schema import (
+    checkpoints,
+    copies,
+    custom_losses,
+    journal,
+    live_curves,
+    models,
+    sampling_sessions,
+    sessions,
+    snapshots,
+    usage,
+)
+from fovea_gateway.quotas import Quota
 from fovea_gateway.scopes import asked_owner
 
+logger = logging.getLogger(__name__)
+
+MOST_TEXT_BYTES = 64 * 2**10
+"""The limit of all texts of a client that are kept with one thing, in a row of the database and in memory."""
+_FRESH_S = 60.0
+"""A session that ended no longer ago is not forgotten: it is being freed, and its client may ask how it ended."""
+_ROWS_PER_JOB = 500
 _DAY_S = 24 * 3600
 _MOST_DAYS = 3660
+ROW_BYTES = 1024
+"""The bytes of a row beside the texts in it, with its part of the indexes."""
+_TEXTS: dict[sa.Table, tuple[str, ...]] = {
+    sessions: ("tags", "user_metadata", "display_name", "request_key", "end_detail"),
+    models: ("user_metadata",),
+    sampling_sessions: ("model_path",),
+    checkpoints: ("user_metadata",),
+}
+"""The columns with texts of clients, by table."""
 
 
 @dataclass
@@ -108,6 +140,125 @@ async def usage_for(database: Database, asked: str, days: int) -> dict[str, Any]
 
 
 def stored_bytes(connection: sa.Connection, owner: str) -> int:
-    """The bytes of an owner's checkpoints together."""
+    """The bytes of an owner's checkpoints together, with those of the texts that the database keeps for it."""
     found: int = read_usage(connection, owner, 0)["stored_bytes"].get(owner, 0)
-    return found
+    return found + row_bytes(connection, owner, overhead=0)[owner]
+
+
+def row_bytes(connection: sa.Connection, owner: str | None = None, overhead: int = ROW_BYTES) -> Counter[str]:
+    """The bytes of rows of sessions, models, sampling sessions and checkpoints, by owner: of one, or of all.
+
+    Args:
+        overhead: Of each row, beside its texts.
+    """
+    sums: Counter[str] = Counter()
+    for table, columns in _TEXTS.items():
+        size: Any = sa.literal(overhead)
+        for name in columns:
+            size += sa.func.coalesce(sa.func.length(sa.cast(table.c[name], sa.Text)), 0)
+        query = sa.select(table.c.owner, sa.func.sum(size)).group_by(table.c.owner)
+        for name, total in connection.execute(query if owner is None else query.where(table.c.owner == owner)):
+            sums[name] += int(total)
+    return sums
+
+
+class KeptRows:
+    """Rows of sessions, models, sampling sessions and checkpoints: counted as bytes of their owners, and forgotten.
+
+    What is over, and holds no checkpoint, is forgotten after its time; of an owner with more than its share, at once.
+
+    Args:
+        capacity_bytes: Of the rows of all owners; one may have as much as is free.
+        ttl_s: Seconds for which a session that is over, or a model that failed, is kept.
+        remove_folder: Removes the folder of a model that is forgotten, which has no checkpoint any more.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        capacity_bytes: int,
+        ttl_s: float,
+        clock: CautiousClock,
+        remove_folder: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._database, self._ttl_s, self._clock, self._remove_folder = database, ttl_s, clock, remove_folder
+        self._quota = Quota("max_row_bytes", capacity_bytes, "bytes of rows")
+
+    def take(self, owner: str, texts: Mapping[str, Any]) -> None:
+        """Counts a row that is about to be written.
+
+        Raises InvalidInput for too much text, ResourceExhausted for an owner that has its share of rows.
+        """
+        size_bytes = ROW_BYTES + check_text(texts)
+        self._quota.check(owner, size_bytes)
+        self._quota.take(owner, size_bytes)
+
+    async def sweep(self) -> None:
+        """Forgets what is past its time, and of owners above their share what is over; then counts anew."""
+        while await self._forget(self._clock.now() - self._ttl_s):
+            pass
+        while True:
+            held = await self._database.read(row_bytes)
+            self._quota.reset(held)
+            above = [owner for owner in held if self._quota.surplus(owner) > 0]
+            before = self._clock.now() - _FRESH_S
+            if not sum([await self._forget(before, owner) for owner in above]):
+                return
+
+    async def _forget(self, before: float, owner: str | None = None) -> int:
+        """Forgets some of what was over before a time, of one owner or of all; returns how many rows."""
+        model_ids, count = await self._database.write(partial(forget_over, before=before, owner=owner))
+        for model_id in model_ids:
+            await self._remove_folder(model_id)
+        if owner is not None:
+            logger.warning(
+                "owner %s has more bytes of rows than are free of max_row_bytes: %d of its sessions and models, which "
+                "are over, are forgotten before their time",
+                owner,
+                count,
+            )
+        return count
+
+
+def check_text(texts: Mapping[str, Any]) -> int:
+    """The bytes, as JSON, of the texts that a client wants kept with one thing. Raises InvalidInput for too many.
+
+    Args:
+        texts: By field; empty ones take nothing.
+    """
+    sizes = {field: len(json.dumps(value)) for field, value in texts.items() if value}
+    if (total := sum(sizes.values())) > MOST_TEXT_BYTES:
+        field = max(sizes, key=lambda name: sizes[name])
+        others = f", {total} with {', '.join(name for name in sizes if name != field)}" if len(sizes) > 1 else ""
+        raise InvalidInput(
+            f"{field} has {sizes[field]} bytes as JSON{others}; at most {MOST_TEXT_BYTES} are kept: shorten it",
+            field=field,
+        )
+    return total
+
+
+def forget_over(connection: sa.Connection, before: float, owner: str | None) -> tuple[list[str], int]:
+    """Forgets some sessions that ended before a time and hold no checkpoint, with all that they own, and some models
+    that failed before it; the oldest first.
+
+    Returns the ids of the models, and how many rows of sessions and models are gone.
+    """
+    has_checkpoint = sa.exists().where(checkpoints.c.model_id == models.c.model_id)
+    of_session = models.c.session_id == sessions.c.session_id
+    is_in_use = sa.exists().where(of_session & (models.c.state.in_(["creating", "ready"]) | has_checkpoint))
+    keeps = [sa.exists().where(table.c.session_id == sessions.c.session_id) for table in (journal, custom_losses)]
+    ended = sa.select(sessions.c.session_id).where(sessions.c.ended_at < before, ~sa.or_(is_in_use, *keeps))
+    failed = sa.select(models.c.model_id).where(
+        models.c.state == "failed", models.c.last_request_at < before, ~has_checkpoint
+    )
+    if owner is not None:
+        ended, failed = ended.where(sessions.c.owner == owner), failed.where(models.c.owner == owner)
+    gone = list(connection.scalars(ended.order_by(sessions.c.ended_at).limit(_ROWS_PER_JOB)))
+    own = sa.select(models.c.model_id).where(models.c.session_id.in_(gone))
+    model_ids = list(connection.scalars(failed.order_by(models.c.last_request_at).limit(_ROWS_PER_JOB)))
+    model_ids += [model_id for model_id in connection.scalars(own) if model_id not in model_ids]
+    for table in (snapshots, copies, live_curves, models):
+        connection.execute(sa.delete(table).where(table.c.model_id.in_(model_ids)))
+    for table in (sampling_sessions, sessions):
+        connection.execute(sa.delete(table).where(table.c.session_id.in_(gone)))
+    return model_ids, len(model_ids) + len(gone)

@@ -55,10 +55,15 @@ def check_name(name: str, field: str) -> str:
     """Returns a checkpoint's name. Raises InvalidInput for one that could not be a folder of its own."""
     if not _NAME.fullmatch(name):
         raise InvalidInput(
-            f"{field} {name!r} is not a name: use 1 to 200 letters, digits or _ . - + = @, not starting with a dot",
+            f"{field} {name[:_SHOWN]!r} is not a name: use 1 to 200 letters, digits or _ . - + = @, not starting "
+            "with a dot",
             field=field,
         )
     return name
+
+
+_SHOWN = 300
+"""Characters of a wrong path that an error repeats."""
 
 
 def parse_path(path: str, field: str) -> CheckpointPath:
@@ -66,7 +71,7 @@ def parse_path(path: str, field: str) -> CheckpointPath:
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in _SEGMENTS or not all(parts):
         raise InvalidInput(
-            f"{field} {path!r} is not a checkpoint: expected {SCHEME}<run id>/weights/<name>, "
+            f"{field} {path[:_SHOWN]!r} is not a checkpoint: expected {SCHEME}<run id>/weights/<name>, "
             f"{SCHEME}<run id>/sampler_weights/<name> or {SCHEME}<run id>/external_weights/<name>",
             field=field,
         )

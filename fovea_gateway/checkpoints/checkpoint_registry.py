@@ -1,11 +1,13 @@
 """The registry of checkpoints: names, places, expiry, who may read them; and their rows."""
 
 import logging
+import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from cachetools import LRUCache
@@ -15,7 +17,7 @@ from fovea.runtime.cautious_clock import CautiousClock
 from fovea.wire.conventions import ADAPTER_WEIGHTS
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, ResourceExhausted
 from fovea_gateway.access.owners import Owners
-from fovea_gateway.access.usage import stored_bytes
+from fovea_gateway.access.usage import KeptRows, stored_bytes
 from fovea_gateway.checkpoints.checkpoint import (
     EXTERNAL,
     SAMPLER,
@@ -57,12 +59,33 @@ def check_ttl_or_none(ttl_s: int | None) -> float | None:
     return None if ttl_s is None else check_ttl(ttl_s or -1)
 
 
+class Search(NamedTuple):
+    """Which checkpoints are asked for.
+
+    Attributes:
+        with_public: Also what other owners published.
+        segment: One of the kinds; None for all.
+        before: Where the last one of the page before stands: its `created_at` and its path.
+    """
+
+    owner: str
+    limit: int
+    with_public: bool = False
+    segment: str | None = None
+    base_models: list[str] | None = None
+    before: tuple[float, str] | None = None
+
+
 class Checkpoints:
     """Checkpoints by `tinker://` path. The owner may do everything, others may read what is published."""
 
-    def __init__(self, database: Database, storage: Storage, owners: Owners, clock: CautiousClock) -> None:
-        self._database, self._owners = database, owners
+    def __init__(
+        self, database: Database, storage: Storage, owners: Owners, clock: CautiousClock, rows: KeptRows
+    ) -> None:
+        self._database, self._owners, self._rows = database, owners, rows
         self.storage = storage
+        self.unfinished_bytes: Counter[str] = Counter()
+        """Bytes of uploads that are no checkpoints yet, by owner."""
         self._clock = clock
         self.being_written: set[str] = set()
         self._sampled: LRUCache[str, Checkpoint] = LRUCache(_REMEMBERED)
@@ -75,12 +98,15 @@ class Checkpoints:
         lora: weights_pb2.LoraConfig,
         segment: str,
         name: str,
+        user_metadata: dict[str, str],
         overwrite: bool = False,
     ) -> tuple[Checkpoint, Checkpoint | None]:
         """A checkpoint of a model to be written, in a folder that nothing else uses, and the one that it replaces.
 
-        Raises InvalidInput for a bad name, AlreadyExists for a taken one, ResourceExhausted if the owner has no room.
+        Raises InvalidInput for a bad name or too much metadata, AlreadyExists for a taken name, ResourceExhausted if
+        the owner has no room.
         """
+        self._rows.take(owner, {"user_metadata": user_metadata})
         await self.check_room(owner)
         path = str(CheckpointPath(model_id, segment, check_name(name, "path")))
         old = await self._database.read(lambda connection: get_row(connection, path))
@@ -88,17 +114,32 @@ class Checkpoints:
             fix = "save with overwrite=True or take another name" if segment == TRAINING else "take another name"
             raise AlreadyExists(f"there is a checkpoint {path} already: {fix}", field="path")
         uri = self.new_folder(model_id, segment, name)
-        return Checkpoint(path, model_id, owner, segment, name, uri, base_model, lora), old
+        planned = Checkpoint(path, model_id, owner, segment, name, uri, base_model, lora, user_metadata=user_metadata)
+        return planned, old
 
     async def check_room(self, owner: str) -> None:
         """Raises ResourceExhausted if an owner has stored as many bytes as it may."""
-        most = self._owners.of(owner).max_stored_bytes
-        if most and (stored := await self._database.read(lambda connection: stored_bytes(connection, owner))) >= most:
-            raise ResourceExhausted(
-                f"this owner's max_stored_bytes is {most}, and its checkpoints have {stored}: delete some, or let "
-                "them expire",
-                limit="max_stored_bytes",
-            )
+        if await self.room(owner) <= 0:
+            raise self.no_room(owner)
+
+    async def room(self, owner: str) -> float:
+        """The bytes that an owner may store still: infinity without a limit."""
+        if not (most := self._owners.of(owner).max_stored_bytes):
+            return math.inf
+        stored = await self._database.read(lambda connection: stored_bytes(connection, owner))
+        return most - stored - self.unfinished_bytes[owner]
+
+    def no_room(self, owner: str) -> ResourceExhausted:
+        """The error for an owner that has stored as many bytes as it may."""
+        return ResourceExhausted(
+            f"this owner's max_stored_bytes is {self._owners.of(owner).max_stored_bytes}, and its checkpoints, their "
+            "texts and its unfinished uploads have as many: delete checkpoints, or let them expire",
+            limit="max_stored_bytes",
+        )
+
+    async def forget_model(self, model_id: str) -> None:
+        """Removes the folder of a model that has no checkpoint any more, and is forgotten."""
+        await self.storage.remove(f"{self.storage.root}/{folder_name(model_id)}")
 
     def new_folder(self, model_id: str, segment: str, name: str) -> str:
         """A folder below the root that nothing uses."""
@@ -180,9 +221,9 @@ class Checkpoints:
         """A page of an owner's checkpoints, or of everybody's, newest first, and how many there are."""
         return await self._database.read(lambda connection: rows_of_owner(connection, owner, limit, offset))
 
-    async def search(self, owner: str, with_public: bool) -> list[Checkpoint]:
-        """All checkpoints of the caller, and with `with_public` what others published; the newest first."""
-        return await self._database.read(lambda connection: rows_of_search(connection, owner, with_public))
+    async def search(self, search: Search) -> list[Checkpoint]:
+        """Checkpoints, the newest first."""
+        return await self._database.read(lambda connection: rows_of_search(connection, search))
 
     async def delete(self, owner: str, path: str) -> None:
         """Forgets a checkpoint and removes its folder."""
@@ -289,14 +330,21 @@ def rows_of_owner(
     return page, (connection.execute(counting)).scalar_one()
 
 
-def rows_of_search(connection: sa.Connection, owner: str, with_public: bool) -> list[Checkpoint]:
-    """An owner's checkpoints that have not expired, or all that it may read; the newest first."""
-    where = checkpoints.c.owner == owner
-    if with_public:
+def rows_of_search(connection: sa.Connection, search: Search) -> list[Checkpoint]:
+    """Checkpoints that have not expired, as many as are asked for; the newest first."""
+    place, where = (checkpoints.c.created_at, checkpoints.c.path), checkpoints.c.owner == search.owner
+    if search.with_public:
         where |= published.c.path.is_not(None)
-    query = _selected().where(where & _living(time.time()))
-    newest_first = query.order_by(checkpoints.c.created_at.desc(), checkpoints.c.path.desc())
-    return [_to_checkpoint(row) for row in (connection.execute(newest_first)).mappings()]
+    where &= _living(time.time())
+    if search.segment is not None:
+        where &= checkpoints.c.segment == search.segment
+    if search.base_models is not None:
+        where &= checkpoints.c.base_model.in_(search.base_models)
+    if search.before is not None:
+        created_at, path = search.before
+        where &= (place[0] < created_at) | ((place[0] == created_at) & (place[1] < path))
+    query = _selected().where(where).order_by(*(column.desc() for column in place)).limit(search.limit)
+    return [_to_checkpoint(row) for row in connection.execute(query).mappings()]
 
 
 def public_models(now: float) -> sa.Select[Any]:

@@ -5,7 +5,6 @@ its files, and an upload's, are for who has a link.
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
-from itertools import islice
 from typing import Any, Literal
 from urllib.parse import quote, urlencode
 
@@ -17,7 +16,7 @@ from starlette.routing import Route
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint
-from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
+from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, Search
 from fovea_gateway.checkpoints.exports import Exports, Link
 from fovea_gateway.checkpoints.uploads import UploadLink, Uploads
 from fovea_gateway.http.endpoint import Endpoints, Json, check_query, paging
@@ -28,6 +27,8 @@ from fovea_gateway.scopes import Scope, asked_owner
 
 _TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 _MOST = 1000
+_SCANNED, _MOST_SCANNED = 200, 2000
+"""Checkpoints that a search by metadata looks at, in one reading and in all; then it says where to go on."""
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 _MEDIA_TYPE = "application/octet-stream"
 
@@ -69,16 +70,22 @@ class SearchCheckpoints(Body):
     limit: int = Field(50, ge=1, le=200)
     cursor: SearchCursor | None = None
 
+    def first(self, owner: str) -> Search:
+        """The first question to the database; its cursor knows no fraction of a microsecond."""
+        types = {kind: segment for segment, kind in _TYPES.items()}
+        return Search(
+            owner,
+            _SCANNED if self.user_metadata else self.limit + 1,
+            self.owner.type == "accessible",
+            types.get(self.checkpoint_type or ""),
+            self.base_models,
+            (self.cursor.last_created_at.timestamp() + 1e-6, "") if self.cursor is not None else None,
+        )
+
     def matches(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint is what is searched for, and comes after the cursor."""
-        return (
-            self.checkpoint_type in (None, _TYPES[checkpoint.segment])
-            and (self.base_models is None or checkpoint.base_model in self.base_models)
-            and self.user_metadata.items() <= (checkpoint.user_metadata or {}).items()
-            and (
-                self.cursor is None
-                or _place(checkpoint) < (self.cursor.last_created_at, self.cursor.last_checkpoint_uuid)
-            )
+        """Whether a checkpoint has the metadata that are searched for, and comes after the cursor."""
+        return self.user_metadata.items() <= (checkpoint.user_metadata or {}).items() and (
+            self.cursor is None or _place(checkpoint) < (self.cursor.last_created_at, self.cursor.last_checkpoint_uuid)
         )
 
 
@@ -151,18 +158,31 @@ class CheckpointRoutes:
         return Json({"checkpoints": listed, "cursor": cursor})
 
     async def search(self, request: Request, owner: str) -> Response:
-        """A page of the checkpoints that match, newest first, and where the next one begins."""
+        """A page of the checkpoints that match, newest first, and where the next one begins.
+
+        Of a search by metadata a page may have fewer than `limit`, and yet not be the last one.
+        """
         body = await parse_json(request, SearchCheckpoints, await read(request))
         if body.project_ids is not None:
             raise InvalidInput("project_ids: there are no projects here; leave it out", field="project_ids")
         if body.owner.type == "user":
             raise InvalidInput("owner: search your own or accessible ones; owners have no URNs here", field="owner")
-        found = await self._checkpoints.search(owner, with_public=body.owner.type == "accessible")
-        page = list(islice(filter(body.matches, found), body.limit + 1))
-        cursor = None
+        search, page, count = body.first(owner), list[Checkpoint](), 0
+        last: Checkpoint | None = None
+        while len(page) <= body.limit and count < _MOST_SCANNED:
+            found = await self._checkpoints.search(search)
+            page += filter(body.matches, found)
+            count += len(found)
+            last = found[-1] if len(found) == search.limit else None
+            if last is None:
+                break
+            search = search._replace(before=(last.created_at, last.path))
         if len(page) > body.limit:
-            page.pop()
-            created_at, path = _place(page[-1])
+            page = page[: body.limit]
+            last = page[-1]
+        cursor = None
+        if last is not None:
+            created_at, path = _place(last)
             cursor = {"last_created_at": created_at.isoformat(), "last_checkpoint_uuid": path}
         return Json({"checkpoints": [checkpoint_json(each) for each in page], "next_cursor": cursor})
 

@@ -10,7 +10,9 @@ import re
 import struct
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -70,6 +72,8 @@ class Uploads:
     def __init__(self, database: Database, checkpoints: Checkpoints, signer: LinkSigner, most_bytes: int) -> None:
         self._database, self._checkpoints, self._signer = database, checkpoints, signer
         self._most_bytes = most_bytes
+        # Of uploads that are not finished: whose they are, and the bytes of their files.
+        self._unfinished: dict[str, tuple[str, Counter[str]]] = {}
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def start(self, owner: str, base_model: str, lora: weights_pb2.LoraConfig) -> tuple[str, list[UploadLink]]:
@@ -94,25 +98,35 @@ class Uploads:
         if not self._signer.check(link.signature, link.key_id, *parts):
             raise PermissionDenied("this link is not valid; ask for external_weights_upload_start again")
         about = await self._about(link.upload_id)
-        await self._checkpoints.check_room(about["owner"])
+        owner: str = about["owner"]
+        room = await self._checkpoints.room(owner) + self._checkpoints.unfinished_bytes[owner]
         limit = _MOST_CONFIG_BYTES if link.file == ADAPTER_CONFIG else self._most_bytes
         if declared_bytes > limit:
             raise _too_large(link.file, limit)
         part = f"{_PART}{uuid.uuid4().hex[:8]}"
         storage, uri, size = self._checkpoints.storage, self._uri(link.upload_id), 0
-        async with storage.receiving(uri, part) as write:
-            async for piece in pieces:
-                size += len(piece)
-                if size > limit:
-                    raise _too_large(link.file, limit)
-                await write(piece)
-        async with self._lock(link.upload_id):
-            try:
-                await self._about(link.upload_id)  # it may have been finished or have expired meanwhile
-            except PermissionDenied:
-                await storage.remove_file(uri, part)
-                raise
-            await storage.rename(uri, part, link.file)
+        try:
+            async with storage.receiving(uri, part) as write:
+                async for piece in pieces:
+                    size += len(piece)
+                    self._count(link.upload_id, owner, part, len(piece))
+                    if size > limit:
+                        raise _too_large(link.file, limit)
+                    # Whatever else the owner sends at the same time counts too.
+                    if self._checkpoints.unfinished_bytes[owner] > room:
+                        raise self._checkpoints.no_room(owner)
+                    await write(piece)
+            async with self._lock(link.upload_id):
+                try:
+                    await self._about(link.upload_id)  # it may have been finished or have expired meanwhile
+                except PermissionDenied:
+                    await storage.remove_file(uri, part)
+                    raise
+                await storage.rename(uri, part, link.file)
+                replaced = self._unfinished[link.upload_id][1][link.file]
+                self._count(link.upload_id, owner, link.file, size - replaced)
+        finally:
+            self._count(link.upload_id, owner, part, -size)
 
     async def finish(self, owner: str, upload_id: str) -> str:
         """Makes a checkpoint of what was sent, once it is sound; returns its path. May be called again.
@@ -153,6 +167,7 @@ class Uploads:
         await storage.remove_file(uri, _ABOUT)
         await storage.sync(uri)
         await self._database.write(lambda connection: put_row(connection, checkpoint))
+        self._forget(upload_id)
         return path
 
     async def _check_weights(self, uri: str, size_bytes: int, rank: int) -> None:
@@ -171,16 +186,39 @@ class Uploads:
         pieces = await self._checkpoints.storage.stream(uri, ADAPTER_WEIGHTS, start, length)
         return b"".join([piece async for piece in pieces])
 
+    def _count(self, upload_id: str, owner: str, file: str, size_bytes: int) -> None:
+        """Counts bytes of a file of an upload that is not finished, until it is forgotten."""
+        _, sizes = self._unfinished.setdefault(upload_id, (owner, Counter()))
+        sizes[file] += size_bytes
+        self._checkpoints.unfinished_bytes[owner] += size_bytes
+
+    def _forget(self, upload_id: str) -> None:
+        """Counts an upload no longer, which is a checkpoint now, or gone."""
+        owner, sizes = self._unfinished.pop(upload_id, ("", Counter[str]()))
+        self._checkpoints.unfinished_bytes[owner] -= sizes.total()
+
     async def remove_expired(self) -> None:
-        """Removes the folders of uploads that were not finished in time."""
+        """Removes the folders of uploads that were not finished in time; counts those that an earlier gateway left."""
         storage = self._checkpoints.storage
         found = {f"{storage.root}/{_FOLDER}/{name}" for name in await storage.entries(f"{storage.root}/{_FOLDER}")}
         held = set(await self._database.read(named_uris))
         for uri in found - held:
             match = _UPLOAD_ID.fullmatch(uri.rpartition("/")[2])
+            if match is None:
+                continue
             # One that ends just now may be finishing: the next time.
-            if match and int(match[1]) + _TTL_S < time.time():
+            if int(match[1]) + _TTL_S < time.time():
                 await storage.remove(uri)
+                self._forget(match[0])
+            elif match[0] not in self._unfinished:
+                await self._count_left(match[0], uri)
+
+    async def _count_left(self, upload_id: str, uri: str) -> None:
+        with suppress(PermissionDenied):  # it ends now
+            about, sizes = await self._about(upload_id), await self._checkpoints.storage.sizes(uri)
+            if upload_id not in self._unfinished:
+                for file in sizes.keys() & {ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
+                    self._count(upload_id, about["owner"], file, sizes[file])
 
     async def _about(self, upload_id: str) -> dict[str, Any]:
         """Whose an upload is. Raises PermissionDenied for one that has ended."""

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from fovea.api.v1 import gateway_pb2, sampler_pb2
 from fovea.wire.errors import ContextOverflow, FoveaError, NotFound, Unauthenticated
 from fovea_gateway.checkpoints.checkpoint import SAMPLER, SCHEME, Checkpoint
-from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
+from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, Search
 from fovea_gateway.http.endpoint import REQUEST_ID, Api, Endpoints, Json
 from fovea_gateway.http.request_body import (
     ELEMENT_BYTES,
@@ -31,6 +31,7 @@ T = TypeVar("T")
 _ELEMENTS = 2**20
 """Most tokens of a prompt that comes as ids, and more than a conversation has commas."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_MOST_LISTED = 1000
 _STARTED = int(time.time())
 
 
@@ -79,9 +80,9 @@ class OpenAIRoutes:
         ]
 
     async def list_models(self, request: Request, owner: str) -> Response:
-        """The base models, and the caller's checkpoints to sample from, newest first."""
-        checkpoints = await self._checkpoints.search(owner, with_public=False)
-        saved = [_checkpoint_json(one) for one in checkpoints if one.segment == SAMPLER]
+        """The base models, and the newest of the caller's checkpoints to sample from, the newest first."""
+        checkpoints = await self._checkpoints.search(Search(owner, _MOST_LISTED, segment=SAMPLER))
+        saved = [_checkpoint_json(one) for one in checkpoints]
         return Json({"object": "list", "data": [*await self._base_models(), *saved]})
 
     async def get_model(self, request: Request, owner: str) -> Response:

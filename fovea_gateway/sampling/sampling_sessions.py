@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from fovea.api.v1 import gateway_pb2
 from fovea.runtime.tasks import BackgroundTasks
 from fovea.wire.errors import ContextOverflow, FoveaError, InvalidInput, NotFound
+from fovea_gateway.access.usage import KeptRows
 from fovea_gateway.checkpoints.checkpoint import SCHEME
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.database.database import Database
@@ -49,9 +50,10 @@ class Sampling:
         checkpoints: Checkpoints,
         base_models: BaseModels,
         runner: SampleRunner,
+        rows: KeptRows,
     ) -> None:
         self._database, self._futures, self._sessions, self._checkpoints = database, futures, sessions, checkpoints
-        self._base_models, self._runner = base_models, runner
+        self._base_models, self._runner, self._rows = base_models, runner, rows
         self._known: dict[str, SamplingSession] = {}
         self._newest: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -69,7 +71,7 @@ class Sampling:
         """Opens a sampling session on the base model or on a saved snapshot; a repeat answers the first one.
 
         Raises NotFound for an unknown session, model or path, InvalidInput if neither is named, they do not fit, or the
-        base model is for training only.
+        base model is for training only, ResourceExhausted above the owner's share of rows.
         """
         session = await self._sessions.require(owner, session_id)
         if not base_model and not model_path:
@@ -86,6 +88,7 @@ class Sampling:
                 )
             self._base_models.check_sampled(checkpoint.base_model, "model_path")
             base_model, snapshot_id = checkpoint.base_model, checkpoint.snapshot_id
+        self._rows.take(owner, {"model_path": model_path})
         sampling = self._make(session.session_id, owner, self._take_number(session), base_model, snapshot_id)
         sampling.request_seq_id, sampling.model_path = request_seq_id, model_path or None
         if not await self._database.write(lambda connection: _insert(connection, session, sampling)):

@@ -4,17 +4,16 @@ The end of a session frees everything that it owns, which is done by who takes t
 """
 
 import asyncio
-import json
 import logging
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
 
-from fovea.wire.errors import InvalidInput, NotFound, SessionEnded
+from fovea.wire.errors import NotFound, SessionEnded
+from fovea_gateway.access.usage import KeptRows, check_text
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import models, sampling_sessions, sessions
 from fovea_gateway.database.sql_engine import insert_new
@@ -22,8 +21,6 @@ from fovea_gateway.quotas import Quota
 from fovea_gateway.scopes import CALLER, Scope, asked_owner
 
 logger = logging.getLogger(__name__)
-
-_MOST_METADATA_BYTES = 64 * 2**10
 
 
 @dataclass(eq=False)
@@ -57,12 +54,13 @@ class Sessions:
     Args:
         ttl_s: Seconds without heartbeat after which a session is silent.
         quota: Limits how many an owner may have open.
+        rows: Limits what the database keeps of an owner.
     """
 
-    def __init__(self, database: Database, ttl_s: float, quota: Quota) -> None:
+    def __init__(self, database: Database, ttl_s: float, quota: Quota, rows: KeptRows) -> None:
         self._database = database
         self._ttl_s = ttl_s
-        self._quota = quota
+        self._quota, self._rows = quota, rows
         self._sessions: dict[str, Session] = {}
         self._alive_at: dict[str, float] = {}
         self._ended: asyncio.Queue[Session] = asyncio.Queue()
@@ -78,11 +76,13 @@ class Sessions:
     ) -> Session:
         """Opens a session, or answers the one that the same request key opened before.
 
-        Raises ResourceExhausted above the owner's share, Unavailable while the disk is full.
+        Raises InvalidInput for too much text, ResourceExhausted above the owner's share, Unavailable while the disk is
+        full.
         """
         self._database.check_room()
         self._quota.check(owner)
-        check_metadata({"tags": tags, "user_metadata": user_metadata}, "user_metadata with tags")
+        texts = {"tags": tags, "user_metadata": user_metadata, "display_name": display_name}
+        self._rows.take(owner, texts | {"x-idempotency-key": request_key})
         session = Session(f"sess-{secrets.token_hex(8)}", owner, request_key, tags, user_metadata, display_name)
         if not await self._database.write(lambda connection: insert_session(connection, session)):
             known = await self._database.read(lambda connection: find_session(connection, owner, request_key or ""))
@@ -136,6 +136,7 @@ class Sessions:
 
         Raises NotFound, PermissionDenied for what the key could not make.
         """
+        check_text({"detail": detail})
         is_admin = CALLER.get().scope.includes(Scope.ADMIN)
         session = await (self.load(session_id) if is_admin else self.get(owner, session_id))
         model_ids, sampling_ids = await self.contents(session)
@@ -243,13 +244,6 @@ class Sessions:
         await self._database.write(lambda connection: update_session(connection, session.session_id, **values))
         logger.info("session %s is over: %s", session.session_id, reason)
         self.free(session)
-
-
-def check_metadata(metadata: Mapping[str, Any], field: str = "user_metadata") -> None:
-    """Raises InvalidInput for more of it than is kept in memory with each thing that has some."""
-    size_bytes = len(json.dumps(metadata))
-    if size_bytes > _MOST_METADATA_BYTES:
-        raise InvalidInput(f"{field} has {size_bytes} bytes as JSON; at most {_MOST_METADATA_BYTES}", field=field)
 
 
 def insert_session(connection: sa.Connection, session: Session) -> bool:

@@ -161,6 +161,8 @@ def _note_end(model: Model, submission: Submission, error: FoveaError | None) ->
             model.failed_seq_id, model.failed_reason = submission.seq_id, error.message
         if kind is Kind.CREATE_MODEL and model.state is ModelState.CREATING:
             model.state, model.state_reason = ModelState.FAILED, error.message
+        if kind is Kind.CREATE_MODEL:
+            model.user_metadata = {}  # of a model that failed the row is kept for a while, and nothing else
     if kind is Kind.OPTIM_STEP:
         model.is_accumulating = False
 

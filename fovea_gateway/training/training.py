@@ -13,11 +13,12 @@ from google.protobuf.message import Message
 from fovea.api.v1 import gateway_pb2
 from fovea.runtime.tasks import BackgroundTasks
 from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, SessionEnded
+from fovea_gateway.access.usage import KeptRows
 from fovea_gateway.futures.future import Kind, Outcome, Pending, Submission, check_seq_id, future_id, join_messages
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.replicas.renderers import least_token_count
-from fovea_gateway.sessions.sessions import Session, Sessions, check_metadata
+from fovea_gateway.sessions.sessions import Session, Sessions
 from fovea_gateway.training.batches import BATCH_KINDS
 from fovea_gateway.training.commands import CommandRunner
 from fovea_gateway.training.journal import Journal
@@ -161,10 +162,11 @@ class Training:
         runners: Mapping[str, CommandRunner],
         residences: Mapping[str, Residence],
         journal: Journal,
+        rows: KeptRows,
         gap_timeout_s: float,
     ) -> None:
         self._futures, self._sessions, self._models, self._base_models = futures, sessions, models, base_models
-        self._runners, self._residences, self._journal = runners, residences, journal
+        self._runners, self._residences, self._journal, self._rows = runners, residences, journal, rows
         self._gap_timeout_s = gap_timeout_s
         self._queues: dict[str, CommandQueue] = {}
         self._refusals = BackgroundTasks()
@@ -179,8 +181,8 @@ class Training:
         """
         self._base_models.check_trained(request.base_model)
         session = await self._sessions.require(owner, request.session_id)
-        check_metadata(dict(request.user_metadata))
         self._futures.check_quota(owner)
+        self._rows.take(owner, {"user_metadata": dict(request.user_metadata)})
         own_id = id_of_model(session.session_id, check_seq_id(request.model_seq_id, "model_seq_id", 0))
         if not request.from_path and not request.HasField("lora") and rejection is None:
             rejection = InvalidInput("lora_config is missing; rank 0 trains all parameters", field="lora_config")

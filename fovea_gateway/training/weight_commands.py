@@ -191,12 +191,12 @@ class SaveCommands:
         request = gateway_pb2.SubmitSaveStateRequest.FromString(blob)
         name = request.name or f"state-{pending.submission.seq_id:06d}"
         expires_at = check_ttl(request.ttl_s)
-        checkpoint, old = await self._plan(model, TRAINING, name, request.overwrite)
+        checkpoint, old = await self._plan(model, TRAINING, name, dict(request.user_metadata), request.overwrite)
         async with self._checkpoints.writing(checkpoint.uri), self._turns.take(pending, _SAVING):
             client = self._models.client_of(model, self._trainer)
             answer = await client.save_state(model.model_id, checkpoint.uri, self._timeout_s)
         checkpoint.step, checkpoint.size_bytes = answer.step, answer.size_bytes
-        _describe(checkpoint, dict(request.user_metadata), expires_at)
+        _describe(checkpoint, expires_at)
         return self._saved(checkpoint, old)
 
     async def save_for_sampler(self, model: Model, pending: Pending, blob: bytes) -> Done:
@@ -212,7 +212,7 @@ class SaveCommands:
         checkpoint = None
         afterwards: list[Callable[[], Awaitable[None]]] = []
         if request.name:
-            checkpoint, _ = await self._plan(model, SAMPLER, request.name)
+            checkpoint, _ = await self._plan(model, SAMPLER, request.name, dict(request.user_metadata))
         uri = checkpoint.uri if checkpoint else ""
         async with self._checkpoints.writing(*filter(None, [uri])), self._turns.take(pending, _SAVING):
             client = self._models.client_of(model, self._trainer)
@@ -222,7 +222,7 @@ class SaveCommands:
         effects: list[Job[Any]] = [partial(snapshot_pushes.put_row, kept=kept)]
         if checkpoint:
             checkpoint.snapshot_id, checkpoint.step, checkpoint.size_bytes = own_id, frozen.step, frozen.size_bytes
-            _describe(checkpoint, dict(request.user_metadata), expires_at)
+            _describe(checkpoint, expires_at)
             effects.append(partial(put_row, checkpoint=checkpoint))
             saved.path = checkpoint.path
         else:
@@ -250,7 +250,7 @@ class SaveCommands:
         async with self._checkpoints.writing(written, checkpoint.uri):
             checkpoint.step = await self._write_export(model, pending, written)
             checkpoint.size_bytes = await complete_export(storage, written, checkpoint.uri, recipients)
-        checkpoint.created_at, checkpoint.expires_at = time.time(), expires_at
+        _describe(checkpoint, expires_at)
         return self._saved(checkpoint, old)
 
     async def _write_export(self, model: Model, pending: Pending, uri: str) -> int:
@@ -279,10 +279,15 @@ class SaveCommands:
         )
 
     async def _plan(
-        self, model: Model, segment: str, name: str, overwrite: bool = False
+        self,
+        model: Model,
+        segment: str,
+        name: str,
+        user_metadata: dict[str, str] | None = None,
+        overwrite: bool = False,
     ) -> tuple[Checkpoint, Checkpoint | None]:
         return await self._checkpoints.plan(
-            model.model_id, model.owner, model.base_model, model.lora, segment, name, overwrite
+            model.model_id, model.owner, model.base_model, model.lora, segment, name, user_metadata or {}, overwrite
         )
 
 
@@ -317,6 +322,5 @@ def _shape(lora: weights_pb2.LoraConfig) -> weights_pb2.LoraConfig:
     return shape
 
 
-def _describe(checkpoint: Checkpoint, user_metadata: dict[str, str], expires_at: float | None) -> None:
-    checkpoint.user_metadata, checkpoint.expires_at = user_metadata, expires_at
-    checkpoint.created_at = time.time()
+def _describe(checkpoint: Checkpoint, expires_at: float | None) -> None:
+    checkpoint.created_at, checkpoint.expires_at = time.time(), expires_at
