@@ -10,6 +10,7 @@
             SnapshotNotLoaded    FAILED_PRECONDITION  503  server   the sampler needs a push first
             NotFinite            FAILED_PRECONDITION  400  user     the weights' numbers overflow; they are not sampled
             SessionEnded         FAILED_PRECONDITION  410  user     the session is over
+            EndsTrainer          FAILED_PRECONDITION  400  user     the trainer ended at it more than once
         Expired                  FAILED_PRECONDITION  410  user     a result was kept long enough
         ResourceExhausted        RESOURCE_EXHAUSTED   429  user     a quota or a queue is full
             DiskFull             RESOURCE_EXHAUSTED   507  server   storage has no room
@@ -131,6 +132,12 @@ class SessionEnded(FailedPrecondition):
     """The session is over."""
 
     reason, http_status = "SESSION_ENDED", 410
+
+
+class EndsTrainer(FailedPrecondition):
+    """The trainer ended more than once while it did this command, which is not done again."""
+
+    reason = "ENDS_TRAINER"
 
 
 class Expired(FailedPrecondition):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from google.protobuf.message import Message
 
 from fovea.api.v1 import gateway_pb2
-from fovea.wire.errors import InvalidInput, ModelLost, NotFound
+from fovea.wire.errors import EndsTrainer, InvalidInput, ModelLost, NotFound
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.database.database import Database
@@ -63,7 +63,7 @@ class Replay:
             tell(f"the trainer restarted: command {number} of {len(entries)} of this model is run again")
             try:
                 await self._run(model, entry)
-            except (InvalidInput, NotFound) as error:
+            except (EndsTrainer, InvalidInput, NotFound) as error:
                 raise ModelLost(
                     f"the trainer at {self._trainer.address} restarted, and request {entry.seq_id} ({entry.kind}) of "
                     f"model {model.model_id}, which is in no durable point, could not be run again: {error.message}"
@@ -74,10 +74,12 @@ class Replay:
         """The last command that is in the model as the trainer restored it; or None, and why it has nothing of it."""
         lora = model.lora if model.lora.rank else None
         try:
-            async with self._turns.take(_pending(model, Kind.LOAD_STATE, 0), "reading this model back"):
+            async with self._turns.take(_pending(model, Kind.LOAD_STATE, 0), "reading this model back", is_again=True):
                 restored = await self._trainer.client.restore_model(model.model_id, lora, self._timeout_s)
         except NotFound as error:
             return None, error.message
+        except EndsTrainer as error:
+            raise ModelLost(f"model {model.model_id} cannot be read back: {error.message}") from None
         # Now it says what is durable of the model: 0 may be a checkpoint that it was made from, or nothing yet.
         await self._trainer.look_again()
         await self._journal.trim(self._trainer)
@@ -109,7 +111,7 @@ class Replay:
         if entry.kind is Kind.FORWARD_BACKWARD:  # it takes its turn once it is rendered
             self._compare(entry, await self._steps.compute(pending, entry.drops_gradients))
             return
-        async with self._turns.take(pending, "running again, or waiting for the trainer"):
+        async with self._turns.take(pending, "running again, or waiting for the trainer", is_again=True):
             await self._run_in_turn(model, entry, request)
 
     async def _run_in_turn(self, model: Model, entry: Entry, request: bytes) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fovea.client import GatewayClient
-from fovea.wire.errors import DiskFull, NotFound, PermissionDenied, ResourceExhausted
+from fovea.wire.errors import DiskFull, NotFound, PermissionDenied, ResourceExhausted, Unavailable
 from fovea_gateway.futures.future import Kind, Pending
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.scopes import Scope
@@ -433,6 +433,59 @@ async def test_parked_sessions_end_above_their_bytes_and_by_hand(stand: Recoveri
     await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
     await eventually(lambda: second not in stand.trainer.points)
     assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
+
+
+async def ending_at(stand: RecoveringStand, monkeypatch: pytest.MonkeyPatch, length: int) -> list[str]:
+    """Has the trainer end at each batch whose first datum has so many tokens; returns the models of those, in order."""
+    deaths: list[str] = []
+    note = stand.trainer.note
+
+    async def end(name: str, request: Any) -> None:
+        await note(name, request)
+        if name == "ForwardBackward" and len(request[1][0].input.tokens) == 4 * length:
+            deaths.append(request[0].model_id)
+            stand.trainer.restart()
+            raise Unavailable("rank 1 of the trainer died")
+
+    monkeypatch.setattr(stand.trainer, "note", end)
+    return deaths
+
+
+async def test_a_command_at_which_the_trainer_ends_twice_fails_and_all_models_go_on(
+    stand: RecoveringStand, rest: Rest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await undisturbed(stand)
+    deadly, neighbour = await rest.create_model(0), await rest.create_model(1)
+    done = await answers(rest, await submit(rest, neighbour, 1, 1))
+    deaths = await ending_at(stand, monkeypatch, 13)
+    ids = [(await rest.forward_backward(deadly, 1, data=[text_datum(13)])).json()["request_id"]]
+    ids.append((await rest.optim_step(deadly, 2, learning_rate=0.1))["request_id"])
+    done += await answers(rest, await submit(rest, neighbour, 4, 2))
+    failed, not_taken = await answers(rest, ids)
+    assert "the trainer ended 2 times while it did request 1 (forward_backward)" in failed["error"]
+    assert "was not taken" in not_taken["error"]
+    assert deaths == [deadly] * 2
+    assert done == expected
+    assert not any("error" in each for each in await answers(rest, await submit(rest, deadly, 3, 1)))
+
+
+async def test_a_model_whose_return_ends_the_trainer_is_given_up_by_name(
+    stand: RecoveringStand, rest: Rest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await undisturbed(stand)
+    deadly, neighbour = await rest.create_model(0), await rest.create_model(1)
+    done = await answers(rest, await submit(rest, neighbour, 1, 1))
+    stand.trainer.is_disk_slow = True
+    first = (await rest.forward_backward(deadly, 1, data=[text_datum(13)])).json()["request_id"]
+    assert "error" not in await rest.result(first)
+    deaths = await ending_at(stand, monkeypatch, 13)
+    await stand.kill_trainer()
+    done += await answers(rest, await submit(rest, neighbour, 4, 2))
+    lost = await rest.result((await rest.optim_step(deadly, 2, learning_rate=0.1))["request_id"])
+    assert "request 1 (forward_backward)" in lost["error"]
+    assert "could not be run again: the trainer ended 5 times" in lost["error"]
+    assert deaths == [deadly] * 5
+    assert done == expected
 
 
 async def test_many_parked_sessions_of_one_owner_end_none_of_another(stand: RecoveringStand, tmp_path: Path) -> None:
