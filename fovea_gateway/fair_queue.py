@@ -24,6 +24,8 @@ _LEAD = 0.5
 _EVEN = 0.125
 """Who comes back, ahead of others by no more than this part of its next piece, is taken to be even: to collect so
 little would let a whole further piece of theirs go first."""
+_LOOK_S = 1.0
+"""Between two looks whether work that gives way may go on."""
 _RECENT_S = 30.0
 """Who has left no longer ago is expected back, and finds no more work before its own than while it was there."""
 _KEPT_FREE = 8
@@ -42,6 +44,8 @@ class Turn:
             its place is kept for that, if that starts before all that waits (Iyer and Druschel, "Anticipatory
             scheduling", SOSP 2001): else whoever sends one thing after another would get a third beside a flood, not a
             half.
+        is_wanted: Says whether a client waits for the work. Work that none waits for gives way to work that one does.
+        gives_way: It gives way now.
         seconds: Of the time in which any place was taken, its part: by tokens, among all that were in a place with it.
             Those of all turns add up to the time in which the queue's places were not all empty.
     """
@@ -51,6 +55,8 @@ class Turn:
     is_followed: Callable[[], bool] = lambda: False
     size: int = 1
     is_timed: bool = False
+    is_wanted: Callable[[], bool] = lambda: True
+    gives_way: bool = False
     seconds: float = 0.0
     used: float | None = None
     number: int = 0
@@ -124,6 +130,8 @@ class FairQueue:
     async def place(self, turn: Turn) -> AsyncIterator[None]:
         """Waits for a place, and holds it until the block ends. Raises what `dismiss` was given."""
         await self._wait(turn)
+        while not turn.is_wanted() and self._has_wanted():
+            await self._give_way(turn)
         self._count_time()
         self._tokens_inside += turn.cost
         begun_at = self._clock
@@ -139,6 +147,8 @@ class FairQueue:
 
     def describe(self, turn: Turn) -> str:
         """Where a turn stands that waits, for whoever asks why."""
+        if turn.gives_way:
+            return "its client was not heard of for a while: it gives way to work that others wait for"
         flow = self._flows.get(turn.owner)
         if flow is None or not flow.waiting or turn.admitted.done():
             return "it is next"
@@ -169,6 +179,24 @@ class FairQueue:
                 flow.waiting.popleft().admitted.set_exception(error)
                 flow.forget_gone()
             self._note(owner, flow)
+
+    def _has_wanted(self) -> bool:
+        """Whether anything waits that a client waits for."""
+        waiting = (turn for owner in self._present - self._only_inside for turn in self._flows[owner].waiting)
+        return any(not turn.admitted.done() and turn.is_wanted() for turn in waiting)
+
+    async def _give_way(self, turn: Turn) -> None:
+        """Gives a place back that was just got, and waits for one again once that takes it from no client."""
+        turn.settle(0.0)
+        self._leave(turn)
+        turn.gives_way = True
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if turn.is_wanted() or not self._has_wanted():
+                break
+        turn.gives_way, turn.used = False, None
+        turn.admitted = asyncio.get_running_loop().create_future()
+        await self._wait(turn)
 
     async def _wait(self, turn: Turn) -> None:
         turn.number, turn.arrived = next(self._numbers), self._now

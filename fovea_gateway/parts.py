@@ -72,13 +72,13 @@ class Parts:
         self.happenings = Happenings()
         self.futures = Futures(
             self.database, settings.result_ttl_s, max_pending, self.owners, clock, result_room,
-            self.happenings.note_end,
+            self.happenings.note_end, lambda session_id: self.sessions.hear(session_id),
         )  # fmt: skip
         self.kept_rows = KeptRows(
             self.database, settings.row_room_bytes, settings.ended_ttl_s, clock,
             lambda model_id: self.checkpoints.forget_model(model_id),
         )  # fmt: skip
-        self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions, self.kept_rows)
+        self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions, self.kept_rows, settings.quiet_s)
         self.storage = Storage(settings.checkpoint_root)
         self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock, self.kept_rows)
         self.link_signer = LinkSigner(self.database, self.keys.is_valid)
@@ -149,7 +149,7 @@ class Parts:
     ) -> Residence:
         batches = self._batches[name] = Batches(self.futures, renderers, self.custom_losses, trainer)
         queue = FairQueue(1, self.owners.weight, settings.trainer_concurrency)
-        turns = self._turns[name] = TrainerTurns(self.futures, trainer, queue)
+        turns = self._turns[name] = TrainerTurns(self.futures, trainer, queue, self.sessions.is_wanted)
         steps = self._steps[name] = StepCommands(self.futures, self.models, batches, trainer, turns)
         replay = Replay(
             self.journal, steps, self.checkpoints, self.database, trainer, turns, settings.command_timeout_s

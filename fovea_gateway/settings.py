@@ -135,6 +135,12 @@ class GatewaySettings(ServiceSettings):
         description="Seconds without heartbeat after which a session is parked, until its client comes back, or ends if"
         " the trainer keeps no recovery; clients warn at 120.",
     )
+    quiet_s: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds without a heartbeat or a poll after which what a session has queued gives way to what"
+        " other clients wait for; the SDK sends a heartbeat in ten seconds.",
+    )
     parked_ttl_s: float = Field(7 * 86400.0, gt=0, description="Seconds after which a parked session ends.")
     parked_bytes: int = Field(
         64 * 2**30,

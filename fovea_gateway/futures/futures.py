@@ -44,6 +44,7 @@ class Futures:
         owners: Limits how many tokens these may come to.
         result_room: Limits how many bytes of results an owner keeps.
         on_end: Told of each future that has ended; must not block.
+        on_ask: Told the session of each future that a client waits for; must not block.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class Futures:
         clock: CautiousClock,
         result_room: ResultRoom,
         on_end: Callable[[Pending, Outcome], None] = lambda pending, outcome: None,
+        on_ask: Callable[[str], None] = lambda session_id: None,
     ) -> None:
         self._database = database
         self._result_ttl_s = result_ttl_s
         self._quota, self._owners, self._clock, self._result_room = quota, owners, clock, result_room
-        self._on_end = on_end
+        self._on_end, self._on_ask = on_end, on_ask
         self._tokens: Counter[str] = Counter()
         self._pending: dict[str, Pending] = {}
         # Owner and outcome by future id.
@@ -193,7 +195,11 @@ class Futures:
         Waits up to `timeout_s` if there is nothing. Numbers rise, also over restarts. Completions are told again until
         they are acknowledged or their results expire.
         """
-        return await self._completions.wait(target, after, 0.0 if self._is_closing else timeout_s)
+        session_id = target.sampling_session_id.partition(":")[0]
+        self._on_ask(session_id)
+        found = await self._completions.wait(target, after, 0.0 if self._is_closing else timeout_s)
+        self._on_ask(session_id)
+        return found
 
     async def acknowledge(self, target: Target, future_ids: list[str]) -> None:
         """Drops results that a client has fetched for good. Ids that are unfinished or not its own are left alone."""
@@ -307,9 +313,11 @@ class Futures:
     async def _found(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
         pending = self._pending.get(future_id)
         if pending is not None and pending.submission.owner == owner:
+            self._on_ask(pending.submission.session_id)
             if not self._is_closing:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(pending.woken.wait(), timeout_s)
+            self._on_ask(pending.submission.session_id)
             if not pending.done.is_set():
                 return pending
         recent = self._recent.get(future_id)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -63,6 +63,7 @@ class SampleWork:
         base: The base model that it is sampled from, adapted or not.
         sampling: Names the weights. Which ones may change until a try has its place in a sampler.
         at_once: Whether nobody reads along.
+        is_wanted: Says whether a client waits for it.
         snapshot_id: The weights of the last try.
         cells: What to score in the prompt.
         outage: Since a sampler first failed it.
@@ -75,6 +76,7 @@ class SampleWork:
     sampling: SamplingSession
     request: gateway_pb2.SampleTokensRequest
     at_once: bool
+    is_wanted: Callable[[], bool] = lambda: True
     snapshot_id: str = ""
     rendered: model_input_pb2.RenderedInput | None = None
     cells: Cells | None = None
@@ -157,7 +159,7 @@ class SampleRunner:
             await self._check(work)
         picked = work.base.samplers.pick(work.pending.submission.owner, work.sampling.snapshot_id, work.rendered)
         tokens = most_tokens(work.request, len(work.rendered.tokens) // 4, work.base.max_context_length)
-        turn = Turn(work.pending.submission.owner, tokens, size=work.request.sample_count)
+        turn = Turn(work.pending.submission.owner, tokens, size=work.request.sample_count, is_wanted=work.is_wanted)
         try:
             async with self._place(work, picked, turn) as sampler:
                 work.pending.progress.wait_on("sampling")

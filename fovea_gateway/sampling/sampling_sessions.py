@@ -310,7 +310,10 @@ class Sampling:
         self._base_models.check_sampled(sampling.base_model, "sampling_session_id")
         version = version_of(sampling.snapshot_id)
         pending.progress.sampled = version[0] if version else sampling.base_model
-        work = SampleWork(pending, self._base_models.get(sampling.base_model), sampling, request, at_once=True)
+        work = SampleWork(
+            pending, self._base_models.get(sampling.base_model), sampling, request, at_once=True,
+            is_wanted=lambda: self._sessions.is_wanted(submission.session_id),
+        )  # fmt: skip
         return Done([*await self._runner.collect(work)])
 
     @staticmethod

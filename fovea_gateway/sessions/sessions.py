@@ -55,11 +55,12 @@ class Sessions:
         ttl_s: Seconds without heartbeat after which a session is silent.
         quota: Limits how many an owner may have open.
         rows: Limits what the database keeps of an owner.
+        quiet_s: Seconds without being heard of after which a client may be gone.
     """
 
-    def __init__(self, database: Database, ttl_s: float, quota: Quota, rows: KeptRows) -> None:
+    def __init__(self, database: Database, ttl_s: float, quota: Quota, rows: KeptRows, quiet_s: float) -> None:
         self._database = database
-        self._ttl_s = ttl_s
+        self._ttl_s, self._quiet_s = ttl_s, quiet_s
         self._quota, self._rows = quota, rows
         self._sessions: dict[str, Session] = {}
         self._alive_at: dict[str, float] = {}
@@ -195,6 +196,16 @@ class Sessions:
         now = time.monotonic()  # the wall's clock may jump, which would end the sessions of clients that are well
         is_late = now - self._alive_at.get(session.session_id, now) > (self._ttl_s if after_s is None else after_s)
         return session.ended_at is None and session.parked_at is None and is_late
+
+    def hear(self, session_id: str) -> None:
+        """Notes that the client of a session in use was heard of: it asks for what it has sent."""
+        if session_id in self._alive_at:
+            self._alive_at[session_id] = time.monotonic()
+
+    def is_wanted(self, session_id: str) -> bool:
+        """Whether a client may wait for what a session has queued: it was heard of lately."""
+        now = time.monotonic()
+        return now - self._alive_at.get(session_id, now) <= self._quiet_s
 
     async def expire(self, session: Session, detail: str = "") -> None:
         """Ends a session whose client is gone."""

@@ -1,6 +1,6 @@
 """Commands that compute: forward, forward_backward and optim_step."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from cachetools import LRUCache
@@ -39,10 +39,13 @@ class TrainerTurns:
 
     Args:
         queue: As many places as keep the trainer busy.
+        is_wanted: Says whether a client may wait for what a session has queued.
     """
 
-    def __init__(self, futures: Futures, trainer: TrainerLink, queue: FairQueue) -> None:
-        self._futures, self._trainer, self._queue = futures, trainer, queue
+    def __init__(
+        self, futures: Futures, trainer: TrainerLink, queue: FairQueue, is_wanted: Callable[[str], bool]
+    ) -> None:
+        self._futures, self._trainer, self._queue, self._is_wanted = futures, trainer, queue, is_wanted
         # Seconds by owner and kind: of a token of those that have tokens, else of a command.
         self._paces: LRUCache[tuple[str, Kind], float] = LRUCache(_KNOWN)
         self._inside: list[Turn] = []
@@ -52,9 +55,7 @@ class TrainerTurns:
         self._blamed_for = ""
 
     @asynccontextmanager
-    async def take(
-        self, pending: Pending, doing: str, tokens: int = 0, is_again: bool = False
-    ) -> AsyncIterator[None]:
+    async def take(self, pending: Pending, doing: str, tokens: int = 0, is_again: bool = False) -> AsyncIterator[None]:
         """Waits until the command may go to the trainer, and is one of those there until the block ends.
 
         Args:
@@ -71,6 +72,7 @@ class TrainerTurns:
         turn = Turn(
             submission.owner, 1000 * pace * units, is_timed=True,
             is_followed=lambda: self._futures.unfinished_kind(following) is not None,
+            is_wanted=lambda: is_again or self._is_wanted(submission.session_id),
         )  # fmt: skip
         kind = submission.kind.value
         pending.progress.queue(lambda: f"waiting for the trainer: {self._queue.describe(turn)}", QueueState.PAUSED)
@@ -86,7 +88,6 @@ class TrainerTurns:
                 self._paces[key] = _NEWEST * turn.seconds / units + (1 - _NEWEST) * pace
             devices = self._trainer.info.world_size if self._trainer.info is not None else 1
             pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
-
 
     @contextmanager
     def _watching(self, turn: Turn, submission: Submission) -> Iterator[None]:

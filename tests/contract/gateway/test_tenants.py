@@ -314,6 +314,34 @@ async def test_every_command_takes_a_turn(stand: Stand, alice: Rest, bob: Rest, 
     assert stand.trainer.names().index("ForwardBackward") <= 2, "one of hers was there; his is next, or hardly later"
 
 
+async def test_what_a_killed_client_has_queued_gives_way_and_waits_for_it(stand: Stand, alice: Rest) -> None:
+    await stand.stop()
+    await stand.start(max_pending=100, quiet_s=0.3, poll_hold_s=0.05)
+    models = [await alice.create_model(number) for number in range(6)]
+    sampling = await base_session(alice)
+    stand.trainer.open.clear()
+    stand.sampler.open.clear()
+    trained = [(await alice.forward_backward(model_id, 1)).json()["request_id"] for model_id in models]
+    sampled = [(await alice.sample(sampling, seq_id)).json()["request_id"] for seq_id in range(6)]
+    await eventually(lambda: (stand.trainer.waiting, stand.sampler.waiting) == (2, 1))
+    async with stand.http(ALICE) as http:
+        other = await _with_session(http)
+        model_id = asyncio.create_task(other.create_model())
+        session = await base_session(other)
+        await asyncio.sleep(0.4)
+        sample = (await other.sample(session, 0)).json()["request_id"]
+        await eventually(lambda: waits_for(stand, sample).startswith("waiting for a place"))
+        stand.trainer.open.set()
+        stand.sampler.open.set()
+        assert await model_id in stand.trainer.models
+        assert "sequences" in await other.result(sample)
+    assert stand.sampler.ids().index(sample) == 1, "one of the killed client's was there; the other client's is next"
+    names = stand.trainer.names()
+    assert "CreateModel" in names[names.index("ForwardBackward") :][:3], "two of the killed client's were there"
+    for request_id in [*trained, *sampled]:
+        assert "error" not in await alice.result(request_id), "a client that comes back finds all that it sent"
+
+
 async def test_an_owner_has_a_share_of_the_sessions(stand: Stand, alice: Rest, bob: Rest) -> None:
     body = {"tags": [], "sdk_version": "0.38.0"}
     opened = []

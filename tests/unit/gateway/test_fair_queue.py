@@ -19,11 +19,15 @@ class Line:
         self.tasks: list[asyncio.Task[None]] = []
         self.sent: list[Turn] = []
         self.steady = ""
+        self.is_wanted: Callable[[str], bool] = lambda owner: True
 
     async def send(
         self, owner: str, count: int, cost: float = 1.0, used: float | None = None, size: int = 1
     ) -> list[Turn]:
-        turns = [Turn(owner, cost, lambda: owner == self.steady, size) for _ in range(count)]
+        turns = [
+            Turn(owner, cost, lambda: owner == self.steady, size, is_wanted=lambda: self.is_wanted(owner))
+            for _ in range(count)
+        ]
         self.sent += turns
         self.tasks += [asyncio.create_task(self._work(turn, used)) for turn in turns]
         await asyncio.sleep(0)
@@ -130,6 +134,41 @@ async def test_requests_of_one_owner_go_in_their_order_and_those_who_give_up_tak
     await line.send("b", 1)
     assert line.begun[-1].owner == "b"
     line.inside[-1][1].set()
+
+
+def test_work_that_no_client_waits_for_gives_way_and_loses_nothing() -> None:
+    async def run() -> None:
+        line = Line()
+        wanted = {"g": True}
+        line.is_wanted = lambda owner: wanted.get(owner, True)
+        await line.send("g", 4)
+        wanted["g"] = False
+        await line.send("b", 2)
+        assert line.owners() == "g", "what runs is not broken off"
+        await line.end()
+        await asyncio.sleep(0.1)
+        await line.end()
+        await asyncio.sleep(0.1)
+        assert line.owners() == "gbb"
+        assert "gives way" in line.queue.describe(line.sent[1])
+        await line.end()
+        await asyncio.sleep(2.0)
+        assert line.owners() == "gbbg", "nothing else waits"
+        await line.send("b", 1)
+        await line.end()
+        await asyncio.sleep(0.1)
+        assert line.owners()[-1] == "b"
+        wanted["g"] = True
+        await asyncio.sleep(2.0)
+        await line.end()
+        await line.end()
+        assert line.owners() == "gbbgbgg", "its client is back"
+        for task in line.tasks:
+            task.cancel()
+        await asyncio.gather(*line.tasks, return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(run())
 
 
 async def test_waiters_are_sent_away_and_told_why() -> None:
