@@ -1,12 +1,10 @@
-"""Sampling sessions, samples from them, and the rows of sessions."""
+"""Sampling sessions, and samples from them."""
 
 import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
-
-import sqlalchemy as sa
 
 from fovea.api.v1 import gateway_pb2
 from fovea.runtime.tasks import BackgroundTasks
@@ -15,8 +13,6 @@ from fovea_gateway.access.usage import KeptRows
 from fovea_gateway.checkpoints.checkpoint import SCHEME
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.database.database import Database
-from fovea_gateway.database.schema import sampling_sessions
-from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.database.writer import Job
 from fovea_gateway.futures.future import (
     Done,
@@ -33,7 +29,15 @@ from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.renderers import least_token_count
 from fovea_gateway.replicas.snapshot_pushes import KeptSnapshot, version_of
 from fovea_gateway.sampling.sample_runner import SampleRunner, SampleWork, check_context, check_limits, most_tokens
-from fovea_gateway.sampling.sampling_session import SamplingSession
+from fovea_gateway.sampling.sampling_session import (
+    SamplingSession,
+    add_client,
+    find_row,
+    get_row,
+    id_of_sampling_session,
+    insert_row,
+    update_followers,
+)
 from fovea_gateway.sessions.sessions import Session, Sessions, update_session
 
 logger = logging.getLogger(__name__)
@@ -360,45 +364,6 @@ def _insert(connection: Any, session: Session, sampling: SamplingSession) -> boo
     is_new = insert_row(connection, sampling)
     update_session(connection, session.session_id, next_sampling_number=session.next_sampling_number)
     return is_new
-
-
-def insert_row(connection: sa.Connection, sampling: SamplingSession) -> bool:
-    """Keeps a new sampling session; False if its (session, request_seq_id) is taken."""
-    return insert_new(connection, sampling_sessions, vars(sampling))
-
-
-def get_row(connection: sa.Connection, sampling_session_id: str) -> SamplingSession | None:
-    """A sampling session by id."""
-    query = sa.select(sampling_sessions).where(sampling_sessions.c.sampling_session_id == sampling_session_id)
-    row = (connection.execute(query)).mappings().first()
-    return SamplingSession(**row) if row else None
-
-
-def find_row(connection: sa.Connection, session_id: str, request_seq_id: int) -> SamplingSession | None:
-    """The sampling session that an earlier request with the same number opened."""
-    where = (sampling_sessions.c.session_id == session_id) & (sampling_sessions.c.request_seq_id == request_seq_id)
-    row = (connection.execute(sa.select(sampling_sessions).where(where))).mappings().first()
-    return SamplingSession(**row) if row else None
-
-
-def add_client(connection: sa.Connection, sampling_session_id: str) -> int:
-    """Counts one more client of a sampling session; returns its number, from 1, never given twice."""
-    where = sampling_sessions.c.sampling_session_id == sampling_session_id
-    count = sampling_sessions.c.client_count
-    connection.execute(sa.update(sampling_sessions).where(where).values(client_count=count + 1))
-    number: int = connection.execute(sa.select(count).where(where)).scalar_one()
-    return number
-
-
-def update_followers(connection: sa.Connection, model_id: str, snapshot_id: str) -> None:
-    """Points every sampling session that follows a model at its newest weights."""
-    where = sampling_sessions.c.followed_model_id == model_id
-    connection.execute(sa.update(sampling_sessions).where(where).values(snapshot_id=snapshot_id))
-
-
-def id_of_sampling_session(session_id: str, number: int) -> str:
-    """Id of a session's n-th sampling session."""
-    return f"{session_id}:sample:{number}"
 
 
 def sequence_ids(request_id: str, count: int) -> list[str]:
