@@ -1,7 +1,7 @@
 """Commands that compute: forward, forward_backward and optim_step."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from cachetools import LRUCache
 from google.protobuf.message import Message
@@ -81,16 +81,17 @@ class TrainerTurns:
                 with stage("turn", kind):
                     await held.enter_async_context(self._queue.place(turn))
                 pending.progress.wait_on(doing)
-                with stage("train", kind), self._watching(turn, submission):
-                    yield
+                with stage("train", kind):
+                    async with self._watching(turn, submission):
+                        yield
         finally:
             if turn.used is not None and turn.seconds:
                 self._paces[key] = _NEWEST * turn.seconds / units + (1 - _NEWEST) * pace
             devices = self._trainer.info.world_size if self._trainer.info is not None else 1
             pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
 
-    @contextmanager
-    def _watching(self, turn: Turn, submission: Submission) -> Iterator[None]:
+    @asynccontextmanager
+    async def _watching(self, turn: Turn, submission: Submission) -> AsyncIterator[None]:
         """Notes whether the trainer may have ended at a command."""
         key, asked = (submission.future_id, submission.kind), self._trainer.instance_id
         self._inside.append(turn)
@@ -99,16 +100,18 @@ class TrainerTurns:
         except Unavailable:
             if self._inside[0] is turn and asked != self._blamed_for:
                 self._suspects[key] = self._blamed_for = asked
+                await self._trainer.look_again()
             raise
         else:
+            self._suspects.pop(key, None)
             self._deaths.pop(key, None)
         finally:
             self._inside.remove(turn)
 
     def _check_deaths(self, submission: Submission, most: int) -> None:
         key = (submission.future_id, submission.kind)
-        suspected = self._suspects.pop(key, "")
-        if suspected and suspected != self._trainer.instance_id:
+        if self._suspects.get(key, self._trainer.instance_id) != self._trainer.instance_id:
+            del self._suspects[key]
             self._deaths[key] = self._deaths.get(key, 0) + 1
         if (count := self._deaths.get(key, 0)) >= most:
             raise EndsTrainer(

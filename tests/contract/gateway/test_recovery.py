@@ -464,7 +464,8 @@ async def test_a_command_at_which_the_trainer_ends_twice_fails_and_all_models_go
     failed, not_taken = await answers(rest, ids)
     assert "the trainer ended 2 times while it did request 1 (forward_backward)" in failed["error"]
     assert "was not taken" in not_taken["error"]
-    assert deaths == [deadly] * 2
+    assert set(deaths) == {deadly}
+    assert 2 <= len(deaths) <= 4, "another command of the owner may have been there before it, and was suspected"
     assert done == expected
     assert not any("error" in each for each in await answers(rest, await submit(rest, deadly, 3, 1)))
 
@@ -484,7 +485,8 @@ async def test_a_model_whose_return_ends_the_trainer_is_given_up_by_name(
     lost = await rest.result((await rest.optim_step(deadly, 2, learning_rate=0.1))["request_id"])
     assert "request 1 (forward_backward)" in lost["error"]
     assert "could not be run again: the trainer ended 5 times" in lost["error"]
-    assert deaths == [deadly] * 5
+    assert set(deaths) == {deadly}
+    assert 5 <= len(deaths) <= 10
     assert done == expected
 
 
