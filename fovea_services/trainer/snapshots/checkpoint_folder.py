@@ -54,10 +54,10 @@ class Folder:
         """fsspec URL of a file below."""
         return str(self.files.unstrip_protocol("/".join([self.path, *names])))
 
-    def read(self, name: str) -> bytes:
-        """A whole file. Raises NotFound if there is none."""
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """A file, or its bytes from `start` to `end`. Raises NotFound if there is none."""
         try:
-            return bytes(self.files.cat_file(f"{self.path}/{name}"))
+            return bytes(self.files.cat_file(f"{self.path}/{name}", start=start or None, end=end))
         except FileNotFoundError:
             raise NotFound(f"{self.path} has no {name}: nothing was saved there", field="uri") from None
 

@@ -222,7 +222,8 @@ class StateStore:
         }
 
     def _load_adapter(self, model: AdapterModel, uri: str, optimizer: bool, step: int, is_foreign: bool) -> None:
-        names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, *([OPTIMIZER] if optimizer else [])]
+        names = [ADAPTER_WEIGHTS, *([OPTIMIZER] if optimizer else [])]
+        self._control.on_rank_0(lambda: _check_adapter(model, uri, optimizer, is_foreign))
         files = self._control.on_rank_0(lambda: {name: Folder.at(uri).read(name) for name in names})
         flat, moments = self._control.agree(lambda: _parse_adapter(model, files, uri, is_foreign))
         model.weights.flat.copy_(model.weights.part(flat))
@@ -262,6 +263,25 @@ class StateStore:
         model.optimizer.load(moments, step)
 
 
+def _check_adapter(model: AdapterModel, uri: str, optimizer: bool, is_foreign: bool) -> None:
+    """Looks at the headers of an adapter's files alone: only what is of the model's own size is read by all ranks.
+
+    Raises NotFound, InvalidInput.
+    """
+    folder, settings = Folder.at(uri), model.settings
+    config = _parse_json(folder.read(ADAPTER_CONFIG), f"{uri}/{ADAPTER_CONFIG}")
+    if (found := (config.get("r"), config.get("lora_alpha"))) != (settings.rank, settings.alpha):
+        raise InvalidInput(
+            f"{uri} has rank and alpha {found}, the model has {(settings.rank, settings.alpha)}", field="uri"
+        )
+    targets = dict(model.weights.named(torch.empty(model.weights.whole_size, device="meta")))
+    shapes = weight_files.read_shapes(folder, ADAPTER_WEIGHTS)
+    weight_files.check_shapes(shapes, targets, uri, is_foreign)
+    if optimizer:
+        moments = {f"{key}.{name}": target for key in MOMENTS for name, target in targets.items()}
+        weight_files.check_shapes(weight_files.read_shapes(folder, OPTIMIZER), moments, uri, is_foreign=False)
+
+
 def _parse_adapter(
     model: AdapterModel, files: dict[str, bytes], uri: str, is_foreign: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -271,13 +291,8 @@ def _parse_adapter(
         is_foreign: Others wrote it: modules that it leaves alone are as in a new model.
     """
     settings = model.settings
-    config = _parse_json(files[ADAPTER_CONFIG], f"{uri}/{ADAPTER_CONFIG}")
-    if (found := (config.get("r"), config.get("lora_alpha"))) != (settings.rank, settings.alpha):
-        raise InvalidInput(
-            f"{uri} has rank and alpha {found}, the model has {(settings.rank, settings.alpha)}", field="uri"
-        )
     flat = model.weights.initial() if is_foreign else model.weights.flat.new_empty(model.weights.whole_size)
-    tensors = weight_files.read_tensors(files[ADAPTER_WEIGHTS], uri)
+    tensors = weight_files.read_tensors(files.pop(ADAPTER_WEIGHTS), uri)
     targets = dict(model.weights.named(flat))
     if is_foreign:
         tensors = weight_files.of_experts(tensors, targets)
@@ -287,7 +302,8 @@ def _parse_adapter(
     weight_files.copy_into(targets.items(), tensors, uri)
     moments = {key: torch.zeros_like(flat) for key in MOMENTS}
     if OPTIMIZER in files:
-        saved = weight_files.read_tensors(files[OPTIMIZER], uri)
+        del tensors
+        saved = weight_files.read_tensors(files.pop(OPTIMIZER), uri)
         parts = [
             (f"{key}.{name}", part) for key, buffer in moments.items() for name, part in model.weights.named(buffer)
         ]

@@ -1,6 +1,7 @@
 """Weights as files: full parameters as a Hugging Face checkpoint, adapters as PEFT stores them."""
 
 import json
+import math
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,8 @@ SHARD_BYTES = 4 * 2**30
 EXPERT_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """What files call them, by what adapters of experts do."""
 INDEX = "model.safetensors.index.json"
+MOST_HEADER_BYTES = 64 * 2**20
+"""The limit of a safetensors file's header: of an adapter of 300,000 experts."""
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -252,6 +255,69 @@ def peft_files(tensors: Iterable[tuple[str, Tensor]], rank: int, alpha: float, b
         ADAPTER_CONFIG: [json.dumps(config, indent=2).encode()],
         ADAPTER_WEIGHTS: tensor_file(state.items()),
     }
+
+
+def read_shapes(folder: Folder, name: str) -> dict[str, list[int]]:
+    """Shapes by name of the tensors of a safetensors file, of which only the header is read.
+
+    Raises NotFound if there is none, InvalidInput if it is no such file, or holds more than its tensors.
+    """
+    what = f"{folder.path}/{name}"
+    try:
+        (length,) = struct.unpack("<Q", folder.read(name, 0, 8))
+        if length > MOST_HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes; at most {MOST_HEADER_BYTES} are read")
+        header: dict[str, Any] = json.loads(folder.read(name, 8, 8 + length))
+        header.pop("__metadata__", None)
+        shapes = {tensor: [int(extent) for extent in entry["shape"]] for tensor, entry in header.items()}
+        itemsizes = {text: dtype.itemsize for dtype, text in _TYPES.items()}
+        need = sum(math.prod(shapes[tensor]) * itemsizes[entry["dtype"]] for tensor, entry in header.items())
+        if (has := folder.sizes()[name] - 8 - length) != need:
+            raise ValueError(f"its tensors have {need} bytes, and the file has {has} for them")
+    except (struct.error, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise InvalidInput(f"{what} is damaged: {error}", field="uri") from None
+    return shapes
+
+
+def check_shapes(shapes: Mapping[str, list[int]], targets: Mapping[str, Tensor], what: str, is_foreign: bool) -> None:
+    """Compares what a file holds with what a model takes, before a tensor is read.
+
+    Args:
+        shapes: Of the file's tensors, by name; of experts each by itself, as `one_by_one` names them, or together.
+        targets: The model's tensors, which may have no data.
+        is_foreign: Modules may be missing, with both of their factors.
+
+    Raises InvalidInput naming the first tensor that is missing, extra or misshapen.
+    """
+    left, adapted = dict(shapes), set[str]()
+    missing: list[str] = []
+    for name, target in targets.items():
+        found = left.pop(name, None)
+        if found is None and is_foreign and target.dim() == 3:
+            found = _pop_experts(left, name, target)
+        if found is None:
+            missing.append(name)
+        elif found != list(target.shape):
+            raise InvalidInput(f"{what} has {name} {found}, the model needs {list(target.shape)}", field="uri")
+        else:
+            adapted.add(name.rpartition(".lora_")[0])
+    for name in missing:
+        if not is_foreign or name.rpartition(".lora_")[0] in adapted:
+            raise InvalidInput(f"{what} has no {name}: it was saved from a differently shaped model", field="uri")
+    if left:
+        raise InvalidInput(f"{what} has {min(left)}, which the model does not train", field="uri")
+
+
+def _pop_experts(left: dict[str, list[int]], name: str, target: Tensor) -> list[int] | None:
+    """Takes the experts of a tensor out of a file's shapes; returns the shape that they have together."""
+    parent, part, half, _ = name.rsplit(".", 3)
+    experts: list[list[int]] = []
+    while (one := left.pop(f"{parent}.{len(experts)}.{EXPERT_PROJECTIONS[part]}.{half}.weight", None)) is not None:
+        experts.append(one)
+    if not experts:
+        return None
+    odd = next((one for one in experts if one != experts[0]), experts[0])
+    return [1 if len(target) == 1 else len(experts), *odd]  # experts that share a factor have it each in the file
 
 
 def read_tensors(data: bytes, what: str) -> dict[str, Tensor]:

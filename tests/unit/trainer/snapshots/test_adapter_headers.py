@@ -1,0 +1,109 @@
+"""What an adapter's file holds is compared with the model before a tensor of it is read."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from safetensors.torch import save_file
+
+from fovea.wire.errors import InvalidInput, NotFound
+from fovea_services.trainer.snapshots import weight_files
+from fovea_services.trainer.snapshots.checkpoint_folder import Folder
+
+WEIGHTS = "adapter_model.safetensors"
+LAYER = "base_model.model.layers.0"
+TARGETS = {
+    f"{LAYER}.q_proj.lora_A.weight": torch.empty(4, 8, device="meta"),
+    f"{LAYER}.q_proj.lora_B.weight": torch.empty(8, 4, device="meta"),
+    f"{LAYER}.experts.w1.lora_A.weight": torch.empty(1, 4, 8, device="meta"),
+    f"{LAYER}.experts.w1.lora_B.weight": torch.empty(3, 6, 4, device="meta"),
+}
+
+
+class CountingFiles(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Local files, and how many bytes of them were read."""
+
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_bytes = 0
+
+    def cat_file(self, *args: Any, **kwargs: Any) -> bytes:
+        found = bytes(super().cat_file(*args, **kwargs))
+        self.read_bytes += len(found)
+        return found
+
+
+def sparse(folder: Path, shapes: dict[str, list[int]], surplus: int = 0) -> Folder:
+    """A file whose header names float32 tensors, and which has as many bytes, all zero and none on the disk."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * int(torch.Size(shape).numel())
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with open(folder / WEIGHTS, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end + surplus)
+    return Folder(CountingFiles(), str(folder))
+
+
+def apart(**changes: list[int]) -> dict[str, list[int]]:
+    """The shapes of an adapter of those targets as PEFT stores it, each expert by itself."""
+    shapes = {name: list(target.shape) for name, target in TARGETS.items() if target.dim() == 2}
+    for index in range(3):
+        shapes[f"{LAYER}.experts.{index}.gate_proj.lora_A.weight"] = [4, 8]
+        shapes[f"{LAYER}.experts.{index}.gate_proj.lora_B.weight"] = [6, 4]
+    return shapes | {f"{LAYER}.{name}.weight": shape for name, shape in changes.items()}
+
+
+def test_four_gibibytes_that_do_not_fit_are_refused_by_their_header_alone(tmp_path: Path) -> None:
+    size = 2**29
+    folder = sparse(tmp_path, apart() | {f"{LAYER}.q_proj.lora_A.weight": [4, size // 4], "x": [size // 4, 4]})
+    assert (tmp_path / WEIGHTS).stat().st_size > 4 * 2**30
+    shapes = weight_files.read_shapes(folder, WEIGHTS)
+    with pytest.raises(InvalidInput, match=r"q_proj.lora_A.weight \[4, 134217728\], the model needs \[4, 8\]"):
+        weight_files.check_shapes(shapes, TARGETS, "u", is_foreign=True)
+    assert folder.files.read_bytes < 2**14
+
+
+def test_what_fits_is_taken_together_or_apart_whole_or_some_modules_of_it(tmp_path: Path) -> None:
+    for shapes in (apart(), {name: list(target.shape) for name, target in TARGETS.items()}):
+        weight_files.check_shapes(shapes, TARGETS, "u", is_foreign=True)
+    some = {name: shape for name, shape in apart().items() if "experts" not in name}
+    weight_files.check_shapes(some, TARGETS, "u", is_foreign=True)
+    with pytest.raises(InvalidInput, match=r"u has no .*experts.w1.lora_A.weight"):
+        weight_files.check_shapes(some, TARGETS, "u", is_foreign=False)
+    save_file({name: torch.zeros(shape) for name, shape in apart().items()}, tmp_path / WEIGHTS, {"format": "pt"})
+    assert weight_files.read_shapes(Folder(CountingFiles(), str(tmp_path)), WEIGHTS) == apart()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ({name: shape for name, shape in apart().items() if "q_proj.lora_B" not in name}, r"has no .*q_proj.lora_B"),
+        ({name: shape for name, shape in apart().items() if "experts.1." not in name}, r"w1.lora_B.weight \[1, 6, 4\]"),
+        (apart(**{"experts.3.gate_proj.lora_B": [6, 4]}), r"\[4, 6, 4\], the model needs \[3, 6, 4\]"),
+        (apart(**{"experts.2.gate_proj.lora_B": [6, 9]}), r"\[3, 6, 9\], the model needs \[3, 6, 4\]"),
+        (apart(**{"k_proj.lora_A": [4, 8]}), r"has .*k_proj.lora_A.weight, which the model does not train"),
+    ],
+)
+def test_the_first_thing_that_does_not_fit_is_named(shapes: dict[str, list[int]], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        weight_files.check_shapes(shapes, TARGETS, "u", is_foreign=True)
+
+
+def test_a_file_that_is_not_what_its_header_says_is_damaged(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="its tensors have 928 bytes, and the file has 1928 for them"):
+        weight_files.read_shapes(sparse(tmp_path, apart(), surplus=1000), WEIGHTS)
+    folder = Folder(CountingFiles(), str(tmp_path))
+    for content in (b"", b"x", struct.pack("<Q", 2**40), struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b"{}"):
+        (tmp_path / WEIGHTS).write_bytes(content)
+        with pytest.raises(InvalidInput, match="is damaged"):
+            weight_files.read_shapes(folder, WEIGHTS)
+    with pytest.raises(NotFound):
+        weight_files.read_shapes(folder, "other")
