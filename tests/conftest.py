@@ -4,6 +4,7 @@ import asyncio
 import gc
 import io
 import logging
+import os
 import random
 import sys
 import zlib
@@ -82,16 +83,38 @@ def _seed(name: str) -> None:
         (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(seed)
 
 
+MUST_RUN = "FOVEA_MUST_RUN"
+"""Words, split by commas: a test skipped for a reason with one of them fails the run. CI names what it installed."""
+
+
+def _skipped(reporter: pytest.TerminalReporter) -> Counter[tuple[str, str]]:
+    """How many tests were skipped, by file and reason."""
+    return Counter(
+        (report.nodeid.partition("::")[0], report.longrepr[2].removeprefix("Skipped: "))
+        for report in reporter.stats.get("skipped", [])
+    )
+
+
+def _must_have_run(reason: str) -> bool:
+    return any(word in reason for word in os.environ.get(MUST_RUN, "").split(",") if word)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
     """The last lines name what was skipped, and why."""
     yield
-    skipped = Counter(
-        (report.nodeid.partition("::")[0], report.longrepr[2].removeprefix("Skipped: "))
-        for report in terminalreporter.stats.get("skipped", [])
-    )
-    for (file, reason), count in sorted(skipped.items()):
-        terminalreporter.write_line(f"skipped: {count} of {file}: {reason}", yellow=True)
+    for (file, reason), count in sorted(_skipped(terminalreporter).items()):
+        failed = _must_have_run(reason)
+        words = f"skipped: {count} of {file}: {reason}" + (f" (not allowed by {MUST_RUN})" if failed else "")
+        terminalreporter.write_line(words, red=failed, yellow=not failed)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a run that skipped what must run."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if isinstance(reporter, pytest.TerminalReporter) and any(_must_have_run(why) for _, why in _skipped(reporter)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
