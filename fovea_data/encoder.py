@@ -169,7 +169,7 @@ class Encoder:
         if self._opens_thinking:
             thought = text.lstrip().removeprefix(THINK_OPEN).lstrip("\n")
             text = thought if THINK_CLOSE in text else f"\n{THINK_CLOSE}\n\n{text}"
-        ids = (*self._tokenizer.encode(text, add_special_tokens=False), self.stop_ids[0])
+        ids = (*self._template.encode_text(text), self.stop_ids[0])
         if self._vocabulary is not None and (outside := [token for token in ids if token >= self._vocabulary]):
             name = self._tokenizer.convert_ids_to_tokens(outside[0])
             raise InvalidInput(

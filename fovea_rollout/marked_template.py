@@ -14,6 +14,8 @@ from fovea_rollout.messages import Role
 _MARK = "⟦fovea:"
 MARK = re.compile(r"(⟦fovea:(?:thinking|answer):\d+⟧)")
 """As a group, so that `split` keeps the marks."""
+TEXT_MARK = f"{_MARK}text⟧"
+"""Stands inside a control token that a message has as text, so that no tokenizer reads it as that token."""
 _PART = re.compile(r"""["']type["']""")
 _OPENING = re.compile(re.escape(THINK_OPEN) + r"\s*\Z")
 
@@ -72,6 +74,7 @@ class MarkedTemplate:
         self._arguments = {**arguments, "tools": [dict(tool) for tool in tools] or None}
         self._controls = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
         self._kept_roles: set[Role] = {"user"}
+        self._typed: re.Pattern[str] | None = None
         self._takes_texts = self._keeps_texts()
         self.placeholder = placeholder
         self.opening = ""
@@ -81,6 +84,19 @@ class MarkedTemplate:
         answered = self._apply([_QUESTION, TurnEntry(is_thinking=False, is_ended=False)], is_prompt=False)
         self.end, self.end_id = self._first_control(answered.partition(mark("answer", 1))[2])
         self.placeholder = placeholder or self._find_placeholder()
+        said = ("question", mark("answer", 1), THINK_OPEN, THINK_CLOSE)
+        written = [one for one in self._added_tokens(answered + prompt) if not any(one in text for text in said)]
+        self._typed = _any_of({*self._special_tokens(), *written, self.placeholder})
+
+    def guard(self, text: str) -> str:
+        """Returns a text with a mark inside each control token, `TEXT_MARK`, which keeps the token from being read.
+
+        These are the tokenizer's special tokens, those that the template writes around turns, and the placeholder.
+        """
+        guarded = text
+        while self._typed is not None and (again := self._typed.sub(_broken, guarded)) != guarded:
+            guarded = again
+        return guarded
 
     def render(self, entries: Sequence[Entry]) -> str:
         """The prompt, generation prompt included, with marks and placeholders in it.
@@ -109,6 +125,7 @@ class MarkedTemplate:
         messages: list[dict[str, Any]] = []
         for index, entry in enumerate(entries):
             names = entry.names if isinstance(entry, MessageEntry) else {}
+            names = {key: self.guard(name) for key, name in names.items()}
             messages.append({"role": _role(entry), "content": self._content(index, entry), **names})
         rendered = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=is_prompt, **self._arguments
@@ -121,7 +138,7 @@ class MarkedTemplate:
             thinking = f"{THINK_OPEN}\n{mark('thinking', index)}\n{THINK_CLOSE}\n\n"
             parts: tuple[str | None, ...] = ((thinking if entry.is_thinking else self.opening) + answer,)
         else:
-            parts = entry.parts
+            parts = tuple(part if part is None else self.guard(part) for part in entry.parts)
         if self._takes_texts and None not in parts:
             return "".join(part for part in parts if part is not None)
         return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
@@ -177,13 +194,16 @@ class MarkedTemplate:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return [self._tokenizer.convert_ids_to_tokens(token) for token in ids if token in self._controls]
 
+    def _special_tokens(self) -> set[str]:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {str(token) for token in added.values() if token.special} | set(self._tokenizer.all_special_tokens)
+
     def _refuse_marks(self, entries: Sequence[Entry]) -> None:
-        reserved = [text for text in (_MARK, self.placeholder) if text]
         for index, entry in enumerate(entries):
             for place, part in (entry.texts if isinstance(entry, MessageEntry) else {}).items():
-                if found := next((text for text in reserved if text in part), None):
+                if _MARK in part:
                     where = f"history[{index}].{place}"
-                    raise InvalidInput(f"{where} contains {found!r}, which is reserved: take it out", field=where)
+                    raise InvalidInput(f"{where} contains {_MARK!r}, which is reserved: take it out", field=where)
 
     def _refuse_lost_pictures(self, entries: Sequence[Entry], text: str) -> None:
         # Without a placeholder nothing is written: no text contains a mark of this name.
@@ -222,6 +242,16 @@ def read_mark(text: str) -> tuple[str, int] | None:
         return None
     _, kind, index = text[:-1].split(":")
     return kind, int(index)
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str] | None:
+    """Matches each of the texts, the longest first, that a mark can stand inside of."""
+    longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _broken(found: re.Match[str]) -> str:
+    return f"{found[0][0]}{TEXT_MARK}{found[0][1:]}"
 
 
 def without_opening(text: str) -> str:

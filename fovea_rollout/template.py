@@ -12,6 +12,7 @@ from fovea.wire.errors import InvalidInput
 from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN, Answer, read_answer
 from fovea_rollout.marked_template import (
     MARK,
+    TEXT_MARK,
     Entry,
     MarkedTemplate,
     MessageEntry,
@@ -193,8 +194,25 @@ class ChatTemplate:
             pieces += [self._encode(run)] if run else []
         return pieces
 
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Returns the ids of a text, in which control tokens are ordinary characters.
+
+        Raises InvalidInput if it has one that this tokenizer cannot write so.
+        """
+        return self._encode(self._template.guard(text)).ids
+
     def _encode_run(self, text: str) -> Tokens:
-        return Tokens(tuple(self._tokenizer.encode(text, add_special_tokens=False)))
+        if TEXT_MARK not in text:
+            return Tokens(tuple(self._tokenizer.encode(text, add_special_tokens=False)))
+        pieces = text.split(TEXT_MARK)
+        ids = tuple(token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False))
+        if self._decode(ids) != "".join(pieces):
+            raise InvalidInput(
+                "a message has a control token of this model in its text, and the tokenizer cannot write it as text:"
+                f" take it out of {''.join(pieces)[-200:]!r}",
+                field="messages",
+            )
+        return Tokens(ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
         decoded = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
