@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import pathlib
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 Score = Callable[[str, Conversation], float]
 _OF_DIVERGENCE = ("not finite", "NaN", " is nan", " is inf", "norm nan", "norm inf")
 """Words of what servers say of a model whose numbers have overflowed."""
+_AMONG_DATA = re.compile(r"\bdat(a|um)\[\d+\]")
+"""How servers name a datum of a request."""
 _FORWARD_ROWS = 64
 """Held-out rows of one request."""
 
@@ -212,6 +215,7 @@ class _Submitted:
     """A step on its way. `number` counts from 0."""
 
     number: int
+    rows: list[str]
     tokens: float
     rate: float
     skipped: int
@@ -281,7 +285,8 @@ class _Run:
         )
         training = self._connection.training
         backward = training.forward_backward(data, "cross_entropy")
-        return _Submitted(number, _weight(data), rate, skipped, start, backward, training.optim_step(adam))
+        names = [row.where for row, _ in encoded]
+        return _Submitted(number, names, _weight(data), rate, skipped, start, backward, training.optim_step(adam))
 
     def _encoded(self, rows: Dataset, indices: Iterable[int]) -> list[tuple[Conversation, list[tinker.Datum]]]:
         """Rows and what training has of them. All were right before the first step; one may have broken since."""
@@ -298,7 +303,7 @@ class _Run:
     def _finish(self, step: _Submitted | None, shown: FineTuneProgress) -> None:
         if step is None:
             return
-        with self._telling_divergence(step.number + 1):
+        with self._telling_divergence(step.number + 1), _naming_rows(step):
             loss = _finite(step.backward.result().metrics["loss:sum"] / step.tokens)
             step.update.result()
         figures = {"loss": loss, "learning_rate": step.rate, "answer_tokens": step.tokens, "skipped_rows": step.skipped}
@@ -377,6 +382,19 @@ class _Run:
     def _log(self, step: int, figures: dict[str, float]) -> None:
         for one in self._loggers:
             one.log(step, figures)
+
+
+@contextmanager
+def _naming_rows(step: _Submitted) -> Iterator[None]:
+    """Adds the rows of a step to what the server says of its data: it refuses more than the check can know."""
+    try:
+        yield
+    except tinker.RequestFailedError as error:
+        if _AMONG_DATA.search(str(error)) is None or any(words in str(error) for words in _OF_DIVERGENCE):
+            raise
+        raise InvalidInput(
+            f"the server refuses step {step.number + 1}, which trains {', '.join(step.rows)}: {error}", field="rows"
+        ) from error
 
 
 def _finite(loss: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -79,7 +80,7 @@ def check_rows(
     Raises:
         InvalidInput: A row is broken and `broken` is `refuse`, or all rows are broken. It names the first one.
     """
-    digest, places, first = hashlib.sha256(), list[int](), ""
+    digest, places, first = hashlib.sha256(), array("q"), ""
     for index in range(len(rows)):
         try:
             _, data = encoder.encoded(rows, index)

@@ -107,8 +107,9 @@ class RankResult:
             if not math.isfinite(number):
                 return self.fail(
                     InvalidInput(
-                        f"datum[{datum.index}]: its {loss_name} loss is {number}; check its loss_inputs, whose numbers "
-                        "are too large or whose ratio to the model's log-probabilities overflows",
+                        f"datum[{datum.index}]: its {loss_name} loss is {number}: the model has diverged (lower the "
+                        "learning rate, and load an earlier state), or numbers of its loss_inputs are too large, or "
+                        "their ratio to the model's log-probabilities overflows",
                         field=f"datum[{datum.index}]",
                     )
                 )

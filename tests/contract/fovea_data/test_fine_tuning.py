@@ -166,6 +166,14 @@ async def test_a_model_that_diverged_is_told_with_step_and_rate(stand: Stand, tm
         await tuned(stand, tmp_path / "run", [TEXT])
 
 
+async def test_rows_that_the_server_alone_refuses_are_named(stand: Stand, tmp_path: pathlib.Path) -> None:
+    unlike = {**TEXT, "image": picture((64, 64))}  # of as many tokens as the fakes do not make of it
+    with pytest.raises(
+        InvalidInput, match=r"the server refuses step 1, which trains rows\[\d\], rows\[\d\]: .*expected"
+    ):
+        await tuned(stand, tmp_path / "run", [TEXT, unlike])
+
+
 class Interrupted:
     """A logger at whose third step somebody presses Ctrl-C."""
 
