@@ -51,6 +51,11 @@ class Quota:
         self._held = Counter(held)
         self._total = sum(held.values())
 
+    @property
+    def is_half_free(self) -> bool:
+        """So little is taken that no owner can have more than its share."""
+        return self._total <= self._capacity // 2
+
     def surplus(self, owner: str) -> int:
         """How much an owner would have to give back to have no more than is free then; 0 or less if it has not."""
         return (self._held[owner] + self._total - self._capacity + 1) // 2

@@ -39,6 +39,8 @@ MOST_TEXT_BYTES = 64 * 2**10
 _FRESH_S = 60.0
 """A session that ended no longer ago is not forgotten: it is being freed, and its client may ask how it ended."""
 _ROWS_PER_JOB = 500
+_MOST_PAUSE_S = 3600.0
+"""Between two looks for what is past its time: each reads all rows of sessions that are over."""
 _DAY_S = 24 * 3600
 _MOST_DAYS = 3660
 ROW_BYTES = 1024
@@ -183,6 +185,7 @@ class KeptRows:
     ) -> None:
         self._database, self._ttl_s, self._clock, self._remove_folder = database, ttl_s, clock, remove_folder
         self._quota = Quota("max_row_bytes", capacity_bytes, "bytes of rows")
+        self._is_counted, self._next_at = False, 0.0
 
     def take(self, owner: str, texts: Mapping[str, Any]) -> None:
         """Counts a row that is about to be written.
@@ -194,12 +197,15 @@ class KeptRows:
         self._quota.take(owner, size_bytes)
 
     async def sweep(self) -> None:
-        """Forgets what is past its time, and of owners above their share what is over; then counts anew."""
-        while await self._forget(self._clock.now() - self._ttl_s):
-            pass
-        while True:
+        """Forgets what is past its time, and of owners above their share what is over; counts rows that may be many."""
+        if (now := self._clock.now()) >= self._next_at:
+            while await self._forget(now - self._ttl_s):
+                pass
+            self._next_at = now + min(self._ttl_s / 10, _MOST_PAUSE_S)
+        while not (self._is_counted and self._quota.is_half_free):
             held = await self._database.read(row_bytes)
             self._quota.reset(held)
+            self._is_counted = True
             above = [owner for owner in held if self._quota.surplus(owner) > 0]
             before = self._clock.now() - _FRESH_S
             if not sum([await self._forget(before, owner) for owner in above]):
