@@ -16,7 +16,7 @@ from fovea.api.v1 import admin_pb2_grpc, gateway_pb2_grpc
 from fovea.runtime.server import ServiceServer, open_files
 from fovea.runtime.tasks import BackgroundTasks, repeat
 from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE
-from fovea.wire.errors import SessionEnded
+from fovea.wire.errors import FoveaError, SessionEnded
 from fovea_gateway.access.owners import LOOK_S
 from fovea_gateway.api import build_api
 from fovea_gateway.grpc_front.admin_servicer import AdminServicer
@@ -182,7 +182,7 @@ class Gateway:
         self._background = BackgroundTasks()
         self.grpc = ServiceServer(
             settings.model_copy(update={"port": settings.grpc_port}), [ADMIN_SERVICE, GATEWAY_SERVICE],
-            begins_traces=True, as_told=named, options=channel_limits(settings), bounds=[BoundedMessages()],
+            begins_traces=True, as_told=self._as_told, options=channel_limits(settings), bounds=[BoundedMessages()],
         )  # fmt: skip
         auth = AuthInterceptor(self.parts.keys, self.parts.owners, self._ready)
         self.grpc.grpc.add_generic_rpc_handlers((auth,))
@@ -257,6 +257,9 @@ class Gateway:
                 logger.info("not ready yet: waiting for %s", ", ".join(missing))
                 said = missing
             await asyncio.sleep(0.5)
+
+    def _as_told(self, error: FoveaError) -> FoveaError:
+        return named(self.parts.paths.hide(error))
 
     def _rest_config(self) -> uvicorn.Config:
         # The other half is for gRPC, services, database and storage.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from fovea.runtime.cautious_clock import CautiousClock
+from fovea.wire.errors import ServerPaths
 from fovea_gateway.access.api_keys import KeyRing
 from fovea_gateway.access.owners import Owners
 from fovea_gateway.access.usage import KeptRows
@@ -68,11 +69,12 @@ class Parts:
         self.keys = KeyRing(self.database, settings.given_keys, settings.host, settings.allowed_host)
         self.owners = Owners(self.database, settings.owner_limits)
         self._clock = clock = CautiousClock()
+        self.paths = ServerPaths([settings.checkpoint_root, str(settings.state_dir.absolute())])
         result_room = ResultRoom(self.database, settings.max_result_bytes)
         self.happenings = Happenings()
         self.futures = Futures(
             self.database, settings.result_ttl_s, max_pending, self.owners, clock, result_room,
-            self.happenings.note_end, lambda session_id: self.sessions.hear(session_id),
+            self.happenings.note_end, lambda session_id: self.sessions.hear(session_id), self.paths.hide,
         )  # fmt: skip
         self.kept_rows = KeptRows(
             self.database, settings.row_room_bytes, settings.ended_ttl_s, clock,

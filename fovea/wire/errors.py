@@ -30,6 +30,9 @@ To add one: add a class with its own `reason`, list it in the tree above, nothin
 the classes themselves.
 """
 
+import os
+import re
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import grpc
@@ -243,6 +246,43 @@ class ModelLost(Unavailable):
 
 class Internal(FoveaError):
     """Our fault."""
+
+
+class ServerPaths:
+    """Takes the server's paths out of errors before clients read them; the logs keep the whole text.
+
+    Args:
+        roots: Folders and fsspec URLs below which checkpoints lie.
+    """
+
+    def __init__(self, roots: Iterable[str]) -> None:
+        forms = {form for root in roots for form in (root, os.path.realpath(root), root.partition("://")[2]) if form}
+        listed = "|".join(re.escape(form.rstrip("/")) for form in sorted(forms, key=len, reverse=True))
+        self._below = re.compile(rf"(?:file://)?(?:{listed})(?P<rest>/[\w.@+=/-]*)?(?![\w-])") if forms else _PATH
+
+    def hide(self, error: FoveaError) -> FoveaError:
+        """Returns the same error with a file's own name, or words, in the place of each path of the server."""
+        message = self._hidden(error.message)
+        metadata = {name: self._hidden(value) for name, value in error.metadata.items()}
+        if message == error.message and metadata == error.metadata:
+            return error
+        return _rebuild(type(error), message, error.field, metadata)
+
+    def _hidden(self, text: str) -> str:
+        return _PATH.sub(_stand_in, self._below.sub(_stand_in, text))
+
+
+_PATH = re.compile(r"(?:\bfile://|(?<![\w:/.~'\"-]))(?!\S*\bv1/)(?P<rest>(?:/[\w.@+=-]+){2,})/?")
+"""A path that a message does not quote: what it quotes is the client's own. The API's paths have v1 in them."""
+_FILE = re.compile(r"[\w.@+=-]+\.(?:json|safetensors|metadata|distcp|npy|db)")
+
+
+def _stand_in(found: re.Match[str]) -> str:
+    rest = found["rest"] or ""
+    name = rest.rstrip("/").rpartition("/")[2]
+    if _FILE.fullmatch(name):
+        return name
+    return "the checkpoint" if rest.strip("/") else "the checkpoints"
 
 
 def _subclasses(cls: type[FoveaError]) -> list[type[FoveaError]]:

@@ -135,7 +135,9 @@ def translate(error: Exception, url: sa.URL) -> Exception:
         return InvalidInput(f"the database cannot keep this: {error.orig}")
     if isinstance(error, sa.exc.OperationalError):
         logger.warning("%s: %s", describe(url), error.orig)
-        return Unavailable(f"the database could not do this now: {error.orig}")
+        # Of PostgreSQL the text names hosts, users and files.
+        words = str(error.orig) if url.get_backend_name() == "sqlite" else "the gateway's log says why"
+        return Unavailable(f"the database could not do this now: {words}")
     return error
 
 

@@ -57,11 +57,12 @@ class Futures:
         result_room: ResultRoom,
         on_end: Callable[[Pending, Outcome], None] = lambda pending, outcome: None,
         on_ask: Callable[[str], None] = lambda session_id: None,
+        as_told: Callable[[FoveaError], FoveaError] = lambda error: error,
     ) -> None:
         self._database = database
         self._result_ttl_s = result_ttl_s
         self._quota, self._owners, self._clock, self._result_room = quota, owners, clock, result_room
-        self._on_end, self._on_ask = on_end, on_ask
+        self._on_end, self._on_ask, self._as_told = on_end, on_ask, as_told
         self._tokens: Counter[str] = Counter()
         self._pending: dict[str, Pending] = {}
         # Owner and outcome by future id.
@@ -171,6 +172,8 @@ class Futures:
         if pending.is_finishing:  # a cancel and a result may meet: the first one counts
             return
         pending.is_finishing = True
+        if outcome.error is not None:
+            outcome = outcome._replace(error=self._as_told(outcome.error))
         # Whoever is woken must find the outcome in the database, even if the work was cancelled while it was written.
         await asyncio.shield(asyncio.create_task(self._keep(pending, outcome, list(also))))
 

@@ -175,6 +175,7 @@ class Endpoints:
         prefix: In front of every path.
         memory: Bytes for what bodies bring, while their requests are answered.
         patience_s: Seconds that a body may take to begin.
+        as_told: Makes of each error what the caller is told.
         on_refusal: Told of each request that ends with an error: the owner, empty if unknown, the route, the error.
     """
 
@@ -186,9 +187,11 @@ class Endpoints:
         memory: Quota,
         patience_s: float,
         on_refusal: Callable[[str, str, FoveaError], None],
+        as_told: Callable[[FoveaError], FoveaError],
     ) -> None:
         self._identify, self._check_rate, self._prefix = identify, check_rate, prefix
         self._memory, self._patience_s, self._on_refusal = memory, patience_s, on_refusal
+        self._as_told = as_told
 
     def route(self, method: str, path: str, handler: Handler, scope: Scope, api: Api = TINKER) -> Route:
         """A route whose caller must have a key of this scope."""
@@ -250,8 +253,9 @@ class Endpoints:
             words = (REQUEST_ID.get(), request.method, request.url.path, error.http_status, error.reason, error)
             logger.info("request %s, %s %s: %d %s: %s", *words)
             metrics.REQUEST_ERRORS.labels(route, error.reason).inc()
-            self._on_refusal(CALLER.get().owner, route, error)
-            return api.answer_error(error)
+            told = self._as_told(error)
+            self._on_refusal(CALLER.get().owner, route, told)
+            return api.answer_error(told)
         except ClientDisconnect:
             metrics.REQUEST_ERRORS.labels(route, "CLIENT_GONE").inc()
             return Response(status_code=499)

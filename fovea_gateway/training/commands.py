@@ -121,7 +121,7 @@ class CommandRunner:
         """
         place = error.metadata.get("place", "the checkpoints")
         logger.warning("%s waits, the disk of %s is full", pending.submission.future_id, place)
-        words = f"the disk of {place} is full: this waits for room, delete checkpoints or have it made larger"
+        words = "the disk of the checkpoints is full: this waits for room, delete checkpoints or have it made larger"
         pending.progress.wait_on(words, QueueState.PAUSED)
         await self._residence.pause(model, min(looks.next_s, looks.left_s))
         looks.lengthen()

@@ -225,6 +225,35 @@ async def test_the_count_of_connections_returns_to_zero(stand: Stand, data: byte
     await none_open(stand)
 
 
+async def test_a_request_has_no_caller_of_another_on_its_connection(stand: Stand) -> None:
+    """A proxy shares connections: the errors of strangers were noted as those of a caller before them."""
+    body = b'{"session_id":"' + b"x" * 300_000 + b'"}'
+    head = b"POST /api/v1/asample HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: tml-local\r\nContent-Length: %d\r\n\r\n"
+    reader, writer = await connect(stand, head % len(body) + body)
+    answers = [await answer_of(reader)]
+    for request in (
+        b"GET /api/v1/exports/a/external_weights/b/c?expires=9&signature=x HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /api/v1/sessions HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: tml-wrong\r\n\r\n",
+    ):
+        writer.write(request)
+        answers.append(await answer_of(reader))
+    writer.close()
+    assert [answer.split()[1] for answer in answers] == [b"400", b"403", b"401"]
+    assert stand.gateway is not None
+    live_state = stand.gateway.parts.live_state
+    await live_state.tick()
+    noted = {error.what for owner, error in live_state.errors(None) if owner}
+    assert noted == {"asample"}
+
+
+async def answer_of(reader: asyncio.StreamReader) -> bytes:
+    """The first line of an answer, whose body is read too."""
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+    length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+    await reader.readexactly(int(length.partition(b":")[2]))
+    return head.partition(b"\r\n")[0]
+
+
 @pytest.mark.parametrize("header", [b"Host: evil.example", b"Host: localhost\r\nOrigin: http://evil.example"])
 @pytest.mark.parametrize("path", [b"/api/v1/sessions", b"/api/v1/live/events", b"/v1/models"])
 async def test_a_site_that_rebinds_its_name_to_this_machine_is_refused(

@@ -4,14 +4,18 @@ import asyncio
 import time
 from typing import Any
 
+import grpc
 import pytest
 import tinker
 from tinker import types
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
+from fovea.api.v1 import gateway_pb2_grpc
+from fovea.wire.errors import InvalidInput, from_rpc_error
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import PROTOBUF, Rest
+from tests.contract.gateway.test_grpc_front import wait
 from tests.waiting import eventually
 
 
@@ -99,6 +103,35 @@ async def test_failed_futures_carry_their_category(stand: Stand, rest: Rest) -> 
 
 def _crash() -> Any:
     return OSError("disk of /secret/place is full")
+
+
+async def test_no_client_reads_a_path_of_the_server(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    assert stand.gateway is not None
+    root = stand.gateway.settings.checkpoint_root
+    stand.trainer.failures["SaveState"] = [
+        InvalidInput(f"{root}/m/weights/a.1 has no weights.q: it was saved from another model", field="uri"),
+        InvalidInput("file:///srv/recovery/m/4/state.json is damaged", field="uri", place="/srv/recovery"),
+    ]
+    told = []
+    for seq_id in (1, 2):
+        saving = await rest.ok("save_weights", model_id=model_id, seq_id=seq_id, path=f"a{seq_id}")
+        answer = await rest.result(saving["request_id"])
+        told.append(answer["error"])
+        async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:
+            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await wait(stub, saving["request_id"])
+        error = from_rpc_error(caught.value)
+        assert (error.message, answer["reason"]) == (told[-1], "INVALID_INPUT")
+        assert "/srv" not in str(error.metadata)
+    assert told == [
+        "the checkpoint has no weights.q: it was saved from another model",
+        "state.json is damaged",
+    ]
+    live_state = stand.gateway.parts.live_state
+    await live_state.tick()
+    assert {error.message for _, error in live_state.errors(None)} == set(told)
 
 
 async def test_sdk_raises_request_failed_with_the_category(stand: Stand) -> None:

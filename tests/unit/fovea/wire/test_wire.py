@@ -101,3 +101,31 @@ def test_a_stream_that_begins_in_the_middle_is_refused() -> None:
     pieces = list(features.iter_pieces("d", {"x": np.zeros((2 * PIECE_BYTES,), np.uint8)}))
     with pytest.raises(errors.Internal, match="without a header"):
         features.FeatureAssembler().feed(pieces[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("/data/ckpt/u/1/adapter_model.safetensors is damaged: cut", "adapter_model.safetensors is damaged: cut"),
+        ("/data/ckpt/m/weights/state holds another model", "the checkpoint holds another model"),
+        ("uri '/data/ckpt/m/a' does not lie there", "uri 'the checkpoint' does not lie there"),
+        ("the disk of /data/ckpt is full, delete some", "the disk of the checkpoints is full, delete some"),
+        ("bucket/x/m/state has format 7", "the checkpoint has format 7"),
+        ("s3://bucket/x/m/state has no weights.q", "the checkpoint has no weights.q"),
+        ("file:///srv/recovery/m/4 cannot be read", "the checkpoint cannot be read"),
+        ("/srv/models/tiny/config.json has no rope", "config.json has no rope"),
+        ("GET /fovea/api/v1/nothing is not offered", None),
+        ("/v1/models does not take the parameter a", None),
+        ("https://a.example/b/c.png answers 404", None),
+        ("tinker://run/weights/state is no export", None),
+        ("the location '/etc/host/name' is no address", None),
+        ("/data/ckpt-of-others/a costs 1/2/3 tokens/s", "the checkpoint costs 1/2/3 tokens/s"),
+    ],
+)
+def test_paths_of_the_server_are_hidden_and_nothing_else(text: str, told: str | None) -> None:
+    paths = errors.ServerPaths(["/data/ckpt", "s3://bucket/x"])
+    error = errors.DiskFull(text, field="uri", place="/data/ckpt")
+    hidden = paths.hide(error)
+    assert (type(hidden), hidden.message, hidden.field) == (errors.DiskFull, told or text, "uri")
+    assert hidden.metadata == {"place": "the checkpoints"}
+    assert error.message == text, "the logs have it"
