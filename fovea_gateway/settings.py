@@ -271,8 +271,9 @@ class GatewaySettings(ServiceSettings):
 
     @property
     def private_folders(self) -> list[Path]:
-        """Those that hold what belongs to the owners of keys, and are Fovea's own."""
-        return [self.state_dir, *([] if self.checkpoint_dir else [Path(self.checkpoint_root)])]
+        """Returns the local folders with what belongs to owners; a new one is for its user alone."""
+        is_local = "://" not in self.checkpoint_root
+        return [self.state_dir, *([Path(self.checkpoint_root)] if is_local else [])]
 
     @property
     def base_models(self) -> list[BaseModelSettings]:

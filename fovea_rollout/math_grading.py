@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -26,6 +27,8 @@ TIMEOUT_S = 10.0
 LONGEST = 1000
 """Characters of an answer: a longer one is wrong."""
 _MEMORY_BYTES = 2 << 30
+_KEPT = ("PATH", "PYTHON", "LANG", "LC_", "LD_LIBRARY_PATH", "TMPDIR")
+"""Beginnings of the environment's variables that the process is given."""
 
 _SPELLINGS = (
     (re.compile(r"√\s*\(?([\w.]+)\)?"), r"\\sqrt{\1}"),
@@ -83,7 +86,12 @@ class _Grader:
         with self._lock:
             if self._process is None:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                    [sys.executable, "-m", __name__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    # What a model writes is evaluated there: no API key may be within its reach.
+                    env={name: value for name, value in os.environ.items() if name.startswith(_KEPT)},
                 )
             reply = _asked(self._process, json.dumps([truth, answer, TIMEOUT_S]))
             if reply is None:

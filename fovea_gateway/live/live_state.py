@@ -11,7 +11,6 @@ import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import sqlalchemy as sa
@@ -44,7 +43,14 @@ _BUSY_S = 60.0
 _MOST_PARTS = 4096
 
 _DENOMINATORS = ("weights:sum", "policy_tokens:sum")
-_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "max": max, "min": min}
+
+
+def _mean(values: list[float]) -> float:
+    """Returns the mean, which is infinite or NaN where the sum is; `statistics.fmean` raises OverflowError there."""
+    return sum(values) / len(values)
+
+
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"mean": _mean, "max": max, "min": min}
 _NOT_SHOWN = ("expert_load/layer_", "loss:", *_DENOMINATORS)
 
 
@@ -138,7 +144,7 @@ class LiveState:
                 for ending in ended:
                     try:
                         await take(ending)
-                    except (FoveaError, ValueError, DecodeError) as error:
+                    except (FoveaError, ValueError, ArithmeticError, DecodeError) as error:
                         logger.info("the page leaves out %s: %s", ending.pending.submission.future_id, error)
             for failure in self._happenings.take_failures():
                 self._take_failure(failure)

@@ -160,6 +160,18 @@ async def test_what_lies_on_the_disk_is_its_users_alone(tmp_path: Path) -> None:
     assert modes["checkpoints"] == "drwx------"
 
 
+@pytest.mark.parametrize("mode", [None, 0o750], ids=["new", "of the operator"])
+async def test_a_folder_for_checkpoints_is_its_users_alone_unless_the_operator_made_it(
+    tmp_path: Path, mode: int | None
+) -> None:
+    place = tmp_path / "checkpoints of all"
+    if mode is not None:
+        place.mkdir()
+        place.chmod(mode)
+    async with running(Stand(tmp_path / "state"), checkpoint_dir=str(place)):
+        assert stat.S_IMODE(place.stat().st_mode) == (mode or 0o700)
+
+
 def _make(database: Path) -> None:
     async def make() -> None:
         opened = Database(f"sqlite:///{database}")

@@ -1,6 +1,7 @@
 """Geometry-3K's protocol, and answers that are the same as mathematics."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,3 +171,17 @@ def test_an_answer_that_never_ends_is_wrong_and_the_next_is_graded(monkeypatch: 
     assert not is_same_answer("12", "9^{9^{9^{9^9}}}!")
     monkeypatch.undo()
     assert is_same_answer("\\sqrt{2}", "2^{1/2}")
+
+
+def test_the_process_that_evaluates_answers_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TINKER_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "a secret of this machine")
+    grader = math_grading._Grader()
+    try:
+        assert grader.compare("\\frac{1}{2}", "0.5")
+        assert grader._process is not None
+        environment = Path(f"/proc/{grader._process.pid}/environ").read_bytes()
+    finally:
+        grader.stop()
+    assert b"PATH=" in environment
+    assert b"a secret" not in environment

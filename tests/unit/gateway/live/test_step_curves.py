@@ -1,5 +1,6 @@
 """Curves keep what a person would see of them, in bounded memory, however long a training lasts."""
 
+import json
 import math
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fovea_gateway.live.live_state import summed
+from fovea_gateway.live.live_view import to_text
 from fovea_gateway.live.step_curves import MOST_METRICS, PLACES, StepCurves
 
 NUMBERS = st.floats(-1e6, 1e6)
@@ -87,3 +89,15 @@ def test_numbers_whose_sum_would_overflow_are_not_drawn() -> None:
     for value in (1e308, 1e308, -1e308, 1e200, 2.0):
         curves.add(0, {"reward": value})
     assert curves.points("reward", 10) == {"step": [0.0], "mean": [5e199]}
+
+
+@pytest.mark.parametrize("name", ["custom/a:mean", "custom/a:sum", "custom/a:max", "loss:sum"])
+@pytest.mark.parametrize("values", [(1e308, 1e308), (math.inf, -math.inf), (math.nan, 1.0)])
+def test_no_numbers_of_a_step_end_what_is_noted_of_others(name: str, values: tuple[float, float]) -> None:
+    """A mean of 1e308 twice raised OverflowError, and what had come of other models was lost with it."""
+    found = summed([{name: value, "weights:sum": 1.0} for value in values])
+    assert len(found) == 1
+    curves = StepCurves()
+    curves.add(1, found)
+    points = [curves.points(one, 10) for one in curves.names]
+    assert json.loads(to_text(points)) == points, "browsers read it"
