@@ -121,6 +121,17 @@ class RetrieveFutures(Body):
     retrieved_request_ids: LongList[str] = Field(default_factory=list)
 
 
+def loadable_name(name: str, tokenizer_id: str) -> str:
+    """Returns the name of a base model by which `SamplingClient.get_tokenizer` of SDK 0.38 finds its tokenizer.
+
+    The SDK gives the name to transformers, so the tokenizer's own name replaces one that the hub cannot have. It also
+    cuts the last part off a name with two slashes (`org/model/variant`), so a path of two gets a third: the same path.
+    """
+    if name.count("/") == 1 and not name.startswith("/"):
+        return name
+    return tokenizer_id.replace("/", "//", 1) if tokenizer_id.count("/") == 2 else tokenizer_id
+
+
 class SamplingRoutes:
     """Handlers of sampling.
 
@@ -160,7 +171,8 @@ class SamplingRoutes:
     async def get(self, request: Request, owner: str) -> Response:
         """Describes a sampling session."""
         sampling = await self._sampling.get(owner, request.path_params["sampling_session_id"])
-        answer = {"sampler_id": sampling.sampling_session_id, "base_model": sampling.base_model}
+        base_model = loadable_name(sampling.base_model, self._sampling.tokenizer_id(sampling.base_model))
+        answer = {"sampler_id": sampling.sampling_session_id, "base_model": base_model}
         return Json(answer | ({"model_path": sampling.model_path} if sampling.model_path else {}))
 
     async def sample(self, request: Request, owner: str) -> Response:

@@ -69,6 +69,11 @@ class Sampling:
         """Positions that the samplers of any base model take at most; 0 before one was seen."""
         return max(base.max_context_length for base in self._base_models)
 
+    def tokenizer_id(self, base_model: str) -> str:
+        """Returns the folder or hub name of a base model's tokenizer; the model's name if it is not served any more."""
+        found = self._base_models.find(base_model)
+        return found.tokenizer_id if found else base_model
+
     async def open(
         self, owner: str, session_id: str, request_seq_id: int, base_model: str, model_path: str
     ) -> SamplingSession:
