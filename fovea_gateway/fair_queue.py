@@ -19,6 +19,11 @@ from dataclasses import dataclass, field
 
 _PATIENCE_S = 1.0
 """For which a place is kept: what comes next has only to be written down."""
+_BRIEF_S = 0.1
+_LONG = 10.0
+"""A place is kept so briefly even for an owner of which nothing is about to come, if the next work of others takes so
+many times as long: a client that sends its next command once it has the answer would wait for that each time.
+"""
 _LEAD = 0.5
 """A place is kept also for who is ahead of others by so much of its last piece: a step after a batch is small."""
 _EVEN = 0.125
@@ -188,8 +193,8 @@ class FairQueue:
     async def _give_way(self, turn: Turn) -> None:
         """Gives a place back that was just got, and waits for one again once that takes it from no client."""
         turn.settle(0.0)
-        self._leave(turn)
         turn.gives_way = True
+        self._leave(turn)
         while True:
             await asyncio.sleep(_LOOK_S)
             if turn.is_wanted() or not self._has_wanted():
@@ -315,15 +320,21 @@ class FairQueue:
         self._forget_absent()
 
     def _keep_place(self, turn: Turn, flow: _Flow) -> None:
-        """Keeps the place of whoever leaves for its next work, if that would start before all that waits, or hardly
-        after."""
-        if self._kept_for or flow.waiting or (first := self._next_start()) is None or not turn.is_followed():
+        """Keeps the place of an owner that leaves for its next work, if that would start before all that waits, or
+        hardly after.
+        """
+        if self._kept_for or flow.waiting or turn.gives_way or (first := self._next_start()) is None:
             return
         last = turn.cost if turn.used is None else turn.used
-        if flow.finish <= first[0] + _LEAD * last:
-            loop = asyncio.get_running_loop()
+        if turn.is_followed():
+            patience_s, lead = _PATIENCE_S, _LEAD * last
+        elif turn.is_timed and self._flows[first[2]].waiting[0].cost > _LONG * 1000 * _BRIEF_S:
+            patience_s, lead = _BRIEF_S, 0.0
+        else:
+            return
+        if flow.finish <= first[0] + lead:
             self._kept_for = turn.owner
-            loop.call_later(_PATIENCE_S, self._give_up, turn.owner)
+            asyncio.get_running_loop().call_later(patience_s, self._give_up, turn.owner)
 
     def _give_up(self, owner: str) -> None:
         """Lets others have a place that was kept."""

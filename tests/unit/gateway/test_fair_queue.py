@@ -136,6 +136,36 @@ async def test_requests_of_one_owner_go_in_their_order_and_those_who_give_up_tak
     line.inside[-1][1].set()
 
 
+def test_an_owner_of_short_work_has_its_share_of_the_seconds_beside_a_flood_of_long_work() -> None:
+    async def work(queue: FairQueue, owner: str, seconds: float, counts: dict[str, int]) -> None:
+        async with queue.place(Turn(owner, 1000 * seconds, is_timed=True)):
+            await asyncio.sleep(seconds)
+        counts[owner] += 1
+
+    async def one_after_another(queue: FairQueue, counts: dict[str, int]) -> None:
+        while True:
+            await work(queue, "b", 0.1, counts)
+            await asyncio.sleep(0.03)  # until its client has the answer, and has sent the next
+
+    async def run() -> None:
+        queue, counts = FairQueue(1, lambda owner: 1.0), {"a": 0, "b": 0}
+        tasks = [asyncio.create_task(work(queue, "a", 5.0, counts)) for _ in range(100)]
+        tasks.append(asyncio.create_task(one_after_another(queue, counts)))
+        await asyncio.sleep(200.0)
+        assert 15 <= counts["a"] <= 22
+        assert counts["b"] > 600, "by turns it would have had one for each of the flood's"
+        tasks[-1].cancel()
+        done = counts["a"]
+        await asyncio.sleep(50.0)
+        assert counts["a"] - done >= 9, "an owner that does not come back keeps no place"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(run())
+
+
 def test_work_that_no_client_waits_for_gives_way_and_loses_nothing() -> None:
     async def run() -> None:
         line = Line()
