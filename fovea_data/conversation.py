@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from fovea.wire.errors import FoveaError, InvalidInput, Unavailable
-from fovea_data.pictures import read_picture
 from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN, read_answer
 from fovea_rollout.messages import Message, Part, Picture, Role
+from fovea_rollout.pictures import PictureColumn, column_pictures, read_picture
 
-_IMAGE_MARK = "<image>"
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content", "weight"}
 _PICTURE_FIELDS = {"image": "image", "image_url": "image_url", "input_image": "image_url"}
 """By a part's type: its field that holds the picture."""
@@ -88,26 +87,15 @@ class RowReader:
         """Reads messages, and the pictures that `row` has in columns. Raises InvalidInput naming `where`."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise InvalidInput(f"{where} must be a list of messages", field=where)
-        pictures = _Column(self._column(row or {}, where), where)
+        pictures = PictureColumn(column_pictures(row or {}, where, self._picture), where)
         read = [self._message(one, f"{where}[{index}]", pictures) for index, one in enumerate(messages)]
-        if not pictures.is_touched and (left := pictures.rest()):
-            first = next((index for index, one in enumerate(read) if one.role == "user"), None)
-            if first is None:
-                raise InvalidInput(f"{where} has no user message, to which its pictures belong", field=where)
-            read[first] = Message("user", (*left, *read[first].parts))
-        if left := pictures.rest():
-            raise InvalidInput(f"{where} leaves {len(left)} pictures of the row without a place", field=where)
+        read = pictures.placed(read)
         return tuple(_normalised(one) for one in read)
-
-    def _column(self, row: Mapping[str, Any], where: str) -> list[Picture]:
-        found = row.get("images") if row.get("images") is not None else row.get("image")
-        values = [] if found is None else found if isinstance(found, (list, tuple)) else [found]
-        return [self._picture(value, f"{where}: picture {index} of the row") for index, value in enumerate(values)]
 
     def _picture(self, value: Any, where: str) -> Picture:
         return read_picture(value, where, folder=self.folder, max_side=self.max_side)
 
-    def _message(self, message: Any, where: str, pictures: _Column) -> Message:
+    def _message(self, message: Any, where: str, pictures: PictureColumn) -> Message:
         if isinstance(message, Message):
             return message
         if not isinstance(message, Mapping):
@@ -127,7 +115,7 @@ class RowReader:
         names = {name: str(message[name]) for name in ("name", "tool_call_id") if message.get(name) is not None}
         return Message(role, parts, **names)
 
-    def _parts(self, content: Any, where: str, pictures: _Column) -> Iterator[Part]:
+    def _parts(self, content: Any, where: str, pictures: PictureColumn) -> Iterator[Part]:
         if isinstance(content, str):
             yield from pictures.spliced(content)
             return
@@ -143,35 +131,6 @@ class RowReader:
                 yield pictures.take(here) if value is None else self._picture(value, here)
             else:
                 raise InvalidInput(f"{where}[{index}].type is {kind!r}; use 'text' or 'image_url'", field=where)
-
-
-class _Column:
-    """The pictures of a row's column, which messages take one after another."""
-
-    def __init__(self, pictures: list[Picture], where: str) -> None:
-        self._pictures, self._where, self._taken = pictures, where, 0
-        self.is_touched = False
-
-    def take(self, where: str) -> Picture:
-        """The next one. Raises InvalidInput if there is none."""
-        self.is_touched = True
-        if self._taken == len(self._pictures):
-            raise InvalidInput(f"{where} is missing: the row has {self._taken} pictures in its column", field=where)
-        self._taken += 1
-        return self._pictures[self._taken - 1]
-
-    def spliced(self, text: str) -> Iterator[Part]:
-        """A text with pictures in the places of its marks; without a column, marks are text."""
-        for place, run in enumerate(text.split(_IMAGE_MARK) if self._pictures else [text]):
-            if place:
-                yield self.take(f"{self._where}: {_IMAGE_MARK}")
-            if run:
-                yield run
-
-    def rest(self) -> list[Picture]:
-        """Those that are left, once."""
-        left, self._taken = self._pictures[self._taken :], len(self._pictures)
-        return left
 
 
 def as_messages(said: Any, role: Role, where: str) -> list[Any]:

@@ -19,7 +19,7 @@ Indices = npt.NDArray[np.int64]
 BLOCKS_IN_MEMORY = 8
 """Blocks of rows that are shuffled with one another, and kept."""
 
-_PICTURE_SUFFIXES = {
+PICTURE_SUFFIXES = {
     ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".heif"
 }  # fmt: skip
 """Files that are read as pictures; the reader refuses by name those that Pillow cannot decode."""
@@ -224,7 +224,7 @@ class Joined(Rows):
 
 
 def _is_picture(file: pathlib.Path) -> bool:
-    return file.suffix.lower() in _PICTURE_SUFFIXES
+    return file.suffix.lower() in PICTURE_SUFFIXES
 
 
 def _existing(path: pathlib.Path) -> pathlib.Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from fovea_data.conversation import Conversation, normalised
 from fovea_data.encoder import Encoder
 from fovea_data.model_export import export_model
 from fovea_data.pictures import read_picture
+from fovea_data.rows import PICTURE_SUFFIXES
 from fovea_rollout.messages import Message, Part, Picture
 
 
@@ -71,11 +73,12 @@ class TunedModel:
         """What the model answers to a message, greedily.
 
         Args:
-            parts: Texts, pictures, and paths of pictures, in order. Pictures are shrunk to `max_side`, as in training.
+            parts: Texts, pictures, and paths of pictures, in order; a text that names a picture's file is a path.
+                Pictures are shrunk to `max_side`, as in training.
             max_tokens: The most tokens of the answer.
         """
-        read: list[Part] = [read_picture(part) if isinstance(part, pathlib.Path) else part for part in parts]
-        return self.answers([(Message("user", tuple(read)),)], max_tokens)[0]
+        read = tuple(_part(part) for part in parts)
+        return self.answers([(Message("user", read),)], max_tokens)[0]
 
     def answers(self, questions: Sequence[Sequence[Message]], max_tokens: int = 256) -> list[str]:
         """What the model answers to each question, greedily. Pictures are shrunk to `max_side`, as in training.
@@ -96,6 +99,15 @@ class TunedModel:
                 for part in message.parts
             ),
         )
+
+
+def _part(part: str | Picture | pathlib.Path) -> Part:
+    if isinstance(part, Picture):
+        return part
+    if isinstance(part, str):
+        names_a_picture = pathlib.PurePath(part[-256:]).suffix.lower() in PICTURE_SUFFIXES and os.path.isfile(part)
+        return read_picture(part) if names_a_picture else part
+    return read_picture(part)
 
 
 def answers(

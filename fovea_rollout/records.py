@@ -8,6 +8,9 @@ An environment that makes its own prompt and reward needs no more than a ticket:
 
     {"prompt": [{"role": "user", "content": "placeholder"}], "env_class": "visgym", "visgym_env_id": "maze_2d/easy"}
 
+Pictures of a column `images` or `image` (files' bytes, `{"bytes": ...}`, paths) take the places of `<image>` in the
+prompt's texts; without that mark they come first in the first user message.
+
 Further columns are kept: they are the environment's business. A field that is null is one that is not there, since
 parquet gives all rows of a column the same fields.
 """
@@ -18,7 +21,7 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +29,8 @@ import numpy as np
 
 from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
 from fovea_rollout.environment import Environment, make
-from fovea_rollout.messages import Message, Picture, parse_messages
+from fovea_rollout.messages import Message, Part, Picture, parse_messages
+from fovea_rollout.pictures import PictureColumn, column_pictures, read_picture
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,23 @@ def parse_record(row: Any, where: str = "record") -> Record:
             f"{where}: reward_spec is {spec!r}; write {{'method': 'rule', 'ground_truth': ...}}, or leave it out",
             field=f"{where}.reward_spec",
         )
-    prompt = parse_messages(found["prompt"], f"{where}: prompt")
+    prompt = _pictured(parse_messages(found["prompt"], f"{where}: prompt"), found, where)
     extra = {name: value for name, value in found.items() if name not in ("prompt", "env_class", "reward_spec")}
     return Record(prompt, found["env_class"], spec, extra)
+
+
+def _pictured(prompt: Sequence[Message], row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
+    """Puts the pictures of a row's column into the places of `<image>` in its prompt, or first. Raises InvalidInput."""
+    folder = pathlib.Path(where.rpartition(":")[0]).parent
+    read = partial(read_picture, folder=folder)
+    column = PictureColumn(column_pictures(row, where, read), f"{where}: prompt")
+    spliced = [replace(message, parts=tuple(_spliced(message.parts, column))) for message in prompt]
+    return tuple(column.placed(spliced))
+
+
+def _spliced(parts: Sequence[Part], column: PictureColumn) -> Iterator[Part]:
+    for part in parts:
+        yield from column.spliced(part) if isinstance(part, str) else [part]
 
 
 def environment_of(record: Record) -> Environment:

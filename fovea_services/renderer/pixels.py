@@ -16,9 +16,11 @@ vLLM 0.32.0 and Pillow's convert("RGB") clip 16-bit grey at 255, which turns alm
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 
 from fovea_services.renderer.chunk_errors import InvalidChunk
 from fovea_services.renderer.image_header import ImageFormat
@@ -30,6 +32,7 @@ _GREY_16_MODES = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 
 # `image_header` has refused what is too large already, by our own limit.
 Image.MAX_IMAGE_PIXELS = None
+_METADATA_TOO_LARGE = ("ecompressed data too large", "MAX_TEXT_MEMORY")
 
 
 def decode(data: bytes, declared: ImageFormat, width: int, height: int) -> Image.Image:
@@ -48,6 +51,11 @@ def decode(data: bytes, declared: ImageFormat, width: int, height: int) -> Image
     except (InvalidChunk, MemoryError):
         raise
     except Exception as error:  # Pillow's decoders raise nearly anything on hostile bytes, and all of it means this.
+        if any(words in str(error) for words in _METADATA_TOO_LARGE):
+            raise InvalidChunk(
+                "size_bytes",
+                "the PNG's metadata (texts, colour profile) is above 64 MiB: save it again without metadata",
+            ) from error
         raise InvalidChunk("corrupt", f"the {declared} is truncated or corrupt: {error}") from error
     return _to_rgb(_upright(image))
 
@@ -55,14 +63,30 @@ def decode(data: bytes, declared: ImageFormat, width: int, height: int) -> Image
 def _load(data: bytes, declared: ImageFormat, width: int, height: int) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Remarks on metadata (EXIF, MPO); the pixels are complete or load() raises.
-        image = Image.open(io.BytesIO(data), formats=[declared])
+        with _room_for_metadata():
+            image = Image.open(io.BytesIO(data), formats=[declared])
         frame_count = getattr(image, "n_frames", 1)
         if declared == "PNG" and frame_count > 1:
             raise InvalidChunk("animated", f"the PNG is animated ({frame_count} frames); send one frame as one image")
         if image.size != (width, height):
             raise InvalidChunk("corrupt", f"the {declared} says {width}x{height} first and {image.size} later")
-        image.load()
+        with _room_for_metadata():
+            image.load()
     return image
+
+
+@contextmanager
+def _room_for_metadata() -> Iterator[None]:
+    """Lets a text or colour profile of a PNG take 64 MiB, Pillow's limit for all of them, instead of 1 MiB.
+
+    Programs write whole workflows into PNGs. A worker's memory is bounded by itself.
+    """
+    before = PngImagePlugin.MAX_TEXT_CHUNK
+    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
+    try:
+        yield
+    finally:
+        PngImagePlugin.MAX_TEXT_CHUNK = before
 
 
 def _upright(image: Image.Image) -> Image.Image:

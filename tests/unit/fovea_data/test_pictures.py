@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from fovea.wire.errors import InvalidInput
 from fovea_data import read_picture
@@ -97,3 +97,50 @@ def film() -> bytes:
 def test_what_is_no_picture_is_refused_by_name(value: object, message: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(InvalidInput, match=message):
         read_picture(value, "rows:3", folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Image.fromarray(np.zeros((4, 4), np.int32)), "32 bits, mode I"),
+        (Image.fromarray(np.zeros((4, 4), np.float32)), "32 bits, mode F"),
+        (np.zeros((4, 4), np.float32), "32 bits, mode F"),
+        (np.zeros((4, 4, 3), np.float32), r"array of float32 \[4, 4, 3\]: give uint8"),
+        (np.zeros((4, 4, 5), np.uint8), r"array of uint8 \[4, 4, 5\]"),
+    ],
+)
+def test_pixels_that_would_be_clipped_are_refused_by_name(value: object, words: str) -> None:
+    """They became black and white without a word."""
+    with pytest.raises(InvalidInput, match=f"^rows.7. .*{words}"):
+        read_picture(value, "rows[7]")
+    if isinstance(value, Image.Image):
+        buffer = io.BytesIO()
+        value.save(buffer, "TIFF")
+        with pytest.raises(InvalidInput, match=words):
+            read_picture(buffer.getvalue(), "rows[7]")
+
+
+@pytest.mark.parametrize("form", ["object", "file"])
+def test_an_animation_is_refused_in_every_form(form: str) -> None:
+    buffer = io.BytesIO()
+    image(200).save(buffer, "GIF", save_all=True, append_images=[image(10)])
+    value = Image.open(buffer) if form == "object" else buffer.getvalue()
+    with pytest.raises(InvalidInput, match="picture is animated: give one of its 2 frames"):
+        read_picture(value)
+
+
+def test_a_truncated_object_is_named() -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (100, 100, 3), np.uint8)).save(buffer, "PNG")
+    value = Image.open(io.BytesIO(buffer.getvalue()[:20_000]))
+    with pytest.raises(InvalidInput, match=r"^rows.7. cannot be read as a picture"):
+        read_picture(value, "rows[7]")
+
+
+def test_metadata_that_is_too_large_is_named() -> None:
+    info = PngImagePlugin.PngInfo()
+    info.add_text("workflow", "x" * 2_000_000, zip=True)
+    buffer = io.BytesIO()
+    image(200).save(buffer, "PNG", pnginfo=info)
+    with pytest.raises(InvalidInput, match=r"metadata .* too large"):
+        read_picture(buffer.getvalue())

@@ -229,3 +229,32 @@ def test_shuffling_follows_the_seed() -> None:
     assert shuffled(records, 1) == shuffled(records, 1)
     assert shuffled(records, 1) != shuffled(records, 2)
     assert sorted(shuffled(records, 1), key=lambda record: int(record.env_class)) == records
+
+
+def _marked(*texts: str, **columns: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": text} for text in texts], "env_class": "count", **columns}
+
+
+def test_pictures_of_a_column_take_the_places_of_marks() -> None:
+    """verl's and EasyR1's rows: the picture was dropped, and the model trained blind."""
+    found = parse_record(
+        _marked("<image>Find x in <image>.", images=[{"bytes": PICTURE.data, "path": None}, WIDE.data])
+    )
+    assert found.prompt[0].parts == (PICTURE, "Find x in ", WIDE, ".")
+    assert parse_record(_marked("Find x.", image=PICTURE.data)).prompt[0].parts == (PICTURE, "Find x.")
+    assert parse_record(_marked("Find x.", images=[], image=PICTURE.data)).prompt[0].pictures == (PICTURE,)
+    assert parse_record(_marked("What is <image>?")).prompt[0].parts == ("What is <image>?",)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (_marked("<image><image>", images=[PICTURE.data]), "<image> is missing: the row has 1 pictures"),
+        (_marked("<image>", images=[PICTURE.data, WIDE.data]), "leaves 1 pictures of the row without a place"),
+        (_marked("<image>", images=[b"no picture"]), "picture 0 of the row cannot be read"),
+        (_marked("x", images=[PICTURE.data], image=WIDE.data), "both images and image"),
+    ],
+)
+def test_a_picture_without_a_place_is_refused_by_row(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^rows.jsonl:3.*{words}"):
+        parse_record(wrong, "rows.jsonl:3")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from fovea_services.renderer import pixels
 from fovea_services.renderer.chunk_errors import InvalidChunk
@@ -127,6 +127,22 @@ def test_exif_orientation_is_applied(orientation: int) -> None:
 def test_unreadable_exif_leaves_the_picture_as_stored() -> None:
     broken = encoded(RGB, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff garbage")
     assert np.array_equal(decoded(broken, "JPEG"), decoded(encoded(RGB, "JPEG"), "JPEG"))
+
+
+def with_metadata(size_bytes: int, compressed: bool) -> bytes:
+    info = PngImagePlugin.PngInfo()
+    info.add_text("workflow", "x" * size_bytes, zip=compressed)
+    return encoded(RGB, pnginfo=info)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_long_text_of_a_png_says_nothing_against_its_pixels(compressed: bool) -> None:
+    assert np.array_equal(decoded(with_metadata(3_000_000, compressed)), pixels_of(RGB))
+
+
+def test_a_text_that_would_fill_the_memory_is_refused_as_metadata() -> None:
+    with pytest.raises(InvalidChunk, match=r"metadata .* is above 64 MiB"):
+        decoded(with_metadata(70 * 2**20, compressed=True))
 
 
 def test_animated_png_is_refused() -> None:
