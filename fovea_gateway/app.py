@@ -180,12 +180,12 @@ class Gateway:
         self._stopping = asyncio.Event()
         self._upkeep = Upkeep(settings, self.parts, self._ready)
         self._background = BackgroundTasks()
+        auth = AuthInterceptor(self.parts.keys, self.parts.owners, self._ready)
         self.grpc = ServiceServer(
             settings.model_copy(update={"port": settings.grpc_port}), [ADMIN_SERVICE, GATEWAY_SERVICE],
-            begins_traces=True, as_told=self._as_told, options=channel_limits(settings), bounds=[BoundedMessages()],
+            begins_traces=True, as_told=self._as_told, options=channel_limits(settings),
+            bounds=[auth, BoundedMessages()],
         )  # fmt: skip
-        auth = AuthInterceptor(self.parts.keys, self.parts.owners, self._ready)
-        self.grpc.grpc.add_generic_rpc_handlers((auth,))
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.parts, settings), self.grpc.grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.parts), self.grpc.grpc)
         self._rest = _RestServer(self._rest_config())

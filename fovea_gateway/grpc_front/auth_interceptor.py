@@ -1,7 +1,7 @@
 """Who may begin a gRPC call, decided before anything of it is waited for; and which scope each method needs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,10 +41,11 @@ _UNCOUNTED = ("WaitFuture", "Heartbeat")
 _PREFIXES = tuple(f"/{service}/" for service in _METHODS)
 
 
-class AuthInterceptor(grpc.GenericRpcHandler):  # type: ignore[misc]
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without a good key, and all calls, with what clients repeat, until the gateway is ready.
 
-    Add this to the server before its services.
+    It must be an interceptor. Since grpcio 1.84 a generic handler before those of the services is passed over, for the
+    methods that stubs register come first: every call was let in, without a key too.
 
     Args:
         keys: Who is let in.
@@ -55,21 +56,30 @@ class AuthInterceptor(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, keys: KeyRing, owners: Owners, ready: asyncio.Event) -> None:
         self._keys, self._owners, self._ready = keys, owners, ready
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        """What refuses a call; None lets it through."""
-        method = handler_call_details.method
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Returns a handler that refuses the call, or the one behind this."""
+        if error := self._problem(handler_call_details):
+            return grpc.stream_stream_rpc_method_handler(partial(_refuse, error))
+        return await continuation(handler_call_details)
+
+    def _problem(self, call: grpc.HandlerCallDetails) -> FoveaError | None:
+        method: str = call.method
         if not method.startswith(_PREFIXES):
             return None
         if not self._ready.is_set():
-            return grpc.stream_stream_rpc_method_handler(partial(_refuse, not_ready()))
+            return not_ready()
         try:
-            caller = self._keys.identify_call(handler_call_details.invocation_metadata)
+            caller = self._keys.identify_call(call.invocation_metadata)
             name = method.rpartition("/")[2]
             caller.require(SCOPES.get(method, Scope.ADMIN), name)
             if name not in _UNCOUNTED:
                 self._owners.check_rate(caller.owner)
         except FoveaError as error:
-            return grpc.stream_stream_rpc_method_handler(partial(_refuse, error))
+            return error
         return None
 
 
