@@ -14,6 +14,7 @@
         Expired                  FAILED_PRECONDITION  410  user     a result was kept long enough
         ResourceExhausted        RESOURCE_EXHAUSTED   429  user     a quota or a queue is full
             DiskFull             RESOURCE_EXHAUSTED   507  server   storage has no room
+            StorageBehind        RESOURCE_EXHAUSTED   503  server   storage must catch up first: ask again soon
         PayloadTooLarge          RESOURCE_EXHAUSTED   413  user     the body is above the limit
         Unauthenticated          UNAUTHENTICATED      401  user     no key, or a wrong one
         PermissionDenied         PERMISSION_DENIED    403  user     somebody else's
@@ -162,6 +163,13 @@ class DiskFull(ResourceExhausted):
     """Storage has no room; nothing half-written is left there."""
 
     reason, http_status = "DISK_FULL", 507
+    category: ClassVar[Category] = "server"
+
+
+class StorageBehind(ResourceExhausted):
+    """Storage works, but more waits to be written than may wait; the same request succeeds a little later."""
+
+    reason, http_status = "STORAGE_BEHIND", 503
     category: ClassVar[Category] = "server"
 
 

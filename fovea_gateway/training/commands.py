@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from fovea.runtime.tasks import Backoff
-from fovea.wire.errors import DiskFull, FoveaError, NotFound, Unavailable
+from fovea.wire.errors import DiskFull, FoveaError, NotFound, StorageBehind, Unavailable
 from fovea_gateway.futures.future import Done, Kind, Outcome, Pending, QueueState, Submission, run_to_outcome
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.replicas.trainer_link import TrainerLink
@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 1.0, 30.0
 """Pauses between two tries to save on a full disk: each try writes what there is room for."""
+
+_BEHIND_S = 0.5
+"""The pause before a command is tried again that waits for durable points: the trainer keeps its place in the line."""
 
 Command = Callable[[Model, Pending, bytes], Awaitable[Done]]
 
@@ -92,6 +95,12 @@ class CommandRunner:
         if not is_creation:
             await self._models.check_ready(model)
             await self._residence.require(model, pending)
+        while submission.kind is Kind.FORWARD_BACKWARD and self._journal.must_wait(model):
+            words = (
+                "the journal is full (max_journal_bytes): this waits until the trainer has written a durable point of "
+                "this model"
+            )
+            await self._wait_a_little(model, pending, words, _BEHIND_S)
         if submission.kind is Kind.SAVE_FOR_SAMPLER:
             model.next_snapshot += 1
         pending.begin()
@@ -109,6 +118,8 @@ class CommandRunner:
                 if is_creation:
                     raise
                 await self._residence.mend(model, pending, error, asked)
+            except StorageBehind as error:
+                await self._wait_a_little(model, pending, error.message, _BEHIND_S)
             except DiskFull as error:
                 if looks.is_over:
                     raise
@@ -122,9 +133,13 @@ class CommandRunner:
         place = error.metadata.get("place", "the checkpoints")
         logger.warning("%s waits, the disk of %s is full", pending.submission.future_id, place)
         words = "the disk of the checkpoints is full: this waits for room, delete checkpoints or have it made larger"
-        pending.progress.wait_on(words, QueueState.PAUSED)
-        await self._residence.pause(model, min(looks.next_s, looks.left_s))
+        await self._wait_a_little(model, pending, words, min(looks.next_s, looks.left_s))
         looks.lengthen()
+
+    async def _wait_a_little(self, model: Model, pending: Pending, words: str, seconds: float) -> None:
+        """Tells the client what its command waits for. Raises what `Residence.require` does."""
+        pending.progress.wait_on(words, QueueState.PAUSED)
+        await self._residence.pause(model, seconds)
         await self._residence.require(model, pending)  # the trainer may have restarted meanwhile
         pending.progress.wait_on("running")
 

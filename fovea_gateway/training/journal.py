@@ -7,8 +7,10 @@ the gradients.
 
 import hashlib
 import logging
+import math
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,9 @@ _TABLES = (journal, journal_requests, journal_numerics)
 _CHANGING = (Kind.CREATE_MODEL, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_STATE, Kind.SAVE_FOR_SAMPLER)
 _CLEARED = (FailedPrecondition, ResourceExhausted)
 """What a step fails with that dropped the gradients; anything else was refused before it touched them."""
+
+_STALLED_S = 300.0
+"""A trainer whose durable points have not advanced for so long is taken to have storage that fails."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +66,25 @@ class Journal:
     """The entries of all models.
 
     Args:
-        capacity_bytes: Of all requests in it. An owner may keep as much as is free; above that, its model with the most
-            can be restored only from its next durable point.
+        capacity_bytes: Of all requests in it. An owner may keep as much as is free. Above that, its models wait for
+            their next durable points; if none come, its model with the most can be restored only from its next one.
+        clock: Seconds, of any origin.
     """
 
-    def __init__(self, database: Database, models: Models, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        database: Database,
+        models: Models,
+        capacity_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._database, self._models = database, models
         self._capacity_bytes = capacity_bytes
+        self._clock = clock
         self._trimmed: dict[str, dict[str, int]] = {}
+        self._advanced_at = -math.inf
+        self._changes: dict[str, int] = {}  # the last change of each model's weights, by seq_id
+        self._full_owners: set[str] = set()
 
     def record(
         self,
@@ -92,6 +108,8 @@ class Journal:
             return []
         if submission.kind is Kind.CREATE_MODEL:
             model.journaled_since = 0
+        if submission.kind in (Kind.OPTIM_STEP, Kind.LOAD_STATE) and error is None:
+            self._changes[model.model_id] = submission.seq_id
         entry = Entry(
             model.model_id, submission.seq_id, model.owner, model.session_id, submission.kind,
             drops_gradients or is_cleared, done.subject, digest_of(done.result),
@@ -112,6 +130,8 @@ class Journal:
         said = trainer.info.durable_seq_ids if trainer.info is not None else {}
         trimmed = self._trimmed.get(trainer.address, {})
         until = {model_id: seq_id for model_id, seq_id in said.items() if trimmed.get(model_id) != seq_id}
+        if until:
+            self._advanced_at = self._clock()
         for model_id, seq_id in until.items():
             model = self._models.find(model_id)
             if model is not None and model.journaled_since is not None:
@@ -120,22 +140,35 @@ class Journal:
             await self._database.write(lambda connection: _trim(connection, until))
         self._trimmed[trainer.address] = dict(said)
 
+    def must_wait(self, model: Model) -> bool:
+        """Says whether a model's requests must wait: its owner's share is full, and its next point makes room."""
+        return model.owner in self._full_owners and self._awaits_point(model.model_id)
+
     async def bound(self) -> None:
-        """Gives up what an owner keeps beyond its share: the trainer's storage has failed for long."""
+        """Has an owner's models wait while it keeps more than its share; gives up the largest if no points come."""
         sizes = await self._database.read(_sizes)
         of_owner: Counter[str] = Counter()
         for (owner, _), size_bytes in sizes.items():
             of_owner[owner] += size_bytes
         metrics.JOURNAL_BYTES.set(of_owner.total())
-        for owner, held in of_owner.items():
-            if held > self._capacity_bytes - of_owner.total():
-                of_model = {model_id: size for (other, model_id), size in sizes.items() if other == owner}
-                await self._give_up(max(of_model, key=lambda model_id: of_model[model_id]))
+        full = {owner for owner, held in of_owner.items() if held > self._capacity_bytes - of_owner.total()}
+        works = self._clock() - self._advanced_at < _STALLED_S
+        self._full_owners = {owner for owner, name in sizes if owner in full and works and self._awaits_point(name)}
+        for owner in full - self._full_owners:
+            of_model = {model_id: size for (other, model_id), size in sizes.items() if other == owner}
+            await self._give_up(max(of_model, key=lambda model_id: of_model[model_id]))
 
     async def forget(self, model_ids: Iterable[str]) -> None:
         """Drops what is kept of models that are over."""
         over = list(model_ids)
+        for model_id in over:
+            self._changes.pop(model_id, None)
         await self._database.write(lambda connection: _drop(connection, over))
+
+    def _awaits_point(self, model_id: str) -> bool:
+        """Says whether a change of a model's weights is in no durable point yet: the trainer will write one."""
+        durable = max((said.get(model_id, 0) for said in self._trimmed.values()), default=0)
+        return self._changes.get(model_id, 0) > durable
 
     async def _give_up(self, model_id: str) -> None:
         model = self._models.use(await self._models.load(model_id))

@@ -1,7 +1,9 @@
 """Which model is made durable when: on rank 0, beside what clients ask for. One state or snapshot is written at a time.
 
-A model that changes again before its turn is written once, as it is then. Snapshots go first: a state is durable only
-once the snapshots taken before it are.
+A model that changes again before its turn is written once, as it is then. A model's state is written only once the
+snapshots that were taken of it before are. While both wait, states and snapshots get equal shares of the storage in
+bytes, so that each model gets a new point within a bounded number of snapshots, however many models there are.
+Snapshots that wait to be written take a bounded number of bytes: above it, taking another one is refused for now.
 """
 
 import asyncio
@@ -9,12 +11,12 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fovea.wire.errors import NotFound, Unavailable
+from fovea.wire.errors import NotFound, StorageBehind, Unavailable
 from fovea_services.trainer import command_queue, trainer_metrics
 from fovea_services.trainer.command_queue import CommandQueue
 from fovea_services.trainer.settings import TrainerSettings
@@ -27,6 +29,9 @@ T = TypeVar("T")
 MOST_PAUSE_S = 60.0
 """Between two tries to write to storage that fails."""
 
+LINE_S = 5.0
+"""A model that was told to wait, and has not asked again for so long, loses its place in the line."""
+
 
 @dataclass
 class _Model:
@@ -38,6 +43,7 @@ class _Model:
         since: When it was first found to have changed since.
         next_at: When the next point may be begun.
         wanted: Callers that wait for it to be durable.
+        turn: Held while a snapshot of it is taken, and while its next state is copied.
     """
 
     durable: int | None = None
@@ -45,15 +51,17 @@ class _Model:
     since: float = math.inf
     next_at: float = 0.0
     wanted: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Taken:
-    """A snapshot that waits to be written; pinned while memory must not drop it."""
+    """A snapshot that is being taken, or waits to be written; pinned while memory must not drop it."""
 
     model_id: str
     snapshot_id: str
-    pinned: bool = True
+    size_bytes: int
+    pinned: bool = False
 
 
 class RecoveryKeeper:
@@ -71,6 +79,9 @@ class RecoveryKeeper:
         self._engine = engine
         self._models: dict[str, _Model] = {}
         self._snapshots: deque[_Taken] = deque()
+        self._taking: set[_Taken] = set()
+        self._line: dict[str, tuple[int, float]] = {}  # models that wait: bytes, and when they asked last
+        self._ahead_bytes = 0  # of snapshots, before states
         self._work = asyncio.Event()
         self._tried = asyncio.Condition()
         self._failures = 0
@@ -79,6 +90,7 @@ class RecoveryKeeper:
         self._paused_until = 0.0
         trainer_metrics.DURABLE_LAG_COMMANDS.set_function(lambda: max(map(self._lag_of, list(self._models)), default=0))
         trainer_metrics.DURABLE_LAG_SECONDS.set_function(self._lag_seconds)
+        trainer_metrics.DURABLE_WAITING_BYTES.set_function(lambda: self.waiting_bytes)
 
     @property
     def durable_seq_ids(self) -> dict[str, int]:
@@ -95,11 +107,36 @@ class RecoveryKeeper:
         """To be called when a model was made from its point."""
         self._models[model_id] = _Model(durable=seq_id)
 
-    def taken(self, model_id: str, snapshot_id: str) -> None:
-        """To be called after an adapter's snapshot was taken that no other storage has."""
-        self._engine().adapters.pin(snapshot_id)
-        self._snapshots.append(_Taken(model_id, snapshot_id))
-        self._work.set()
+    @asynccontextmanager
+    async def taking(self, model_id: str, snapshot_id: str, size_bytes: int) -> AsyncIterator[None]:
+        """Surrounds the taking of an adapter's snapshot that no other storage has, and then has it written.
+
+        No state of the model is copied meanwhile: a state is durable only once the snapshots before it are.
+
+        Args:
+            size_bytes: What the snapshot takes in memory.
+
+        Raises:
+            StorageBehind: With it, more bytes would wait to be written than `--snapshot-memory-mib`.
+        """
+        self._admit(model_id, size_bytes)
+        taken = _Taken(model_id, snapshot_id, size_bytes)
+        self._taking.add(taken)
+        try:
+            async with self._models.setdefault(model_id, _Model()).turn:
+                yield
+                if not self._failure:  # else memory may drop it: storage may fail for long
+                    self._engine().adapters.pin(snapshot_id)
+                    taken.pinned = True
+                self._snapshots.append(taken)
+        finally:
+            self._taking.remove(taken)
+            self._work.set()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the snapshots that memory keeps until they are written."""
+        return sum(taken.size_bytes for taken in list(self._snapshots) if taken.pinned)
 
     async def flush(self, model_id: str) -> tuple[int, int]:
         """Waits until a model and its snapshots are durable; returns the last command in the point, and bytes kept.
@@ -171,27 +208,32 @@ class RecoveryKeeper:
         now = time.monotonic()
         if now < self._paused_until and not wanted:
             return False
-        if self._snapshots:
-            await self._write_snapshot(self._snapshots[0])
-            return True
         due = [
             (model.since, model_id)
             for model_id, model in self._models.items()
             if self._lag_of(model_id) and (model.wanted or model.next_at <= now)
         ]
-        if not due:
+        if not due or not self._snapshots:
+            self._ahead_bytes = 0  # only what waited meanwhile has a claim
+        if self._snapshots and (not due or self._ahead_bytes <= 0):
+            await self._write_snapshot(self._snapshots[0])
+        elif due:
+            await self._write_state(min(due)[1])
+        else:
             return False
-        await self._write_state(min(due)[1])
         return True
 
     async def _write_state(self, model_id: str) -> None:
         model, began = self._models[model_id], time.monotonic()
         model.next_at = began + self._lag_s
-        try:
-            state = await self._queue.submit(command_queue.KeepState(model_id))
-        except NotFound:
-            self._models.pop(model_id, None)  # freed meanwhile
-            return
+        async with model.turn:
+            while own := next((taken for taken in self._snapshots if taken.model_id == model_id), None):
+                await self._write_snapshot(own)
+            try:
+                state = await self._queue.submit(command_queue.KeepState(model_id))
+            except NotFound:
+                self._models.pop(model_id, None)  # freed meanwhile
+                return
         size_bytes = await asyncio.wrap_future(state.written)
         if self._models.get(model_id) is not model:  # freed meanwhile: its files go next
             return
@@ -214,6 +256,7 @@ class RecoveryKeeper:
         if self._failure:
             logger.info("storage of recovery works again")
         self._failure, self._pause_s, self._paused_until = "", 0.0, 0.0
+        self._ahead_bytes += size_bytes if kind == "snapshot" else -size_bytes
         trainer_metrics.DURABLE_BYTES.labels(kind).inc(size_bytes)
 
     async def _failed(self, error: Exception) -> None:
@@ -253,6 +296,29 @@ class RecoveryKeeper:
         if any(taken.model_id == model_id for taken in self._snapshots):
             return True
         return model_id in self._models and self._lag_of(model_id) > 0
+
+    def _admit(self, model_id: str, size_bytes: int) -> None:
+        """Raises StorageBehind unless a snapshot has room beside those that wait and those of models ahead in line.
+
+        Storage that fails keeps no client waiting: snapshots are not kept for it, see `_failed`.
+        """
+        now = time.monotonic()
+        self._line = {name: place for name, place in self._line.items() if place[1] > now - LINE_S}
+        held = self.waiting_bytes + sum(taken.size_bytes for taken in self._taking)
+        before = 0
+        for name, (its_bytes, _) in self._line.items():
+            if name == model_id:
+                break
+            before += its_bytes
+        most = self._engine().adapters.max_bytes
+        if held + before and held + before + size_bytes > most and not self._failure:
+            self._line[model_id] = (size_bytes, now)
+            raise StorageBehind(
+                f"recovery's storage is behind: {held / 2**20:.0f} MiB of snapshots wait to be written, of at most "
+                f"{most / 2**20:.0f} MiB (--snapshot-memory-mib), and {len(self._line)} models wait to take the next: "
+                "this waits until storage has caught up"
+            )
+        self._line.pop(model_id, None)
 
     def _unpin(self, taken: _Taken) -> None:
         if taken.pinned:

@@ -97,7 +97,12 @@ class TrainerSettings(ServiceSettings):
         description="The least seconds between two durable points of one model; 0 writes as often as storage takes it.",
     )
     fetch_timeout_s: float = Field(60.0, gt=0, description="Deadline for fetching vision tensors from one renderer.")
-    snapshot_memory_mib: int = Field(4096, ge=0, description="Snapshots held in memory; the newest of a model stays.")
+    snapshot_memory_mib: int = Field(
+        4096,
+        ge=0,
+        description="Snapshots held in memory; the newest of a model stays. Unnamed snapshots of adapters that are not "
+        "yet written to --recovery take no more than this: above it, the next save_weights_for_sampler waits.",
+    )
     transfer_address: str = Field(
         "",
         description="Address of this machine at which samplers reach it, and pushes listen; empty takes --host, or the "

@@ -41,6 +41,10 @@ DURABLE_LAG_COMMANDS = Gauge(
 DURABLE_LAG_SECONDS = Gauge(
     "fovea_trainer_durable_lag_seconds", "Seconds since the first change of weights that is in no durable point."
 )
+DURABLE_WAITING_BYTES = Gauge(
+    "fovea_trainer_durable_waiting_bytes",
+    "Bytes of unnamed snapshots that memory keeps until they are written; at --snapshot-memory-mib new ones wait.",
+)
 DURABLE_BYTES = Counter("fovea_trainer_durable_bytes_total", "Bytes of durable points and snapshots written.", ["kind"])
 DURABLE_SECONDS = Histogram(
     "fovea_trainer_durable_seconds",

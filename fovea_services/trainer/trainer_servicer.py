@@ -26,6 +26,7 @@ from fovea_services.trainer.losses.custom import Custom
 from fovea_services.trainer.model.lora import LoraSettings
 from fovea_services.trainer.model.optimizer import Adam
 from fovea_services.trainer.model.sharding import dtype_name
+from fovea_services.trainer.model.trained_model import AdapterModel
 from fovea_services.trainer.rank_worker import RankWorker
 from fovea_services.trainer.recovery_keeper import RecoveryKeeper
 from fovea_services.trainer.reply_cache import ReplyCache
@@ -192,9 +193,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.TakeSnapshotResponse:
         _require(request.snapshot_id, "snapshot_id")
         command = command_queue.TakeSnapshot(request.model_id, request.snapshot_id, request.uri, request.is_export)
-        snapshot = await self._queue.submit(command)
-        if self._keeper is not None and not request.uri and snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
-            self._keeper.taken(request.model_id, request.snapshot_id)
+        model = self._engine().models.get(request.model_id)
+        if self._keeper is not None and not request.uri and isinstance(model, AdapterModel):
+            async with self._keeper.taking(request.model_id, request.snapshot_id, model.snapshot_bytes):
+                snapshot = await self._queue.submit(command)
+        else:
+            snapshot = await self._queue.submit(command)
         return trainer_pb2.TakeSnapshotResponse(snapshot=snapshot)
 
     async def PushSnapshot(

@@ -172,6 +172,11 @@ class AdapterModel(TrainedModel):
         cast = 0 if dtype == torch.float32 else dtype.itemsize
         return count * ((2 + len(MOMENTS)) * torch.float32.itemsize + cast)
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Size of a snapshot: the trained weights alone, in float32."""
+        return self.weights.whole_size * torch.float32.itemsize
+
     def activate(self) -> None:
         self._injector.activate(self.weights)
 

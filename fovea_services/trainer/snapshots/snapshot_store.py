@@ -53,7 +53,7 @@ class SnapshotStore:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._held: OrderedDict[str, StoredSnapshot] = OrderedDict()
         self._newest: dict[str, str] = {}
         self._pins: Counter[str] = Counter()
@@ -63,14 +63,14 @@ class SnapshotStore:
         """Drops what `put` would drop for a snapshot of that size, before it is made: two sets may not fit at once."""
         with self._lock:
             kept = {name for model, name in self._newest.items() if model != identity.model_id}
-            self._shrink(self._max_bytes - size_bytes, {*kept, identity.snapshot_id})
+            self._shrink(self.max_bytes - size_bytes, {*kept, identity.snapshot_id})
 
     def put(self, snapshot: StoredSnapshot) -> None:
         """Holds a snapshot as the newest of its model."""
         with self._lock:
             self._held[snapshot.identity.snapshot_id] = snapshot
             self._newest[snapshot.identity.model_id] = snapshot.identity.snapshot_id
-            self._shrink(self._max_bytes, set(self._newest.values()))
+            self._shrink(self.max_bytes, set(self._newest.values()))
 
     def _shrink(self, max_bytes: int, kept: set[str]) -> None:
         total = sum(_global_bytes(held) for held in self._held.values())
@@ -114,7 +114,7 @@ class SnapshotStore:
         with self._lock:
             self._pins[snapshot_id] -= 1
             self._pins += Counter()  # without those at zero
-            self._shrink(self._max_bytes, set(self._newest.values()))
+            self._shrink(self.max_bytes, set(self._newest.values()))
 
     def drop(self, snapshot_id: str) -> None:
         """Forgets a snapshot; unknown ones are no error."""

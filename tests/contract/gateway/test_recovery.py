@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 
+from fovea.api.v1 import trainer_pb2
 from fovea.client import GatewayClient
-from fovea.wire.errors import DiskFull, NotFound, PermissionDenied, ResourceExhausted, Unavailable
+from fovea.wire.errors import (
+    DiskFull,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    StorageBehind,
+    Unavailable,
+)
 from fovea_gateway.futures.future import Kind, Pending
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.scopes import Scope
@@ -253,6 +261,63 @@ async def test_a_full_journal_gives_up_and_says_so(
         lost = await rest.result((await rest.forward_backward(model_id, 7)).json()["request_id"])
         assert lost["reason"] == "MODEL_LOST"
         assert "no durable point" in lost["error"]
+
+
+async def test_a_full_journal_waits_for_points_while_they_come(
+    tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fovea_gateway.app._JOURNAL_S", 3600.0)  # the test tends it
+    stand = RecoveringStand(tmp_path)
+    async with running(stand, database_url=database_url, max_journal_bytes=1000) as _, stand.http() as http:
+        rest = Rest(http)
+        quick, slow = await rest.create_model(), await rest.create_model(1)
+        gateway = stand.gateway
+        assert gateway is not None
+        parts = gateway.parts
+        (trainer,) = parts.base_models.trainers
+
+        async def tend() -> None:
+            await trainer.look_again()
+            await parts.journal.trim(trainer)
+            await parts.journal.bound()
+
+        await answers(rest, await submit(rest, quick, 1, 1))
+        stand.trainer.is_disk_slow = True
+        await answers(rest, await submit(rest, slow, 1, 2))
+        await tend()  # a point came, of the other model
+        waits = (await rest.forward_backward(slow, 7)).json()["request_id"]
+
+        async def says_why() -> bool:
+            answer = (await rest.poll(waits)).json()
+            return (
+                answer.get("queue_state") == "paused_capacity" and "max_journal_bytes" in answer["queue_state_reason"]
+            )
+
+        await eventually(says_why)
+        assert (await parts.models.load(slow)).journaled_since == 0, "nothing is given up"
+        assert [entry.seq_id for entry in await parts.journal.entries(slow)] == list(range(7))
+        stand.trainer.is_disk_slow = False
+        stand.trainer._keep(slow, 6, trainer_pb2.OptimStepResponse())
+        await tend()
+        assert "error" not in await rest.result(waits)
+
+
+async def test_a_snapshot_waits_for_storage_and_says_why(stand: RecoveringStand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    words = "recovery's storage is behind: 4096 MiB of snapshots wait to be written"
+    stand.trainer.failures["TakeSnapshot"] = [StorageBehind(words)] * 1000
+    saving = await rest.ok("save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=0)
+    step = (await rest.optim_step(model_id, 2))["request_id"]
+
+    async def says_why() -> bool:
+        answer = (await rest.poll(saving["request_id"])).json()
+        return answer.get("queue_state") == "paused_capacity" and words in answer["queue_state_reason"]
+
+    await eventually(says_why)
+    stand.trainer.failures["TakeSnapshot"] = []
+    assert "sampling_session_id" in await rest.result(saving["request_id"])
+    assert "error" not in await rest.result(step)
+    assert stand.trainer.names().index("OptimStep") > stand.trainer.names().index("TakeSnapshot")
 
 
 async def test_what_failed_is_not_run_again(stand: RecoveringStand, rest: Rest) -> None:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fovea.api.v1 import weights_pb2
-from fovea.wire.errors import NotFound, Unavailable
+from fovea.wire.errors import NotFound, StorageBehind, Unavailable
 from fovea_services.trainer.command_queue import CommandQueue, KeepState, Shutdown, resolve
 from fovea_services.trainer.model.lora import LoraInjector, LoraSettings
 from fovea_services.trainer.model.model_family import LoraTarget, Role
@@ -80,15 +81,19 @@ class Trainer:
             self.engine.recovery.changed(model_id, seq_id, {"seq_id": seq_id})
             self.keeper.changed(model_id)
 
-    def take(self, model_id: str, snapshot_id: str) -> None:
+    async def take(self, model_id: str, snapshot_id: str) -> None:
         """As TakeSnapshot does without a place."""
+        async with self.keeper.taking(model_id, snapshot_id, self.engine.models[model_id].snapshot_bytes):
+            self.freeze(model_id, snapshot_id)
+
+    def freeze(self, model_id: str, snapshot_id: str) -> None:
+        """As the rank's thread does."""
         tensors = dict(self.engine.models[model_id].weights.named(self.engine.models[model_id].weights.flat.detach()))
         specs = specs_of(tensors)
         identity = weights_pb2.Snapshot(snapshot_id=snapshot_id, model_id=model_id)
         held = StoredSnapshot(identity, {PACKED: packed(specs, tensors.values())}, specs, LORA.message())
         self.engine.adapters.put(held)
         self.snapshots.append(snapshot_id)
-        self.keeper.taken(model_id, snapshot_id)
 
     def hold(self) -> threading.Event:
         """Makes storage slow: nothing is written until this is set."""
@@ -134,11 +139,11 @@ async def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
 
 async def test_snapshots_come_before_states_and_what_changed_first_comes_first(trainer: Trainer) -> None:
     slow = trainer.hold()
-    trainer.take("b", "b@1")
+    await trainer.take("b", "b@1")
     await eventually(lambda: trainer.engine.adapters.get("b@1") is not None)
     trainer.change("a", 1, 2)
     trainer.change("b", 1)
-    trainer.take("a", "a@1")
+    await trainer.take("a", "a@1")
     trainer.change("a", 3)
     slow.set()
     await eventually(lambda: trainer.durable(a=3, b=1))
@@ -177,7 +182,7 @@ async def test_storage_that_fails_costs_nothing_but_time(trainer: Trainer, tmp_p
     await trainer.keeper.kept("a")  # the sweep at the start is over
     in_the_way = tmp_path / "recovery"
     in_the_way.write_text("no folder can be made here")
-    trainer.take("a", "a@1")
+    await trainer.take("a", "a@1")
     trainer.change("a", 1)
     with pytest.raises(Unavailable, match="cannot be made durable"):
         await trainer.keeper.flush("a")
@@ -192,7 +197,7 @@ async def test_what_waits_of_a_model_that_is_freed_is_not_written(trainer: Train
     slow = trainer.hold()
     trainer.change("b", 1)
     await eventually(lambda: len(trainer.copied) == 1)
-    trainer.take("a", "a@1")
+    await trainer.take("a", "a@1")
     trainer.change("a", 1)
     del trainer.engine.models["a"]
     trainer.engine.recovery.forget("a")
@@ -216,3 +221,81 @@ async def test_a_model_that_is_freed_while_its_point_is_written_is_no_failure_of
     slow.set()
     assert (await waits)[0] == 1
     assert trainer.durable(b=1)
+
+
+async def test_snapshots_that_wait_take_no_more_than_their_bound_and_models_are_told_to_wait_in_turn(
+    trainer: Trainer,
+) -> None:
+    size_bytes = trainer.engine.models["a"].snapshot_bytes
+    trainer.engine.adapters.max_bytes = 2 * size_bytes
+    slow = trainer.hold()
+    await trainer.take("a", "a@1")
+    await trainer.take("a", "a@2")
+    for model_id in ("b", "a"):
+        with pytest.raises(StorageBehind, match="snapshot-memory-mib"):
+            await trainer.take(model_id, f"{model_id}@3")
+    assert trainer.keeper.waiting_bytes == 2 * size_bytes
+    slow.set()
+    await eventually(lambda: not trainer.keeper.waiting_bytes)
+    again = trainer.hold()
+    trainer.engine.adapters.max_bytes = size_bytes
+    with pytest.raises(StorageBehind):
+        await trainer.take("a", "a@3")  # b has asked before it
+    await trainer.take("b", "b@3")
+    again.set()
+    await eventually(lambda: not trainer.keeper.waiting_bytes)
+    await trainer.take("a", "a@3")
+    await trainer.keeper.flush("a")
+    assert list(filter(trainer.folder.find_snapshot, trainer.snapshots)) == ["a@1", "a@2", "b@3", "a@3"]
+
+
+async def test_storage_that_fails_makes_no_snapshot_wait(trainer: Trainer, tmp_path: Path) -> None:
+    await trainer.keeper.kept("a")
+    (tmp_path / "recovery").write_text("no folder can be made here")
+    trainer.engine.adapters.max_bytes = trainer.engine.models["a"].snapshot_bytes
+    await trainer.take("a", "a@1")
+    with pytest.raises(Unavailable):
+        await trainer.keeper.flush("a")
+    for number in (2, 3, 4):
+        await trainer.take("a", f"a@{number}")
+    assert trainer.keeper.waiting_bytes == 0
+
+
+async def test_a_state_waits_for_a_snapshot_that_is_being_taken_before_it(trainer: Trainer) -> None:
+    async with trainer.keeper.taking("a", "a@1", 1):
+        trainer.change("a", 1)
+        await trainer.keeper.kept("a")  # its turn has come
+        trainer.freeze("a", "a@1")
+    await eventually(lambda: trainer.durable(a=1))
+    assert trainer.copied == [("a", 1, ["a@1"])]
+
+
+async def test_every_model_gets_points_however_many_are_sampled_after_each_step(trainer: Trainer) -> None:
+    """Storage is always behind here: each model takes its next step as soon as its last snapshot was let in."""
+    model_ids, steps = [f"m{number}" for number in range(6)], 16
+    for model_id in model_ids:
+        trainer.create(model_id)
+    most = trainer.engine.adapters.max_bytes = 4 * trainer.engine.models["m0"].snapshot_bytes
+    held: list[int] = []
+
+    async def train(model_id: str) -> None:
+        for step in range(1, steps + 1):
+            trainer.change(model_id, step)
+            while True:
+                try:
+                    await trainer.take(model_id, f"{model_id}@{step}")
+                    break
+                except StorageBehind:
+                    held.append(trainer.keeper.waiting_bytes)
+                    await asyncio.sleep(0.001)
+
+    await asyncio.gather(*map(train, model_ids))
+    while_training = list(trainer.copied)
+    for model_id in model_ids:
+        await trainer.keeper.flush(model_id)
+    assert trainer.durable(**dict.fromkeys(model_ids, steps))
+    assert most / 2 < max(held) <= most
+    for model_id in model_ids:
+        kept = [seq_id for copied, seq_id, _ in while_training if copied == model_id]
+        gaps = [after - before for before, after in pairwise([0, *kept, steps])]
+        assert max(gaps) <= 6, f"points of {model_id}: {kept}"
