@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from fovea.runtime.model_files import read_json
+from fovea.wire.conventions import EXPERTS_NOTE, PEFT_READS_EXPERTS_OF
 from fovea.wire.errors import InvalidInput
 from fovea_data.base_model import copy_small_files
 
@@ -140,6 +141,39 @@ def spread_shared_experts(adapter: pathlib.Path) -> None:
         name.removeprefix(_PREFIX).removesuffix(suffix) for name in spread if name.endswith(suffix)
     ]
     (adapter / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+UNTIE = """\
+head = model.get_output_embeddings()
+head.weight = torch.nn.Parameter(head.weight.detach().clone())
+for config in (model.config, model.config.get_text_config()):
+    config.tie_word_embeddings = False
+"""
+"""Gives a model of transformers an unembedding of its own, so that PEFT merges an adapter of it into that alone."""
+
+
+def notes_of(adapter: pathlib.Path, base: pathlib.Path) -> dict[str, str]:
+    """Sentences on what PEFT makes of an adapter otherwise than Fovea and vLLM do, by `experts` or `tied`.
+
+    Args:
+        adapter: Folder of a PEFT LoRA, its experts one by one.
+        base: Folder of its base model, for the configuration.
+    """
+    modules = read_json(adapter / ADAPTER_CONFIG)["target_modules"]
+    if isinstance(modules, str):
+        return {}
+    config = AutoConfig.from_pretrained(base)
+    notes = {}
+    if any(map(_EXPERT.fullmatch, modules)) and config.model_type not in PEFT_READS_EXPERTS_OF:
+        notes["experts"] = EXPERTS_NOTE
+    is_tied = config.tie_word_embeddings or config.get_text_config().tie_word_embeddings
+    if is_tied and any(name.endswith("lm_head") for name in modules):
+        notes["tied"] = (
+            "The adapter changes the unembedding, which the base model shares with its embeddings. PEFT's "
+            "merge_and_unload would change both: merge it with `fovea export --merged`, or give the loaded base model "
+            "an unembedding of its own before `PeftModel.from_pretrained`."
+        )
+    return notes
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ vLLM load, with tokenizer, processor, chat template and generation settings.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
 import sys
@@ -28,6 +29,8 @@ from fovea_data.base_model import base_directory, check_room, copy_small_files
 from fovea_data.checkpoint_download import download_checkpoint
 from fovea_data.hub_upload import push_to_hub
 from fovea_data.served_limits import MAX_PICTURE_SIDE, ask_limits, picture_side
+
+logger = logging.getLogger(__name__)
 
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -71,13 +74,14 @@ def export_model(
     folder.parent.mkdir(parents=True, exist_ok=True)
     ask_limits(base_url, api_key)  # raises at once if no server answers
     side = picture_side(tinker.RestClient(base_url=base_url, api_key=api_key), path, None)
+    notes: list[str] = []
     with _filled(folder) as staging, _Bars(progress) as bars:
         fetched, made = staging / "fetched", staging / "made"
         fetched.mkdir()
         download_checkpoint(path, fetched, base_url=base_url, api_key=api_key, on_bytes=bars.of("download"))
         if (fetched / _ADAPTER_CONFIG).is_file():
             name = str(base or read_json(fetched / _ADAPTER_CONFIG).get("base_model_name_or_path") or "")
-            _export_adapter(fetched, made, merged, name, bars)
+            notes = _export_adapter(fetched, made, merged, name, bars)
         elif merged:
             name = str(base or "")
             fetched.rename(made)
@@ -85,11 +89,12 @@ def export_model(
             raise InvalidInput(
                 f"{path} has full parameters, and no adapter: export it with merged=True (--merged)", field="merged"
             )
-        _describe(made, path, name, side)
+        _describe(made, path, name, side, notes)
     return folder
 
 
-def _export_adapter(fetched: pathlib.Path, made: pathlib.Path, merged: bool, base: str, bars: _Bars) -> None:
+def _export_adapter(fetched: pathlib.Path, made: pathlib.Path, merged: bool, base: str, bars: _Bars) -> list[str]:
+    """Returns paragraphs on how to load what was made."""
     try:
         from fovea_data import adapter_merge
     except ImportError as error:
@@ -98,11 +103,16 @@ def _export_adapter(fetched: pathlib.Path, made: pathlib.Path, merged: bool, bas
     source = base_directory(base, with_weights=merged)
     if not merged:
         config = read_json(fetched / _ADAPTER_CONFIG) | {"base_model_name_or_path": base}
+        notes = adapter_merge.notes_of(fetched, source)
+        if "experts" in notes:
+            config["fovea_note"] = notes["experts"]
         fetched.rename(made)
         # config.json too: without it AutoProcessor finds a tokenizer alone, and pictures are left out without a word.
         copy_small_files(source, made, but=(_ADAPTER_CONFIG,))
         (made / _ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        return
+        for note in notes.values():
+            logger.warning("%s", note)
+        return [*notes.values(), *([f"```python\n{adapter_merge.UNTIE}```"] if "tied" in notes else [])]
     made.mkdir()
     whole, told, done = adapter_merge.size_bytes(source), bars.of("merge"), 0
     check_room(made, whole)
@@ -113,6 +123,7 @@ def _export_adapter(fetched: pathlib.Path, made: pathlib.Path, merged: bool, bas
         told(done, whole)
 
     adapter_merge.merge_adapter(fetched, source, made, on_bytes=on_bytes)
+    return []
 
 
 @contextmanager
@@ -126,8 +137,8 @@ def _filled(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         (staging / "made").rename(folder)
 
 
-def _describe(folder: pathlib.Path, path: str, base: str, side: int | None) -> None:
-    """Writes what the hub shows of a model, and at which size its pictures are to be asked."""
+def _describe(folder: pathlib.Path, path: str, base: str, side: int | None, notes: list[str]) -> None:
+    """Writes what the hub shows of a model, at which size its pictures are to be asked, and how it is loaded."""
     is_adapter = (folder / _ADAPTER_CONFIG).is_file()
     lines = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}"]
     if base.count("/") == 1 and not base.startswith((".", "/", "~")):
@@ -141,6 +152,7 @@ def _describe(folder: pathlib.Path, path: str, base: str, side: int | None) -> N
             f" Pillow: `image.thumbnail(({side}, {side}), Image.Resampling.BICUBIC)`.",
             "",
         ]
+    lines += [line for note in notes for line in (note, "")]
     (folder / "README.md").write_text("\n".join(lines))
 
 

@@ -12,6 +12,15 @@ SNAPSHOT_FILE = "fovea_snapshot.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The two files of an adapter, as PEFT names them."""
 
+PEFT_READS_EXPERTS_OF = frozenset({"qwen3_moe"})
+"""Model types whose experts PEFT 0.21 on transformers 5.19 adapts from an adapter for each expert."""
+
+EXPERTS_NOTE = (
+    "The adapter has factors of single experts, which vLLM and Fovea read. PEFT 0.21 leaves them out without an error "
+    "for this model: merge it with `fovea export --merged` instead."
+)
+"""In `adapter_config.json` of an export that PEFT does not read as a whole, as `fovea_note`."""
+
 # A process that dies may leave folders behind which have one of these after their name; the gateway removes them.
 
 STAGING_SUFFIX = ".tmp-"

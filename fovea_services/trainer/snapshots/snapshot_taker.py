@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
 from fovea.device_digest import device_digest
-from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SNAPSHOT_FILE
+from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS, EXPERTS_NOTE, PEFT_READS_EXPERTS_OF, SNAPSHOT_FILE
 from fovea.wire.errors import AlreadyExists, FoveaError, InvalidInput, NotFound
 from fovea.wire.manifest import padded_bytes
 from fovea_services.trainer.command_queue import TakeSnapshot
@@ -23,7 +23,7 @@ from fovea_services.trainer.model.sharding import ShardedModel, local_of
 from fovea_services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from fovea_services.trainer.ranks.control_group import ControlGroup
 from fovea_services.trainer.snapshots import weight_files
-from fovea_services.trainer.snapshots.checkpoint_folder import Folder, stage_together, write_folder
+from fovea_services.trainer.snapshots.checkpoint_folder import Folder, Parts, stage_together, write_folder
 from fovea_services.trainer.snapshots.snapshot_store import (
     PACKED,
     SnapshotStore,
@@ -117,6 +117,10 @@ class SnapshotTaker:
         return held
 
     @property
+    def _export_form(self) -> "ExportForm":
+        return ExportForm(self._sharded.module.hf.config.model_type)
+
+    @property
     def _layouts(self) -> Mapping[str, ExpertLayout]:
         return self._sharded.module.expert_layouts
 
@@ -152,7 +156,7 @@ class SnapshotTaker:
         _refuse_reuse(self._adapters.get(identity.snapshot_id), identity)
         taken = StoredSnapshot(identity, {PACKED: data}, layout.specs, model.settings.message())
         if command.uri:
-            write_snapshot(taken, command.uri, self._base_model, command.is_export)
+            write_snapshot(taken, command.uri, self._base_model, self._export_form if command.is_export else None)
         self._adapters.put(taken)
         return identity
 
@@ -215,14 +219,33 @@ class _Layout:
         return cls(specs, size_of(specs), sum(map(padded_bytes, specs)))
 
 
-def write_snapshot(snapshot: StoredSnapshot, uri: str, base_model: str, is_export: bool = False) -> int:
-    """Writes an adapter as PEFT has it, for `restore` unless it is an export; returns the size in bytes."""
+@dataclass(frozen=True)
+class ExportForm:
+    """The form of an adapter that other programs read.
+
+    Args:
+        model_type: In the base checkpoint's configuration.
+    """
+
+    model_type: str
+
+    def files(self, tensors: Mapping[str, Tensor], lora: weights_pb2.LoraConfig, base_model: str) -> dict[str, Parts]:
+        """The adapter's two files, with a note if PEFT does not read all of it."""
+        spread = dict(weight_files.one_by_one(tensors))
+        is_lost = spread.keys() != tensors.keys() and self.model_type not in PEFT_READS_EXPERTS_OF
+        note = EXPERTS_NOTE if is_lost else ""
+        return weight_files.peft_files(spread.items(), lora.rank, lora.alpha, base_model, note)
+
+
+def write_snapshot(snapshot: StoredSnapshot, uri: str, base_model: str, export: ExportForm | None = None) -> int:
+    """Writes an adapter for `restore`, or as an export; returns the size in bytes."""
     lora = snapshot.lora
     assert lora is not None
-    tensors = unpacked(snapshot.specs, snapshot.tensors[PACKED])
-    files = weight_files.peft_files(
-        weight_files.one_by_one(dict(tensors)) if is_export else tensors, lora.rank, lora.alpha, base_model
-    )
+    tensors = dict(unpacked(snapshot.specs, snapshot.tensors[PACKED]))
+    if export is not None:
+        files = export.files(tensors, lora, base_model)
+    else:
+        files = weight_files.peft_files(tensors.items(), lora.rank, lora.alpha, base_model)
     lora_json = json_format.MessageToJson(lora).encode()
     return write_folder(uri, {**files, LORA: lora_json, SNAPSHOT_FILE: _identity_json(snapshot.identity)})
 

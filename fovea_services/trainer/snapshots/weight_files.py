@@ -232,8 +232,14 @@ def tensor_file(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def peft_files(tensors: Iterable[tuple[str, Tensor]], rank: int, alpha: float, base_model: str) -> dict[str, Parts]:
-    """The two files of an adapter folder; tensors under PEFT's names, not written to before the files are."""
+def peft_files(
+    tensors: Iterable[tuple[str, Tensor]], rank: int, alpha: float, base_model: str, note: str = ""
+) -> dict[str, Parts]:
+    """The two files of an adapter folder; tensors under PEFT's names, not written to before the files are.
+
+    Args:
+        note: For people who read the configuration; PEFT warns of an entry that it does not know.
+    """
     state = dict(tensors)
     suffix = ".lora_A.weight"
     modules = [name.removeprefix(PEFT_PREFIX).removesuffix(suffix) for name in state if name.endswith(suffix)]
@@ -251,6 +257,8 @@ def peft_files(tensors: Iterable[tuple[str, Tensor]], rank: int, alpha: float, b
         "fan_in_fan_out": False,
         "target_modules": modules,
     }
+    if note:
+        config["fovea_note"] = note
     return {
         ADAPTER_CONFIG: [json.dumps(config, indent=2).encode()],
         ADAPTER_WEIGHTS: tensor_file(state.items()),
