@@ -137,6 +137,13 @@ async def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
     made.stop()
 
 
+def block(root: Path) -> None:
+    """Puts a file where the folder of recovery is, so that nothing can be written."""
+    if root.exists():
+        root.rmdir()
+    root.write_text("no folder can be made here")
+
+
 async def test_snapshots_come_before_states_and_what_changed_first_comes_first(trainer: Trainer) -> None:
     slow = trainer.hold()
     await trainer.take("b", "b@1")
@@ -181,7 +188,7 @@ async def test_a_lag_puts_points_off_but_for_who_waits(trainer: Trainer) -> None
 async def test_storage_that_fails_costs_nothing_but_time(trainer: Trainer, tmp_path: Path) -> None:
     await trainer.keeper.kept("a")  # the sweep at the start is over
     in_the_way = tmp_path / "recovery"
-    in_the_way.write_text("no folder can be made here")
+    block(in_the_way)
     await trainer.take("a", "a@1")
     trainer.change("a", 1)
     with pytest.raises(Unavailable, match="cannot be made durable"):
@@ -251,7 +258,7 @@ async def test_snapshots_that_wait_take_no_more_than_their_bound_and_models_are_
 
 async def test_storage_that_fails_makes_no_snapshot_wait(trainer: Trainer, tmp_path: Path) -> None:
     await trainer.keeper.kept("a")
-    (tmp_path / "recovery").write_text("no folder can be made here")
+    block(tmp_path / "recovery")
     trainer.engine.adapters.max_bytes = trainer.engine.models["a"].snapshot_bytes
     await trainer.take("a", "a@1")
     with pytest.raises(Unavailable):
