@@ -3,6 +3,7 @@
 import json
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,18 +11,24 @@ import numpy.typing as npt
 import torch
 from transformers import BatchFeature
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import mm_input, tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams, check_json_nesting
+from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import Internal, InvalidInput, NotFinite, Unavailable
 from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
 from fovea_services.sampler.engine_api import FILLER_LOGPROB, Delta, Finish, PromptResult, SampleSpec, TopRows
-from fovea_services.sampler.vllm_patches.prompt_scores import PLAN_KEY, ScorePlan, Scores
+from fovea_services.sampler.grammar_trials import FIELD as STRUCTURE_FIELD
+from fovea_services.sampler.grammar_trials import Kind
+from fovea_services.sampler.vllm_patches.grammar_budget import TriedParams
+from fovea_services.sampler.vllm_patches.prompt_scorer import PLAN_KEY, ScorePlan, Scores
 from fovea_services.sampler.vllm_patches.routed_experts import ASKED_KEY
 
 if TYPE_CHECKING:
@@ -104,12 +111,16 @@ def score_plan(spec: SampleSpec, index: int) -> ScorePlan | None:
 
 
 def sampling_params(
-    spec: SampleSpec, index: int, eos_token_ids: Sequence[int], plan: ScorePlan | None
+    spec: SampleSpec,
+    index: int,
+    eos_token_ids: Sequence[int],
+    plan: ScorePlan | None,
+    structure: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
-    """How sequence `index` is drawn, and what is scored of the prompt meanwhile."""
+    """How sequence `index` is drawn, and what is scored of the prompt meanwhile. A structure must have been tried."""
     params = spec.params
     ends = [] if params.stop.ignore_eos else eos_token_ids
-    return SamplingParams(
+    return TriedParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
@@ -118,7 +129,7 @@ def sampling_params(
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty or 1.0,  # warm-ups and benchmarks name none
-        structured_outputs=_structure(params.structured_outputs),
+        structured_outputs=structure,
         seed=spec.seed_of(index),
         stop=list(params.stop.strings),
         stop_token_ids=[*params.stop.token_ids, *ends],
@@ -135,15 +146,54 @@ def sampling_params(
     )
 
 
-def _structure(text: str) -> StructuredOutputsParams | None:
-    """Raises InvalidInput for what vLLM does not know."""
+@dataclass(frozen=True)
+class Structure:
+    """A structure of the output as vLLM has it, and its grammar, which is to be tried."""
+
+    kind: Kind
+    text: str
+
+    @property
+    def params(self) -> StructuredOutputsParams:
+        if self.kind == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(**{"grammar" if self.kind == "lark" else self.kind: self.text})
+
+
+def structure_of(text: str) -> Structure | None:
+    """The structure that a request asks for. Raises InvalidInput for what vLLM does not know or xgrammar cannot do."""
     if not text:
         return None
     try:
-        return StructuredOutputsParams(**json.loads(text))
-    except (TypeError, ValueError) as error:
-        field = "params.structured_outputs"
-        raise InvalidInput(f"{field} is not one of vLLM's: {error}", field=field) from None
+        return _structure(StructuredOutputsParams(**json.loads(text)))
+    except (TypeError, ValueError, VLLMValidationError) as error:
+        message = f"{STRUCTURE_FIELD} is not one of vLLM's: {error}"
+        raise InvalidInput(message, field=STRUCTURE_FIELD) from None
+
+
+def _structure(given: StructuredOutputsParams) -> Structure:
+    """Raises ValueError, VLLMValidationError. The checks are those of SamplingParams._validate_structured_outputs."""
+    if given.json_object is not None:
+        if given.json_object is not True:
+            raise ValueError("json_object must be true; leave it out for no structure")
+        return Structure("json_object", "")
+    if given.choice is not None:
+        if not given.choice or not all(isinstance(one, str) for one in given.choice):
+            raise ValueError("choice must be a list of at least one text")
+        return Structure("grammar", choice_as_grammar(given.choice))
+    if given.json is not None:
+        check_json_nesting(given.json if isinstance(given.json, str | dict) else None)
+        schema = json.loads(given.json) if isinstance(given.json, str) else given.json
+        if isinstance(schema, dict) and has_xgrammar_unsupported_json_features(schema):
+            raise ValueError("the JSON schema has keywords that xgrammar does not support")
+        return Structure("json", json.dumps(schema))
+    kind: Kind = "regex" if given.regex is not None else "grammar" if given.grammar is not None else "structural_tag"
+    text = getattr(given, kind)
+    if not isinstance(text, str) or "\0" in text or (kind != "regex" and not text.strip()):
+        raise ValueError(f"{kind} must be a text without NUL characters, and not empty")
+    if kind == "structural_tag":
+        check_json_nesting(text, structural_tag=True)
+    return Structure("lark" if kind == "grammar" and grammar_is_likely_lark(text) else kind, text)
 
 
 def _extra_arguments(spec: SampleSpec, plan: ScorePlan | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from vllm import envs
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import DeadlineExceeded, Internal, InvalidInput, Unavailable
@@ -22,6 +23,8 @@ from fovea_services.sampler.engine import request_conversion
 from fovea_services.sampler.engine.openai_serving import OpenAIServing
 from fovea_services.sampler.engine.vllm_launch import push_room
 from fovea_services.sampler.engine_api import AdapterName, Event, Limits, SampleSpec
+from fovea_services.sampler.grammar_trials import FIELD as STRUCTURE_FIELD
+from fovea_services.sampler.grammar_trials import TOO_SLOW, GrammarTrials
 from fovea_services.sampler.settings import SamplerSettings
 from fovea_services.sampler.vllm_patches.lora_slots import request_of
 
@@ -51,6 +54,7 @@ class Engine:
         self._experts_problem, self._expert_row_bytes = "the engine is not ready", 0
         self._prompts = request_conversion.PromptMaker.of(llm)
         self._eos_token_ids = _eos_token_ids(llm, checkpoint)
+        self._grammars = GrammarTrials(lambda: _tokenizer_info(llm))
 
     async def prepare(self) -> None:
         """Readies the workers. To be called once, before anything else."""
@@ -120,6 +124,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """Ends the engine's processes."""
+        self._grammars.close()
         self._llm.shutdown()
 
     def prompt(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
@@ -129,16 +134,26 @@ class Engine:
         self, spec: SampleSpec, index: int, prompt: Any, adapter: AdapterName | None
     ) -> AsyncGenerator[Event]:
         plan = request_conversion.score_plan(spec, index)
+        structure = request_conversion.structure_of(spec.params.structured_outputs)
+        if structure is not None:
+            await self._grammars.check(structure.kind, structure.text, spec.request.cache_salt)
         with _translated():
             generated = self._llm.generate(
                 prompt,
-                request_conversion.sampling_params(spec, index, self._eos_token_ids, plan),
+                request_conversion.sampling_params(
+                    spec, index, self._eos_token_ids, plan, structure and structure.params
+                ),
                 f"{spec.request.request_id}/{index}",
                 lora_request=None if adapter is None else request_of(adapter.name, adapter.lora_id),
             )
             async with aclosing(generated) as results:
                 first = True
                 async for result in results:
+                    if structure is not None and result.outputs[0].finish_reason == "error":
+                        raise InvalidInput(
+                            f"{STRUCTURE_FIELD}: the engine ended the request, since its {structure.kind} {TOO_SLOW}",
+                            field=STRUCTURE_FIELD,
+                        )
                     if first:
                         yield request_conversion.prompt_result(result, spec, plan)
                         first = False
@@ -252,6 +267,14 @@ def _common(digests: list[str]) -> str:
     if len(set(digests)) != 1:
         raise Internal(f"the engine's workers received different tensors: {sorted(set(digests))}")
     return digests[0]
+
+
+def _tokenizer_info(llm: "AsyncLLM") -> str:
+    """xgrammar's description of the tokenizer, as JSON, made as the engine makes its own."""
+    config = llm.vllm_config
+    backend = XgrammarBackend(config, llm.renderer.get_tokenizer(), config.model_config.get_vocab_size())
+    info: str = backend.compiler.compile_regex("a").tokenizer_info.serialize_json()
+    return info
 
 
 def _eos_token_ids(llm: "AsyncLLM", checkpoint: Path) -> tuple[int, ...]:

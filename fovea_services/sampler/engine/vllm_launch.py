@@ -91,6 +91,8 @@ def prepare_environment(settings: SamplerSettings) -> None:
     # It cuts what one step says into chunks and lets others run between a request's end by a stop string and the abort
     # that tells the engine: an adapter that is freed in between is still in its batch, and it dies.
     defaults["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(max(128, settings.max_sequences))
+    # Of the clock. Each pattern has been tried under a limit of processor time: grammar_trials.py.
+    defaults["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"
     if Path(settings.model).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
     if interface := interface_of("127.0.0.1"):
@@ -241,7 +243,9 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
     from vllm.config import WeightTransferConfig
 
     from fovea.random_weights import is_random
-    from fovea_services.sampler.engine.weight_loading import BACKEND, RANDOM_FORMAT
+    from fovea_services.sampler.engine.weight_loading import BACKEND as TRANSFER_BACKEND
+    from fovea_services.sampler.engine.weight_loading import RANDOM_FORMAT
+    from fovea_services.sampler.vllm_patches.grammar_budget import BACKEND
 
     arguments: dict[str, Any] = {
         "model": settings.model,
@@ -255,10 +259,12 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
         "max_num_batched_tokens": settings.max_batched_tokens,
         "enable_prefix_caching": True,
         "worker_extension_cls": "fovea_services.sampler.engine.worker_extension.WorkerExtension",
-        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": settings.max_top_logprobs,
         "generation_config": "vllm",
+        # With "auto" the first request decides for all: others are compiled by its backend, which may ignore keywords.
+        "structured_outputs_config": {"backend": BACKEND},
         "stream_interval": settings.stream_interval,
         # Where vLLM can, it normalises bytes on the device: what a family's own processor makes is normalised already.
         "mm_device_do_normalize": not _comes_normalized(settings.model),

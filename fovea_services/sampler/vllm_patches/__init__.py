@@ -2,7 +2,7 @@
 
 The docstring of each module of `PATCHES` says what it replaces, why, where vLLM hears of it, and when it can be
 deleted; `tests/unit/sampler/test_vllm_patches.py` has a test for each that fails once vLLM no longer needs it, or has
-changed what the patch was written against. `prompt_scores` is the arithmetic of `prompt_scorer` and goes with it.
+changed what the patch was written against.
 
 All of it is for vLLM's V1 model runner, which `vllm_launch.prepare_environment` asks for on GPU (V2 runs nowhere
 without Triton, so a CPU engine is V1 by itself). V2 keeps its requests, its sampler and its prompt scores elsewhere:
@@ -20,13 +20,13 @@ from fovea_services.sampler.vllm_patches import (
     adapted_modules,
     experts_cpu,
     fresh_blocks,
+    grammar_budget,
     image_attention_cpu,
     kernels_cpu,
     lora_slots,
     parameter_names,
     prompt_scorer,
-    punica_cpu,
-    punica_gpu,
+    punica,
     routed_experts,
     seeded_generators,
     temperature_logprobs,
@@ -36,11 +36,11 @@ PATCHES = (
     adapted_modules,  # before_model
     parameter_names,  # before_model
     image_attention_cpu,  # before_model, on CPU; by vllm_launch and after_model too
-    punica_cpu,  # before_model, on CPU
+    punica,  # before_model
     experts_cpu,  # before_model, on CPU
-    punica_gpu,  # before_model, on GPU
     kernels_cpu,  # before_model, on CPU; by ArrivalWeightTransferEngine whenever full weights have been loaded
     fresh_blocks,  # before_model; its scheduler by vllm_launch
+    grammar_budget,  # before_model; by the schedulers of fresh_blocks too
     routed_experts,  # before_model; its scheduler by vllm_launch
     seeded_generators,  # after_model, on CPU
     temperature_logprobs,  # after_model
@@ -55,13 +55,12 @@ def before_model() -> None:
     parameter_names.apply()
     routed_experts.apply()
     fresh_blocks.apply()
+    punica.apply()
+    grammar_budget.apply()
     if current_platform.is_cpu():
-        punica_cpu.apply()
         experts_cpu.apply()
         kernels_cpu.apply()
         image_attention_cpu.apply()
-    else:
-        punica_gpu.apply()
 
 
 def after_model(runner: Any) -> None:

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRACon
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
-from fovea_services.sampler.vllm_patches.punica_cpu import Run
+from fovea_services.sampler.vllm_patches.punica import Run
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from fovea_services.sampler.vllm_patches import grammar_budget
+
 
 def apply() -> None:
     """Has vLLM's schedulers and workers in this process zero all new blocks; twice is no error."""
@@ -45,7 +47,7 @@ class ZeroingScheduler(Scheduler):  # type: ignore[misc]
     """vLLM's, and has new blocks zeroed."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        apply()
+        _apply_in_scheduler()
         super().__init__(*arguments, **options)
 
 
@@ -53,8 +55,14 @@ class AsyncZeroingScheduler(AsyncScheduler):  # type: ignore[misc]
     """vLLM's, and has new blocks zeroed."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        apply()
+        _apply_in_scheduler()
         super().__init__(*arguments, **options)
+
+
+def _apply_in_scheduler() -> None:
+    """Applies what the scheduler's process needs, which may load no model."""
+    apply()
+    grammar_budget.apply()
 
 
 def _zero_on_cpu(runner: Any, block_ids: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from vllm.lora.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 
-from fovea_services.sampler.vllm_patches.punica_cpu import RunwisePunicaWrapper
+from fovea_services.sampler.vllm_patches.punica import RunwisePunicaWrapper
 
 _WHOLE_MODEL = "whole-model"
 """Name of the one layer that vLLM sees."""

@@ -8,17 +8,211 @@ Why: the V1 runner scores the actual token and the best ones only, in Python obj
 Upstream: vllm-project/vllm issues 51594 (adapters of `lm_head`), open, and 9404 (scores of given tokens), closed as
     stale. The V2 runner scores given tokens per row (`prompt_logprob_token_ids`), but draws none.
 Delete when: vLLM scores given tokens, the best and draws of its own, with the request's adapter, on CPU too.
+
+A prompt of P tokens has P - 1 rows; row i is the distribution of token i + 1. Ids and numbers travel in one int32
+tensor, floats by their bits, because that is what vLLM carries back from a worker without turning it into lists.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from fovea_services.sampler.vllm_patches.prompt_scores import PLAN_KEY, PromptScores, ScorePlan
+from fovea_services.sampler.engine_api import AltRows, SampleSpec, TopRows
 
+PLAN_KEY = "fovea_score_plan"
+"""Where vLLM's `extra_args` of a request hold the plan."""
 _BLOCK_LOGITS = 32 * 2**20  # 128 MiB in float32
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ScorePlan:
+    """What to compute; holds only what MessagePack carries.
+
+    Args:
+        row_count: P - 1.
+        first_row: The actual token and the `top_count` best are scored from this row on; `row_count` for none.
+        top_count: k of the best tokens.
+        target_ids: int32 [M], the target tokens of all rows.
+        target_offsets: int64 [P], where each row's targets begin and end; empty if there are none.
+        alt_count: Tokens to draw at each row.
+        alt_seed: Seed of those draws.
+        temperature: Of those draws; 0 takes the most likely token.
+    """
+
+    row_count: int
+    first_row: int
+    top_count: int = 0
+    target_ids: bytes = b""
+    target_offsets: bytes = b""
+    alt_count: int = 0
+    alt_seed: int = 0
+    temperature: float = 1.0
+
+    @staticmethod
+    def of(spec: SampleSpec, alt_seed: int) -> "ScorePlan":
+        """The plan of a request that `scores_prompt`; `alt_seed` is used if it draws alternatives."""
+        row_count = len(spec.tokens) - 1
+        listed = spec.request.prompt_logprobs or spec.request.top_prompt_logprobs > 0
+        return ScorePlan(
+            row_count=row_count,
+            first_row=row_count - (spec.request.prompt_logprobs_last_n or row_count) if listed else row_count,
+            top_count=spec.request.top_prompt_logprobs,
+            target_ids=spec.targets.token_ids.astype(np.int32).tobytes() if spec.targets else b"",
+            target_offsets=spec.targets.row_offsets.astype(np.int64).tobytes() if spec.targets else b"",
+            alt_count=spec.request.alt_token_count,
+            alt_seed=alt_seed,
+            temperature=spec.params.temperature,
+        )
+
+    def to_message(self) -> dict[str, Any]:
+        """The plan as vLLM's `extra_args` carry it."""
+        return asdict(self)
+
+    @staticmethod
+    def from_message(message: Mapping[str, Any]) -> "ScorePlan":
+        """The plan that `to_message` wrote."""
+        return ScorePlan(**message)
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of what is sent back, in order: actual, top ids, top logprobs, targets, drawn ids, drawn logprobs."""
+        listed = self.row_count - self.first_row
+        top, alt = (listed, self.top_count), (self.row_count, self.alt_count)
+        return (listed,), top, top, (len(self.target_ids) // 4,), alt, alt
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Results of a plan: rows from `first_row` on for `actual` and `top`, all rows for `alt`; float32, ids int32."""
+
+    actual: npt.NDArray[np.float32]
+    top: TopRows
+    targets: npt.NDArray[np.float32]
+    alt: AltRows
+
+    @staticmethod
+    def unpack(plan: ScorePlan, packed: npt.NDArray[np.int32]) -> "Scores":
+        """What `PromptScores.packed` packed. Raises ValueError if it is of another plan."""
+        shapes = plan.shapes()
+        sizes = [math.prod(shape) for shape in shapes]
+        if packed.dtype != np.int32 or packed.shape != (1 + sum(sizes),) or packed[0] != sum(sizes):
+            raise ValueError(f"{packed.dtype} {packed.shape} instead of int32 ({1 + sum(sizes)},)")
+        parts = np.split(packed[1:], np.cumsum(sizes)[:-1])
+        actual, top_ids, top, targets, alt_ids, alt = (
+            part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)
+        )
+        return Scores(
+            actual.view(np.float32),
+            TopRows(top_ids, top.view(np.float32)),
+            targets.view(np.float32),
+            AltRows(alt_ids, alt.view(np.float32)),
+        )
+
+
+class PromptScores:
+    """The scores of one prompt while its chunks are computed, in whatever order and as often as they come.
+
+    Args:
+        plan: What to compute.
+        prompt_ids: The prompt.
+    """
+
+    def __init__(self, plan: ScorePlan, prompt_ids: list[int]) -> None:
+        self._plan = plan
+        self._next_ids = np.asarray(prompt_ids[1:], dtype=np.int64)
+        self._target_ids = np.frombuffer(plan.target_ids, np.int32)
+        offsets = np.frombuffer(plan.target_offsets, np.int64)
+        self._offsets = offsets if offsets.size else np.zeros(plan.row_count + 1, np.int64)
+        actual, top_ids, top, targets, alt_ids, alt = plan.shapes()
+        self._actual = np.zeros(actual, np.float32)
+        self._top_ids, self._top = np.zeros(top_ids, np.int32), np.zeros(top, np.float32)
+        self._targets = np.zeros(targets, np.float32)
+        self._alt_ids, self._alt = np.zeros(alt_ids, np.int32), np.zeros(alt, np.float32)
+        # All at once, so that draws depend neither on where chunks end nor on the batch.
+        self._uniform = np.random.default_rng(plan.alt_seed).random(alt_ids)
+
+    @property
+    def row_count(self) -> int:
+        """Rows of the prompt."""
+        return self._plan.row_count
+
+    def wanted(self, start: int, end: int) -> Ints:
+        """Those of the rows from `start` to `end` that need logits, rising."""
+        rows = np.arange(start, min(end, self._plan.row_count))
+        if self._plan.alt_count:
+            return rows
+        needed: npt.NDArray[np.bool_] = rows >= self._plan.first_row
+        needed |= self._offsets[rows] < self._offsets[rows + 1]
+        return rows[needed]
+
+    def add(self, rows: Ints, logits: torch.Tensor) -> None:
+        """Takes logits [rows, vocabulary] of some of the `wanted` rows, without gaps between them."""
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        self._add_listed(rows, logprobs)
+        self._add_targets(rows, logprobs)
+        if self._plan.alt_count:
+            self._add_alternatives(rows, logprobs)
+
+    def packed(self) -> torch.Tensor:
+        """All scores, int32 [1 + N]; see `Scores.unpack`.
+
+        Begins with N: vLLM 0.32.0 cannot send an empty tensor that came from numpy, its sending thread dies of it.
+        """
+        parts = (self._actual, self._top_ids, self._top, self._targets, self._alt_ids, self._alt)
+        words = [part.reshape(-1).view(np.int32) for part in parts]
+        count = np.asarray([sum(part.size for part in words)], dtype=np.int32)
+        return torch.from_numpy(np.concatenate([count, *words]))
+
+    def _add_listed(self, rows: Ints, logprobs: torch.Tensor) -> None:
+        skipped = int(np.searchsorted(rows, self._plan.first_row))
+        rows, logprobs = rows[skipped:], logprobs[skipped:]
+        if not rows.size:
+            return
+        places = rows - self._plan.first_row
+        next_ids = torch.from_numpy(self._next_ids[rows]).to(logprobs.device)
+        self._actual[places] = _numpy(logprobs.gather(1, next_ids[:, None])[:, 0])
+        if self._plan.top_count:
+            best = logprobs.topk(self._plan.top_count, dim=-1)
+            self._top_ids[places], self._top[places] = _numpy(best.indices), _numpy(best.values)
+
+    def _add_targets(self, rows: Ints, logprobs: torch.Tensor) -> None:
+        # Rows between those given are not wanted, so they have no targets: the given ones' follow each other.
+        start, end = int(self._offsets[rows[0]]), int(self._offsets[rows[-1] + 1])
+        if start == end:
+            return
+        counts = self._offsets[rows + 1] - self._offsets[rows]
+        places = torch.from_numpy(np.repeat(np.arange(len(rows)), counts)).to(logprobs.device)
+        ids = torch.from_numpy(self._target_ids[start:end].astype(np.int64)).to(logprobs.device)
+        self._targets[start:end] = _numpy(logprobs[places, ids])
+
+    def _add_alternatives(self, rows: Ints, logprobs: torch.Tensor) -> None:
+        if self._plan.temperature == 0:
+            ids = logprobs.argmax(dim=-1, keepdim=True).expand(-1, self._plan.alt_count)
+        else:
+            ids = _invert(logprobs, self._plan.temperature, torch.from_numpy(self._uniform[rows]))
+        self._alt_ids[rows], self._alt[rows] = _numpy(ids), _numpy(logprobs.gather(1, ids))
+
+
+def _invert(logprobs: torch.Tensor, temperature: float, uniform: torch.Tensor) -> torch.Tensor:
+    """Draws from softmax(logprobs / temperature), [rows, k], where its distribution function passes `uniform`."""
+    # In float64: rounding in float32 would swallow the tail of a large vocabulary.
+    mass = (logprobs.double() / temperature).softmax(dim=-1).cumsum_(dim=-1)
+    total = mass[:, -1:]
+    # Never the total itself, which only a token behind the last one would pass.
+    heights = torch.minimum(uniform.to(mass.device) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(mass, heights, right=True)
+
+
+def _numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = tensor.cpu().numpy()
+    return array
 
 
 class OneAdapterLogits:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fovea.api.v1 import sampler_pb2
 from fovea_services.sampler.engine_api import SampleSpec, TargetRows
-from fovea_services.sampler.vllm_patches.prompt_scores import PromptScores, ScorePlan, Scores
+from fovea_services.sampler.vllm_patches.prompt_scorer import PromptScores, ScorePlan, Scores
 
 VOCABULARY = 11
 

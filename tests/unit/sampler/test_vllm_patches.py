@@ -74,6 +74,8 @@ WRITTEN_AGAINST = {
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": "fa48015699b08b1c",
     "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "8aac6e6c6c9fc452",
     "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_logits": "09ad711cba536905",
+    "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.compile_grammar": "126b089c123c8f84",
+    "vllm.sampling_params:SamplingParams._validate_structured_outputs": "f2dcbb7a6324cb44",
     "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing": "4aa83c9727b0b901",
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids": "ac43ccfaa22654cd",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build": "38db4d83ca9a5cd4",
@@ -129,7 +131,7 @@ def test_each_patch_says_what_it_replaces_and_when_it_goes(patch: ModuleType) ->
 def test_every_patch_is_listed() -> None:
     lying = {f"{vllm_patches.__name__}.{module.name}" for module in pkgutil.iter_modules(vllm_patches.__path__)}
     listed = {patch.__name__ for patch in vllm_patches.PATCHES}
-    assert lying - listed == {f"{vllm_patches.__name__}.prompt_scores"}
+    assert lying == listed
 
 
 def test_vllm_still_needs_adapted_modules() -> None:
@@ -233,7 +235,7 @@ def test_vllm_still_needs_parameter_names() -> None:
     assert Lfm2ForCausalLM.hf_to_vllm_mapper.map_name(name) == name
 
 
-def test_vllm_still_needs_punica_cpu() -> None:
+def test_vllm_still_needs_punica() -> None:
     slots = torch.zeros(2, 1, 4, 8)
     slots[1] = 1
     out = torch.zeros(1, 4)
@@ -241,6 +243,8 @@ def test_vllm_still_needs_punica_cpu() -> None:
     assert out.any(), "a row without an adapter no longer gets the last slot's"
     with pytest.raises((RuntimeError, IndexError)):  # three rows of one request's prompt
         bgmv_shrink(torch.ones(3, 8), slots, torch.zeros(3, 4), torch.tensor([1, 0]))
+    unchanged("vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_logits")
+    assert "lora" not in source("vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict")
 
 
 def test_vllm_still_needs_experts_cpu() -> None:
@@ -255,9 +259,9 @@ def test_vllm_still_needs_experts_cpu() -> None:
     unchanged("vllm.lora.layers.fused_moe:FusedMoEWithLoRA.set_lora")
 
 
-def test_vllm_still_needs_punica_gpu() -> None:
-    unchanged("vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_logits")
-    assert "lora" not in source("vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict")
+def test_vllm_still_needs_grammar_budget() -> None:
+    unchanged("vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.compile_grammar")
+    unchanged("vllm.sampling_params:SamplingParams._validate_structured_outputs")
 
 
 def test_vllm_still_needs_kernels_cpu() -> None:

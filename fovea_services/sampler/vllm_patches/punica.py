@@ -1,14 +1,22 @@
 # ruff: noqa: N803, N806
-"""LoRA on CPU, by runs of rows with the same adapter.
+"""LoRA: on a CPU by runs of rows with the same adapter; on a GPU by vLLM's own kernels.
+
+Both know which request the rows of a scored prompt belong to.
 
 Replaces: `vllm.platforms.cpu.CpuPlatform.get_punica_wrapper`, which names
-    `vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU`.
-Why: that one gathers a copy of the adapter per row (a 2,048-token prefill of rank 64 copies gigabytes), reads the last
-    slot, another tenant's, for rows without an adapter, and breaks in `add_lora_logits` when the number of rows is not
-    the number of requests, as with prompt scores. This one multiplies each run of rows by the one adapter that it uses
-    and leaves rows without an adapter alone.
-Upstream: vllm-project/vllm pull requests 48421 and 49656 (rows without an adapter), issue 51594 (logits); all open.
-Delete when: rows without an adapter are left alone, none is copied per row, and `prompt_scorer` is gone.
+    `vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU`, and
+    `vllm.platforms.cuda.CudaPlatformBase.get_punica_wrapper`, which names
+    `vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU`.
+Why: the one for CPUs gathers a copy of the adapter per row (a 2,048-token prefill of rank 64 copies gigabytes), reads
+    the last slot, another tenant's, for rows without an adapter, and breaks in `add_lora_logits` when the number of
+    rows is not the number of requests, as with prompt scores. Ours multiplies each run of rows by the one adapter that
+    it uses and leaves rows without an adapter alone. On a GPU `add_lora_logits` takes rows of logits for the batch's
+    requests, one row each. The rows of a prompt all belong to one request: an adapter of `lm_head` is dropped from
+    prompt scores, or another tenant's is taken.
+Upstream: vllm-project/vllm pull requests 48421 and 49656 (rows without an adapter), issues 51594 and 16668 (logits),
+    pull requests 51597 (V1 runner) and 53842 (V2); all open.
+Delete when: on a CPU rows without an adapter are left alone and none is copied per row; on a GPU prompt scores with an
+    adapter of `lm_head` are right without it; and `prompt_scorer` is gone.
 
 Shape suffixes: N rows, I input width, O output width, R maximum rank, S adapter slots.
 """
@@ -17,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
+from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 from vllm.platforms import current_platform
 
 from fovea_services.sampler.vllm_patches.prompt_scorer import OneAdapterLogits
@@ -35,9 +44,26 @@ class Run(NamedTuple):
 
 
 def apply() -> None:
-    """Has vLLM take RunwisePunicaWrapper; twice is no error."""
+    """Has vLLM take RunwisePunicaWrapper on a CPU and ScoringPunicaWrapper on a GPU; twice is no error."""
+    wrapper = RunwisePunicaWrapper if current_platform.is_cpu() else ScoringPunicaWrapper
     platform: Any = type(current_platform)
-    platform.get_punica_wrapper = classmethod(lambda _: f"{__name__}.{RunwisePunicaWrapper.__name__}")
+    platform.get_punica_wrapper = classmethod(lambda _: f"{__name__}.{wrapper.__name__}")
+
+
+class ScoringPunicaWrapper(OneAdapterLogits, PunicaWrapperGPU):  # type: ignore[misc]
+    """PunicaWrapperGPU with `one_adapter_logits`; vLLM marks the parent final, yet offers no other place for it."""
+
+    def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        if self.logits_slot is None:
+            super().add_lora_logits(y, x, *arguments, **options)
+        elif self.logits_slot >= 0:
+            row_count = x.view(-1, x.shape[-1]).shape[0]
+            slots = torch.full((row_count,), self.logits_slot, dtype=torch.long, device=x.device)
+            self.prompt_mapping_meta.prepare_tensors(slots)
+            try:
+                super().add_lora_logits(y, x, *arguments, **options)
+            finally:
+                self.prompt_mapping_meta.prepare_tensors(self.sampler_indices)
 
 
 class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore[misc]
