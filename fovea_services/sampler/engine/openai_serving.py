@@ -6,15 +6,17 @@ engine for becomes a plan, which the caller samples; what the caller tells us of
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.entrypoints.generate.base.serving import decode_token_ids
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -72,7 +74,26 @@ _TOOL_PARSERS = {
 }
 """vLLM's parsers of tool calls, by what chat templates write of one; the first that is found counts."""
 
+_ASKS_NOTHING: dict[str, Callable[[Any], bool]] = {
+    "store": lambda value: value is False,
+    "metadata": lambda value: value == {},
+    "logit_bias": lambda value: value == {},
+    "modalities": lambda value: value == ["text"],
+    "service_tier": lambda value: value in ("auto", "default"),
+    "best_of": lambda value: value == 1,
+    "echo": lambda value: value is False,
+    "suffix": lambda value: value == "",
+    "functions": lambda value: value == [],
+    "function_call": lambda value: value in ("auto", "none"),
+    "prompt_cache_key": lambda value: isinstance(value, str),
+    "safety_identifier": lambda value: isinstance(value, str),
+}
+"""Fields of OpenAI's that are not served, and when they ask for nothing: clients send them by default."""
+
 _ANSWER_BYTES = 2**20
+_REPLACEMENT = "\ufffd".encode()
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
+_BYTES = {character: value for value, character in bytes_to_unicode().items()}
 _PICTURE: dict[str, Any] = {"type": "image_url", "image_url": None, "uuid": "0"}
 
 
@@ -126,9 +147,7 @@ class OpenAIServing:
             models = SimpleNamespace(model_name=lambda lora: request.model, lora_requests={}, is_base_model=bool)
             given: Any = (engine, models)
             if isinstance(request, ChatCompletionRequest):
-                chat = OpenAIServingChat(
-                    *given, "assistant", online_renderer=self._online, request_logger=None, **self._options
-                )
+                chat = _Chat(*given, "assistant", online_renderer=self._online, request_logger=None, **self._options)
                 chat.system_fingerprint = None
                 answer: Any = await chat.create_chat_completion(request)
             else:
@@ -149,6 +168,34 @@ class OpenAIServing:
             engine.steps.put_nowait(error)
         except Exception as error:  # a chat template is a program, and parsers are many: vLLM knows whose fault it is
             engine.steps.put_nowait(_error(create_error_response(error)))
+
+
+class _Chat(OpenAIServingChat):  # type: ignore[misc]
+    """vLLM's, but that the bytes of log-probabilities are the tokens' own: joined, they are the answer's."""
+
+    def _create_chat_logprobs(
+        self, token_ids: Sequence[int], top_logprobs: Any, tokenizer: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        """See vLLM's."""
+        made = super()._create_chat_logprobs(token_ids, top_logprobs, tokenizer, *arguments, **options)
+        for token, known, said in zip(token_ids, top_logprobs, made.content, strict=True):
+            for each, one in ((token, said), *zip(known or (), said.top_logprobs, strict=False)):
+                if bytes(one.bytes or ()).find(_REPLACEMENT) >= 0:
+                    one.bytes = list(token_bytes(tokenizer, each) or one.bytes)
+        return made
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes | None:
+    """Returns the bytes of a token that is a part of a character; None if the tokenizer does not tell them.
+
+    Tokenizers write bytes as `<0xE2>` (SentencePiece's fallback) or as one character each (byte-level BPE).
+    """
+    piece = str(tokenizer.convert_ids_to_tokens([token])[0])
+    if fallback := _FALLBACK.fullmatch(piece):
+        return bytes([int(fallback[1], 16)])
+    if all(character in _BYTES for character in piece):
+        return bytes(_BYTES[character] for character in piece)
+    return None
 
 
 class _TextRenderer:
@@ -413,6 +460,8 @@ def _read(asked: sampler_pb2.OpenAIRequest, most_samples: int) -> ChatCompletion
     for name, value in body.items():
         known = kind.model_fields.get(name)
         if name in _FIELDS[kind] or value is None or (known is not None and value == known.get_default()):
+            continue
+        if name in _ASKS_NOTHING and _ASKS_NOTHING[name](value):
             continue
         if known is None:
             raise InvalidInput(f"there is no field {name!r} in this request; leave it out", field=name)

@@ -1,0 +1,77 @@
+"""OpenAI's fields that ask for nothing are taken, and bytes of log-probabilities are the tokens' own."""
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm.logprobs import Logprob
+
+from fovea.api.v1 import sampler_pb2
+from fovea.wire.errors import FoveaError
+from fovea_services.sampler.engine.openai_serving import _Chat, _read
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TEXT = "one café 🦊 two"
+
+
+def body(**more: Any) -> sampler_pb2.OpenAIRequest:
+    """Returns a chat request with more fields."""
+    return sampler_pb2.OpenAIRequest(
+        route=sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS,
+        body=json.dumps({"model": "m", "messages": MESSAGES, **more}).encode(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "idle", "asking"),
+    [
+        ("store", False, True),
+        ("metadata", {}, {"a": "b"}),
+        ("logit_bias", {}, {"5": 1}),
+        ("modalities", ["text"], ["text", "audio"]),
+        ("service_tier", "auto", "priority"),
+        ("functions", [], [{"name": "f"}]),
+        ("function_call", "none", {"name": "f"}),
+        ("prompt_cache_key", "mine", 1),
+        ("safety_identifier", "mine", 1),
+    ],
+)
+def test_a_field_that_asks_for_nothing_is_taken(name: str, idle: Any, asking: Any) -> None:
+    assert _read(body(**{name: idle}), 8).messages
+    with pytest.raises(FoveaError) as refused:
+        _read(body(**{name: asking}), 8)
+    assert refused.value.field == name
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer whose tokens are bytes, as characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with letters, and with bytes for other characters."""
+    pieces = [f"<0x{value:02X}>" for value in range(256)] + list("acefnotw▁")
+    model = models.BPE({piece: index for index, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token=None)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
+def test_bytes_of_logprobs_joined_are_the_answers(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    assert len(ids) > len(TEXT)
+    serving: Any = object.__new__(_Chat)
+    serving.return_tokens_as_token_ids = False
+    rows = [{token: Logprob(-1.0, 1, tokenizer.decode([token])), ids[0]: Logprob(-2.0, 2, "o")} for token in ids]
+    rows[0] = {ids[0]: Logprob(-1.0, 1, "o")}
+    content = serving._create_chat_logprobs(ids, rows, tokenizer, 2).content
+    assert bytes(value for one in content for value in one.bytes).decode() == TEXT
+    assert bytes(value for one in content for value in one.top_logprobs[0].bytes).decode() == TEXT
