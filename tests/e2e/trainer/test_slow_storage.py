@@ -1,0 +1,110 @@
+"""Recovery of many models in a whole trainer, on storage that takes less than their snapshots: it writes on credit."""
+
+import asyncio
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+import fovea_tinyvlm
+from fovea.api.v1 import weights_pb2
+from fovea.wire.errors import StorageBehind
+from tests.e2e.trainer.conftest import adam
+from tests.e2e.trainer.trainer_process import TrainerProcess
+from tests.waiting import eventually
+
+MODELS, STEPS, BOUND_MIB = 6, 12, 2
+
+CREDIT_DISK = """
+    import time
+    from pathlib import Path
+    from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
+
+    written = 0
+
+    class CreditFile(LocalFileOpener):
+        def write(self, data):
+            global written
+            written += len(data)
+            while written > int(Path(CREDIT).read_text() or 0):
+                time.sleep(0.005)
+            return self.f.write(data)
+
+    class CreditDisk(LocalFileSystem):
+        protocol = ("credit",)
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return LocalFileSystem._strip_protocol(str(path).removeprefix("credit://"))
+
+        def unstrip_protocol(self, name):
+            return f"credit://{self._strip_protocol(name)}"
+
+        def _open(self, path, mode="rb", block_size=None, **more):
+            kind = CreditFile if "w" in mode else LocalFileOpener
+            return kind(path, mode, fs=self, **more)
+"""
+
+
+def install(folder: Path, credit: Path) -> None:
+    """A package that gives fsspec the protocol `credit`: a local disk that writes no more bytes than a file says."""
+    about = folder / "credit_disk-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: credit-disk\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[fsspec.specs]\ncredit = credit_disk:CreditDisk\n")
+    (folder / "credit_disk.py").write_text(f"CREDIT = {str(credit)!r}\n{dedent(CREDIT_DISK)}")
+
+
+async def test_every_model_gets_points_on_storage_that_takes_less_than_their_snapshots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credit, granted, refused = tmp_path / "credit", 0, 0
+    install(tmp_path / "packages", credit)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+
+    def grant(size_bytes: int) -> None:
+        nonlocal granted
+        granted += size_bytes
+        aside = credit.with_suffix(".new")
+        aside.write_text(str(granted))
+        aside.replace(credit)
+
+    grant(0)
+    (tmp_path / "trainer").mkdir()
+    arguments = ("--recovery", f"credit://{tmp_path}/recovery", "--snapshot-memory-mib", str(BOUND_MIB))
+    trainer = TrainerProcess(fovea_tinyvlm.ensure("qwen3"), tmp_path / "trainer" / "trainer.log", *arguments, ranks=1)
+    try:
+        client = await trainer.ready()
+        lora = weights_pb2.LoraConfig(rank=32, train_attention=True, train_mlp=True, train_unembedding=True)
+        models = [f"m{number}" for number in range(MODELS)]
+        for model_id in models:
+            await client.create_model(model_id, lora)
+
+        async def train(model_id: str) -> None:
+            nonlocal refused
+            for step in range(1, STEPS + 1):
+                await client.optim_step(model_id, adam(), None, step)
+                while True:
+                    try:
+                        taken = await client.take_snapshot(model_id, f"{model_id}@{step}")
+                        grant(taken.size_bytes * 4 // 5)
+                        break
+                    except StorageBehind:
+                        refused += 1
+                        grant(2**16)
+                        await asyncio.sleep(0.05)
+
+        await asyncio.gather(*map(train, models))
+        points = dict((await client.info()).durable_seq_ids)
+        assert points.keys() == set(models), trainer.log.read_text()[-2000:]
+        assert refused
+        grant(2**40)
+
+        async def is_durable() -> bool:
+            return dict((await client.info()).durable_seq_ids) == dict.fromkeys(models, STEPS)
+
+        await eventually(is_durable)
+        await client.close()
+    finally:
+        grant(2**40)
+        trainer.stop()
