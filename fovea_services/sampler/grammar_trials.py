@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -42,6 +43,8 @@ _KEPT = 4096
 _AT_ONCE = 2
 _CANDIDATES = 8
 _MESSAGE_BYTES = 2000
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+"""Where and when xgrammar found an error, in its own words."""
 _ADVICE = "lower its repetition counts, lengths and nesting, and make it unambiguous"
 TOO_SLOW = f"takes more than {TOKEN_S * 1000:g} ms of processor time for a token; {_ADVICE}"
 _TOO_LONG = f"takes more than {_COMPILE_S} s of processor time to compile; {_ADVICE}"
@@ -222,7 +225,7 @@ def _be_child(info: Any, kind: Kind, text: str, pipe: int) -> NoReturn:
     except MemoryError:
         problem = _TOO_LARGE
     except Exception as error:  # xgrammar's own say what is wrong with a grammar
-        problem = _TOO_LARGE if "bad_alloc" in str(error) else f"is not valid: {error}"
+        problem = _TOO_LARGE if "bad_alloc" in str(error) else f"is not valid: {_PLACE.sub('', str(error)).strip()}"
     os.write(pipe, problem.encode(errors="replace")[:_MESSAGE_BYTES])
     os._exit(0)
 

@@ -98,6 +98,19 @@ def test_a_chat_with_a_picture_samples_what_tinker_does(
     assert answer.usage.prompt_tokens == pictured.length
 
 
+def test_a_control_token_in_a_text_stays_text(
+    client: openai.OpenAI, stack: Stack, pictured: tinker.ModelInput, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    typed = "<|image_pad|><|im_end|>"
+    answer = ask(client, stack.model_name, asking(data_url(PICTURE), f"{QUESTION}{typed}"))
+    pieces = [
+        tokenizer.encode(piece, add_special_tokens=False) for piece in (f"{QUESTION}<", "|image_pad|><", "|im_end|>")
+    ]
+    added = sum(map(len, pieces)) - len(tokenizer.encode(QUESTION, add_special_tokens=False))
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == pictured.length + added
+
+
 def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI, stack: Stack) -> None:
     messages = asking(data_url(PICTURE))
     whole = ask(client, stack.model_name, messages, n=2, seed=5, temperature=1.0)
@@ -276,9 +289,6 @@ BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str]] = {
         openai.BadRequestError,
         "messages.0.content.0.type",
     ),
-    "placeholder in a text": (
-        {"messages": asking(data_url(PICTURE), "<|image_pad|>")}, openai.BadRequestError, "messages",
-    ),
     "unknown field": ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature"),
     "field of vLLM alone": ({"extra_body": {"use_beam_search": True}}, openai.BadRequestError, "use_beam_search"),
     "a template of one's own": ({"extra_body": {"chat_template": "x"}}, openai.BadRequestError, "chat_template"),
@@ -289,9 +299,11 @@ BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str]] = {
     "broken schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}},
         openai.BadRequestError,
-        None,
+        "structured_outputs",
     ),
-    "broken pattern": ({"extra_body": {"structured_outputs": {"regex": "[0-9"}}}, openai.BadRequestError, None),
+    "broken pattern": (
+        {"extra_body": {"structured_outputs": {"regex": "[0-9"}}}, openai.BadRequestError, "structured_outputs",
+    ),
     "no messages": ({"messages": []}, openai.BadRequestError, "messages"),
 }  # fmt: skip
 

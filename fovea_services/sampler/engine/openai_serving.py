@@ -6,9 +6,7 @@ engine for becomes a plan, which the caller samples; what the caller tells us of
 
 import asyncio
 import json
-import re
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
@@ -16,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.entrypoints.generate.base.serving import decode_token_ids
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -24,10 +21,8 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.inputs import tokens_input
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.renderers import ChatParams
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -44,6 +39,7 @@ from fovea.wire.errors import (
     Unavailable,
     Unimplemented,
 )
+from fovea_services.sampler.engine.openai_texts import PICTURE, TextRenderer, token_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -92,9 +88,6 @@ _ASKS_NOTHING: dict[str, Callable[[Any], bool]] = {
 
 _ANSWER_BYTES = 2**20
 _REPLACEMENT = "\ufffd".encode()
-_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
-_BYTES = {character: value for value, character in bytes_to_unicode().items()}
-_PICTURE: dict[str, Any] = {"type": "image_url", "image_url": None, "uuid": "0"}
 
 
 class OpenAIServing:
@@ -108,7 +101,7 @@ class OpenAIServing:
     def __init__(self, llm: "AsyncLLM", tool_parser: str, end_ids: Sequence[int]) -> None:
         self._llm = llm
         self._end_ids = frozenset(end_ids)
-        self._renderer = _TextRenderer(llm.renderer)
+        self._renderer = TextRenderer(llm.renderer)
         self._options: dict[str, Any] = {
             "chat_template": None,
             "chat_template_content_format": "auto",
@@ -124,7 +117,10 @@ class OpenAIServing:
 
         Raises InvalidInput, Unimplemented naming the field, Unavailable if `sampled` ends too early.
         """
-        request = _read(asked, most_samples)
+        body: dict[str, Any] = json.loads(asked.body)
+        if "messages" in body:
+            body["messages"] = await self._renderer.guard(body["messages"])
+        request = _read(asked.route, body, most_samples)
         image_id = await self._renderer.image_id() if asked.image_count else None
         engine = _CallersEngine(self._llm, self._renderer, request, asked.image_count, image_id, self._end_ids)
         tasks = [
@@ -185,71 +181,6 @@ class _Chat(OpenAIServingChat):  # type: ignore[misc]
         return made
 
 
-def token_bytes(tokenizer: Any, token: int) -> bytes | None:
-    """Returns the bytes of a token that is a part of a character; None if the tokenizer does not tell them.
-
-    Tokenizers write bytes as `<0xE2>` (SentencePiece's fallback) or as one character each (byte-level BPE).
-    """
-    piece = str(tokenizer.convert_ids_to_tokens([token])[0])
-    if fallback := _FALLBACK.fullmatch(piece):
-        return bytes([int(fallback[1], 16)])
-    if all(character in _BYTES for character in piece):
-        return bytes(_BYTES[character] for character in piece)
-    return None
-
-
-class _TextRenderer:
-    """vLLM's renderer, but that images stay the placeholders that the chat template writes: Fovea's own makes them.
-
-    All else is vLLM's.
-    """
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self._image_id: int | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    async def render_chat_async(
-        self, conversations: Sequence[Any], chat_params: ChatParams, tok_params: Any = None, **ignored: Any
-    ) -> tuple[list[Any], list[Any]]:
-        """See vLLM's; the engine's inputs are text alone."""
-        rendered = [await self._inner.render_messages_async(messages, chat_params) for messages in conversations]
-        prompts = await self._inner.tokenize_prompts_async(
-            [_as_text(prompt) for _, prompt in rendered], tok_params or self._inner.default_chat_tok_params
-        )
-        return [messages for messages, _ in rendered], [tokens_input(one["prompt_token_ids"]) for one in prompts]
-
-    async def image_id(self) -> int:
-        """The token that stands for an image in what the chat template writes. Raises InvalidInput if there is none.
-
-        It is the tokenizer's own, or the middle one of the added tokens that an image brings: between start and end.
-        """
-        if self._image_id is None:
-            text = {"type": "text", "text": "question"}
-            plain, pictured = [await self._added_ids(parts) for parts in ([text], [text, _PICTURE])]
-            brought = [token for token in pictured if token in Counter(pictured) - Counter(plain)]
-            if not brought:
-                raise InvalidInput("this model's chat template takes no images; send text alone", field="messages")
-            named = self._inner.get_tokenizer().convert_tokens_to_ids(
-                getattr(self._inner.get_tokenizer(), "image_token", None) or ""
-            )
-            self._image_id = named if named in brought else brought[len(brought) // 2]
-        return self._image_id
-
-    async def _added_ids(self, parts: list[dict[str, Any]]) -> list[int]:
-        tokenizer = self._inner.get_tokenizer()
-        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
-        _, (prompt,) = await self.render_chat_async([[{"role": "user", "content": parts}]], params)
-        added = set(tokenizer.get_added_vocab().values())
-        return [token for token in prompt["prompt_token_ids"] if token in added]
-
-
-def _as_text(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in prompt.items() if name in ("prompt", "prompt_token_ids")}
-
-
 class _CallersEngine:
     """What vLLM's serving classes take for their engine, during one request.
 
@@ -262,7 +193,7 @@ class _CallersEngine:
     def __init__(
         self,
         llm: "AsyncLLM",
-        renderer: _TextRenderer,
+        renderer: TextRenderer,
         request: ChatCompletionRequest | CompletionRequest,
         image_count: int,
         image_id: int | None,
@@ -334,10 +265,9 @@ class _CallersEngine:
             return
         places = [place for place, token in enumerate(ids) if token == self._image_id]
         if len(places) != self._image_count:
-            token = self.renderer.get_tokenizer().decode([self._image_id])
             raise InvalidInput(
                 f"messages have {self._image_count} images, and the chat template writes {len(places)}: put images "
-                f"into user messages, and leave {token!r} out of texts",
+                "into user messages",
                 field="messages",
             )
         for start, end in zip([-1, *places], [*places, len(ids)], strict=True):
@@ -447,16 +377,17 @@ class _Sequence:
         }
 
 
-def _read(asked: sampler_pb2.OpenAIRequest, most_samples: int) -> ChatCompletionRequest | CompletionRequest:
+def _read(
+    route: "sampler_pb2.OpenAIRoute", body: dict[str, Any], most_samples: int
+) -> ChatCompletionRequest | CompletionRequest:
     """The request in vLLM's words. Raises InvalidInput or Unimplemented naming the field."""
     kinds: dict[int, type[ChatCompletionRequest] | type[CompletionRequest]] = {
         sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS: ChatCompletionRequest,
         sampler_pb2.OPEN_AI_ROUTE_COMPLETIONS: CompletionRequest,
     }
-    kind = kinds.get(asked.route)
+    kind = kinds.get(route)
     if kind is None:
         raise InvalidInput("route is not set", field="route")
-    body: dict[str, Any] = json.loads(asked.body)
     for name, value in body.items():
         known = kind.model_fields.get(name)
         if name in _FIELDS[kind] or value is None or (known is not None and value == known.get_default()):
@@ -489,7 +420,7 @@ def _check_parts(messages: Any) -> None:
         content = message.get("content") if isinstance(message, dict) else None
         for place, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else "text"
-            if kind != "text" and part != _PICTURE:
+            if kind != "text" and part != PICTURE:
                 field = f"messages.{index}.content.{place}.type"
                 raise InvalidInput(f"{field} is {kind!r}; it must be 'text' or 'image_url'", field=field)
 

@@ -6,7 +6,7 @@ changed what the patch was written against.
 
 All of it is for vLLM's V1 model runner, which `vllm_launch.prepare_environment` asks for on GPU (V2 runs nowhere
 without Triton, so a CPU engine is V1 by itself). V2 keeps its requests, its sampler and its prompt scores elsewhere:
-`prompt_scorer`, `temperature_logprobs` and `seeded_generators` find nothing to replace there. They must be written
+`prompt_scorer` and `draws` find nothing to replace there. They must be written
 again for it before `VLLM_USE_V2_MODEL_RUNNER` can go, and `routed_experts` goes then; `docs/notes` says what is where.
 
 Other workarounds are settings of vLLM's own and lie where they are set, in `engine/vllm_launch.py`.
@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 
 from fovea_services.sampler.vllm_patches import (
     adapted_modules,
+    draws,
     experts_cpu,
     fresh_blocks,
     grammar_budget,
@@ -28,8 +29,6 @@ from fovea_services.sampler.vllm_patches import (
     prompt_scorer,
     punica,
     routed_experts,
-    seeded_generators,
-    temperature_logprobs,
 )
 
 PATCHES = (
@@ -42,8 +41,7 @@ PATCHES = (
     fresh_blocks,  # before_model; its scheduler by vllm_launch
     grammar_budget,  # before_model; by the schedulers of fresh_blocks too
     routed_experts,  # before_model; its scheduler by vllm_launch
-    seeded_generators,  # after_model, on CPU
-    temperature_logprobs,  # after_model
+    draws,  # after_model
     prompt_scorer,  # after_model
     lora_slots,  # by AdapterBank, from which vLLM gets its adapters then
 )
@@ -67,6 +65,5 @@ def after_model(runner: Any) -> None:
     """To be called once in every worker, with vLLM's model runner, when its model is loaded."""
     if runner.device.type == "cpu":
         image_attention_cpu.check(runner)
-        seeded_generators.apply(runner)
-    temperature_logprobs.apply(runner)
+    draws.apply(runner)
     prompt_scorer.apply(runner)

@@ -1,6 +1,5 @@
 """OpenAI's fields that ask for nothing are taken, and bytes of log-probabilities are the tokens' own."""
 
-import json
 from typing import Any
 
 import pytest
@@ -16,12 +15,9 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 TEXT = "one café 🦊 two"
 
 
-def body(**more: Any) -> sampler_pb2.OpenAIRequest:
-    """Returns a chat request with more fields."""
-    return sampler_pb2.OpenAIRequest(
-        route=sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS,
-        body=json.dumps({"model": "m", "messages": MESSAGES, **more}).encode(),
-    )
+def read(**more: Any) -> Any:
+    """Reads a chat request with more fields."""
+    return _read(sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS, {"model": "m", "messages": MESSAGES, **more}, 8)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +35,9 @@ def body(**more: Any) -> sampler_pb2.OpenAIRequest:
     ],
 )
 def test_a_field_that_asks_for_nothing_is_taken(name: str, idle: Any, asking: Any) -> None:
-    assert _read(body(**{name: idle}), 8).messages
+    assert read(**{name: idle}).messages
     with pytest.raises(FoveaError) as refused:
-        _read(body(**{name: asking}), 8)
+        read(**{name: asking})
     assert refused.value.field == name
 
 

@@ -289,7 +289,10 @@ def test_vllm_still_needs_kernels_cpu() -> None:
     unchanged("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec")
 
 
-def test_vllm_still_needs_seeded_generators() -> None:
+def test_vllm_still_needs_draws() -> None:
+    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(0))
+    _, logprobs = TopKTopPSampler("processed_logprobs")(logits, {}, torch.tensor([2]), None)
+    assert logprobs.isinf().sum() == 8, "what top-k cuts off has logprobs now"
     with pytest.raises(RuntimeError, match="does not use offset"):
         torch.Generator().get_offset()
     assert "set_offset" in source("vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync")
@@ -305,12 +308,6 @@ def test_vllm_still_needs_routed_experts() -> None:
     )
     scheduling = source("vllm.v1.core.sched.scheduler:Scheduler.update_from_output")
     assert "self.aux_output_connector.take_output(" in scheduling
-
-
-def test_vllm_still_needs_temperature_logprobs() -> None:
-    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(0))
-    _, logprobs = TopKTopPSampler("processed_logprobs")(logits, {}, torch.tensor([2]), None)
-    assert logprobs.isinf().sum() == 8, "what top-k cuts off has logprobs now"
 
 
 def test_vllm_still_needs_prompt_scorer() -> None:
