@@ -226,7 +226,7 @@ class LossComputer:
 
         def bring_to_host() -> None:
             for found in batches:
-                result.add(found, call.loss.name)
+                result.add(found, call.loss.name, f"model {call.model.model_id!r} at step {call.model.step}")
 
         for step, run_tower in zip(schedule.steps, towers, strict=True):
             _guard(call.alone, result, partial(compute, step, run_tower))

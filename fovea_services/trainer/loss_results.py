@@ -93,8 +93,8 @@ class RankResult:
         if counts is not None:
             self.expert_counts = counts if self.expert_counts is None else self.expert_counts + counts
 
-    def add(self, batch: MicroBatchResult, loss_name: str) -> None:
-        """Brings a micro-batch to the host; finds losses that are not finite."""
+    def add(self, batch: MicroBatchResult, loss_name: str, model: str) -> None:
+        """Brings a micro-batch to the host; finds losses that are not finite. `model` names the model and its step."""
         if not batch.datums:
             return
         flat = torch.cat([row.flatten() for row in batch.rows]).cpu()
@@ -107,15 +107,25 @@ class RankResult:
             if not math.isfinite(number):
                 return self.fail(
                     InvalidInput(
-                        f"datum[{datum.index}]: its {loss_name} loss is {number}: the model has diverged (lower the "
-                        "learning rate, and load an earlier state), or numbers of its loss_inputs are too large, or "
-                        "their ratio to the model's log-probabilities overflows",
+                        f"datum[{datum.index}]: its {loss_name} loss is {number}: {self._cause(datum.index, model)}",
                         field=f"datum[{datum.index}]",
                     )
                 )
         self.measures["loss:sum"] += found
         for name, values in batch.measures.items():
             self.measures[name] += values.tolist()
+
+    def _cause(self, index: int, model: str) -> str:
+        """Why the loss of a datum is not finite."""
+        if not np.isfinite(self.logprobs[index]).all():
+            return (
+                f"log-probabilities of {model} are not finite, so it has diverged; lower the learning rate, and load "
+                "an earlier state"
+            )
+        return (
+            "numbers of its loss_inputs are too large, or their ratio to the model's log-probabilities, which are "
+            "finite, overflows; check its loss_inputs"
+        )
 
 
 def reduce_measures(parts: Iterable[Measures]) -> Metrics:

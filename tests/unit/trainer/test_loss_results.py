@@ -5,9 +5,11 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
+from fovea.wire.errors import InvalidInput
 from fovea_services.trainer.batches.datum_decoding import Datum
-from fovea_services.trainer.loss_results import expert_loads, mean_logprob_gap
+from fovea_services.trainer.loss_results import MicroBatchResult, RankResult, expert_loads, mean_logprob_gap
 
 
 def datum(index: int, **inputs: list[float]) -> Datum:
@@ -43,3 +45,19 @@ def test_how_evenly_experts_are_loaded() -> None:
     found = expert_loads([0, 2], [[[3, 1], [2, 2]], [], [[3, 1], [3, 1]]])
     assert found == {"expert_load/layer_00:mean": 1.5, "expert_load/layer_02:mean": 1.25, "expert_load:max": 1.5}
     assert expert_loads([], [[], []]) == {}
+
+
+@pytest.mark.parametrize(
+    ("logprob", "said"),
+    [
+        (np.nan, r"loss is nan: log-probabilities of model 'm' at step 7 are not finite, so it has diverged"),
+        (-1.0, r"loss is nan: numbers of its loss_inputs are too large.* check its loss_inputs"),
+    ],
+    ids=["diverged", "loss_inputs"],
+)
+def test_a_loss_that_is_not_finite_blames_what_is_not(logprob: float, said: str) -> None:
+    result = RankResult()
+    row = torch.tensor([-1.0, logprob, -1.0])
+    result.add(MicroBatchResult((datum(3),), [row], torch.tensor([torch.nan]), {}), "ppo", "model 'm' at step 7")
+    with pytest.raises(InvalidInput, match=said):
+        result.check()
