@@ -37,12 +37,12 @@ from fovea_gateway.training.commands import Command, CommandRunner
 from fovea_gateway.training.copies import Copies
 from fovea_gateway.training.custom_losses import CustomLosses
 from fovea_gateway.training.journal import Journal
-from fovea_gateway.training.models import Models
+from fovea_gateway.training.models import Models, TrainerTurns
 from fovea_gateway.training.orphans import OrphanCollector
 from fovea_gateway.training.parking import Parking
 from fovea_gateway.training.replay import Replay
 from fovea_gateway.training.residence import Residence
-from fovea_gateway.training.step_commands import StepCommands, TrainerTurns
+from fovea_gateway.training.step_commands import StepCommands
 from fovea_gateway.training.training import Training
 from fovea_gateway.training.training_runs import TrainingRuns
 from fovea_gateway.training.weight_commands import CreationCommands, SaveCommands
@@ -72,15 +72,15 @@ class Parts:
         self.paths = ServerPaths([settings.checkpoint_root, str(settings.state_dir.absolute())])
         result_room = ResultRoom(self.database, settings.max_result_bytes)
         self.happenings = Happenings()
-        self.futures = Futures(
-            self.database, settings.result_ttl_s, max_pending, self.owners, clock, result_room,
-            self.happenings.note_end, lambda session_id: self.sessions.hear(session_id), self.paths.hide,
-        )  # fmt: skip
         self.kept_rows = KeptRows(
             self.database, settings.row_room_bytes, settings.ended_ttl_s, clock,
             lambda model_id: self.checkpoints.forget_model(model_id),
         )  # fmt: skip
         self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions, self.kept_rows, settings.quiet_s)
+        self.futures = Futures(
+            self.database, settings.result_ttl_s, max_pending, self.owners, clock, result_room,
+            self.happenings.note_end, self.sessions.hear, self.paths.hide,
+        )  # fmt: skip
         self.storage = Storage(settings.checkpoint_root)
         self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock, self.kept_rows)
         self.link_signer = LinkSigner(self.database, self.keys.is_valid)

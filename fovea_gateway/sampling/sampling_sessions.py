@@ -6,6 +6,8 @@ import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
+import sqlalchemy as sa
+
 from fovea.api.v1 import gateway_pb2
 from fovea.runtime.tasks import BackgroundTasks
 from fovea.wire.errors import ContextOverflow, FoveaError, InvalidInput, NotFound
@@ -13,6 +15,8 @@ from fovea_gateway.access.usage import KeptRows
 from fovea_gateway.checkpoints.checkpoint import SCHEME
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.database.database import Database
+from fovea_gateway.database.schema import sampling_sessions
+from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.database.writer import Job
 from fovea_gateway.futures.future import (
     Done,
@@ -29,15 +33,7 @@ from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.renderers import least_token_count
 from fovea_gateway.replicas.snapshot_pushes import KeptSnapshot, version_of
 from fovea_gateway.sampling.sample_runner import SampleRunner, SampleWork, check_context, check_limits, most_tokens
-from fovea_gateway.sampling.sampling_session import (
-    SamplingSession,
-    add_client,
-    find_row,
-    get_row,
-    id_of_sampling_session,
-    insert_row,
-    update_followers,
-)
+from fovea_gateway.sampling.sampling_session import SamplingSession
 from fovea_gateway.sessions.sessions import Session, Sessions, update_session
 
 logger = logging.getLogger(__name__)
@@ -101,7 +97,7 @@ class Sampling:
         sampling = self._make(session.session_id, owner, self._take_number(session), base_model, snapshot_id)
         sampling.request_seq_id, sampling.model_path = request_seq_id, model_path or None
         if not await self._database.write(lambda connection: _insert(connection, session, sampling)):
-            known = await self._database.read(lambda connection: find_row(connection, session_id, request_seq_id))
+            known = await self._database.read(lambda connection: _find_row(connection, session_id, request_seq_id))
             assert known is not None, "an insert failed without a row in its way"
             return known
         self._known[sampling.sampling_session_id] = sampling
@@ -127,7 +123,7 @@ class Sampling:
         def job(connection: Any) -> None:
             _insert(connection, session, sampling)
             if inflight:
-                update_followers(connection, model_id, snapshot_id)
+                _update_followers(connection, model_id, snapshot_id)
 
         return sampling, job
 
@@ -146,7 +142,7 @@ class Sampling:
         """Counts one more client of a sampling session; returns its number, from 1. Raises NotFound, SessionEnded."""
         sampling = await self.get(owner, sampling_session_id)
         await self._sessions.require(owner, sampling.session_id)
-        return await self._database.write(lambda connection: add_client(connection, sampling_session_id))
+        return await self._database.write(lambda connection: _add_client(connection, sampling_session_id))
 
     async def sweep(self) -> None:
         """Frees snapshots that no sampling session names any more."""
@@ -162,7 +158,7 @@ class Sampling:
         """A sampling session of the caller. Raises NotFound."""
         sampling = self._known.get(sampling_session_id)
         if sampling is None:
-            sampling = await self._database.read(lambda connection: get_row(connection, sampling_session_id))
+            sampling = await self._database.read(lambda connection: _get_row(connection, sampling_session_id))
             if sampling is not None:
                 # It may have been moved forward while it was read.
                 sampling.snapshot_id = self._newest.get(sampling.followed_model_id or "", sampling.snapshot_id)
@@ -366,7 +362,7 @@ def _token_count(base: BaseModel, request: gateway_pb2.SampleTokensRequest) -> i
 
 
 def _insert(connection: Any, session: Session, sampling: SamplingSession) -> bool:
-    is_new = insert_row(connection, sampling)
+    is_new = _insert_row(connection, sampling)
     update_session(connection, session.session_id, next_sampling_number=session.next_sampling_number)
     return is_new
 
@@ -374,3 +370,42 @@ def _insert(connection: Any, session: Session, sampling: SamplingSession) -> boo
 def sequence_ids(request_id: str, count: int) -> list[str]:
     """Ids of the sequences that a sample request will return."""
     return [f"{request_id}:{index}" for index in range(count)]
+
+
+def _insert_row(connection: sa.Connection, sampling: SamplingSession) -> bool:
+    """Keeps a new sampling session; False if its (session, request_seq_id) is taken."""
+    return insert_new(connection, sampling_sessions, vars(sampling))
+
+
+def _get_row(connection: sa.Connection, sampling_session_id: str) -> SamplingSession | None:
+    """A sampling session by id."""
+    query = sa.select(sampling_sessions).where(sampling_sessions.c.sampling_session_id == sampling_session_id)
+    row = (connection.execute(query)).mappings().first()
+    return SamplingSession(**row) if row else None
+
+
+def _find_row(connection: sa.Connection, session_id: str, request_seq_id: int) -> SamplingSession | None:
+    """The sampling session that an earlier request with the same number opened."""
+    where = (sampling_sessions.c.session_id == session_id) & (sampling_sessions.c.request_seq_id == request_seq_id)
+    row = (connection.execute(sa.select(sampling_sessions).where(where))).mappings().first()
+    return SamplingSession(**row) if row else None
+
+
+def _add_client(connection: sa.Connection, sampling_session_id: str) -> int:
+    """Counts one more client of a sampling session; returns its number, from 1, never given twice."""
+    where = sampling_sessions.c.sampling_session_id == sampling_session_id
+    count = sampling_sessions.c.client_count
+    connection.execute(sa.update(sampling_sessions).where(where).values(client_count=count + 1))
+    number: int = connection.execute(sa.select(count).where(where)).scalar_one()
+    return number
+
+
+def _update_followers(connection: sa.Connection, model_id: str, snapshot_id: str) -> None:
+    """Points every sampling session that follows a model at its newest weights."""
+    where = sampling_sessions.c.followed_model_id == model_id
+    connection.execute(sa.update(sampling_sessions).where(where).values(snapshot_id=snapshot_id))
+
+
+def id_of_sampling_session(session_id: str, number: int) -> str:
+    """Id of a session's n-th sampling session."""
+    return f"{session_id}:sample:{number}"
