@@ -326,14 +326,17 @@ async def test_what_a_killed_client_has_queued_gives_way_and_waits_for_it(stand:
     await eventually(lambda: (stand.trainer.waiting, stand.sampler.waiting) == (2, 1))
     async with stand.http(ALICE) as http:
         other = await _with_session(http)
-        model_id = asyncio.create_task(other.create_model())
+        body = {"session_id": other.session_id, "base_model": MODEL, "lora_config": {"rank": 8}}
+        created = await other.ok("create_model", model_seq_id=0, **body)
         session = await base_session(other)
         await asyncio.sleep(0.4)
+        await eventually(lambda: waits_for(stand, created["request_id"]).startswith("waiting for the trainer"))
         sample = (await other.sample(session, 0)).json()["request_id"]
         await eventually(lambda: waits_for(stand, sample).startswith("waiting for a place"))
         stand.trainer.open.set()
         stand.sampler.open.set()
-        assert await model_id in stand.trainer.models
+        assert "error" not in await other.result(created["request_id"])
+        assert created["model_id"] in stand.trainer.models
         assert "sequences" in await other.result(sample)
     assert stand.sampler.ids().index(sample) == 1, "one of the killed client's was there; the other client's is next"
     names = stand.trainer.names()
