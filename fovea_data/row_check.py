@@ -46,9 +46,7 @@ class RowEncoder:
         """
         with naming_row(rows.where(index), passing=(tinker.APIConnectionError, tinker.InternalServerError)):
             row = rows[index]
-            for message in row.messages:
-                for picture in message.pictures:
-                    self.limits.check_picture(picture)
+            self.limits.check_pictures([picture for message in row.messages for picture in message.pictures])
             return row, self.encoder.datums(row)
 
 

@@ -4,7 +4,7 @@ there, and the size of the pictures that a checkpoint was trained on."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,14 @@ class ServedLimits:
         max_image_bytes: Bytes of the file of one picture.
         max_image_pixels: Width times height of one picture.
         max_image_aspect_ratio: The longer side of a picture over the shorter one.
+        max_body_bytes: Bytes of a request, before compression: a row is sent whole.
     """
 
     max_lora_rank: int | None = None
     max_image_bytes: int | None = None
     max_image_pixels: int | None = None
     max_image_aspect_ratio: int | None = None
+    max_body_bytes: int | None = None
 
     def check_rank(self, rank: int) -> None:
         """Raises InvalidInput if an adapter of this rank is refused."""
@@ -47,8 +49,18 @@ class ServedLimits:
                 field="rank",
             )
 
-    def check_picture(self, picture: Picture) -> None:
-        """Raises InvalidInput if a picture is refused."""
+    def check_pictures(self, pictures: Sequence[Picture]) -> None:
+        """Raises InvalidInput if a picture of a row is refused, or if all together are too many bytes."""
+        for picture in pictures:
+            self._check_picture(picture)
+        size_bytes = sum(-(-len(picture.data) // 3) * 4 for picture in pictures)  # as base64
+        if self.max_body_bytes is not None and size_bytes > self.max_body_bytes:
+            raise InvalidInput(
+                f"its {len(pictures)} pictures have {size_bytes} bytes as base64, and {self.max_body_bytes} is this"
+                " server's most of a request: shrink them (max_side)"
+            )
+
+    def _check_picture(self, picture: Picture) -> None:
         width, height = picture.size
         ratio = max(width, height) / min(width, height)
         for what, seen, most in (

@@ -90,7 +90,7 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
             parts.checkpoints,
             settings.max_body_bytes,
         ),
-        ServerRoutes(parts.health, settings.sdk_flags),
+        ServerRoutes(parts.health, settings.sdk_flags, settings.max_body_bytes),
         SessionRoutes(parts.sessions),
         TrainingRoutes(
             parts.training, parts.models, parts.custom_losses, parts.base_models, parts.checkpoints, settings
@@ -120,10 +120,11 @@ class ServerRoutes:
 
     Args:
         flags: Overrides of the flags that clients are told.
+        max_body_bytes: The largest body of samples and losses.
     """
 
-    def __init__(self, health: Health, flags: dict[str, Any]) -> None:
-        self._health, self._flags = health, flags
+    def __init__(self, health: Health, flags: dict[str, Any], max_body_bytes: int) -> None:
+        self._health, self._flags, self._max_body_bytes = health, flags, max_body_bytes
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         return [
@@ -160,6 +161,7 @@ class ServerRoutes:
                 "max_image_bytes": MAX_IMAGE_BYTES,
                 "max_image_pixels": MAX_IMAGE_PIXELS,
                 "max_image_aspect_ratio": MAX_IMAGE_ASPECT_RATIO,
+                "max_body_bytes": self._max_body_bytes,
             }
             for served in await self._health.served_models()
         ]
