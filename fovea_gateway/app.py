@@ -58,7 +58,8 @@ class Upkeep:
         """Waits until the state is this gateway's, takes it up, and lets clients in."""
         parts, background = self._parts, self._background
         for folder in self._settings.private_folders:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # the database and `_check_storage` say what is wrong with it
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         await parts.database.open()
         await parts.keys.load()
         await parts.owners.read()

@@ -280,7 +280,7 @@ class ServerPaths:
         return _PATH.sub(_stand_in, self._below.sub(_stand_in, text))
 
 
-_PATH = re.compile(r"(?:\bfile://|(?<![\w:/.~'\"-]))(?!\S*\bv1/)(?P<rest>(?:/[\w.@+=-]+){2,})/?")
+_PATH = re.compile(r"(?:(?<!['\"])\bfile://|(?<![\w:/.~'\"-]))(?!\S*\bv1/)(?P<rest>(?:/[\w.@+=-]+){2,})/?")
 """A path that a message does not quote: what it quotes is the client's own. The API's paths have v1 in them."""
 _FILE = re.compile(r"[\w.@+=-]+\.(?:json|safetensors|metadata|distcp|npy|db)")
 

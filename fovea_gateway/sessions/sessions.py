@@ -64,6 +64,7 @@ class Sessions:
         self._quota, self._rows = quota, rows
         self._sessions: dict[str, Session] = {}
         self._alive_at: dict[str, float] = {}
+        self._heard_at: dict[str, float] = {}
         self._ended: asyncio.Queue[Session] = asyncio.Queue()
         self._being_freed: dict[str, asyncio.Event] = {}
 
@@ -173,6 +174,7 @@ class Sessions:
         """Drops from memory a session that is over and owns nothing any more."""
         self._sessions.pop(session_id, None)
         self._alive_at.pop(session_id, None)
+        self._heard_at.pop(session_id, None)
         self._being_freed.pop(session_id).set()
 
     async def restore(self) -> None:
@@ -198,14 +200,15 @@ class Sessions:
         return session.ended_at is None and session.parked_at is None and is_late
 
     def hear(self, session_id: str) -> None:
-        """Notes that the client of a session in use was heard of: it asks for what it has sent."""
+        """Notes that a client asks for a result of a session in use. That is no heartbeat: silence still ends it."""
         if session_id in self._alive_at:
-            self._alive_at[session_id] = time.monotonic()
+            self._heard_at[session_id] = time.monotonic()
 
     def is_wanted(self, session_id: str) -> bool:
-        """Whether a client may wait for what a session has queued: it was heard of lately."""
+        """Returns whether a client may wait for what a session has queued: it sent a heartbeat or asked lately."""
         now = time.monotonic()
-        return now - self._alive_at.get(session_id, now) <= self._quiet_s
+        last = max(self._alive_at.get(session_id, now), self._heard_at.get(session_id, 0.0))
+        return now - last <= self._quiet_s
 
     async def expire(self, session: Session, detail: str = "") -> None:
         """Ends a session whose client is gone."""
@@ -219,6 +222,7 @@ class Sessions:
         if session.parked_at is not None:  # it may have been taken up meanwhile
             self._sessions.pop(session.session_id, None)
             self._alive_at.pop(session.session_id, None)
+            self._heard_at.pop(session.session_id, None)
         logger.info("session %s is parked: %d bytes", session.session_id, size_bytes)
 
     async def parked(self, owner: str | None = None) -> list[Session]:

@@ -100,11 +100,11 @@ class Folder:
     def make_private(self) -> None:
         """Creates the folder for this user alone if it lies on a local disk; an object store has rights of its own."""
         if isinstance(self.files, LocalFileSystem):
-            os.makedirs(self.path, mode=0o700, exist_ok=True)
             try:
+                os.makedirs(self.path, mode=0o700, exist_ok=True)
                 os.chmod(self.path, 0o700)
-            except PermissionError:
-                logger.warning("%s belongs to another user, so its rights stay as they are", self.path)
+            except OSError as error:  # whatever is written there says so again, and storage that fails only costs time
+                logger.warning("%s cannot be made private: %s", self.path, error)
 
     def stage(self) -> "Folder":
         """Makes an empty folder beside this one, to be filled and then put in its place by `commit`.

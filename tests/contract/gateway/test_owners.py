@@ -90,9 +90,9 @@ async def test_requests_above_an_owners_rate_are_refused_by_name(keys: Keys, ali
     assert answers[-1].json()["detail"].startswith("this owner's max_requests_per_s is 5")
     for _ in range(20):  # what the SDK sends by itself
         assert (await alice.post("session_heartbeat", session_id=alice.session_id)).status_code == 200
-    pages = [await alice.http.get("live/samples") for _ in range(8)]
-    assert [page.status_code for page in pages[:5]] == [200] * 5, "the page takes nothing from training"
-    assert pages[-1].status_code == 429, "but it has the same limit"
+    pages = [page.status_code for page in await asyncio.gather(*(alice.http.get("live/samples") for _ in range(40)))]
+    assert pages.count(200) >= 5, "the page takes nothing from training"
+    assert 429 in pages, "but it has the same limit"
 
 
 async def test_default_limits_hold_where_a_record_names_none(stand: Stand, keys: Keys, alice: Rest) -> None:
@@ -101,9 +101,9 @@ async def test_default_limits_hold_where_a_record_names_none(stand: Stand, keys:
     assert stand.gateway is not None
     owners = stand.gateway.parts.owners
     assert (owners.of("alice").max_requests_per_s, owners.of("alice").max_models) == (5, 2)
-    answers = [await alice.http.get("sessions") for _ in range(8)]
-    assert answers[-1].status_code == 429
-    assert answers[-1].json()["detail"].startswith("this owner's max_requests_per_s is 5")
+    answers = await asyncio.gather(*(alice.http.get("sessions") for _ in range(40)))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert refused[0].json()["detail"].startswith("this owner's max_requests_per_s is 5")
     await owners.put(Owner("alice", max_requests_per_s=1000))
     assert (owners.of("alice").max_requests_per_s, owners.of("alice").max_models) == (1000, 2)
     assert owners.listed() == [Owner("alice", max_requests_per_s=1000)]
