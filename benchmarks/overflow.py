@@ -144,7 +144,7 @@ class Traffic:
         return [await self.neighbour(number) for number in range(NEIGHBOURS)]
 
     async def offend(self, snapshot_id: str, number: int) -> str:
-        """What becomes of a request that samples from large weights."""
+        """The outcome of a request that samples from large weights."""
         from fovea.wire.errors import FoveaError
         from tests.e2e.sampler.asking import ask, rendered, request_for
 
@@ -179,7 +179,7 @@ def _to_the_end() -> "sampler_pb2.StopCondition":
 
 
 def compared(found: Sequence[Sample], wanted: Sequence[Sample]) -> dict[str, int]:
-    """How many samples are right, and how many are at least finite."""
+    """Counts the samples that are right, and those that are at least finite."""
     same = sum(ours[0] == theirs[0] for ours, theirs in zip(found, wanted, strict=True))
     return {"right": same, "finite": sum(finite for _, finite in found), "of": len(found)}
 

@@ -88,7 +88,7 @@ MUST_RUN = "FOVEA_MUST_RUN"
 
 
 def _skipped(reporter: pytest.TerminalReporter) -> Counter[tuple[str, str]]:
-    """How many tests were skipped, by file and reason."""
+    """Counts the skipped tests by file and reason."""
     return Counter(
         (report.nodeid.partition("::")[0], report.longrepr[2].removeprefix("Skipped: "))
         for report in reporter.stats.get("skipped", [])

@@ -175,7 +175,7 @@ async def test_rows_that_the_server_alone_refuses_are_named(stand: Stand, tmp_pa
 
 
 class Interrupted:
-    """A logger at whose third step somebody presses Ctrl-C."""
+    """A logger that simulates Ctrl-C at its third step."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         if step == 3:

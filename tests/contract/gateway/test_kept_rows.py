@@ -1,4 +1,4 @@
-"""What the database keeps of clients: how much text, how many rows of each owner, and for how long."""
+"""The database limits what it keeps of clients: how much text, how many rows of each owner, and for how long."""
 
 import asyncio
 import json

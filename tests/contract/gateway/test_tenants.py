@@ -78,7 +78,7 @@ def sample_request(session: str, *chunks: model_input_pb2.Chunk) -> pb.SampleTok
 
 
 def waits_for(stand: Stand, request_id: str) -> str:
-    """What an unfinished request waits for, in words."""
+    """Returns the reason that an unfinished request waits, in words."""
     assert stand.gateway is not None
     unfinished = stand.gateway.parts.futures.unfinished()
     return next(each.progress.waiting_for for each in unfinished if each.submission.future_id == request_id)

@@ -108,7 +108,7 @@ def test_images_run_as_nobody_in_particular(service: str) -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_the_base_is_an_argument_that_a_release_gives_by_digest(service: str) -> None:
-    """`.ci/release` refuses a base without a digest; its default is for images that nobody else gets."""
+    """`.ci/release` refuses a base without a digest; its default is for images that are not published."""
     assert [rest.split()[0] for name, rest in instructions(service) if name == "FROM"] == ["${BASE}", "${BASE}"]
     (base,) = [rest for name, rest in instructions(service) if name == "ARG" and rest.startswith("BASE=")]
     assert re.fullmatch(r"BASE=[a-z]+:\d+\.\d+\.\d+-slim-\w+", base)

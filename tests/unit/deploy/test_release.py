@@ -1,4 +1,4 @@
-"""What is released can be traced: pinned by hash and digest, looked up, listed, signed."""
+"""A release can be traced: pinned by hash and digest, looked up, listed, signed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What an adapter's file holds is compared with the model before a tensor of it is read."""
+"""The header of an adapter file is compared with the model before any tensor is read."""
 
 import json
 import struct
