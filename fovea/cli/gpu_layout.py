@@ -24,7 +24,7 @@ _SAMPLER_PART = 0.4
 """Of what a shared card has left beside both copies of the weights; the rest is for training, which needs more."""
 _LARGEST_SPLIT = 8
 LEAST_BYTES = GIB
-"""What a process takes of a card beside its weights, at least: CUDA's context, workspaces, the smallest cache."""
+"""The least memory that a process needs beside its weights: CUDA's context, workspaces, the smallest cache."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def name_database(find: Callable[[], list[pathlib.Path]] = running_folders) -> N
 
 
 def make_first_key(state_dir: pathlib.Path) -> None:
-    """Makes a key that allows everything, and shows it: other machines reach the gateway, and nobody has one."""
+    """Makes a key that allows everything, and shows it: other machines reach the gateway, and no key exists."""
     options = ("--owner", "admin", "--scope", "admin", "--name", "of the first fovea up", "--state-dir", str(state_dir))
     made = subprocess.run([sys.executable, "-m", "fovea_gateway.access.keys_command", "create", *options], check=False)
     if made.returncode:
@@ -104,6 +104,6 @@ def make_first_key(state_dir: pathlib.Path) -> None:
 
 
 def may_have_keys(state_dir: pathlib.Path) -> bool:
-    """Whether the gateway may find keys of its own; if it does not, it ends as it starts."""
+    """Returns whether the gateway may have keys already; without a key, it ends as it starts."""
     given = ("FOVEA_GATEWAY_API_KEY", "FOVEA_GATEWAY_API_KEY_FILE", _DATABASE_VARIABLES[1])
     return (state_dir / "gateway.db").exists() or any(name in os.environ for name in given)

@@ -122,7 +122,7 @@ def _resident_bytes(pid: int | None, children: dict[int, list[int]]) -> int:
 
 
 def health_words(item: dict[str, Any], is_healthy: bool) -> str:
-    """Whether a part serves, and if not, what it waits for."""
+    """Returns whether the part serves, and otherwise the reason."""
     if is_healthy:
         return "serving"
     if item["pid"]:

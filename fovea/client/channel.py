@@ -25,7 +25,7 @@ OPTIONS: list[tuple[str, object]] = [
 ]
 
 _ENDED_WHILE_SENDING = "Internal error from Core"
-"""Of grpc.aio (1.76 to 1.83), with the code INTERNAL."""
+"""Error text of grpc.aio (1.76 to 1.83), with the code INTERNAL."""
 
 
 def retry_options(methods: list[tuple[str, str]]) -> list[tuple[str, object]]:
