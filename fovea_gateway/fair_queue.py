@@ -186,7 +186,7 @@ class FairQueue:
             self._note(owner, flow)
 
     def _has_wanted(self) -> bool:
-        """Whether anything waits that a client waits for."""
+        """Returns whether any queued work has a client that waits for it."""
         waiting = (turn for owner in self._present - self._only_inside for turn in self._flows[owner].waiting)
         return any(not turn.admitted.done() and turn.is_wanted() for turn in waiting)
 

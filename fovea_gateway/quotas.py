@@ -53,11 +53,11 @@ class Quota:
 
     @property
     def is_half_free(self) -> bool:
-        """So little is taken that no owner can have more than its share."""
+        """Returns whether so little is in use that no owner can exceed its share."""
         return self._total <= self._capacity // 2
 
     def surplus(self, owner: str) -> int:
-        """How much an owner would have to give back to have no more than is free then; 0 or less if it has not."""
+        """Returns the amount an owner must give back to hold no more than is then free; 0 or less means none."""
         return (self._held[owner] + self._total - self._capacity + 1) // 2
 
     def holding(self, owner: str) -> "QuotaUse":

@@ -83,7 +83,7 @@ class SearchCheckpoints(Body):
         )
 
     def matches(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint has the metadata that are searched for, and comes after the cursor."""
+        """Returns whether a checkpoint matches the searched metadata and comes after the cursor."""
         return self.user_metadata.items() <= (checkpoint.user_metadata or {}).items() and (
             self.cursor is None or _place(checkpoint) < (self.cursor.last_created_at, self.cursor.last_checkpoint_uuid)
         )

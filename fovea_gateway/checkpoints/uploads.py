@@ -38,7 +38,7 @@ _UPLOAD_ID = re.compile(r"upload-([0-9]{10})-[0-9a-f]{16}")
 _TTL_S = 3600
 _MOST_CONFIG_BYTES = 2**20
 _MOST_HEADER_BYTES = 2**20
-"""Of a safetensors header, which takes about 100 bytes a tensor: room for ten thousand tensors."""
+"""The size limit of a safetensors header, which takes about 100 bytes a tensor: room for ten thousand tensors."""
 _MOST_ELEMENTS = 2**17
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 _ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}

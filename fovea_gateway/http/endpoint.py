@@ -247,7 +247,7 @@ class Endpoints:
         """What the handler answers, or what became of its error."""
         try:
             if (size := len(request.scope["query_string"])) > _MOST_QUERY_BYTES:
-                raise InvalidInput(f"the query has {size} bytes; at most {_MOST_QUERY_BYTES} are taken")
+                raise InvalidInput(f"the query has {size} bytes; the limit is {_MOST_QUERY_BYTES}")
             return await handle(request)
         except FoveaError as error:
             words = (REQUEST_ID.get(), request.method, request.url.path, error.http_status, error.reason, error)

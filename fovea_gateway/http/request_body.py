@@ -36,7 +36,7 @@ SMALL_BYTES = 256 * 2**10
 """The limit of bodies without prompts, datums or graphs."""
 SMALL_ELEMENTS = 2**14
 MOST_TEXTS = 2 * SMALL_ELEMENTS
-"""Of a JSON body: names and texts, which a small one cannot have more of."""
+"""The default limit of names and texts in a JSON body; a small body cannot have more."""
 ELEMENT_BYTES = 64
 _FORWARD_BACKWARD_ELEMENTS = 2**18
 _OFF_LOOP_BYTES = 2**15
@@ -144,7 +144,7 @@ def _look_over(body: bytes, most_elements: int, most_texts: int) -> tuple[int, i
     count = check_json_elements(body, most_elements)
     texts = _count(body, b'"') // 2
     if texts > most_texts:
-        raise PayloadTooLarge(f"the body has {texts} names and texts; at most {most_texts} are taken here")
+        raise PayloadTooLarge(f"the body has {texts} names and texts; the limit is {most_texts}")
     # Text with a wide character has four bytes for each of its characters.
     return count, 4 if b"\\u" in body or not body.isascii() else 1
 
@@ -263,7 +263,7 @@ def check_json_elements(body: bytes, most: int, name: str = "the body") -> int:
     """Counts the elements of JSON. Raises PayloadTooLarge above `most`. Commas within strings count too."""
     count = _count(body, b",") + _count(body, b"[") + _count(body, b"{")
     if count > most:
-        raise PayloadTooLarge(f"{name} has {count} elements; at most {most} are taken here")
+        raise PayloadTooLarge(f"{name} has {count} elements; the limit is {most}")
     return count
 
 

@@ -34,7 +34,7 @@ _CLEARED = (FailedPrecondition, ResourceExhausted)
 """What a step fails with that dropped the gradients; anything else was refused before it touched them."""
 
 _STALLED_S = 300.0
-"""A trainer whose durable points have not advanced for so long is taken to have storage that fails."""
+"""If the durable points of a trainer do not advance for this long, its storage counts as failing."""
 
 
 @dataclass(frozen=True)

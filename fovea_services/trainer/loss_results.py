@@ -116,7 +116,7 @@ class RankResult:
             self.measures[name] += values.tolist()
 
     def _cause(self, index: int, model: str) -> str:
-        """Why the loss of a datum is not finite."""
+        """Explains why the loss of a datum is not finite."""
         if not np.isfinite(self.logprobs[index]).all():
             return (
                 f"log-probabilities of {model} are not finite, so it has diverged; lower the learning rate, and load "
