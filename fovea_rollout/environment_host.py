@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import queue
 import threading
 from collections.abc import Callable
@@ -17,6 +16,10 @@ from fovea_rollout.messages import Message, parse_messages
 
 Outcome = tuple[Any, BaseException | None]
 Call = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Outcome]", Callable[..., Any], tuple[Any, ...]]
+
+
+LARGEST = 1e30
+"""The largest magnitude of a reward or a metric, so that sums over turns and groups stay finite."""
 
 
 class EnvironmentHost:
@@ -53,8 +56,11 @@ class EnvironmentHost:
         if not isinstance(step, Step):
             raise InvalidInput(f"step() returned {type(step).__name__}; return a Step", field="step()")
         for name, value in (("reward", step.reward), *((f"metrics[{key!r}]", m) for key, m in step.metrics.items())):
-            if not math.isfinite(value):
-                raise InvalidInput(f"step().{name} is {value}; it must be a finite number", field=f"step().{name}")
+            if not abs(value) <= LARGEST:  # NaN is not either
+                raise InvalidInput(
+                    f"step().{name} is {value}; it must be a finite number of at most {LARGEST:g} in magnitude",
+                    field=f"step().{name}",
+                )
         return step, () if step.is_done else parse_messages(step.messages, "step().messages")
 
     async def close(self) -> None:

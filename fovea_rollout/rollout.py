@@ -64,7 +64,11 @@ async def run_rollout(
     """
     trajectory = Trajectory(conversation)
     start = time.monotonic()
-    host = EnvironmentHost(environment_factory)
+    try:
+        host = EnvironmentHost(environment_factory)
+    except RuntimeError as error:  # the machine has no further thread
+        trajectory.finish("failed", _failure("make", error), time.monotonic() - start)
+        return trajectory
     try:
         end, failure = await _play(_Episode(policy, template, host, settings, trajectory))
     finally:
@@ -120,7 +124,9 @@ async def _play(episode: _Episode) -> tuple[End, Failure | None]:
     try:
         async with deadline:
             return await episode.play(), None
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # extensions in Rust and time-out libraries raise classes of their own
         if task.cancelling() > cancellations:
             raise  # the whole batch is cancelled, not just something inside an environment
         if deadline.expired():
@@ -146,7 +152,9 @@ async def _close(host: EnvironmentHost, conversation: str) -> Failure | None:
 async def _closed(host: EnvironmentHost) -> Failure | None:
     try:
         await host.close()
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
         return _failure("close", error)
     return None
 

@@ -151,6 +151,28 @@ async def test_a_plain_method_may_raise_stop_iteration() -> None:
     assert (trajectory.failure.stage, "StopIteration" in trajectory.failure.error) == ("step", True)
 
 
+class Panic(BaseException):
+    """An error that is no Exception, as extensions in Rust raise."""
+
+
+@pytest.mark.parametrize("stage", ["reset", "step", "close"])
+async def test_an_error_of_any_class_ends_its_own_rollout(stage: str) -> None:
+    trajectory = await play(Guess(**{stage: Panic("index out of bounds")}))
+    assert trajectory.failure is not None
+    assert (trajectory.failure.stage, trajectory.failure.error) == (stage, "Panic: index out of bounds")
+
+
+async def test_a_machine_without_a_further_thread_fails_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        trajectory = await play(Guess())
+    assert trajectory.failure is not None
+    assert (trajectory.failure.stage, trajectory.end) == ("make", "failed")
+
+
 async def test_who_cannot_be_made_is_recorded() -> None:
     def factory() -> Any:
         raise OSError("no display")
@@ -166,6 +188,7 @@ async def test_who_cannot_be_made_is_recorded() -> None:
     [
         (None, "step() returned NoneType; return a Step"),
         (Step(reward=float("nan")), "step().reward is nan"),
+        (Step(reward=1e308), "step().reward is 1e+308; it must be a finite number of at most 1e+30"),
         (Step(metrics={"x": float("inf")}), "step().metrics['x'] is inf"),
         (Step([{"role": "nobody", "content": "x"}]), "step().messages[0].role is 'nobody'"),
     ],
