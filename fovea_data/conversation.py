@@ -12,7 +12,7 @@ from typing import Any, get_args
 from fovea.wire.errors import FoveaError, InvalidInput, Unavailable
 from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN, read_answer
 from fovea_rollout.messages import Message, Part, Picture, Role
-from fovea_rollout.pictures import PictureColumn, column_pictures, read_picture
+from fovea_rollout.pictures import PictureColumn, read_picture
 
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content", "weight"}
 _PICTURE_FIELDS = {"image": "image", "image_url": "image_url", "input_image": "image_url"}
@@ -87,7 +87,7 @@ class RowReader:
         """Reads messages, and the pictures that `row` has in columns. Raises InvalidInput naming `where`."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise InvalidInput(f"{where} must be a list of messages", field=where)
-        pictures = PictureColumn(column_pictures(row or {}, where, self._picture), where)
+        pictures = PictureColumn(row or {}, where, self._picture)
         read = [self._message(one, f"{where}[{index}]", pictures) for index, one in enumerate(messages)]
         read = pictures.placed(read)
         return tuple(_normalised(one) for one in read)

@@ -149,32 +149,27 @@ def _encoded(image: Image.Image, where: str, max_side: int | None) -> Picture:
     return Picture.of_bytes(buffer.getvalue(), where)
 
 
-def column_pictures(row: Mapping[str, Any], where: str, read: Callable[[Any, str], Picture]) -> list[Picture]:
-    """Returns the pictures that a row has in its column `images` or `image`.
+class PictureColumn:
+    """The pictures that a row has in its column `images` or `image`, which messages take one after another.
 
     Args:
+        row: A column that is an empty list is there; one that is null or missing is not.
+        where: Names the messages in errors.
         read: Reads one picture, given its name for errors.
 
     Raises:
         InvalidInput: Both columns have pictures, or one cannot be read.
     """
-    several, single = _listed(row.get("images")), _listed(row.get("image"))
-    if len(several) and len(single):
-        raise InvalidInput(f"{where}: the row has pictures in both images and image: leave one empty", field=where)
-    values = several if len(several) else single
-    return [read(value, f"{where}: picture {index} of the row") for index, value in enumerate(values)]
 
-
-def _listed(found: Any) -> Sequence[Any]:
-    return [] if found is None else found if isinstance(found, (list, tuple)) else [found]
-
-
-class PictureColumn:
-    """The pictures of a row's column, which messages take one after another."""
-
-    def __init__(self, pictures: list[Picture], where: str) -> None:
-        self._pictures, self._where, self._taken = pictures, where, 0
-        self.is_touched = False
+    def __init__(self, row: Mapping[str, Any], where: str, read: Callable[[Any, str], Picture]) -> None:
+        several, single = _listed(row.get("images")), _listed(row.get("image"))
+        if several and single:
+            raise InvalidInput(f"{where}: the row has pictures in both images and image: leave one empty", field=where)
+        self._is_there = several is not None or single is not None
+        self._pictures = [
+            read(value, f"{where}: picture {index} of the row") for index, value in enumerate(several or single or [])
+        ]
+        self._where, self._taken, self.is_touched = where, 0, False
 
     def take(self, where: str) -> Picture:
         """The next one. Raises InvalidInput if there is none."""
@@ -185,8 +180,8 @@ class PictureColumn:
         return self._pictures[self._taken - 1]
 
     def spliced(self, text: str) -> Iterator[Part]:
-        """A text with pictures in the places of its marks; without a column, marks are text."""
-        for place, run in enumerate(text.split(IMAGE_MARK) if self._pictures else [text]):
+        """Yields a text with pictures in the places of its marks. Without a column, marks are text."""
+        for place, run in enumerate(text.split(IMAGE_MARK) if self._is_there else [text]):
             if place:
                 yield self.take(f"{self._where}: {IMAGE_MARK}")
             if run:
@@ -209,3 +204,7 @@ class PictureColumn:
             raise InvalidInput(f"{self._where} has no user message, to which its pictures belong", field=self._where)
         read[first] = replace(read[first], parts=(*left, *read[first].parts))
         return read
+
+
+def _listed(found: Any) -> list[Any] | None:
+    return None if found is None else list(found) if isinstance(found, (list, tuple)) else [found]

@@ -30,7 +30,7 @@ import numpy as np
 from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
 from fovea_rollout.environment import Environment, make
 from fovea_rollout.messages import Message, Part, Picture, parse_messages
-from fovea_rollout.pictures import PictureColumn, column_pictures, read_picture
+from fovea_rollout.pictures import PictureColumn, read_picture
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _pictured(prompt: Sequence[Message], row: Mapping[str, Any], where: str) -> 
     """Puts the pictures of a row's column into the places of `<image>` in its prompt, or first. Raises InvalidInput."""
     folder = pathlib.Path(where.rpartition(":")[0]).parent
     read = partial(read_picture, folder=folder)
-    column = PictureColumn(column_pictures(row, where, read), f"{where}: prompt")
+    column = PictureColumn(row, f"{where}: prompt", read)
     spliced = [replace(message, parts=tuple(_spliced(message.parts, column))) for message in prompt]
     return tuple(column.placed(spliced))
 

@@ -251,6 +251,7 @@ def test_pictures_of_a_column_take_the_places_of_marks() -> None:
     [
         (_marked("<image><image>", images=[PICTURE.data]), "<image> is missing: the row has 1 pictures"),
         (_marked("<image>", images=[PICTURE.data, WIDE.data]), "leaves 1 pictures of the row without a place"),
+        (_marked("<image>Find x.", images=[]), "<image> is missing: the row has 0 pictures"),
         (_marked("<image>", images=[b"no picture"]), "picture 0 of the row cannot be read"),
         (_marked("x", images=[PICTURE.data], image=WIDE.data), "both images and image"),
     ],
