@@ -36,8 +36,8 @@ from fovea_gateway.training.batches import Batches
 from fovea_gateway.training.commands import Command, CommandRunner
 from fovea_gateway.training.copies import Copies
 from fovea_gateway.training.custom_losses import CustomLosses
-from fovea_gateway.training.journal import Journal
-from fovea_gateway.training.models import Models, TrainerTurns
+from fovea_gateway.training.journal import Journal, TrainerTurns
+from fovea_gateway.training.models import Models
 from fovea_gateway.training.orphans import OrphanCollector
 from fovea_gateway.training.parking import Parking
 from fovea_gateway.training.replay import Replay

@@ -126,7 +126,10 @@ class Uploads:
                 replaced = self._unfinished[link.upload_id][1][link.file]
                 self._count(link.upload_id, owner, link.file, size - replaced)
         finally:
-            self._count(link.upload_id, owner, part, -size)
+            # If the upload was finished or removed meanwhile, the bytes of the part are forgotten with it.
+            _, sizes = self._unfinished.get(link.upload_id, (owner, Counter[str]()))
+            if counted := sizes[part]:
+                self._count(link.upload_id, owner, part, -counted)
 
     async def finish(self, owner: str, upload_id: str) -> str:
         """Makes a checkpoint of what was sent, once it is sound; returns its path. May be called again.

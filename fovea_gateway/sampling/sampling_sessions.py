@@ -334,8 +334,7 @@ class Sampling:
 
     @staticmethod
     def _make(session_id: str, owner: str, number: int, base_model: str, snapshot_id: str) -> SamplingSession:
-        sampling_id = id_of_sampling_session(session_id, number)
-        return SamplingSession(sampling_id, session_id, owner, base_model, snapshot_id=snapshot_id)
+        return SamplingSession(f"{session_id}:sample:{number}", session_id, owner, base_model, snapshot_id=snapshot_id)
 
     @staticmethod
     def _take_number(session: Session) -> int:
@@ -362,7 +361,7 @@ def _token_count(base: BaseModel, request: gateway_pb2.SampleTokensRequest) -> i
 
 
 def _insert(connection: Any, session: Session, sampling: SamplingSession) -> bool:
-    is_new = _insert_row(connection, sampling)
+    is_new = insert_new(connection, sampling_sessions, vars(sampling))
     update_session(connection, session.session_id, next_sampling_number=session.next_sampling_number)
     return is_new
 
@@ -372,40 +371,30 @@ def sequence_ids(request_id: str, count: int) -> list[str]:
     return [f"{request_id}:{index}" for index in range(count)]
 
 
-def _insert_row(connection: sa.Connection, sampling: SamplingSession) -> bool:
-    """Keeps a new sampling session; False if its (session, request_seq_id) is taken."""
-    return insert_new(connection, sampling_sessions, vars(sampling))
-
-
 def _get_row(connection: sa.Connection, sampling_session_id: str) -> SamplingSession | None:
     """A sampling session by id."""
-    query = sa.select(sampling_sessions).where(sampling_sessions.c.sampling_session_id == sampling_session_id)
-    row = (connection.execute(query)).mappings().first()
-    return SamplingSession(**row) if row else None
+    return _first(connection, sampling_sessions.c.sampling_session_id == sampling_session_id)
 
 
 def _find_row(connection: sa.Connection, session_id: str, request_seq_id: int) -> SamplingSession | None:
     """The sampling session that an earlier request with the same number opened."""
-    where = (sampling_sessions.c.session_id == session_id) & (sampling_sessions.c.request_seq_id == request_seq_id)
-    row = (connection.execute(sa.select(sampling_sessions).where(where))).mappings().first()
+    table = sampling_sessions.c
+    return _first(connection, (table.session_id == session_id) & (table.request_seq_id == request_seq_id))
+
+
+def _first(connection: sa.Connection, where: sa.ColumnElement[bool]) -> SamplingSession | None:
+    row = connection.execute(sa.select(sampling_sessions).where(where)).mappings().first()
     return SamplingSession(**row) if row else None
 
 
 def _add_client(connection: sa.Connection, sampling_session_id: str) -> int:
     """Counts one more client of a sampling session; returns its number, from 1, never given twice."""
-    where = sampling_sessions.c.sampling_session_id == sampling_session_id
-    count = sampling_sessions.c.client_count
+    where, count = sampling_sessions.c.sampling_session_id == sampling_session_id, sampling_sessions.c.client_count
     connection.execute(sa.update(sampling_sessions).where(where).values(client_count=count + 1))
-    number: int = connection.execute(sa.select(count).where(where)).scalar_one()
-    return number
+    return int(connection.execute(sa.select(count).where(where)).scalar_one())
 
 
 def _update_followers(connection: sa.Connection, model_id: str, snapshot_id: str) -> None:
     """Points every sampling session that follows a model at its newest weights."""
-    where = sampling_sessions.c.followed_model_id == model_id
-    connection.execute(sa.update(sampling_sessions).where(where).values(snapshot_id=snapshot_id))
-
-
-def id_of_sampling_session(session_id: str, number: int) -> str:
-    """Id of a session's n-th sampling session."""
-    return f"{session_id}:sample:{number}"
+    is_following = sampling_sessions.c.followed_model_id == model_id
+    connection.execute(sa.update(sampling_sessions).where(is_following).values(snapshot_id=snapshot_id))

@@ -1,30 +1,18 @@
-"""Models, which clients train: who owns which, what state it is in, and when its trainer is gone; their rows, and
-the turns of their commands at the trainer.
-"""
+"""Models, which clients train: who owns which, what state it is in, and when its trainer is gone; and their rows."""
 
 import enum
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
-from cachetools import LRUCache
 
 from fovea.api.v1 import weights_pb2
 from fovea.client import TrainerClient
-from fovea.wire.errors import (
-    BrokenOff,
-    EndsTrainer,
-    FailedPrecondition,
-    FoveaError,
-    ModelLost,
-    NotFound,
-    ResourceExhausted,
-    Unavailable,
-)
+from fovea.wire.errors import BrokenOff, FailedPrecondition, FoveaError, ModelLost, NotFound, ResourceExhausted
 from fovea_gateway.access.owners import Owners
 from fovea_gateway.checkpoints.checkpoint import TRAINING
 from fovea_gateway.checkpoints.checkpoint_registry import public_models, rows_of_model
@@ -32,23 +20,9 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import custom_losses, journal, models, sessions
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.database.writer import Job
-from fovea_gateway.fair_queue import FairQueue, Turn
-from fovea_gateway.futures.future import Kind, Pending, QueueState, Submission, future_id
-from fovea_gateway.futures.futures import Futures
-from fovea_gateway.gateway_metrics import stage
 from fovea_gateway.replicas.trainer_link import TrainerLink
 
 logger = logging.getLogger(__name__)
-
-_FIRST_S, _FIRST_TOKEN_S = 0.05, 0.0005
-"""Estimates of the first command of a kind, and of each token of it, until one has been measured."""
-_NEWEST = 0.5
-"""The part of an estimate that the newest measurement has."""
-_KNOWN = 4096
-_MOST_DEATHS, _MOST_DEATHS_AGAIN = 2, 5
-"""How often the trainer may end at a command: at one that was never done, and at one that is run again to bring a model
-back, which was done once: without it the model is lost.
-"""
 
 _UPDATE = sa.update(models).where(models.c.model_id == sa.bindparam("key"))
 
@@ -353,93 +327,3 @@ def _to_row(model: Model) -> dict[str, Any]:
 def _from_row(row: Any) -> Model:
     lora = weights_pb2.LoraConfig.FromString(row["lora"])
     return Model(**{**row, "lora": lora, "state": ModelState(row["state"])})
-
-
-class TrainerTurns:
-    """Lets commands to one trainer, by turns that owners share by the seconds that their commands take.
-
-    A command is let in by an estimate, and settled with what it took, also if it failed. A command that has a turn must
-    wait for nothing but the trainer. One at which the trainer ended again and again is let in no more: it would be sent
-    to each new trainer, and end that too. Of several that were there, the trainer did the first.
-
-    Args:
-        queue: As many places as keep the trainer busy.
-        is_wanted: Says whether a client may wait for what a session has queued.
-    """
-
-    def __init__(
-        self, futures: Futures, trainer: TrainerLink, queue: FairQueue, is_wanted: Callable[[str], bool]
-    ) -> None:
-        self._futures, self._trainer, self._queue, self._is_wanted = futures, trainer, queue, is_wanted
-        # Seconds by owner and kind: of a token of those that have tokens, else of a command.
-        self._paces: LRUCache[tuple[str, Kind], float] = LRUCache(_KNOWN)
-        self._inside: list[Turn] = []
-        # By future and kind: the instance that may have ended at it, and how many have.
-        self._suspects: LRUCache[tuple[str, Kind], str] = LRUCache(_KNOWN)
-        self._deaths: LRUCache[tuple[str, Kind], int] = LRUCache(_KNOWN)
-        self._blamed_for = ""
-
-    @asynccontextmanager
-    async def take(self, pending: Pending, doing: str, tokens: int = 0, is_again: bool = False) -> AsyncIterator[None]:
-        """Waits until the command may go to the trainer, and is one of those there until the block ends.
-
-        Args:
-            tokens: Of its batch; 0 of a command that has none.
-            is_again: Whether it was done before, and brings a model back.
-
-        Raises EndsTrainer for a command at which the trainer ended too often.
-        """
-        submission = pending.submission
-        self._check_deaths(submission, _MOST_DEATHS_AGAIN if is_again else _MOST_DEATHS)
-        key, units = (submission.owner, submission.kind), max(tokens, 1)
-        pace = self._paces.get(key, _FIRST_TOKEN_S if tokens else _FIRST_S)
-        following = future_id(submission.scope, submission.seq_id + 1)
-        turn = Turn(
-            submission.owner, 1000 * pace * units, is_timed=True,
-            is_followed=lambda: self._futures.unfinished_kind(following) is not None,
-            is_wanted=lambda: is_again or self._is_wanted(submission.session_id),
-        )  # fmt: skip
-        kind = submission.kind.value
-        pending.progress.queue(lambda: f"waiting for the trainer: {self._queue.describe(turn)}", QueueState.PAUSED)
-        try:
-            async with AsyncExitStack() as held:
-                with stage("turn", kind):
-                    await held.enter_async_context(self._queue.place(turn))
-                pending.progress.wait_on(doing)
-                with stage("train", kind):
-                    async with self._watching(turn, submission):
-                        yield
-        finally:
-            if turn.used is not None and turn.seconds:
-                self._paces[key] = _NEWEST * turn.seconds / units + (1 - _NEWEST) * pace
-            devices = self._trainer.info.world_size if self._trainer.info is not None else 1
-            pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
-
-    @asynccontextmanager
-    async def _watching(self, turn: Turn, submission: Submission) -> AsyncIterator[None]:
-        """Notes whether the trainer may have ended at a command."""
-        key, asked = (submission.future_id, submission.kind), self._trainer.instance_id
-        self._inside.append(turn)
-        try:
-            yield
-        except Unavailable:
-            if self._inside[0] is turn and asked != self._blamed_for:
-                self._suspects[key] = self._blamed_for = asked
-                await self._trainer.look_again()
-            raise
-        else:
-            self._suspects.pop(key, None)
-            self._deaths.pop(key, None)
-        finally:
-            self._inside.remove(turn)
-
-    def _check_deaths(self, submission: Submission, most: int) -> None:
-        key = (submission.future_id, submission.kind)
-        if self._suspects.get(key, self._trainer.instance_id) != self._trainer.instance_id:
-            del self._suspects[key]
-            self._deaths[key] = self._deaths.get(key, 0) + 1
-        if (count := self._deaths.get(key, 0)) >= most:
-            raise EndsTrainer(
-                f"the trainer ended {count} times while it did request {submission.seq_id} ({submission.kind}) of "
-                f"model {submission.scope}: it is not done again. The trainer's log may say why; send less at once"
-            )

@@ -9,7 +9,8 @@ from fovea_gateway.futures.future import Done, Kind, Pending
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.training.batches import Batch, Batches
-from fovea_gateway.training.models import Model, Models, TrainerTurns
+from fovea_gateway.training.journal import TrainerTurns
+from fovea_gateway.training.models import Model, Models
 
 COMPUTING = (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
 

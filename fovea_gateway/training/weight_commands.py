@@ -23,7 +23,8 @@ from fovea_gateway.replicas.snapshot_pushes import KeptSnapshot, id_of_export, i
 from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.sessions import Sessions
-from fovea_gateway.training.models import Model, Models, ModelState, TrainerTurns
+from fovea_gateway.training.journal import TrainerTurns
+from fovea_gateway.training.models import Model, Models, ModelState
 
 logger = logging.getLogger(__name__)
 
