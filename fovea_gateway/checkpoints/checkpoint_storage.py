@@ -126,7 +126,7 @@ class Storage:
     async def rename(self, uri: str, name: str, new_name: str) -> None:
         """Renames a file within its folder, in the place of any that has the name."""
         place = _place(uri)
-        await self.run(place.files.mv, f"{place.path}/{name}", f"{place.path}/{new_name}")
+        await self.run(_move, place.files, f"{place.path}/{name}", f"{place.path}/{new_name}")
 
     async def rewrite(
         self, source: str, name: str, target: str, new_name: str, rewrite: Callable[[Any, Any], None]
@@ -155,6 +155,12 @@ class Storage:
             await self.run(_remove, uri)
         except Exception:
             logger.exception("%s could not be removed", uri)
+
+
+def _move(files: Any, source: str, target: str) -> None:
+    # Object stores look into a cached listing first, which another task may have made before the file was written.
+    files.invalidate_cache()
+    files.mv(source, target)
 
 
 def _place(uri: str) -> _Place:
