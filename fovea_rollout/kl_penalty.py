@@ -59,24 +59,41 @@ def kl_penalty(
     return Penalty(terms, kl)
 
 
-async def base_logprobs(data: Sequence[tinker.Datum], base: tinker.SamplingClient) -> list[Floats]:
-    """The base model's log-probabilities of all targets, float64 [N] per datum.
+async def base_logprobs(
+    data: Sequence[tinker.Datum], masks: Sequence[Mask], base: tinker.SamplingClient
+) -> list[Floats | Exception]:
+    """Returns the base model's log-probabilities of all targets, float64 [N] per datum.
+
+    A datum that cannot be scored has the error in its place: what the server raised, or InvalidInput for a score of
+    another length than its targets and for a sampled token whose score is not finite.
 
     Rollouts that read and said the same are scored once. A scoring takes one token more than the rollout did:
     `RolloutSettings.max_context` must be below the server's own.
 
+    Args:
+        masks: bool [N] per datum, true where a token was sampled.
+
     Raises:
-        InvalidInput: A datum's score has another length than its targets.
+        Exception: The first datum's error, if there are several and none can be scored: then a setting or the server
+            is wrong, not a rollout.
     """
     scored: AsyncCache[tuple[Hashable, ...], list[float | None]] = AsyncCache()
 
-    async def score(index: int, datum: tinker.Datum) -> Floats:
+    async def score(index: int, datum: tinker.Datum, mask: Mask) -> Floats | Exception:
         targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
         read = datum.model_input.append_int(int(targets[-1]))
-        scores = await scored.get(_identity(read), lambda: base.compute_logprobs(read))
-        return _of_targets(scores, len(targets), index)
+        try:
+            scores = await scored.get(_identity(read), lambda: base.compute_logprobs(read))
+            return _of_targets(scores, mask, index)
+        except Exception as error:  # of any class: the caller leaves this rollout out and reports the error
+            return error
 
-    return list(await asyncio.gather(*(score(index, datum) for index, datum in enumerate(data))))
+    scorings = (score(index, datum, mask) for index, (datum, mask) in enumerate(zip(data, masks, strict=True)))
+    found = await asyncio.gather(*scorings)
+    errors = [one for one in found if isinstance(one, Exception)]
+    if len(errors) == len(data) > 1:
+        raise errors[0]
+    return list(found)
 
 
 def _identity(read: tinker.ModelInput) -> tuple[Hashable, ...]:
@@ -87,11 +104,19 @@ def _identity(read: tinker.ModelInput) -> tuple[Hashable, ...]:
     )
 
 
-def _of_targets(scores: list[float | None], count: int, index: int) -> Floats:
+def _of_targets(scores: list[float | None], mask: Mask, index: int) -> Floats:
+    count = len(mask)
     if len(scores) != count + 1:
         raise InvalidInput(
-            f"data[{index}] has {count} targets, but the base model scored {len(scores) - 1}: "
+            f"data[{index}] has {count} targets, but the base model scored {max(len(scores) - 1, 0)}: "
             "its pictures take another number of tokens",
             field=f"data[{index}].target_tokens",
         )
-    return np.array(scores[1:], dtype=np.float64)
+    found = np.array(scores[1:], dtype=np.float64)
+    wrong = np.flatnonzero(mask & ~np.isfinite(found))
+    if wrong.size:
+        field = f"data[{index}].target_tokens[{wrong[0]}]"
+        raise InvalidInput(
+            f"{field}: the base model's log-probability is {found[wrong[0]]}; it must be finite", field=field
+        )
+    return found

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -32,7 +32,7 @@ from fovea_rollout.step_report import StepReport, step_report
 from fovea_rollout.step_size import StepSize
 from fovea_rollout.template import ChatTemplate
 from fovea_rollout.tinker_policy import WeightPublisher
-from fovea_rollout.training_batch import TrainingBatch, training_batch
+from fovea_rollout.training_batch import TrainingBatch, penalised_batch, training_batch
 from fovea_rollout.trajectory import Trajectory
 
 Mode = Literal["on_policy", "one_step_off", "inflight"]
@@ -295,15 +295,7 @@ class _Loop:
             self.pool.fill(self.policy, step, settings.groups_per_step + ahead)
             groups = await self.pool.take(settings.groups_per_step, step - settings.allowed_lag)
         with self._timed("batch"):
-            batch = await training_batch(
-                groups,
-                settings.estimator,
-                filter_groups=settings.filter_groups,
-                policy=self.policy,
-                discount=settings.discount,
-            )
-            if settings.kl_coefficient and self._base is not None and batch.data:
-                batch = await batch.penalised(self._base, settings.kl_coefficient)
+            batch = await self._batch(groups)
         with self._timed("train"):
             outputs = await self._train(batch, step) if batch.data else []
         with self._timed("publish"):
@@ -316,6 +308,20 @@ class _Loop:
         report = step_report(step, groups, batch, outputs, self._seconds, self.policy, share, evaluation)
         self._step_size.observe(report.moved_kl)
         return report
+
+    async def _batch(self, groups: Sequence[Sequence[Trajectory]]) -> TrainingBatch:
+        settings = self._settings
+        made = partial(
+            training_batch,
+            groups,
+            settings.estimator,
+            filter_groups=settings.filter_groups,
+            policy=self.policy,
+            discount=settings.discount,
+        )
+        if self._base is None or not settings.kl_coefficient:
+            return await made()
+        return await penalised_batch(groups, made, self._base, settings.kl_coefficient)
 
     async def keep(self, report: StepReport) -> None:
         """Logs a step, and keeps its weights if it is time to."""

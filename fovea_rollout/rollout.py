@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -67,7 +66,7 @@ async def run_rollout(
     try:
         host = EnvironmentHost(environment_factory)
     except RuntimeError as error:  # the machine has no further thread
-        trajectory.finish("failed", _failure("make", error), time.monotonic() - start)
+        trajectory.finish("failed", Failure.of("make", error), time.monotonic() - start)
         return trajectory
     try:
         end, failure = await _play(_Episode(policy, template, host, settings, trajectory))
@@ -133,7 +132,7 @@ async def _play(episode: _Episode) -> tuple[End, Failure | None]:
             seen = f"TimeoutError: not done after {deadline_s:g} s, in stage {episode.stage!r} of turn {episode.turn}"
             failure = Failure("deadline", seen)
         else:
-            failure = _failure(episode.stage, error)
+            failure = Failure.of(episode.stage, error)
         logger.info("rollout %s failed: %s: %s", episode.trajectory.conversation, failure.stage, failure.error)
         return "failed", failure
 
@@ -155,17 +154,13 @@ async def _closed(host: EnvironmentHost) -> Failure | None:
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
-        return _failure("close", error)
+        return Failure.of("close", error)
     return None
 
 
 def _log_late(closing: asyncio.Task[Failure | None]) -> None:
     if failure := closing.result():
         logger.warning("%s: %s", closing.get_name(), failure.error)
-
-
-def _failure(stage: str, error: BaseException) -> Failure:
-    return Failure(stage, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 
 
 @dataclass

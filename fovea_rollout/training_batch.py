@@ -5,7 +5,7 @@ A rollout becomes a datum per segment; the groups of a step become one batch, wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from fovea.wire.errors import InvalidInput
 from fovea_rollout.advantages import ESTIMATORS, Estimator, Rewards, groups_with_signal
 from fovea_rollout.kl_penalty import base_logprobs, kl_penalty
 from fovea_rollout.policy import Chunk, Policy, Sampled, Tokens, WeightVersions
-from fovea_rollout.trajectory import Segment, Trajectory, joined_versions
+from fovea_rollout.trajectory import Failure, Segment, Trajectory, joined_versions
 
 Floats = npt.NDArray[np.float32]
 _DTYPES = {"target_tokens": np.int64, "logprobs": np.float32, "advantages": np.float32}
@@ -166,9 +166,12 @@ class TrainingBatch:
             if part.size
         ]
 
-    async def penalised(self, base: tinker.SamplingClient, coefficient: float) -> TrainingBatch:
-        """With the KL penalty of `kl_penalty` added to its advantages."""
-        scores = await base_logprobs([datum.datum for datum in self.data], base)
+    def penalised(self, scores: Sequence[npt.NDArray[np.float64]], coefficient: float) -> TrainingBatch:
+        """Returns the batch with the KL penalty of `kl_penalty` added to its advantages.
+
+        Args:
+            scores: The base model's log-probabilities, float64 [N] per datum.
+        """
         penalty = kl_penalty(self.logprobs(), scores, self.masks, coefficient)
         data = [
             _with_advantages(datum, _column(datum, "advantages") + term)
@@ -224,6 +227,35 @@ async def training_batch(
             rows = np.broadcast_to(advantages[:, place], turns) if discount is None else advantages[:turns, place]
             data += await training_datums(trajectory, rows.tolist(), policy)
     return TrainingBatch(data)
+
+
+async def penalised_batch(
+    groups: Groups, make: Callable[[], Awaitable[TrainingBatch]], base: tinker.SamplingClient, coefficient: float
+) -> TrainingBatch:
+    """Returns a batch with a KL penalty. A rollout that the base model cannot score is marked as failed.
+
+    Args:
+        make: Makes the batch of those of the groups that did not fail, without a penalty. It is called again after
+            rollouts were marked, so that they are left out of their groups' statistics too.
+
+    Raises what `base_logprobs` raises.
+    """
+    batch = await make()
+    found = await base_logprobs([datum.datum for datum in batch.data], batch.masks, base)
+    scores: dict[tuple[str, tuple[int, ...]], npt.NDArray[np.float64]] = {}
+    errors: dict[str, Exception] = {}
+    for datum, score in zip(batch.data, found, strict=True):
+        if isinstance(score, Exception):
+            errors.setdefault(datum.conversation, score)
+        else:
+            scores[datum.conversation, datum.turns] = score
+    for trajectory in (one for group in groups for one in group if one.conversation in errors):
+        trajectory.fail(Failure.of("score", errors[trajectory.conversation]))
+    if errors:
+        batch = await make()
+    if not batch.data:
+        return batch
+    return batch.penalised([scores[datum.conversation, datum.turns] for datum in batch.data], coefficient)
 
 
 def _column(datum: TrainingDatum, name: str) -> npt.NDArray[np.float64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback as tracebacks
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class Failure:
     """Why a rollout ended before its time.
 
     Attributes:
-        stage: `make`, `reset`, `render`, `sample`, `step`, `close` or `deadline`.
+        stage: `make`, `reset`, `render`, `sample`, `step`, `close`, `deadline`, or `score` (by the base model).
         error: Type and message of what was raised.
         traceback: Its traceback; empty for a deadline.
     """
@@ -51,6 +52,11 @@ class Failure:
     stage: str
     error: str
     traceback: str = ""
+
+    @classmethod
+    def of(cls, stage: str, error: BaseException) -> Failure:
+        """Describes an error that was raised, or could have been, in a stage."""
+        return cls(stage, f"{type(error).__name__}: {error}", "".join(tracebacks.format_exception(error)))
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,10 @@ class Trajectory:
     def finish(self, end: End, failure: Failure | None, seconds: float) -> None:
         """Notes how it ended, once."""
         self.end, self.failure, self.seconds = end, failure, seconds
+
+    def fail(self, failure: Failure) -> None:
+        """Marks a finished rollout as failed, so that it is left out of statistics and of training."""
+        self.end, self.failure = "failed", failure
 
 
 def reward_mean(trajectories: Sequence[Trajectory]) -> float:

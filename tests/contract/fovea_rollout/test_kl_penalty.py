@@ -30,7 +30,7 @@ async def test_what_is_alike_is_scored_once(tmp_path: Path) -> None:
         exits.push_async_callback(asyncio.to_thread, service.close, "success")
         base = await asyncio.to_thread(lambda: service.create_sampling_client(base_model=MODEL).result())
         data = [datum(value, answer) for value, answer in ((1, 3), (1, 4), (1, 3), (2, 3), (2, 3))]
-        scores = await base_logprobs(data, base)
+        scores = await base_logprobs(data, [np.arange(6) == 5] * 5, base)
     assert len(stand.sampler.of("Sample")) == 3
     assert [len(one) for one in scores] == [6] * 5
     np.testing.assert_array_equal(scores[0], scores[2])
