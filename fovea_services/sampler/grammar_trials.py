@@ -21,10 +21,11 @@ import signal
 import sys
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
+from weakref import WeakValueDictionary
 
 from fovea.runtime.children import bare_environment, die_with_parent
 from fovea.wire.errors import InvalidInput, Unavailable
@@ -87,7 +88,7 @@ class GrammarTrials:
     tokenizer_info: Callable[[], str]
     _known: OrderedDict[str, asyncio.Task[str]] = field(default_factory=OrderedDict)
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
-    _owners: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    _owners: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     _forks: _Forks | None = None
     _count: int = 0
@@ -124,7 +125,9 @@ class GrammarTrials:
 
     async def _try(self, kind: Kind, text: str, owner: str) -> str:
         """What is wrong with the grammar; nothing if it may be used."""
-        async with self._owners[owner], self._slots:
+        # Held by all that wait for it: `Lock.locked()` is false between a release and the next holder.
+        turn = self._owners.setdefault(owner, asyncio.Lock())
+        async with turn, self._slots:
             forks = await self._running()
             self._count += 1
             number = self._count
@@ -132,8 +135,6 @@ class GrammarTrials:
             assert forks.process.stdin is not None
             forks.process.stdin.write(json.dumps({"id": number, "kind": kind, "text": text}).encode() + b"\n")
             said = await answer
-        if not self._owners[owner].locked():
-            del self._owners[owner]
         if said["problem"] is None:
             raise Unavailable(f"{FIELD}: the {kind} could not be tried within {_LONGEST_S} s; try again later")
         return str(said["problem"])

@@ -98,6 +98,22 @@ def test_a_schema_that_xgrammar_would_ignore_in_part_is_refused() -> None:
             structure_of(json.dumps(asked))
 
 
+async def test_an_owners_trials_run_one_after_the_other(trials: GrammarTrials) -> None:
+    async def asked(number: int) -> str:
+        return await refusal(trials, {"regex": f"[a-z]{{{number}}}"})
+
+    first, *waiting = [asyncio.create_task(asked(number)) for number in (1, 2, 3)]
+    await first
+    waiting.append(asyncio.create_task(asked(4)))  # comes while the second has its turn, and the third waits
+    most = 0
+    while not all(task.done() for task in waiting):
+        assert trials._forks is not None
+        most = max(most, len(trials._forks.answers))
+        await asyncio.sleep(0)
+    assert [await task for task in (first, *waiting)] == [""] * 4
+    assert most == 1, "trials of one owner ran side by side"
+
+
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> XgrammarBackend:
     """vLLM's backend over the small vocabulary, which makes grammars with budgets."""
