@@ -158,7 +158,7 @@ class Traffic:
         return "answered, finite" if all(abs(value) < 1e30 for value in values) else "answered with NaN"
 
     async def tokens_per_s(self) -> float:
-        """Of 64 sequences of the base model, 128 tokens each."""
+        """Measures 64 sequences of the base model, 128 tokens each."""
         from tests.e2e.sampler.asking import ask, rendered, request_for
 
         wanted = [
@@ -223,7 +223,7 @@ def is_right(row: Row) -> bool:
 
 
 def cache_mib(model: Path) -> int:
-    """Of `TINY_CACHE_TOKENS` tokens, in MiB."""
+    """Returns the size of a KV cache for `TINY_CACHE_TOKENS` tokens, in MiB."""
     text = json.loads((model / "config.json").read_text())
     text = text.get("text_config", text)
     token_bytes = 2 * 2 * int(text["num_key_value_heads"]) * int(text["head_dim"]) * int(text["num_hidden_layers"])

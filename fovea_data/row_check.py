@@ -73,7 +73,7 @@ def check_rows(
     Args:
         name: Of the rows, for errors.
         broken: `refuse` raises at the first broken row; `skip` logs it and leaves it out.
-        on_row: Told of each row that is done.
+        on_row: Called after each row.
 
     Raises:
         InvalidInput: A row is broken and `broken` is `refuse`, or all rows are broken. It names the first one.
@@ -99,7 +99,7 @@ def check_rows(
 
 
 def _digest(data: list[tinker.Datum]) -> bytes:
-    """Of all that training has of a row: tokens, files of pictures, targets and weights."""
+    """Returns a digest of a row as training has it: tokens, files of pictures, targets and weights."""
     digest = hashlib.sha256()
     for datum in data:
         for chunk in datum.model_input.chunks:

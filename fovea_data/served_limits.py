@@ -1,5 +1,7 @@
-"""What a server says of a model beside what the SDK hands on: its limits, which also tell at once if no server is
-there, and the size of the pictures that a checkpoint was trained on."""
+"""Limits of a served model, which the SDK does not pass on, and the picture size that a checkpoint was trained with.
+
+Asking for the limits also shows at once whether a server answers.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 
 @dataclass(frozen=True)
 class ServedLimits:
-    """What a server takes of one model. None is a limit that the server does not tell.
+    """Limits of one served model. None stands for a limit that the server does not report.
 
     Attributes:
         max_lora_rank: The largest rank of an adapter.

@@ -73,11 +73,15 @@ def load_records(path: pathlib.Path) -> list[Record]:
         raise InvalidInput(f"{path} is neither .jsonl nor .parquet: convert it to one of the two", field="path")
     if not path.is_file():
         raise NotFound(f"there is no file {path}", field="path")
-    return [parse_record(row, where) for where, row in readers[path.suffix](path)]
+    return [parse_record(row, where, path.parent) for where, row in readers[path.suffix](path)]
 
 
-def parse_record(row: Any, where: str = "record") -> Record:
-    """Checks one record. Raises InvalidInput naming `where` and the field."""
+def parse_record(row: Any, where: str = "record", folder: pathlib.Path | None = None) -> Record:
+    """Checks one record. Raises InvalidInput naming `where` and the field.
+
+    Args:
+        folder: The folder that relative paths of pictures begin at; the working directory by default.
+    """
     if not isinstance(row, Mapping):
         raise InvalidInput(f"{where}: a record must be an object, not {type(row).__name__}", field=where)
     found = _without_nulls(row)
@@ -92,16 +96,16 @@ def parse_record(row: Any, where: str = "record") -> Record:
             f"{where}: reward_spec is {spec!r}; write {{'method': 'rule', 'ground_truth': ...}}, or leave it out",
             field=f"{where}.reward_spec",
         )
-    prompt = _pictured(parse_messages(found["prompt"], f"{where}: prompt"), found, where)
+    prompt = _pictured(parse_messages(found["prompt"], f"{where}: prompt"), found, where, folder)
     extra = {name: value for name, value in found.items() if name not in ("prompt", "env_class", "reward_spec")}
     return Record(prompt, found["env_class"], spec, extra)
 
 
-def _pictured(prompt: Sequence[Message], row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
+def _pictured(
+    prompt: Sequence[Message], row: Mapping[str, Any], where: str, folder: pathlib.Path | None
+) -> tuple[Message, ...]:
     """Puts the pictures of a row's column into the places of `<image>` in its prompt, or first. Raises InvalidInput."""
-    folder = pathlib.Path(where.rpartition(":")[0]).parent
-    read = partial(read_picture, folder=folder)
-    column = PictureColumn(row, f"{where}: prompt", read)
+    column = PictureColumn(row, f"{where}: prompt", partial(read_picture, folder=folder))
     spliced = [replace(message, parts=tuple(_spliced(message.parts, column))) for message in prompt]
     return tuple(column.placed(spliced))
 
