@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# Generated files, recorded results, licences, and the page that counts these very patterns.
+# Generated code, the record of past releases, tests, and this file, which contains the patterns.
 SKIPPED = re.compile(r"fovea/(api|tinker)/|/node_modules/|^CHANGELOG|^benchmarks/prose\.py$|^tests/")
 
 CLAUSE = re.compile(r"\s*(What|Who|Whose|Whom|Of|Where|Whether)\b")
@@ -27,7 +27,7 @@ PEOPLE = (
 )
 PATTERNS = {
     "indefinite_persons": re.compile(r"\b(nobody|somebody|anybody|everybody)\b", re.IGNORECASE),
-    "who_for_things": re.compile(rf"(?<!\w)(?<!-)\b(?:who|whose|whom)\b(?!['’]?s? is for)", re.IGNORECASE),
+    "who_for_things": re.compile(r"(?<!\w)(?<!-)\b(?:who|whose|whom)\b(?!['’]?s? is for)", re.IGNORECASE),
     "vague_passives": re.compile(r"\b(?:is|are|was|were|be|been|being) (?:told|taken)\b|\bby name\b", re.IGNORECASE),
 }
 _ALLOWED_WHO = re.compile(rf"\b{PEOPLE},? (?:who|whose|whom)\b|\bwho it is for\b", re.IGNORECASE)
@@ -74,8 +74,7 @@ def texts(path: Path) -> Iterator[Text]:
                 yield Text(path, first.lineno, "docstring", first.value.value)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            if " " in node.value.strip():
-                yield Text(path, node.lineno, "message", node.value)
+            yield Text(path, node.lineno, "message", node.value)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield Text(path, token.start[0], "comment", token.string)
