@@ -8,6 +8,7 @@ the gradients.
 the trainer ends again and again.
 """
 
+import asyncio
 import hashlib
 import logging
 import math
@@ -270,11 +271,12 @@ def _sizes(connection: sa.Connection) -> dict[tuple[str, str], int]:
 
 
 class TrainerTurns:
-    """Lets commands to one trainer, by turns that owners share by the seconds that their commands take.
+    """Schedules the commands of one trainer; owners share its seconds.
 
-    A command is let in by an estimate, and settled with what it took, also if it failed. A command that has a turn must
-    wait for nothing but the trainer. One at which the trainer ended again and again is let in no more: it would be sent
-    to each new trainer, and end that too. Of several that were there, the trainer did the first.
+    A command enters on an estimate of its seconds and is settled with the measured ones, also if it failed. A command
+    that has entered must wait for nothing but the trainer. Each command that was at the trainer when it ended is a
+    suspect and runs alone the next time, so that a second end convicts the right one. A convicted command fails:
+    sent to each new trainer, it would end that too.
 
     Args:
         queue: As many places as keep the trainer busy.
@@ -287,11 +289,11 @@ class TrainerTurns:
         self._futures, self._trainer, self._queue, self._is_wanted = futures, trainer, queue, is_wanted
         # Seconds by owner and kind: of a token of those that have tokens, else of a command.
         self._paces: LRUCache[tuple[str, Kind], float] = LRUCache(_KNOWN)
-        self._inside: list[Turn] = []
         # By future and kind: the instance that may have ended at it, and how many have.
         self._suspects: LRUCache[tuple[str, Kind], str] = LRUCache(_KNOWN)
         self._deaths: LRUCache[tuple[str, Kind], int] = LRUCache(_KNOWN)
-        self._blamed_for = ""
+        self._inside = self._isolated = 0  # commands at the trainer; suspects that are there alone, or wait to be
+        self._changed = asyncio.Condition()
 
     @asynccontextmanager
     async def take(self, pending: Pending, doing: str, tokens: int = 0, is_again: bool = False) -> AsyncIterator[None]:
@@ -321,7 +323,7 @@ class TrainerTurns:
                     await held.enter_async_context(self._queue.place(turn))
                 pending.progress.wait_on(doing)
                 with stage("train", kind):
-                    async with self._watching(turn, submission):
+                    async with self._watching(submission):
                         yield
         finally:
             if turn.used is not None and turn.seconds:
@@ -330,22 +332,36 @@ class TrainerTurns:
             pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
 
     @asynccontextmanager
-    async def _watching(self, turn: Turn, submission: Submission) -> AsyncIterator[None]:
-        """Notes whether the trainer may have ended at a command."""
-        key, asked = (submission.future_id, submission.kind), self._trainer.instance_id
-        self._inside.append(turn)
-        try:
-            yield
-        except Unavailable:
-            if self._inside[0] is turn and asked != self._blamed_for:
-                self._suspects[key] = self._blamed_for = asked
+    async def _watching(self, submission: Submission) -> AsyncIterator[None]:
+        """Notes whether the trainer may have ended at a command, which runs alone if an earlier one may have."""
+        key = (submission.future_id, submission.kind)
+        async with self._admitted(is_alone=key in self._deaths):
+            asked = self._trainer.instance_id
+            try:
+                yield
+            except Unavailable:
+                self._suspects[key] = asked
                 await self._trainer.look_again()
-            raise
-        else:
+                raise
             self._suspects.pop(key, None)
             self._deaths.pop(key, None)
+
+    @asynccontextmanager
+    async def _admitted(self, is_alone: bool) -> AsyncIterator[None]:
+        """Holds a command back while a suspect runs or waits, and a suspect until nothing else is at the trainer."""
+        self._isolated += is_alone
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._inside == 0 if is_alone else self._isolated == 0)
+                self._inside += 1
+            try:
+                yield
+            finally:
+                self._inside -= 1
         finally:
-            self._inside.remove(turn)
+            self._isolated -= is_alone
+            async with self._changed:
+                self._changed.notify_all()
 
     def _check_deaths(self, submission: Submission, most: int) -> None:
         key = (submission.future_id, submission.kind)

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -533,6 +534,37 @@ async def test_a_command_at_which_the_trainer_ends_twice_fails_and_all_models_go
     assert 2 <= len(deaths) <= 4, "another command of the owner may have been there before it, and was suspected"
     assert done == expected
     assert not any("error" in each for each in await answers(rest, await submit(rest, deadly, 3, 1)))
+
+
+async def test_a_healthy_command_beside_a_deadly_one_is_not_blamed(
+    stand: RecoveringStand, rest: Rest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The healthy command always reaches the trainer first, and is still there when the deadly one ends it."""
+    deadly, healthy = await rest.create_model(0), await rest.create_model(1)
+    deaths = await ending_at(stand, monkeypatch, 13)
+    note_or_end, is_there, has_ended = stand.trainer.note, asyncio.Event(), asyncio.Event()
+
+    async def note(name: str, request: Any) -> None:
+        if name == "ForwardBackward" and request[0].model_id == healthy:
+            is_there.set()
+            has_ended.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(has_ended.wait(), 0.5)
+                raise Unavailable("the trainer ended while it did another command")
+        try:
+            await note_or_end(name, request)
+        except Unavailable:
+            has_ended.set()
+            raise
+
+    monkeypatch.setattr(stand.trainer, "note", note)
+    ids = [(await rest.forward_backward(healthy, 1)).json()["request_id"]]
+    await is_there.wait()
+    ids.append((await rest.forward_backward(deadly, 1, data=[text_datum(13)])).json()["request_id"])
+    done, failed = await answers(rest, ids)
+    assert "error" not in done
+    assert "the trainer ended 2 times while it did request 1 (forward_backward)" in failed["error"]
+    assert deaths == [deadly, deadly]
 
 
 async def test_a_model_whose_return_ends_the_trainer_is_given_up_by_name(
