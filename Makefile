@@ -62,8 +62,8 @@ environments: setup ## The adapters for `verifiers` and OpenEnv on the real pack
 	$(BIN)/uv pip install --quiet --require-hashes --target .environments/site-packages -r requirements/environments.txt
 	PYTHONPATH=.environments/site-packages $(BIN)/python -m pytest -W default $(addprefix tests/unit/fovea_rollout/test_,verifiers_environment.py openenv_environment.py)
 
-conformance: setup ## All checks of the Tinker API against a fresh Fovea; writes docs/conformance.json and the matrix
-	$(BIN)/python -m fovea_conformance.fresh --cookbook --json docs/conformance.json --html .fovea/conformance.html
+conformance: setup ## All checks of the Tinker API against a fresh Fovea; writes docs/reference/conformance.json and the matrix
+	$(BIN)/python -m fovea_conformance.fresh --cookbook --json docs/reference/conformance.json --html .fovea/conformance.html
 	$(BIN)/python -m fovea_conformance.matrix
 
 # SEED=7 for other faults, REPLAY=.../faults.jsonl for those of a run before, FAULTS=20 for fewer.
@@ -76,7 +76,7 @@ simulate: setup ## 10,000 seeds of a gateway on a made-up clock, network and dis
 soak: setup ## Hours of ordinary work of eight clients: memory and latencies (HOURS=2)
 	$(BIN)/python -m chaos.soak --hours $(or $(HOURS),2)
 
-models: setup ## Which model families work, each on a tiny checkpoint; writes docs/models.md, twenty minutes
+models: setup ## Which model families work, each on a tiny checkpoint; writes docs/reference/models.md, twenty minutes
 	$(BIN)/python -m fovea_parity.page
 
 clients: setup ## gRPC clients in other languages: built by their own tool chains, compared with what Python samples

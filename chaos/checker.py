@@ -9,7 +9,7 @@ from chaos.history import Command, History
 from chaos.inventory import Finish, Inventory
 
 SAMPLE_TOLERANCE = 2e-5
-"""Between log-probabilities of a sampler that batches with others and one that does not; see docs/robustness.md."""
+"""Between log-probabilities of a sampler that batches with others and one that does not; see docs/lab/robustness.md."""
 ANSWERED_WITHIN_S = 120.0
 TRAINING = ("create_model", "forward_backward", "optim_step", "load_state", "save_state", "snapshot")
 """What takes a seq_id of its model, and is answered in order."""

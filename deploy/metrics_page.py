@@ -1,4 +1,4 @@
-"""`python -m deploy.metrics_page`: writes docs/metrics.md, every Prometheus metric of every service, from the code."""
+"""Writes docs/reference/metrics.md, all Prometheus metrics of all services: `python -m deploy.metrics_page`."""
 
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ import fovea_services.trainer.trainer_metrics
 from fovea.runtime import interceptors
 from fovea.runtime.machine_memory import GpuMemory
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 SERVICES: dict[str, ModuleType] = {
     "all four": interceptors,
     "gateway": fovea_gateway.gateway_metrics,
@@ -27,7 +27,7 @@ SERVICES: dict[str, ModuleType] = {
 _HEAD = """# Metrics of the services
 
 Made by `python -m deploy.metrics_page` from the code; a test compares. vLLM's own `vllm:*` are among the sampler's.
-[operations/metrics.md](operations/metrics.md) goes by the question that a metric answers, and says what is healthy.
+[The monitoring guide](../guides/monitoring.md) lists metrics by the question that they answer, with healthy values.
 """
 
 

@@ -1,4 +1,4 @@
-"""`python -m deploy.settings_page`: writes docs/settings.md, every setting of every service, from their settings.py."""
+"""Writes docs/reference/settings.md, all settings of all services: `python -m deploy.settings_page`."""
 
 import json
 import pathlib
@@ -8,7 +8,7 @@ from typing import Any
 from deploy.helm.schema import SETTINGS
 from fovea.runtime.settings import ServiceSettings
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "settings.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 _HEAD = """# Settings of the services
 
 Made by `python -m deploy.settings_page` from the code; a test compares. A setting `max_loras` of the sampler is
@@ -16,7 +16,8 @@ Made by `python -m deploy.settings_page` from the code; a test compares. A setti
 * `--set sampler.max_loras=16` of `fovea up`, where it is not an option of its own ([cli.md](cli.md));
 * `FOVEA_SAMPLER_MAX_LORAS=16` in the environment;
 * `--max-loras 16` of `python -m fovea_services.sampler`;
-* `sampler.settings.max_loras: 16` in the values of the [chart](operations.md#install), where it is no value of its own.
+* `sampler.settings.max_loras: 16` in the values of the [chart](../guides/operations.md#install), unless the chart has a
+  value of its own for it.
 
 The command line stands above the environment, the environment above the default. A wrong value is refused in one line.
 """

@@ -2,9 +2,9 @@
 
     python first_hour.py FOLDER
 
-It runs where the package is installed with the extras `cpu` and `demo` (docs/first-fine-tune.md), needs nothing else,
-and prints what each step took. The pictures are scans of digits that come with scikit-learn. Exit status 1: an answer
-of OpenAI's client or of transformers was not the Tinker API's, token by token.
+It runs where the package is installed with the extras `cpu` and `demo` (docs/guides/first-fine-tune.md), needs nothing
+else, and prints what each step took. The pictures are scans of digits that come with scikit-learn. The exit
+status is 1 if an answer of OpenAI's client or of transformers differs from the Tinker API's, token by token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fine-tunes on one picture over gRPC, with nothing of Fovea but the stubs of its protos: docs/grpc-training.md.
+"""Fine-tunes on one picture over gRPC, with nothing of Fovea but the stubs of its protos: docs/guides/grpc-training.md.
 
 FOVEA_GRPC is the gateway's gRPC address (127.0.0.1:8001), TINKER_API_KEY a key with the scope train (tml-local).
 """

@@ -17,7 +17,7 @@ import numpy.typing as npt
 CELL = 32
 """Pixels of a cell's side."""
 _WALL = 7
-"""Half the pixels of a wall, drawn last. With 4 the tiny model's clone did not see them (docs/learning.md)."""
+"""Half the pixels of a wall, drawn last. With 4 the tiny model's clone did not see them (docs/lab/learning.md)."""
 _FLOOR, _DARK, _BLUE, _RED = (235, 235, 235), (40, 40, 40), (40, 60, 220), (220, 30, 30)
 WAYS = {0: (0, 1), 1: (-1, 0), 2: (0, -1), 3: (1, 0)}
 """Of 'move': right, up, left and down, as rows and columns."""

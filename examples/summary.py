@@ -1,4 +1,4 @@
-"""`python -m examples.summary`: the table and the curves of docs/learning.md, from examples/results.json."""
+"""`python -m examples.summary`: the table and the curves of docs/lab/learning.md, from examples/results.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent
 RESULTS = FOLDER / "results.json"
-PAGE = FOLDER.parent / "docs" / "learning.md"
+PAGE = FOLDER.parent / "docs" / "lab" / "learning.md"
 BEGIN, END = "<!-- python -m examples.summary -->\n", "<!-- end of the table -->\n"
 _COLUMNS = ("example", "cloned player", "before", "after", "bar", "minutes", "prefix breaks", "trainer - sampler")
 

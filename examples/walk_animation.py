@@ -1,6 +1,7 @@
 """The README's moving picture: walks of `rl_gridworld` before and after training, seen from above.
 
-    python -m examples rl_gridworld && python -m examples.walk_animation examples/out/rl_gridworld-0.html docs/walk.gif
+    python -m examples rl_gridworld
+    python -m examples.walk_animation examples/out/rl_gridworld-0.html docs/pictures/walk.gif
 
 The words are the model's, from the page of the run; they are walked again in the same rooms, since its pictures show
 what the walker saw.

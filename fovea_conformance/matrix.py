@@ -1,4 +1,4 @@
-"""The matrix in docs/tinker.md, made from the suite's JSON: `python -m fovea_conformance.matrix`."""
+"""The matrix in docs/reference/tinker.md, made from the suite's JSON: `python -m fovea_conformance.matrix`."""
 
 import json
 from itertools import groupby
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-VERDICTS = ROOT / "docs" / "conformance.json"
-PAGE = ROOT / "docs" / "tinker.md"
+VERDICTS = ROOT / "docs" / "reference" / "conformance.json"
+PAGE = ROOT / "docs" / "reference" / "tinker.md"
 BEGIN, END = "<!-- matrix: made by `make conformance` -->\n", "<!-- end of matrix -->\n"
 _SECTIONS = {
     "A": "Start-up, authentication, sessions",

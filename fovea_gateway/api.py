@@ -44,7 +44,7 @@ from fovea_gateway.training.training_runs import TrainingRunRoutes
 _FLAGS = {
     "proto_compress_fwdbwd": True,
     # The SDK's default transport, pyqwest 0.12, aborts one interpreter exit in ten or so on Python 3.11: its threads
-    # still hand over the last answer. httpx does not; see docs/notes.
+    # still hand over the last answer. httpx does not; see docs/lab/notes.md.
     "use_pyqwest_transport": False,
     # One poll for all samples of a client instead of one each, and numbers for unpickled clients that never clash.
     "sample_use_retrieve_futures": True,

@@ -1,4 +1,4 @@
-"""`make models`: checks every tiny family, notes what was found in docs/models.json, and writes docs/models.md.
+"""Checks every tiny family (`make models`); writes models.json and the table of models.md in docs/reference.
 
 `python -m fovea_parity.page NAME...` checks these alone and leaves the other rows as they were; with --write it
 checks none.
@@ -23,7 +23,7 @@ from fovea_tinyvlm.families import FAMILIES, ensure_family
 from fovea_tinyvlm.recipe import KINDS
 
 ROOT = Path(__file__).parent.parent
-FOUND, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
+FOUND, PAGE = ROOT / "docs" / "reference" / "models.json", ROOT / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- rows: made by `make models` -->\n", "<!-- end of rows -->\n"
 
 _PUBLISHED = {
@@ -34,7 +34,7 @@ _PUBLISHED = {
 """Of the kinds that tinyvlm builds besides its families."""
 
 _MOST_CHARACTERS = 200
-"""Of a cell; docs/models.json has the whole of it."""
+"""Of a cell; docs/reference/models.json has the whole of it."""
 
 NAMES = (*KINDS, *FAMILIES)
 
@@ -120,7 +120,7 @@ def main() -> None:
     """Checks, notes, writes."""
     parser = argparse.ArgumentParser(prog="python -m fovea_parity.page", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"families, of {', '.join(NAMES)}; default: all")
-    parser.add_argument("--write", action="store_true", help="check nothing, write the page from docs/models.json")
+    parser.add_argument("--write", action="store_true", help="check nothing; write the page from models.json beside it")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"no such family: {', '.join(sorted(unknown))}")

@@ -61,7 +61,7 @@ class LoopSettings:
             of a rollout are judged by its total reward.
         substeps: Optimizer steps of one step: its datums are split into that many parts. More than one is off-policy
             after the first, so it needs a loss that clips, as `ppo` does. With 64 rollouts a step four learn faster
-            than one (docs/learning.md); with several hundred one is enough.
+            than one (docs/lab/learning.md); with several hundred one is enough.
         target_kl: About how far a step of several substeps moves the model, in nats per token: where one goes further,
             the next has a lower rate, `learning_rate` at most (`StepSize`). None keeps the rate.
         loss: Name of the server's loss; `loss_config` goes with it. A temperature other than 1 is in it too, unless it

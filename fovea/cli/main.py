@@ -1,4 +1,4 @@
-"""The `fovea` command; docs/cli.md, which is made from it, has all of it."""
+"""The `fovea` command; docs/reference/cli.md, which is made from it, has all of it."""
 
 import asyncio
 import importlib.util

@@ -1,4 +1,4 @@
-"""docs/cli.md, made from the commands themselves: `python -m fovea.cli.reference_page`."""
+"""docs/reference/cli.md, made from the commands themselves: `python -m fovea.cli.reference_page`."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import typer
 
 from fovea.cli.main import PASSED_ON_TO, app
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "cli.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 _HEAD = """# The `fovea` command
 
 Made by `python -m fovea.cli.reference_page` from the commands; a test compares. What is wrong with a command is said in
@@ -90,7 +90,7 @@ def _text(words: str | None) -> str:
 def _theirs(name: str) -> str:
     """What a program of its own says of itself."""
     module, _ = PASSED_ON_TO[name]
-    words = _told()[name].strip().replace(f"{PAGE.parents[1]}/", "").replace(f"python -m {module}", name)
+    words = _told()[name].strip().replace(f"{PAGE.parents[2]}/", "").replace(f"python -m {module}", name)
     return "\n```\n" + "\n".join(line.rstrip() for line in words.splitlines()) + "\n```\n"
 
 

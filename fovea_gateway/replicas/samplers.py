@@ -26,7 +26,7 @@ _FILL = 1.25
 owners share them."""
 _BESIDE = 0.25
 """What of a batch is used beside an owner who sends a little: each sequence makes the steps of all others longer, on an
-H200 from 4.6 to 13 ms for 64 of them and the 4B shape (docs/robustness.md)."""
+H200 from 4.6 to 13 ms for 64 of them and the 4B shape (docs/lab/robustness.md)."""
 _PATIENCE_S = 60.0
 """How long a sampler that cannot be given the current weights is kept out while others serve."""
 

@@ -1,7 +1,7 @@
 """A real browser for tests: Debian's Chromium, driven by its chromedriver over the W3C WebDriver protocol, JSON over
 HTTP. It loads pages of this machine alone.
 
-`python -m tests.e2e.browser PAGE.html[#PLACE] docs/page/NAME [HEIGHT]` takes the pictures of a page that docs/ shows.
+`python -m tests.e2e.browser PAGE.html[#PLACE] docs/pictures/NAME [HEIGHT]` takes the pictures of a page for the docs.
 """
 
 import base64

@@ -21,7 +21,7 @@ from tests.unit.fovea_rollout.test_viewer import write as write_rollouts
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
-VERDICTS = Path(__file__).parents[2] / "docs" / "conformance.json"
+VERDICTS = Path(__file__).parents[2] / "docs" / "reference" / "conformance.json"
 _CONTRAST = """
     const light = (colour) => {
         const [r, g, b] = colour.match(/[\\d.]+/g).map((one) => one / 255)

@@ -172,7 +172,7 @@ def test_they_can_be_left_out(node: Node) -> None:
 
 
 def _documented(clients: Set[str], readers: Set[str]) -> set[Connection]:
-    """What docs/operations.md says, for those whom the values let reach the gateway and read metrics."""
+    """What docs/guides/operations.md says, for those whom the values let reach the gateway and read metrics."""
     callers: dict[tuple[str, int], Set[str]] = {
         ("gateway", 8000): clients,
         ("gateway", 50050): clients,

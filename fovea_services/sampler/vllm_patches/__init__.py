@@ -7,7 +7,8 @@ changed what the patch was written against.
 All of it is for vLLM's V1 model runner, which `vllm_launch.prepare_environment` asks for on GPU (V2 runs nowhere
 without Triton, so a CPU engine is V1 by itself). V2 keeps its requests, its sampler and its prompt scores elsewhere:
 `prompt_scorer` and `draws` find nothing to replace there. They must be written
-again for it before `VLLM_USE_V2_MODEL_RUNNER` can go, and `routed_experts` goes then; `docs/notes` says what is where.
+again for it before `VLLM_USE_V2_MODEL_RUNNER` can go, and `routed_experts` goes then; `docs/lab/notes.md` says where
+each of them is in V2.
 
 Other workarounds are settings of vLLM's own and lie where they are set, in `engine/vllm_launch.py`.
 """

@@ -1,7 +1,7 @@
 """The first hour of a new user, from an empty environment: examples/first_hour.py, watched in a real browser.
 
 `FOVEA_FIRST_HOUR=1` asks for it: it installs all of the extra `cpu`, 6.5 GB, and takes some minutes. The environment is
-made as docs/operations.md says; nothing of this checkout can be imported there.
+made as docs/guides/operations.md says; nothing of this checkout can be imported there.
 """
 
 import os

@@ -75,7 +75,7 @@ def test_its_name_is_ours_and_its_types_are_known(wheel: pathlib.Path) -> None:
 def test_all_its_packages_bear_our_name_and_are_in_the_documents(wheel: pathlib.Path) -> None:
     with zipfile.ZipFile(wheel) as files:
         tops = {name.partition("/")[0] for name in files.namelist()} - {f"fovea_vlm-{fovea.__version__}.dist-info"}
-    text = (ROOT / "docs/operations.md").read_text()
+    text = (ROOT / "docs/guides/operations.md").read_text()
     (told,) = re.findall(r"^\*\*Names\.\*\* It installs (.*?)\.", text, re.MULTILINE | re.DOTALL)
     assert tops == set(re.findall(r"`(\w+)`", told))
     assert all(name.startswith("fovea") for name in tops)
@@ -108,6 +108,6 @@ def test_all_that_names_the_version_names_this_one() -> None:
     compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
     tags = {service["image"].partition(":")[2].removesuffix("-cpu") for service in compose["services"].values()}
     assert tags == {fovea.__version__}
-    for path in [*(ROOT / "deploy/docker").glob("*.Dockerfile"), ROOT / "docs/operations.md"]:
+    for path in [*(ROOT / "deploy/docker").glob("*.Dockerfile"), ROOT / "docs/guides/operations.md"]:
         assert set(re.findall(r"(?:fovea/\w+|\$service):(\d\S+)", path.read_text())) <= {fovea.__version__}, path
     assert f"## {fovea.__version__}" in (ROOT / "CHANGELOG.md").read_text()

@@ -11,7 +11,7 @@ from fovea_conformance.fresh import COOKBOOK_CHECKS, suite_command
 from tests.e2e.stack import Stack
 
 REFUSED = {"C12"}
-"""JWT mode, which the contract calls optional: docs/tinker.md says why."""
+"""JWT mode, which the contract calls optional: docs/reference/tinker.md says why."""
 SEVERAL_MODELS = {"C120", "C121"}
 """Made beside a teacher, in tests/e2e/fovea_data/test_learning_otherwise.py."""
 

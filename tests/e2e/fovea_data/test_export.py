@@ -112,7 +112,7 @@ def vllm_serve(folder: pathlib.Path, *options: str) -> Iterator[str]:
 
 @pytest.mark.long
 def test_plain_vllm_serve_answers_alike_to_the_token(trained: Trained) -> None:
-    """Over HTTP, as docs/first-fine-tune.md has it."""
+    """Over HTTP, as docs/guides/first-fine-tune.md has it."""
     answers = []
     with vllm_serve(trained.merged, "--served-model-name", "own") as base_url:
         client = openai.OpenAI(base_url=base_url, api_key="none")

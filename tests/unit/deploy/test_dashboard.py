@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 FILES = ROOT / "deploy/helm/fovea/files"
 DASHBOARD = json.loads((FILES / "dashboard.json").read_text())
 ALERTS = yaml.safe_load((FILES / "alerts.yaml").read_text())
-PAGE = (ROOT / "docs/operations/metrics.md").read_text()
+PAGE = (ROOT / "docs/guides/monitoring.md").read_text()
 MODULES = (
     fovea_services.renderer.renderer_metrics,
     fovea_services.sampler.sampler_metrics,

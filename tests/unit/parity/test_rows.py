@@ -1,4 +1,4 @@
-"""Rows of docs/models.md that differ most: rendered images and packed training against the family's own code."""
+"""The rows of docs/reference/models.md that differ most: rendered images and packed training against transformers."""
 
 import pytest
 

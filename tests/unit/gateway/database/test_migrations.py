@@ -208,9 +208,7 @@ def test_every_version_knows_the_way_back() -> None:
         for each in script.walk_revisions()
         if int(each.revision) > 4 and not hasattr(each.module, "downgrade")
     ]
-    assert without == [], (
-        "write `downgrade`, for operators who go back to the last release (docs/operations/durability.md)"
-    )
+    assert without == [], "write `downgrade`, for operators who go back to the last release (docs/guides/durability.md)"
 
 
 async def test_no_further_back_than_is_known(database_url: str) -> None:

@@ -41,7 +41,7 @@ def layer(dtype: torch.dtype) -> None:
     """All inputs, trained or not, with and without an adapter; experts without any token and with more than a block."""
     generator = torch.Generator().manual_seed(2)
     # The interpreter is slow, and cuts where a card rounds to bfloat16: some eight times here, each by up to a unit in
-    # the last place. On an H200 both ways are the same to the bit but for two sums (docs/performance.md).
+    # the last place. On an H200 both ways are the same to the bit but for two sums (docs/lab/performance.md).
     exact = dtype == torch.float32
     most = 2e-5 if exact else 8 * torch.finfo(dtype).eps
     # Of blocks of 64 copies: one copy alone, one block, several of which experts share some.
