@@ -16,6 +16,7 @@ from itertools import zip_longest
 
 import tinker
 
+from fovea.wire.conventions import MAX_PICTURE_SIDE
 from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFinite
 from fovea_data.connection import Connection, Server
 from fovea_data.conversation import Conversation, check_positive
@@ -24,7 +25,6 @@ from fovea_data.fine_tune_progress import CheckProgress, FineTuneProgress
 from fovea_data.fine_tune_state import FineTuneState
 from fovea_data.row_check import BrokenRows, RowEncoder, check_rows
 from fovea_data.rows import Indices
-from fovea_data.served_limits import MAX_PICTURE_SIDE
 from fovea_data.tuned_model import TunedModel, answers, exact_match
 from fovea_rollout.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
 

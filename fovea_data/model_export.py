@@ -24,11 +24,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from fovea.runtime.model_files import read_json
+from fovea.wire.conventions import MAX_PICTURE_SIDE
 from fovea.wire.errors import AlreadyExists, FailedPrecondition, FoveaError, InvalidInput
 from fovea_data.base_model import base_directory, check_room, copy_small_files
 from fovea_data.checkpoint_download import download_checkpoint
 from fovea_data.hub_upload import push_to_hub
-from fovea_data.served_limits import MAX_PICTURE_SIDE, ask_limits, picture_side
+from fovea_data.served_limits import ask_limits, picture_side
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,9 @@ from typing import Any
 import httpx
 import tinker
 
+from fovea.wire import conventions
 from fovea.wire.errors import FailedPrecondition, InvalidInput
 from fovea_rollout.messages import Picture
-
-MAX_PICTURE_SIDE = "max_picture_side"
-"""In a checkpoint's user metadata: pixels of the longer side of the pictures that it was trained on, in decimal; larger
-pictures are shrunk before they are asked. 0 keeps every size."""
 
 _PATH = "api/v1/get_server_capabilities"
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
@@ -124,7 +121,5 @@ def picture_side(rest: tinker.RestClient, path: str, default: int | None) -> int
         listed = rest.list_checkpoints(run).result().checkpoints
     except (tinker.NotFoundError, tinker.PermissionDeniedError):
         return default
-    said = next((one.user_metadata or {} for one in listed if one.tinker_path == path), {}).get(MAX_PICTURE_SIDE, "")
-    if not said.isdecimal():
-        return default
-    return int(said) if int(said) > 0 else None
+    side = conventions.picture_side(next((one.user_metadata or {} for one in listed if one.tinker_path == path), {}))
+    return default if side is None else side or None

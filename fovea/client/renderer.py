@@ -77,8 +77,9 @@ class RendererClient(ServiceClient):
                 slim.chunks.append(chunk)
                 continue
             reference = model_input_pb2.ImageReference(
-                sha256=await self.put_image(chunk.image.data, timeout_s), format=chunk.image.format
-            )
+                sha256=await self.put_image(chunk.image.data, timeout_s), format=chunk.image.format,
+                max_side=chunk.image.max_side,
+            )  # fmt: skip
             if chunk.image.HasField("expected_token_count"):
                 reference.expected_token_count = chunk.image.expected_token_count
             slim.chunks.add(image_reference=reference)

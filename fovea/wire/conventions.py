@@ -1,5 +1,7 @@
 """What every process must take alike: names of gRPC services and of checkpoint files, and bounds of what travels."""
 
+from collections.abc import Mapping
+
 ADMIN_SERVICE = "fovea.api.v1.AdminService"
 GATEWAY_SERVICE = "fovea.api.v1.GatewayService"
 RENDERER_SERVICE = "fovea.api.v1.RendererService"
@@ -54,3 +56,15 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 
 MAX_IMAGE_ASPECT_RATIO = 200
 """The largest ratio of the longer to the shorter side; the Qwen-VL processors refuse more."""
+
+MAX_PICTURE_SIDE = "max_picture_side"
+"""In a checkpoint's user metadata: pixels of the longer side of the pictures that it was trained on, in decimal; larger
+pictures are shrunk before they are asked. 0 keeps every size."""
+
+_SIDE_DIGITS = 9
+
+
+def picture_side(metadata: Mapping[str, str]) -> int | None:
+    """Returns what a checkpoint's user metadata has as MAX_PICTURE_SIDE, in pixels; None if it has no such number."""
+    said = metadata.get(MAX_PICTURE_SIDE, "")
+    return int(said) if said.isdecimal() and len(said) <= _SIDE_DIGITS else None

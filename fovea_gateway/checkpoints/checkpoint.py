@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fovea.api.v1 import weights_pb2
+from fovea.wire import conventions
 from fovea.wire.errors import InvalidInput
 
 SCHEME = "tinker://"
@@ -33,6 +34,11 @@ class Checkpoint:
     created_at: float = field(default_factory=time.time)
     expires_at: float | None = None
     public: bool = False
+
+    @property
+    def picture_side(self) -> int:
+        """The most pixels of the longer side of a picture that it is asked about; 0 keeps every size."""
+        return conventions.picture_side(self.user_metadata) or 0
 
 
 class CheckpointPath(NamedTuple):

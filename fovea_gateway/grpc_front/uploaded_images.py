@@ -63,7 +63,7 @@ class UploadedImages:
                 name = f"{field}.chunks[{index}].image_reference.sha256"
                 raise NotFound(f"{name} {reference.sha256} is not held: call UploadImage (again)", field=name)
             count(len(data))
-            image = model_input_pb2.ImageChunk(data=data, format=reference.format)
+            image = model_input_pb2.ImageChunk(data=data, format=reference.format, max_side=reference.max_side)
             if reference.HasField("expected_token_count"):
                 image.expected_token_count = reference.expected_token_count
             whole.chunks.add(image=image)

@@ -17,7 +17,7 @@ _ENDINGS = {
     ".jpeg": model_input_pb2.IMAGE_FORMAT_JPEG,
 }
 _DETAILS = (None, "auto", "high")
-"""Every image is seen as the model's own processor sizes it."""
+"""A request does not choose the size: the checkpoint's own limit does, then the model's processor."""
 
 
 class MessageImage(NamedTuple):
@@ -25,6 +25,11 @@ class MessageImage(NamedTuple):
 
     field: str
     chunk: model_input_pb2.Chunk
+
+    def limit_side(self, max_side: int) -> None:
+        """Has the renderer shrink the image to `max_side` pixels of the longer side; 0 keeps the size."""
+        image = self.chunk.image if self.chunk.WhichOneof("kind") == "image" else self.chunk.image_reference
+        image.max_side = max_side
 
 
 def take_images(body: dict[str, Any]) -> list[MessageImage]:
@@ -51,7 +56,7 @@ def _read_image(value: Any, field: str) -> model_input_pb2.Chunk:
         raise InvalidInput(f"{field}.url is missing; send data:image/png;base64,... there", field=f"{field}.url")
     if detail not in _DETAILS:
         raise Unimplemented(
-            f"{field}.detail is {detail!r}; images are not shrunk here: send a smaller one, and leave detail out",
+            f"{field}.detail is {detail!r}, which is not supported: leave it out, and send a smaller image instead",
             field=f"{field}.detail",
         )
     scheme, _, rest = url.partition(":")

@@ -59,7 +59,9 @@ class OpenAIAnswers:
 
         Raises NotFound for an unknown model; what the sampler says of the request; and what sampling fails with.
         """
-        sampling = await self._named(owner, asked.model)
+        sampling, max_side = await self._named(owner, asked.model)
+        for image in asked.images:
+            image.limit_side(max_side)
         sampler = self._base_models.get(sampling.base_model).samplers.least_busy()
         told: Told = asyncio.Queue()
         told.put_nowait(sampler_pb2.AnswerOpenAIRequest(request=asked.message))
@@ -79,7 +81,7 @@ class OpenAIAnswers:
                 await asyncio.gather(work, return_exceptions=True)
                 told.put_nowait(None)  # else gRPC's task waits for it for ever
 
-    async def _named(self, owner: str, model: str) -> SamplingSession:
+    async def _named(self, owner: str, model: str) -> tuple[SamplingSession, int]:
         try:
             return await self._sampling.named(owner, model)
         except FoveaError as error:

@@ -167,17 +167,17 @@ class Sampling:
             raise NotFound(f"there is no sampling session {sampling_session_id!r}", field="sampling_session_id")
         return sampling
 
-    async def named(self, owner: str, model: str) -> SamplingSession:
-        """A sampling session that nobody keeps, for one request: of a base model, or of a `tinker://` path.
+    async def named(self, owner: str, model: str) -> tuple[SamplingSession, int]:
+        """Returns an unsaved session of a base model or a `tinker://` path, and its `Checkpoint.picture_side`.
 
         Raises NotFound for a name that is neither, InvalidInput for a path that is not to sample from.
         """
-        snapshot_id, base_model, path = "", model, None
+        snapshot_id, base_model, path, side = "", model, None, 0
         if model.startswith(SCHEME):
-            checkpoint = await self._checkpoints.find_sampler(owner, model)
-            snapshot_id, base_model, path = checkpoint.snapshot_id, checkpoint.base_model, model
+            found = await self._checkpoints.find_sampler(owner, model)
+            snapshot_id, base_model, path, side = found.snapshot_id, found.base_model, model, found.picture_side
         base = self._base_models.get(base_model)
-        return SamplingSession(f"once:{uuid.uuid4().hex[:12]}", "", owner, base.name, None, path, snapshot_id)
+        return SamplingSession(f"once:{uuid.uuid4().hex[:12]}", "", owner, base.name, None, path, snapshot_id), side
 
     async def submit(
         self,

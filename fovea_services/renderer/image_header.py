@@ -61,7 +61,7 @@ def read(data: bytes, declared: ImageFormat) -> ImageHeader:
     if min(width, height) < 0:
         part = {"PNG": "IHDR", "JPEG": "frame"}[found]
         raise InvalidChunk("corrupt", f"the {found} is truncated or corrupt: it has no complete {part} header")
-    _check_size(width, height)
+    check_size(width, height)
     if found == "JPEG":
         _check_scans(data)
     return ImageHeader(found, width, height)
@@ -81,7 +81,8 @@ def _format(data: bytes) -> ImageFormat:
     raise InvalidChunk("unknown_format", f"the image {what}; send PNG or JPEG")
 
 
-def _check_size(width: int, height: int) -> None:
+def check_size(width: int, height: int) -> None:
+    """Raises InvalidChunk for a size, in pixels, that no processor is given: empty, too large, or too long and thin."""
     if width == 0 or height == 0:
         raise InvalidChunk("empty_image", f"the image is {width}x{height}; it needs at least one pixel")
     if width * height > MAX_IMAGE_PIXELS:

@@ -60,7 +60,7 @@ def _serve_one(connection: Connection, memory: SharedMemory, processor: ImagePro
     start = time.perf_counter()
     try:
         header = job.header
-        image = pixels.decode(job.data, header.format, header.width, header.height)
+        image = pixels.decode(job.data, header.format, header.width, header.height, job.max_side)
         memory.clear()
         sha256 = tensors_sha256(processor.tensors(image, memory.allocate))
     except InvalidChunk as error:

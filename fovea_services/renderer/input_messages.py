@@ -33,11 +33,19 @@ class RemoteImage:
 
 @dataclass(frozen=True)
 class ImageChunk:
-    """One image of an input: bytes or where they are, the declared format, and the client's count if it sent one."""
+    """One image of an input.
+
+    Attributes:
+        source: The encoded file, or where it is.
+        format: The format that the client declared.
+        expected_token_count: The client's count of ids; None if it sent none.
+        max_side: The most pixels of the longer side: a larger image is shrunk. 0 keeps the size.
+    """
 
     source: bytes | UploadedImage | RemoteImage
     format: ImageFormat
     expected_token_count: int | None
+    max_side: int = 0
 
 
 Chunk = TokenIds | ImageChunk
@@ -85,16 +93,30 @@ def _decode_chunk(chunk: model_input_pb2.Chunk, field: str) -> Chunk:
     if kind == "tokens":
         return tensors.decode_tokens(chunk.tokens.tokens, f"{field}.tokens")
     if kind == "image":
-        return ImageChunk(chunk.image.data, _format(chunk.image.format, field), _expected(chunk.image))
+        return _image(chunk.image.data, chunk.image, field)
     if kind == "image_reference":
         reference = chunk.image_reference
-        return ImageChunk(_location(reference, field), _format(reference.format, field), _expected(reference))
+        return _image(_location(reference, field), reference, field)
     raise InvalidInput(
         f"{field}: the chunk is empty or of a kind that this renderer does not know; send tokens, image or"
         " image_reference",
         field=field,
         cause="chunk",
     )
+
+
+def _image(
+    source: bytes | UploadedImage | RemoteImage,
+    message: model_input_pb2.ImageChunk | model_input_pb2.ImageReference,
+    field: str,
+) -> ImageChunk:
+    if message.max_side < 0:
+        raise InvalidInput(
+            f"{field}: max_side is {message.max_side}; send the most pixels of the longer side, or 0 to keep the size",
+            field=field,
+            cause="chunk",
+        )
+    return ImageChunk(source, _format(message.format, field), _expected(message), message.max_side)
 
 
 def _location(reference: model_input_pb2.ImageReference, field: str) -> UploadedImage | RemoteImage:

@@ -23,7 +23,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 
 from fovea_services.renderer.chunk_errors import InvalidChunk
-from fovea_services.renderer.image_header import ImageFormat
+from fovea_services.renderer.image_header import ImageFormat, check_size
 
 DECODER_VERSION = 1
 
@@ -35,7 +35,7 @@ Image.MAX_IMAGE_PIXELS = None
 _METADATA_TOO_LARGE = ("ecompressed data too large", "MAX_TEXT_MEMORY")
 
 
-def decode(data: bytes, declared: ImageFormat, width: int, height: int) -> Image.Image:
+def decode(data: bytes, declared: ImageFormat, width: int, height: int, max_side: int = 0) -> Image.Image:
     """Decodes to mode RGB.
 
     Args:
@@ -43,8 +43,9 @@ def decode(data: bytes, declared: ImageFormat, width: int, height: int) -> Image
         declared: Its format; no other decoder is tried.
         width: Pixels a row as `image_header` read it; a decoder that sees another size is not trusted.
         height: Rows as `image_header` read it.
+        max_side: The most pixels of the longer side: a larger image is shrunk. 0 keeps the size.
 
-    Raises InvalidChunk if the bytes are corrupt, truncated or animated.
+    Raises InvalidChunk if the bytes are corrupt, truncated or animated, or if the shrunk image is too long and thin.
     """
     try:
         image = _load(data, declared, width, height)
@@ -57,7 +58,7 @@ def decode(data: bytes, declared: ImageFormat, width: int, height: int) -> Image
                 "the PNG's metadata (texts, colour profile) is above 64 MiB: save it again without metadata",
             ) from error
         raise InvalidChunk("corrupt", f"the {declared} is truncated or corrupt: {error}") from error
-    return _to_rgb(_upright(image))
+    return _to_rgb(_shrunk(_upright(image), max_side))
 
 
 def _load(data: bytes, declared: ImageFormat, width: int, height: int) -> Image.Image:
@@ -99,6 +100,23 @@ def _upright(image: Image.Image) -> Image.Image:
     if orientation not in range(2, 9):
         return image
     return ImageOps.exif_transpose(image)
+
+
+def _shrunk(image: Image.Image, max_side: int) -> Image.Image:
+    """Returns an image of which no side is above `max_side`, if that is not 0.
+
+    The steps are those of `fovea_rollout.pictures.read_picture`, so that a model sees the very pixels that its training
+    rows had: alpha is kept while the image shrinks, and comes onto white afterwards.
+    """
+    if not 0 < max_side < max(image.size):
+        return image
+    if image.mode in _GREY_16_MODES:
+        image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+    elif image.mode not in ("RGB", "RGBA", "L"):
+        image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    image.thumbnail((max_side, max_side), Image.Resampling.BICUBIC)
+    check_size(*image.size)
+    return image
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

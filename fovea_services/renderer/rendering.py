@@ -23,7 +23,8 @@ from fovea_services.renderer.worker_pool import ProcessedImage
 
 Result = TypeVar("Result")
 
-ProcessImage = Callable[[ImageHeader, bytes], Awaitable[ProcessedImage]]
+ProcessImage = Callable[[ImageHeader, bytes, int], Awaitable[ProcessedImage]]
+"""Takes a header, the encoded file, and the most pixels of the longer side (0: any)."""
 
 # Below this, handing bytes to a thread costs more than hashing them here.
 _HASH_INLINE_BYTES = 256 * 1024
@@ -61,12 +62,18 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class _CheckedImage:
-    """An image whose header, size and count, where geometry tells it, are in order."""
+    """An image whose header, size and count, where geometry tells it, are in order.
+
+    Attributes:
+        max_side: Pixels that the longer side is shrunk to; 0 for an image that keeps its size.
+        token_count: None if only processing tells it, as for an image that is shrunk.
+    """
 
     index: int
     chunk: ImageChunk
     data: bytes
     header: ImageHeader
+    max_side: int
     token_count: int | None
 
     def check_expected(self, token_count: int) -> None:
@@ -158,9 +165,10 @@ class Renderer:
             image_support = self._image_support()
             data = await self._bytes(index, chunk.source)
             header = image_header.read(data, chunk.format)
+            max_side = chunk.max_side if chunk.max_side < max(header.width, header.height) else 0
             count = image_support.token_count
-            token_count = None if count is None else count(header.width, header.height)
-            image = _CheckedImage(index, chunk, data, header, token_count)
+            token_count = None if count is None or max_side else count(header.width, header.height)
+            image = _CheckedImage(index, chunk, data, header, max_side, token_count)
             if token_count is not None:
                 image.check_expected(token_count)
             return image
@@ -199,11 +207,11 @@ class Renderer:
 
     async def _process(self, image: _CheckedImage) -> _ProcessedImage:
         image_support = self._image_support()
-        digest = await _digest(image_support.fingerprint, image.data)
+        digest = await _digest(image_support.fingerprint, image.max_side, image.data)
 
         def process() -> Awaitable[ProcessedImage]:
             renderer_metrics.IMAGE_BYTES.inc(len(image.data))
-            return image_support.process(image.header, image.data)
+            return image_support.process(image.header, image.data, image.max_side)
 
         try:
             feature = await self.features.get(digest, process)
@@ -247,9 +255,12 @@ class Renderer:
         return Rendered(np.concatenate(parts), tuple(images), positions)
 
 
-async def _digest(fingerprint: str, data: bytes) -> str:
-    """Identity of an image's tensors: SHA-256 over the processor's fingerprint (32 bytes) and the encoded image."""
-    digest = hashlib.sha256(bytes.fromhex(fingerprint))
+async def _digest(fingerprint: str, max_side: int, data: bytes) -> str:
+    """Identity of an image's tensors: SHA-256 over the processor's fingerprint (32 bytes) and the encoded image.
+
+    The side that an image is shrunk to stands between them in 8 bytes, the first of which begins no PNG or JPEG.
+    """
+    digest = hashlib.sha256(bytes.fromhex(fingerprint) + (max_side.to_bytes(8, "big") if max_side else b""))
     if len(data) > _HASH_INLINE_BYTES:
         await asyncio.to_thread(digest.update, data)
     else:

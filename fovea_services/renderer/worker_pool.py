@@ -92,7 +92,7 @@ class WorkerProcess:
         logger.info("image worker %d is ready", self._process.pid)
         return ready
 
-    def process(self, header: ImageHeader, data: bytes) -> ProcessedImage:
+    def process(self, job: Job) -> ProcessedImage:
         """Processes one image, starting the worker first if it is not running.
 
         Raises:
@@ -109,7 +109,7 @@ class WorkerProcess:
         assert self._connection is not None
         assert self._memory is not None
         try:
-            return self._exchange(self._connection, self._memory, header, data)
+            return self._exchange(self._connection, self._memory, job)
         except (EOFError, ConnectionError):
             exit_code = self.stop()
             logger.error("an image worker ended with exit code %s in the middle of a job", exit_code)
@@ -133,10 +133,8 @@ class WorkerProcess:
                 process.kill()
         return process.wait()
 
-    def _exchange(
-        self, connection: Connection, memory: SharedMemory, header: ImageHeader, data: bytes
-    ) -> ProcessedImage:
-        send(connection, Job(header, data))
+    def _exchange(self, connection: Connection, memory: SharedMemory, job: Job) -> ProcessedImage:
+        send(connection, job)
         if not connection.poll(self._settings.job_timeout_s):
             self.stop()
             raise DeadlineExceeded(f"processing the image took more than {self._settings.job_timeout_s:.0f} s")
@@ -146,7 +144,7 @@ class WorkerProcess:
         if isinstance(answer, Invalid):
             raise InvalidChunk(answer.cause, answer.message)
         assert isinstance(answer, Failed)
-        raise self._failure(answer, header)
+        raise self._failure(answer, job.header)
 
     def _failure(self, answer: Failed, header: ImageHeader) -> FoveaError:
         logger.error(
@@ -198,8 +196,10 @@ class WorkerPool:
         assert isinstance(ready, Ready)
         return ready
 
-    async def process(self, header: ImageHeader, data: bytes) -> ProcessedImage:
+    async def process(self, header: ImageHeader, data: bytes, max_side: int = 0) -> ProcessedImage:
         """Processes one image on the next worker that is free. Errors as in `WorkerProcess.process`.
+
+        An image with a side of more than `max_side` pixels is shrunk first; 0 keeps the size.
 
         Cancelling drops the job if it still waits; one that runs ends by itself, since its worker must be whole again.
         """
@@ -208,7 +208,7 @@ class WorkerPool:
         self._pending += 1
         try:
             with renderer_metrics.IMAGES_PENDING.track_inprogress(), tracing.span("image", format=header.format):
-                return await asyncio.wrap_future(self._threads.submit(self._run, header, data))
+                return await asyncio.wrap_future(self._threads.submit(self._run, Job(header, data, max_side)))
         finally:
             self._pending -= 1
 
@@ -217,12 +217,12 @@ class WorkerPool:
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         await asyncio.gather(*(asyncio.to_thread(worker.stop) for worker in self.workers))
 
-    def _run(self, header: ImageHeader, data: bytes) -> ProcessedImage:
-        worker = self._idle.get_nowait()  # There are as many as threads.
+    def _run(self, job: Job) -> ProcessedImage:
+        header, worker = job.header, self._idle.get_nowait()  # There are as many as threads.
         try:
             for _ in range(ATTEMPTS):
                 try:
-                    return worker.process(header, data)
+                    return worker.process(job)
                 except WorkerDied as death:
                     last = death
             raise Internal(

@@ -100,10 +100,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Job:
-    """One image to process: what its header says, and the encoded file."""
+    """One image to process: what its header says, the encoded file, and the most pixels of its longer side (0: any)."""
 
     header: ImageHeader
     data: bytes
+    max_side: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,13 @@ import tinker
 from openai.types.chat import ChatCompletion
 from transformers import PreTrainedTokenizerBase
 
-from tests.e2e.prompts import PromptBuilder, picture
+from fovea.wire.conventions import MAX_PICTURE_SIDE
+from fovea_rollout.pictures import read_picture
+from tests.e2e.prompts import PromptBuilder, image_chunk, picture
 from tests.e2e.stack import API_KEY, Stack
 
 PICTURE = picture(150, 224)
+LARGE = picture(900, 660, seed=5)
 QUESTION = "What is this?"
 TOOL = {
     "type": "function",
@@ -250,9 +253,18 @@ def test_a_path_is_the_weights_of_its_step(
         for _ in range(2):
             training.forward_backward([datum], "cross_entropy")
             training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
-        path = training.save_weights_for_sampler(name="chat").result().path
+        metadata = {MAX_PICTURE_SIDE: "224"}
+        path = training.save_weights_for_sampler(name="chat", user_metadata=metadata).result().path
         sampler = service.create_sampling_client(model_path=path).result()
         (expected,) = sampled(sampler, pictured)
+        small = image_chunk(read_picture(LARGE, max_side=224).data)
+        chunks = [small if isinstance(chunk, tinker.types.ImageChunk) else chunk for chunk in pictured.chunks]
+        (of_small,) = sampled(sampler, tinker.ModelInput(chunks=chunks))
+    shrunk = ask(client, path, asking(data_url(LARGE)), logprobs=True)
+    assert ids_of(shrunk) == [list(of_small.tokens)]
+    assert shrunk.choices[0].logprobs is not None
+    found = [position.logprob for position in shrunk.choices[0].logprobs.content or []]
+    assert found == pytest.approx(of_small.logprobs, abs=1e-4)
     answer = ask(client, path, asking(data_url(PICTURE)), logprobs=True)
     assert answer.model == path
     assert ids_of(answer) == [list(expected.tokens)]

@@ -19,6 +19,7 @@ from fovea.wire.errors import FoveaError, Internal, InvalidInput
 from fovea_services.renderer import image_header
 from fovea_services.renderer.chunk_errors import InvalidChunk
 from fovea_services.renderer.worker_pool import WorkerProcess, WorkerSettings
+from fovea_services.renderer.worker_protocol import Job
 from fovea_services.sampler.engine_api import Limits
 from fovea_services.sampler.sample_validation import read_request
 from fovea_services.trainer.batches.datum_decoding import DatumLimits, decode_datum
@@ -149,11 +150,11 @@ def test_images(worker: WorkerProcess, seeds: list[int]) -> None:
         try:
             header = image_header.read(data, declared)
             if header.width * header.height <= 2**20:  # larger ones are right too, and take their time
-                worker.process(header, data)
+                worker.process(Job(header, data, rng.choice([0, 16])))
         except InvalidChunk:
             continue
     good = IMAGES["PNG"][0]
-    assert worker.process(image_header.read(good, "PNG"), good).tensors
+    assert worker.process(Job(image_header.read(good, "PNG"), good)).tensors
 
 
 @pytest.fixture(scope="module")

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from fovea.api.v1 import tensor_pb2 as fovea_dot_api_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66ovea/api/v1/model_input.proto\x12\x0c\x66ovea.api.v1\x1a\x19\x66ovea/api/v1/tensor.proto\"1\n\nModelInput\x12#\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x13.fovea.api.v1.Chunk\"\x9f\x01\n\x05\x43hunk\x12*\n\x06tokens\x18\x01 \x01(\x0b\x32\x18.fovea.api.v1.TokenChunkH\x00\x12)\n\x05image\x18\x02 \x01(\x0b\x32\x18.fovea.api.v1.ImageChunkH\x00\x12\x37\n\x0fimage_reference\x18\x03 \x01(\x0b\x32\x1c.fovea.api.v1.ImageReferenceH\x00\x42\x06\n\x04kind\"\x1c\n\nTokenChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\x81\x01\n\nImageChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12)\n\x06\x66ormat\x18\x02 \x01(\x0e\x32\x19.fovea.api.v1.ImageFormat\x12!\n\x14\x65xpected_token_count\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x17\n\x15_expected_token_count\"\xa4\x01\n\x0eImageReference\x12\x10\n\x06sha256\x18\x01 \x01(\tH\x00\x12\r\n\x03uri\x18\x02 \x01(\tH\x00\x12)\n\x06\x66ormat\x18\x03 \x01(\x0e\x32\x19.fovea.api.v1.ImageFormat\x12!\n\x14\x65xpected_token_count\x18\x04 \x01(\x05H\x01\x88\x01\x01\x42\n\n\x08locationB\x17\n\x15_expected_token_count\"q\n\rRenderedInput\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\'\n\x05spans\x18\x02 \x03(\x0b\x32\x18.fovea.api.v1.VisionSpan\x12\'\n\tpositions\x18\x03 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"Z\n\nVisionSpan\x12\x0e\n\x06offset\x18\x01 \x01(\x05\x12\x0e\n\x06length\x18\x02 \x01(\x05\x12,\n\x07\x66\x65\x61ture\x18\x03 \x01(\x0b\x32\x1b.fovea.api.v1.VisionFeature\"\x98\x01\n\rVisionFeature\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\x05\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06source\x18\x05 \x01(\t\x12\x16\n\x0etensors_sha256\x18\x06 \x01(\t\x12\x16\n\x0e\x65mbedding_mask\x18\x07 \x01(\x0cJ\x04\x08\x02\x10\x03R\x08grid_thw*X\n\x0bImageFormat\x12\x1c\n\x18IMAGE_FORMAT_UNSPECIFIED\x10\x00\x12\x14\n\x10IMAGE_FORMAT_PNG\x10\x01\x12\x15\n\x11IMAGE_FORMAT_JPEG\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66ovea/api/v1/model_input.proto\x12\x0c\x66ovea.api.v1\x1a\x19\x66ovea/api/v1/tensor.proto\"1\n\nModelInput\x12#\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x13.fovea.api.v1.Chunk\"\x9f\x01\n\x05\x43hunk\x12*\n\x06tokens\x18\x01 \x01(\x0b\x32\x18.fovea.api.v1.TokenChunkH\x00\x12)\n\x05image\x18\x02 \x01(\x0b\x32\x18.fovea.api.v1.ImageChunkH\x00\x12\x37\n\x0fimage_reference\x18\x03 \x01(\x0b\x32\x1c.fovea.api.v1.ImageReferenceH\x00\x42\x06\n\x04kind\"\x1c\n\nTokenChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\x93\x01\n\nImageChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12)\n\x06\x66ormat\x18\x02 \x01(\x0e\x32\x19.fovea.api.v1.ImageFormat\x12!\n\x14\x65xpected_token_count\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08max_side\x18\x04 \x01(\x05\x42\x17\n\x15_expected_token_count\"\xb6\x01\n\x0eImageReference\x12\x10\n\x06sha256\x18\x01 \x01(\tH\x00\x12\r\n\x03uri\x18\x02 \x01(\tH\x00\x12)\n\x06\x66ormat\x18\x03 \x01(\x0e\x32\x19.fovea.api.v1.ImageFormat\x12!\n\x14\x65xpected_token_count\x18\x04 \x01(\x05H\x01\x88\x01\x01\x12\x10\n\x08max_side\x18\x05 \x01(\x05\x42\n\n\x08locationB\x17\n\x15_expected_token_count\"q\n\rRenderedInput\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\'\n\x05spans\x18\x02 \x03(\x0b\x32\x18.fovea.api.v1.VisionSpan\x12\'\n\tpositions\x18\x03 \x01(\x0b\x32\x14.fovea.api.v1.Tensor\"Z\n\nVisionSpan\x12\x0e\n\x06offset\x18\x01 \x01(\x05\x12\x0e\n\x06length\x18\x02 \x01(\x05\x12,\n\x07\x66\x65\x61ture\x18\x03 \x01(\x0b\x32\x1b.fovea.api.v1.VisionFeature\"\x98\x01\n\rVisionFeature\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\x05\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06source\x18\x05 \x01(\t\x12\x16\n\x0etensors_sha256\x18\x06 \x01(\t\x12\x16\n\x0e\x65mbedding_mask\x18\x07 \x01(\x0cJ\x04\x08\x02\x10\x03R\x08grid_thw*X\n\x0bImageFormat\x12\x1c\n\x18IMAGE_FORMAT_UNSPECIFIED\x10\x00\x12\x14\n\x10IMAGE_FORMAT_PNG\x10\x01\x12\x15\n\x11IMAGE_FORMAT_JPEG\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fovea.api.v1.model_input_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_IMAGEFORMAT']._serialized_start=979
-  _globals['_IMAGEFORMAT']._serialized_end=1067
+  _globals['_IMAGEFORMAT']._serialized_start=1015
+  _globals['_IMAGEFORMAT']._serialized_end=1103
   _globals['_MODELINPUT']._serialized_start=75
   _globals['_MODELINPUT']._serialized_end=124
   _globals['_CHUNK']._serialized_start=127
@@ -41,13 +41,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENCHUNK']._serialized_start=288
   _globals['_TOKENCHUNK']._serialized_end=316
   _globals['_IMAGECHUNK']._serialized_start=319
-  _globals['_IMAGECHUNK']._serialized_end=448
-  _globals['_IMAGEREFERENCE']._serialized_start=451
-  _globals['_IMAGEREFERENCE']._serialized_end=615
-  _globals['_RENDEREDINPUT']._serialized_start=617
-  _globals['_RENDEREDINPUT']._serialized_end=730
-  _globals['_VISIONSPAN']._serialized_start=732
-  _globals['_VISIONSPAN']._serialized_end=822
-  _globals['_VISIONFEATURE']._serialized_start=825
-  _globals['_VISIONFEATURE']._serialized_end=977
+  _globals['_IMAGECHUNK']._serialized_end=466
+  _globals['_IMAGEREFERENCE']._serialized_start=469
+  _globals['_IMAGEREFERENCE']._serialized_end=651
+  _globals['_RENDEREDINPUT']._serialized_start=653
+  _globals['_RENDEREDINPUT']._serialized_end=766
+  _globals['_VISIONSPAN']._serialized_start=768
+  _globals['_VISIONSPAN']._serialized_end=858
+  _globals['_VISIONFEATURE']._serialized_start=861
+  _globals['_VISIONFEATURE']._serialized_end=1013
 # @@protoc_insertion_point(module_scope)

@@ -40,26 +40,30 @@ class TokenChunk(_message.Message):
     def __init__(self, tokens: _Optional[bytes] = ...) -> None: ...
 
 class ImageChunk(_message.Message):
-    __slots__ = ("data", "format", "expected_token_count")
+    __slots__ = ("data", "format", "expected_token_count", "max_side")
     DATA_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MAX_SIDE_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     format: ImageFormat
     expected_token_count: int
-    def __init__(self, data: _Optional[bytes] = ..., format: _Optional[_Union[ImageFormat, str]] = ..., expected_token_count: _Optional[int] = ...) -> None: ...
+    max_side: int
+    def __init__(self, data: _Optional[bytes] = ..., format: _Optional[_Union[ImageFormat, str]] = ..., expected_token_count: _Optional[int] = ..., max_side: _Optional[int] = ...) -> None: ...
 
 class ImageReference(_message.Message):
-    __slots__ = ("sha256", "uri", "format", "expected_token_count")
+    __slots__ = ("sha256", "uri", "format", "expected_token_count", "max_side")
     SHA256_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MAX_SIDE_FIELD_NUMBER: _ClassVar[int]
     sha256: str
     uri: str
     format: ImageFormat
     expected_token_count: int
-    def __init__(self, sha256: _Optional[str] = ..., uri: _Optional[str] = ..., format: _Optional[_Union[ImageFormat, str]] = ..., expected_token_count: _Optional[int] = ...) -> None: ...
+    max_side: int
+    def __init__(self, sha256: _Optional[str] = ..., uri: _Optional[str] = ..., format: _Optional[_Union[ImageFormat, str]] = ..., expected_token_count: _Optional[int] = ..., max_side: _Optional[int] = ...) -> None: ...
 
 class RenderedInput(_message.Message):
     __slots__ = ("tokens", "spans", "positions")

@@ -66,7 +66,7 @@ async def test_a_stream_comes_as_it_is_sampled(stand: Stand, http: httpx.AsyncCl
         ({"url": "file:///etc/passwd"}, "url", "file:///etc/passwd"),
         ({"url": "https://a.test/picture"}, "url", "its format is unknown"),
         ({"url": "https://a.test/picture.png"}, "", "is not allowed"),
-        ({"url": f"data:image/png;base64,{PNG}", "detail": "low"}, "detail", "images are not shrunk"),
+        ({"url": f"data:image/png;base64,{PNG}", "detail": "low"}, "detail", "send a smaller image"),
         ({}, "url", "is missing"),
         (7, "url", "is missing"),
     ],
@@ -139,3 +139,26 @@ async def test_what_is_sampled_counts_as_usage(stand: Stand, http: httpx.AsyncCl
 async def _sampled_tokens(rest: Rest) -> int:
     usage = (await rest.http.get("usage")).json()["usage"]
     return sum(day["sampled_tokens"] for day in usage)
+
+
+@pytest.mark.parametrize(
+    ("said", "side"),
+    [("512", 512), ("0", 0), (None, 0), ("many", 0), ("-3", 0), ("9" * 5000, 0)],
+    ids=["512", "every size", "nothing", "no number", "negative", "too long"],
+)
+async def test_images_are_shrunk_to_the_side_that_the_checkpoint_names(
+    stand: Stand, http: httpx.AsyncClient, rest: Rest, said: str | None, side: int
+) -> None:
+    metadata = {"max_picture_side": said} if said else None
+    saving = await rest.ok(
+        "save_weights_for_sampler", model_id=await rest.create_model(), seq_id=1, path="w", user_metadata=metadata
+    )
+    path = (await rest.result(saving["request_id"]))["path"]
+    by_data = asking({"url": f"data:image/png;base64,{PNG}"})
+    assert (await http.post("chat/completions", json=by_data | {"model": path})).status_code == 200
+    by_address = asking({"url": "https://a.test/picture.png"})
+    refused = await http.post("chat/completions", json=by_address | {"model": path})
+    assert refused.json()["error"]["param"] == "messages.0.content.1.image_url"
+    assert (await http.post("chat/completions", json=by_data)).status_code == 200
+    tuned, fetched, base = [request.input.chunks[1] for request in stand.renderer.of("Render")]
+    assert (tuned.image.max_side, fetched.image_reference.max_side, base.image.max_side) == (side, side, 0)

@@ -13,10 +13,14 @@ def text(*ids: int) -> model_input_pb2.Chunk:
     return model_input_pb2.Chunk(tokens=model_input_pb2.TokenChunk(tokens=tensors.encode_tokens(ids)))
 
 
-def image(data: bytes, image_format: str = "PNG", expected: int | None = None) -> model_input_pb2.Chunk:
+def image(
+    data: bytes, image_format: str = "PNG", expected: int | None = None, max_side: int = 0
+) -> model_input_pb2.Chunk:
     """An image by its bytes."""
     return model_input_pb2.Chunk(
-        image=model_input_pb2.ImageChunk(data=data, format=FORMATS[image_format], expected_token_count=expected)
+        image=model_input_pb2.ImageChunk(
+            data=data, format=FORMATS[image_format], expected_token_count=expected, max_side=max_side
+        )
     )
 
 

@@ -13,6 +13,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
 from fovea.api.v1 import model_input_pb2
+from fovea.wire.errors import InvalidInput
+from fovea_rollout.pictures import read_picture
 from tests.contract.renderer.inputs import image, model_input, positions, text, token_ids
 from tests.served_renderer import Served
 from tests.unit.renderer.pictures import encoded, picture
@@ -170,3 +172,48 @@ async def test_vision_start_and_end_are_plain_text(qwen3_vl: Served) -> None:
     tokenizer = own_processor(qwen3_vl.directory).tokenizer
     ids = [tokenizer.convert_tokens_to_ids(name) for name in ("<|vision_start|>", "<|vision_end|>")]
     assert token_ids(await qwen3_vl.client.render(model_input(text(*ids)))) == ids
+
+
+def turned(width: int, height: int) -> bytes:
+    """A JPEG that EXIF turns by a quarter."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(picture(width, height), "JPEG", exif=exif)
+
+
+def transparent(width: int, height: int) -> bytes:
+    image = picture(width, height)
+    image.putalpha(picture(width, height, seed=3).convert("L"))
+    return encoded(image)
+
+
+SHRUNK = {
+    "JPEG that EXIF turns": (turned(700, 450), "JPEG"),
+    "RGBA": (transparent(333, 600), "PNG"),
+    "L": (encoded(picture(640, 480).convert("L")), "PNG"),
+    "above the limit of a message": (encoded(picture(900, 700)), "PNG"),
+    "no larger": (encoded(picture(60, 128)), "PNG"),
+    "tiny": (encoded(picture(1, 1)), "PNG"),
+}
+
+
+@pytest.mark.parametrize("side", [0, 128, 129])
+@pytest.mark.parametrize("name", SHRUNK)
+async def test_a_shrunk_image_is_the_one_that_the_client_would_send(vision: Served, name: str, side: int) -> None:
+    data, kind = SHRUNK[name]
+    sent = read_picture(data, max_side=side or None)
+    expected = await vision.client.render(model_input(text(1), image(sent.data, sent.format.upper()), text(2)))
+    rendered = await vision.client.render(model_input(text(1), image(data, kind, max_side=side), text(2)))
+    assert token_ids(rendered) == token_ids(expected)
+    assert np.array_equal(positions(rendered), positions(expected))
+    (span,), (other,) = rendered.spans, expected.spans
+    assert span.feature.tensors_sha256 == other.feature.tensors_sha256
+    assert (span.feature.digest == other.feature.digest) == (sent.data == data)
+
+
+async def test_a_shrunk_image_is_refused_like_any_other(qwen3_vl: Served) -> None:
+    large = encoded(picture(300, 200))
+    with pytest.raises(InvalidInput, match=r"chunks\[1\]: the PNG is truncated"):
+        await qwen3_vl.client.render(model_input(text(1), image(large[:5000], max_side=100)))
+    with pytest.raises(InvalidInput, match=r"chunks\[0\]: max_side is -1"):
+        await qwen3_vl.client.render(model_input(image(large, max_side=-1)))

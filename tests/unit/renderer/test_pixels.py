@@ -1,11 +1,14 @@
 """Every kind of PNG and JPEG becomes the RGB that a person would see."""
 
+import io
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
+from fovea_rollout.pictures import read_picture
 from fovea_services.renderer import pixels
 from fovea_services.renderer.chunk_errors import InvalidChunk
 from fovea_services.renderer.image_header import ImageFormat
@@ -205,3 +208,56 @@ def interlaced_png(values: np.ndarray) -> bytes:
         + chunk(b"IDAT", zlib.compress(b"".join(rows)))
         + chunk(b"IEND", b"")
     )
+
+
+def upright(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def clear(colour: Image.Image) -> Image.Image:
+    image = picture(300, 200).convert(colour.mode)
+    image.putalpha(ALPHA.resize(image.size))
+    return image
+
+
+LARGE = picture(300, 200)
+GREY_16 = Image.fromarray(np.linspace(0, 65535, 300 * 200).astype(np.uint16).reshape(200, 300))
+FILES: dict[str, tuple[bytes, ImageFormat]] = {
+    "RGB": (encoded(LARGE), "PNG"),
+    "L": (encoded(LARGE.convert("L")), "PNG"),
+    "one bit": (encoded(LARGE.convert("1")), "PNG"),
+    "palette": (encoded(LARGE.quantize(32)), "PNG"),
+    "palette with alpha": (encoded(LARGE.quantize(32), transparency=bytes(range(0, 256, 8))), "PNG"),
+    "RGBA": (encoded(clear(RGB)), "PNG"),
+    "LA": (encoded(clear(GREY)), "PNG"),
+    "a transparent colour": (encoded(LARGE, transparency=LARGE.getpixel((3, 3))), "PNG"),
+    "a transparent grey": (encoded(LARGE.convert("L"), transparency=80), "PNG"),
+    "16 bits": (encoded(GREY_16), "PNG"),
+    "16 bits, one transparent": (encoded(GREY_16, transparency=300), "PNG"),
+    "CMYK": (encoded(LARGE.convert("CMYK"), "JPEG"), "JPEG"),
+    **{f"EXIF {one}": (encoded(LARGE, "JPEG", exif=upright(one)), "JPEG") for one in range(1, 9)},
+}
+
+
+@pytest.mark.parametrize("side", [0, 1, 64, 97, 200, 299, 300])
+@pytest.mark.parametrize("name", FILES)
+def test_a_shrunk_image_is_the_one_that_the_client_would_send(name: str, side: int) -> None:
+    data, kind = FILES[name]
+    sent = read_picture(data, max_side=side or None)
+    expected = decoded(sent.data, "PNG" if sent.format == "png" else "JPEG", *stored_size(sent.data))
+    found = pixels.decode(data, kind, 300, 200, side)
+    assert found.mode == "RGB"
+    assert np.array_equal(pixels_of(found), expected)
+    assert max(found.size) == (side or 300)
+
+
+def stored_size(data: bytes) -> tuple[int, int]:
+    with Image.open(io.BytesIO(data)) as image:
+        return image.size
+
+
+def test_an_image_that_shrinks_to_a_line_is_refused() -> None:
+    with pytest.raises(InvalidChunk, match="420x2; its sides may differ by a factor of 200 at most"):
+        pixels.decode(encoded(picture(1000, 5)), "PNG", 1000, 5, 420)

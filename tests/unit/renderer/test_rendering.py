@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,11 +25,10 @@ SIZES = list(COUNTS)
 IMAGES = {size: png(*size) for size in SIZES}
 
 
-async def geometry_only(header: ImageHeader, data: bytes) -> ProcessedImage:
+async def geometry_only(header: ImageHeader, data: bytes, max_side: int) -> ProcessedImage:
     """Processes an image as Qwen3-VL's geometry says, with one byte a patch in the place of pixels."""
-    rows, columns = {(32, 32): (16, 16), (224, 224): (16, 16), (150, 224): (20, 14), (40, 200): (36, 8)}[
-        header.width, header.height
-    ]
+    grids = {(32, 32): (16, 16), (224, 224): (16, 16), (150, 224): (20, 14), (40, 200): (36, 8)}
+    rows, columns = (4, 4) if max_side else grids[header.width, header.height]
     grid = np.array([[1, rows, columns]], dtype=np.int64)
     pixel_values = np.zeros((rows * columns, 1), dtype=np.uint8)
     return ProcessedImage({"pixel_values": pixel_values, "image_grid_thw": grid}, hashlib.sha256(data).hexdigest(), 0.0)
@@ -58,6 +58,17 @@ def token_count(chunk: Chunk) -> int:
 
 def image(size: tuple[int, int], expected: int | None = None) -> ImageChunk:
     return ImageChunk(IMAGES[size], "PNG", expected)
+
+
+async def test_a_shrunk_image_has_tensors_and_a_count_of_its_own(renderer: Renderer) -> None:
+    whole, small, other, smaller = [
+        (await renderer.render([replace(image((150, 224)), max_side=side)])).images[0] for side in (0, 223, 224, 100)
+    ]
+    assert (whole.length, small.length) == (70, 4)
+    assert other.feature.digest == whole.feature.digest  # it is not larger than 224
+    assert len({whole.feature.digest, small.feature.digest, smaller.feature.digest}) == 3
+    with pytest.raises(InvalidInput, match=r"chunks\[0\]: expected_tokens is 70 but the image takes 4 tokens"):
+        await renderer.render([replace(image((150, 224), 70), max_side=223)])
 
 
 TEXTS = st.lists(st.integers(0, IMAGE - 1), max_size=6).map(lambda ids: text(*ids))

@@ -15,7 +15,7 @@ def sha(data: bytes) -> str:
 
 def reference(data: bytes) -> model_input_pb2.ModelInput:
     image = model_input_pb2.ImageReference(
-        sha256=sha(data), format=model_input_pb2.IMAGE_FORMAT_PNG, expected_token_count=7
+        sha256=sha(data), format=model_input_pb2.IMAGE_FORMAT_PNG, expected_token_count=7, max_side=9
     )
     return model_input_pb2.ModelInput(chunks=[model_input_pb2.Chunk(image_reference=image)])
 
@@ -25,6 +25,7 @@ def test_references_become_images() -> None:
     shelf.put("o", sha(b"one"), b"one")
     image = shelf.inline("o", reference(b"one"), "prompt").chunks[0].image
     assert (image.data, image.format, image.expected_token_count) == (b"one", model_input_pb2.IMAGE_FORMAT_PNG, 7)
+    assert image.max_side == 9
 
 
 def test_addresses_are_left_for_the_renderer() -> None:
