@@ -142,6 +142,8 @@ class Experiment:
     async def measure(self, moment: str, sources: Sources, other: tinker.SamplingClient | None = None) -> None:
         """Plays one greedy episode per source; their mean reward and metrics become `moment` in the result.
 
+        Rollouts that fail are left out, and their number becomes `<moment>_failed`.
+
         Args:
             other: Plays in the place of the model in training.
         """
@@ -149,9 +151,13 @@ class Experiment:
         sampling = SamplingSettings(self._rollout.sampling.max_tokens, temperature=0.0)
         settings = RolloutSettings(sampling, self._rollout.max_turns, self._rollout.max_context)
         found = await evaluate(policy, self._template, sources, settings, name=moment)
-        if found.failures:
-            raise RuntimeError(f"{len(found.failures)} rollouts failed, the first: {found.failures[0]}")
+        failed = sum(not one.is_scored for one in found.trajectories)
+        if failed:
+            self._say(f"{moment}: {failed} of {len(sources)} rollouts failed, the first: {found.failures[:1]}")
+            if failed == len(sources):
+                raise RuntimeError(f"all {failed} rollouts failed, the first: {found.failures[:1]}")
         self.result[moment] = found.reward_mean
+        self.result[f"{moment}_failed"] = failed
         self.result |= {f"{moment}_{name}": value for name, value in found.metrics.items()}
         self._trajectories += found.trajectories[:SHOWN]
         self._say(f"{moment}: reward {found.reward_mean:.3f}, {_shown(found.metrics)}")

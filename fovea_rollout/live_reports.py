@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -55,14 +56,16 @@ class LiveReports:
 
 
 def _body(model_id: str, report: StepReport, truths: Mapping[str, str]) -> dict[str, Any]:
-    kl = report.base_kl if report.base_kl is not None else report.agreement and report.agreement.kl
+    kl = report.base_kl
+    if kl is None and report.agreement is not None:
+        kl = report.agreement.kl
     metrics = {"reward": report.reward_mean, "kl": kl, "signal_share": report.signal_share, "lag": float(report.lag)}
     if report.evaluation is not None:
         metrics["held_out_reward"] = report.evaluation.reward_mean
     samples = [
         {
             "sequence_id": turn.sampled.sequence_id,
-            "reward": trajectory.reward,
+            "reward": trajectory.reward if math.isfinite(trajectory.reward) else None,
             "truth": truths.get(trajectory.conversation, "")[:_MOST_CHARACTERS],
         }
         for group in report.trajectories
@@ -71,5 +74,5 @@ def _body(model_id: str, report: StepReport, truths: Mapping[str, str]) -> dict[
         for turn in trajectory.turns[-1:]
         if turn.sampled.sequence_id
     ]
-    known = {name: value for name, value in metrics.items() if value is not None and value == value}
+    known = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
     return {"model_id": model_id, "metrics": known, "samples": samples[:_MOST_SAMPLES]}

@@ -30,9 +30,10 @@ from fovea_rollout.records import Record, Source, environment_factory, fingerpri
 from fovea_rollout.rollout import RolloutSettings, run_rollout
 from fovea_rollout.step_report import StepReport, step_report
 from fovea_rollout.step_size import StepSize
+from fovea_rollout.substeps import Outputs, Substeps
 from fovea_rollout.template import ChatTemplate
 from fovea_rollout.tinker_policy import WeightPublisher
-from fovea_rollout.training_batch import TrainingBatch, penalised_batch, training_batch
+from fovea_rollout.training_batch import Groups, TrainingBatch, fail_rollouts, penalised_batch, training_batch
 from fovea_rollout.trajectory import Trajectory
 
 Mode = Literal["on_policy", "one_step_off", "inflight"]
@@ -297,7 +298,7 @@ class _Loop:
         with self._timed("batch"):
             batch = await self._batch(groups)
         with self._timed("train"):
-            outputs = await self._train(batch, step) if batch.data else []
+            batch, outputs = await self._train(groups, batch, step) if batch.data else (batch, [])
         with self._timed("publish"):
             self.policy = await self._publisher.publish(step + 1)
         evaluation = None
@@ -309,7 +310,7 @@ class _Loop:
         self._step_size.observe(report.moved_kl)
         return report
 
-    async def _batch(self, groups: Sequence[Sequence[Trajectory]]) -> TrainingBatch:
+    async def _batch(self, groups: Groups) -> TrainingBatch:
         settings = self._settings
         made = partial(
             training_batch,
@@ -352,17 +353,17 @@ class _Loop:
             name=f"held-out-{taken}",
         )
 
-    async def _train(self, batch: TrainingBatch, step: int) -> list[tuple[TrainingBatch, tinker.ForwardBackwardOutput]]:
+    async def _train(self, groups: Groups, batch: TrainingBatch, step: int) -> tuple[TrainingBatch, Outputs]:
+        """Trains on a batch. Marks the rollouts that the server refuses as failed; returns what it trained on."""
         settings = self._settings
-        parts = batch.split(settings.substeps, (settings.seed, step))
-        backwards, steps = [], []
-        # All are submitted before the first is waited for: the server need not wait for us in between.
-        for part in parts:
-            data = [datum.datum for datum in part.data]
-            backwards.append(self._client.forward_backward(data, settings.loss, settings.whole_loss_config or None))
-            steps.append(self._client.optim_step(settings.adam_params(step, self._step_size.share)))
-        results = await asyncio.gather(*backwards, *steps)
-        return list(zip(parts, results[: len(parts)], strict=True))
+        adam = settings.adam_params(step, self._step_size.share)
+        substeps = Substeps(self._client, settings.loss, settings.whole_loss_config, adam)
+        outputs, refused = await substeps.run(batch.split(settings.substeps, (settings.seed, step)))
+        if not refused:
+            return batch, outputs
+        fail_rollouts(groups, "train", refused)
+        trained = {id(datum) for part, _ in outputs for datum in part.data}
+        return replace(batch, data=[datum for datum in batch.data if id(datum) in trained]), outputs
 
     async def _play(self, policy: Policy, index: int) -> list[Trajectory]:
         factory = environment_factory(self._source(index))

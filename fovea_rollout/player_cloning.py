@@ -101,11 +101,12 @@ async def warm_up(
     """
     most = min(settings.episodes, settings.answers_per_step * settings.steps)
     played = await run_rollouts(player, template, sources[:most], settings.rollout, name="cloned", progress=False)
-    data = [datum for trajectory in played if trajectory.turns for datum in await _datums(trajectory, player)]
+    learnt = [trajectory for trajectory in played if trajectory.is_scored]
+    data = [datum for trajectory in learnt for datum in await _datums(trajectory, player)]
     if not data:
         failure = next((one.failure for one in played if one.failure), None)
         raise InvalidInput(f"the player played no episode to learn from: {failure}", field="sources")
-    answers = float(np.mean([len(trajectory.turns) for trajectory in played]))
+    answers = float(np.mean([len(trajectory.turns) for trajectory in learnt]))
     size = max(4, round(settings.answers_per_step / answers))
     rate = settings.learning_rate
     if rate is None:

@@ -99,7 +99,8 @@ class LoopProgress(ProgressLines):
 
     def __init__(self, steps: int, rollouts: int, is_shown: bool | None, taken: int = 0) -> None:
         super().__init__(is_shown)
-        self._rollouts, self._finished, self._failed = rollouts, 0, 0
+        self._rollouts, self._finished = rollouts, 0
+        self._failed: set[str] = set()
         self._steps_task = self._bar.add_task("steps", total=steps, completed=taken, words="")
         self._held_out = ""
         self._rollouts_task = self._bar.add_task("rollouts", total=rollouts, words="")
@@ -107,12 +108,14 @@ class LoopProgress(ProgressLines):
     def count_rollout(self, trajectory: Trajectory) -> None:
         """Counts one that has ended."""
         self._finished += 1
-        self._failed += trajectory.end == "failed"
+        self._note_failures([trajectory])
         self._show_rollouts()
 
     def count_step(self, report: StepReport) -> None:
         """Counts a step; its rollouts are off the second line, those that ran ahead stay on it."""
         self._finished -= sum(len(group) for group in report.trajectories)
+        for group in report.trajectories:  # some fail only when they are trained on
+            self._note_failures(group)
         agreement = "nothing to train on" if report.agreement is None else f"kl {report.agreement.kl:.1e}"
         if report.evaluation is not None:
             self._held_out = f", held out {report.evaluation.reward_mean:.3f}"
@@ -121,6 +124,9 @@ class LoopProgress(ProgressLines):
         self._bar.update(self._steps_task, advance=1, words=words)
         self._show_rollouts()
 
+    def _note_failures(self, trajectories: Sequence[Trajectory]) -> None:
+        self._failed |= {one.conversation for one in trajectories if one.end == "failed"}
+
     def _show_rollouts(self) -> None:
-        words = f"{self._failed} failed"
+        words = f"{len(self._failed)} failed"
         self._bar.update(self._rollouts_task, completed=min(self._finished, self._rollouts), words=words)

@@ -5,7 +5,7 @@ A rollout becomes a datum per segment; the groups of a step become one batch, wi
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -166,6 +166,10 @@ class TrainingBatch:
             if part.size
         ]
 
+    def without(self, conversations: Container[str]) -> TrainingBatch:
+        """Returns the batch without the datums of some rollouts."""
+        return replace(self, data=[datum for datum in self.data if datum.conversation not in conversations])
+
     def penalised(self, scores: Sequence[npt.NDArray[np.float64]], coefficient: float) -> TrainingBatch:
         """Returns the batch with the KL penalty of `kl_penalty` added to its advantages.
 
@@ -204,7 +208,7 @@ def returns_of(group: Sequence[Trajectory], discount: float) -> Rewards:
 async def training_batch(
     groups: Groups, estimator: Estimator, *, filter_groups: bool, policy: Policy, discount: float | None = None
 ) -> TrainingBatch:
-    """Makes datums of all rollouts that did not fail.
+    """Makes datums of all rollouts that did not fail. A rollout of which no datum can be made is marked as failed.
 
     Args:
         groups: All of one size.
@@ -213,20 +217,57 @@ async def training_batch(
         policy: Says how many tokens pictures take.
         discount: Factor of later rewards, 0 to 1: each turn gets the advantage of its own return among the group's
             rollouts at that turn. None: all turns of a rollout get the advantage of its total reward.
+
+    Raises:
+        Exception: The first error, if several rollouts failed and no datum could be made: then a setting or the server
+            is wrong, not a rollout.
     """
     data: list[TrainingDatum] = []
+    errors: list[Exception] = []
     for group in groups:
-        rewards = rewards_of([group]) if discount is None else returns_of(group, discount)
-        if filter_groups and not groups_with_signal(rewards).any():
-            continue
-        advantages = ESTIMATORS[estimator](rewards)
-        for place, trajectory in enumerate(group):
-            if not trajectory.is_scored:
-                continue
-            turns = len(trajectory.turns)
-            rows = np.broadcast_to(advantages[:, place], turns) if discount is None else advantages[:turns, place]
-            data += await training_datums(trajectory, rows.tolist(), policy)
+        made, failed = await _group_data(group, estimator, filter_groups, policy, discount)
+        while failed:
+            errors += failed.values()
+            fail_rollouts([group], "batch", failed)
+            # The advantages of the others are computed again, without the reward of the one that failed.
+            made, failed = await _group_data(group, estimator, filter_groups, policy, discount)
+        data += made
+    if len(errors) > 1 and not data:
+        raise errors[0]
     return TrainingBatch(data)
+
+
+async def _group_data(
+    group: Sequence[Trajectory], estimator: Estimator, filter_groups: bool, policy: Policy, discount: float | None
+) -> tuple[list[TrainingDatum], dict[str, Exception]]:
+    """Returns the datums of a group, and the error for each conversation of which none can be made."""
+    data: list[TrainingDatum] = []
+    errors: dict[str, Exception] = {}
+    rewards = rewards_of([group]) if discount is None else returns_of(group, discount)
+    if filter_groups and not groups_with_signal(rewards).any():
+        return data, errors
+    advantages = ESTIMATORS[estimator](rewards)
+    for place, trajectory in enumerate(group):
+        if not trajectory.is_scored:
+            continue
+        turns = len(trajectory.turns)
+        rows = np.broadcast_to(advantages[:, place], turns) if discount is None else advantages[:turns, place]
+        try:
+            data += await training_datums(trajectory, rows.tolist(), policy)
+        except Exception as error:  # of any class: the policy may ask a server, and a sample may be malformed
+            errors[trajectory.conversation] = error
+    return data, errors
+
+
+def fail_rollouts(groups: Groups, stage: str, errors: Mapping[str, Exception]) -> None:
+    """Marks rollouts as failed, and logs them.
+
+    Args:
+        stage: As in `Failure`.
+        errors: By conversation.
+    """
+    for trajectory in (one for group in groups for one in group if one.conversation in errors):
+        trajectory.fail(Failure.of(stage, errors[trajectory.conversation]))
 
 
 async def penalised_batch(
@@ -249,9 +290,8 @@ async def penalised_batch(
             errors.setdefault(datum.conversation, score)
         else:
             scores[datum.conversation, datum.turns] = score
-    for trajectory in (one for group in groups for one in group if one.conversation in errors):
-        trajectory.fail(Failure.of("score", errors[trajectory.conversation]))
     if errors:
+        fail_rollouts(groups, "score", errors)
         batch = await make()
     if not batch.data:
         return batch

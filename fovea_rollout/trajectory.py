@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback as tracebacks
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ import numpy as np
 from fovea_rollout.environment import Answer
 from fovea_rollout.messages import Message, Picture
 from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
+
+logger = logging.getLogger(__name__)
 
 End = Literal["done", "max_turns", "context", "failed"]
 """How a rollout ended: by the environment, after its last turn, before a prompt that would not fit, or by a failure."""
@@ -44,7 +47,8 @@ class Failure:
     """Why a rollout ended before its time.
 
     Attributes:
-        stage: `make`, `reset`, `render`, `sample`, `step`, `close`, `deadline`, or `score` (by the base model).
+        stage: `make`, `reset`, `render`, `sample`, `step`, `close` or `deadline`; or after the episode `batch` (making
+            datums of it), `score` (by the base model) or `train` (refused by the server).
         error: Type and message of what was raised.
         traceback: Its traceback; empty for a deadline.
     """
@@ -145,8 +149,9 @@ class Trajectory:
         self.end, self.failure, self.seconds = end, failure, seconds
 
     def fail(self, failure: Failure) -> None:
-        """Marks a finished rollout as failed, so that it is left out of statistics and of training."""
+        """Marks a rollout as failed, so that it is left out of statistics and of training, and logs it."""
         self.end, self.failure = "failed", failure
+        logger.info("rollout %s failed: %s: %s", self.conversation, failure.stage, failure.error)
 
 
 def reward_mean(trajectories: Sequence[Trajectory]) -> float:
@@ -161,9 +166,9 @@ def failures_of(trajectories: Sequence[Trajectory]) -> tuple[tuple[str, Failure]
 
 
 def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The environments' numbers: of each rollout the last one that it named, averaged over those that named one."""
+    """Averages the environments' metrics over the rollouts that did not fail: of each, the last value of a name."""
     found: dict[str, list[float]] = defaultdict(list)
-    for trajectory in trajectories:
+    for trajectory in (one for one in trajectories if one.is_scored):
         last = {name: value for turn in trajectory.turns for name, value in turn.metrics.items()}
         for name, value in last.items():
             found[name].append(value)

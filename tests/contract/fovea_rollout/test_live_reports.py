@@ -1,6 +1,7 @@
 """What a loop tells the live page arrives beside the samples that it is of; who cannot be told costs nothing."""
 
 import logging
+import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,15 @@ async def test_the_distance_of_the_base_model_is_told_where_it_is_known(stand: S
     model_id = await rest.create_model()
     await LiveReports(f"{stand.url}/", KEY, model_id).tell(report(kl=0.25), {})
     assert (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]["kl"]["mean"] == [0.25]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+async def test_numbers_that_are_not_finite_are_left_out(stand: Stand, rest: Rest, number: float) -> None:
+    model_id = await rest.create_model()
+    live = LiveReports(stand.url, KEY, model_id)
+    await live.tell(replace(report(played("a", "s:0", number), kl=number), signal_share=number), {"a": "seven"})
+    curves = (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]
+    assert (curves["reward"]["mean"], "kl" in curves, "signal_share" in curves) == ([0.5], False, False)
 
 
 async def test_a_server_that_takes_no_reports_is_asked_once(stand: Stand, caplog: pytest.LogCaptureFixture) -> None:

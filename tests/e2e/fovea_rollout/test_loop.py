@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import tinker
 from transformers import PreTrainedTokenizerBase
@@ -163,6 +164,30 @@ async def test_inflight(training: tinker.TrainingClient, template: ChatTemplate)
     assert versions(reports[0]) == {(0, 0)}
     straddling = [pair for report in reports for pair in versions(report) if pair[0] < pair[1]]
     assert straddling, "a rollout that ran while the weights changed says so"
+
+
+async def test_a_rollout_that_the_trainer_refuses_fails_alone(
+    training: tinker.TrainingClient, template: ChatTemplate
+) -> None:
+    """The model has no experts to follow, so the trainer refuses the one sample that comes with some."""
+    asked = iter(range(10**6))
+
+    async def experts(sequence_id: str) -> npt.NDArray[np.integer] | None:
+        return np.zeros((1, 1, 1), np.uint8) if next(asked) == 0 else None
+
+    def single() -> Watched:
+        return Watched(bonus=RANDOM.random(), steps=1)  # one turn, so that the sample is a whole datum
+
+    reports: list[StepReport] = []
+    settings = LoopSettings(steps=2, substeps=2, kl_coefficient=0.0, **SETTINGS)
+    await train(training, template, [single], settings, reports.append, experts=experts)
+    ((conversation, failure),) = reports[0].failures
+    assert failure.stage == "train"
+    assert "routed_experts" in failure.error
+    trained = [datum.conversation for datum in reports[0].data]
+    assert len(trained) == len(set(trained)) == 7
+    assert conversation not in trained
+    assert (len(reports[1].data), reports[1].failures) == (8, ())
 
 
 async def test_records_and_steps_without_signal(training: tinker.TrainingClient, template: ChatTemplate) -> None:

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from fovea_rollout.messages import Picture
 from fovea_rollout.training_batch import returns_of, rewards_of, training_batch
-from fovea_rollout.trajectory import Failure, Turn
+from fovea_rollout.trajectory import Failure, Trajectory, Turn
 from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
 
 PICTURE = Picture.of_pixels(np.zeros((4, 4, 3), np.uint8))
@@ -102,3 +103,34 @@ async def test_a_group_is_left_out_if_no_turn_has_a_signal() -> None:
     same = [one(1.0), one(1.0)]
     batch = await training_batch([same], "grpo", filter_groups=True, policy=FourTokenPictures(), discount=0.9)
     assert batch.data == []
+
+
+@pytest.mark.parametrize("discount", [None, 0.0])
+async def test_a_rollout_of_which_no_datum_can_be_made_fails_alone(discount: float | None) -> None:
+    def met(conversation: str, reward: float, width: int) -> Trajectory:
+        found = [turn([1], [5], [-0.5]), turn([1, 5, 7], [8], [-0.5], reward=reward)]
+        experts = [np.zeros((2, 1, 2), np.uint8), np.zeros((4, 1, width), np.uint8)]
+        with_experts = [
+            replace(one, sampled=replace(one.sampled, experts=rows)) for one, rows in zip(found, experts, strict=True)
+        ]
+        return rollout(*with_experts, conversation=conversation)
+
+    group = [met("unequal", 9.0, 3), met("a", 1.0, 2), met("b", 0.0, 2)]
+    batch = await training_batch([group], "dr_grpo", filter_groups=True, policy=FourTokenPictures(), discount=discount)
+    assert [datum.conversation for datum in batch.data] == ["a", "b"]
+    last = [datum.datum.loss_fn_inputs["advantages"].tolist()[-1] for datum in batch.data]
+    assert last == [0.5, -0.5], "the failed one is not in the group's mean"
+    failure = group[0].failure
+    assert failure is not None
+    assert (failure.stage, group[0].is_scored) == ("batch", False)
+    assert "dimension" in failure.error
+
+
+async def test_a_server_that_counts_no_picture_is_an_error() -> None:
+    class Silent(FourTokenPictures):
+        async def token_count(self, picture: Picture) -> int:
+            raise OSError("no answer")
+
+    group = [replace(one(float(reward)), conversation=f"group-0/{reward}") for reward in range(2)]
+    with pytest.raises(OSError, match="no answer"):
+        await training_batch([group], "grpo", filter_groups=True, policy=Silent())
